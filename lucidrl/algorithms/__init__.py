@@ -1,0 +1,1 @@
+"""Losses, advantages and the training loops that use them."""

@@ -1,0 +1,1 @@
+"""Prompts, conversations as token ids, and the batches made of them."""

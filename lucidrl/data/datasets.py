@@ -1,0 +1,147 @@
+"""Prompts: read from a file, split into training and validation, and put in an endless reproducible order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from lucidrl.data.interfaces import ChatMessage
+from lucidrl.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation for the model to answer."""
+
+    prompt_id: str
+    messages: tuple[ChatMessage, ...]
+    info: dict[str, Any] = field(default_factory=dict)
+    """What the environment needs to judge the answer, such as `{"answer": "42"}`."""
+    split_key: str | None = None
+    """Prompts with equal keys fall on the same side of a split; the prompt's id when not given."""
+
+
+def load_prompts(path: str | Path) -> list[Prompt]:
+    """Read prompts from a JSONL file.
+
+    A line is `{"prompt": "text"}` or `{"messages": [{"role": ..., "content": ...}, ...]}`, with an optional `"id"`
+    (the file's name and line when absent); every other key goes to `info`. Lines that ask the same share a split key.
+
+    Raises:
+        DataError: naming file and line, for a missing or empty file, a malformed line or an id used twice.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"prompt file {path} does not exist; give the path of a JSONL file")
+    prompts: list[Prompt] = []
+    line_of_id: dict[str, int] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            prompt = _parse_line(line, f"{path}:{number}", default_id=f"{path.stem}:{number}")
+            first = line_of_id.setdefault(prompt.prompt_id, number)
+            if first != number:
+                raise DataError(f"{path}:{number}: id {prompt.prompt_id!r} is that of line {first} too; ids are unique")
+            prompts.append(prompt)
+    if not prompts:
+        raise DataError(f"prompt file {path} has no prompts; write one JSON object on each line")
+    return prompts
+
+
+def is_held_out(prompt_id: str, fraction: float, salt: str = "") -> bool:
+    """Whether an id belongs to the held-out `fraction`; the same on every machine and in every run.
+
+    Raising the fraction only adds ids; another salt holds out others.
+    """
+    digest = hashlib.sha256(f"{salt}\0{prompt_id}".encode()).digest()
+    return int.from_bytes(digest[:8]) < fraction * 2**64
+
+
+def split(prompts: Sequence[Prompt], validation_fraction: float) -> tuple[list[Prompt], list[Prompt]]:
+    """Split into (training, validation) by the prompts' split keys; a fraction of 0 leaves validation empty."""
+    if not 0 <= validation_fraction < 1:
+        raise ConfigError(f"validation_fraction={validation_fraction} is not valid; it must be at least 0 and below 1")
+    training: list[Prompt] = []
+    validation: list[Prompt] = []
+    for prompt in prompts:
+        held_out = is_held_out(prompt.split_key or prompt.prompt_id, validation_fraction)
+        (validation if held_out else training).append(prompt)
+    if validation_fraction > 0 and not (training and validation):
+        raise DataError(
+            f"validation_fraction={validation_fraction} splits {len(prompts)} prompts into {len(training)} for "
+            f"training and {len(validation)} for validation; give more prompts, or a fraction of 0 for no validation"
+        )
+    return training, validation
+
+
+class PromptOrder:
+    """The endless order in which prompts are used: each epoch is a new shuffle in which every prompt comes once.
+
+    The order is a pure function of seed and position, so the position is all that a checkpoint has to keep.
+    """
+
+    def __init__(self, num_prompts: int, seed: int) -> None:
+        if num_prompts < 1:
+            raise DataError(f"num_prompts={num_prompts} gives no order; at least one prompt is needed")
+        self._num_prompts = num_prompts
+        self._seed = seed
+        self._epoch = -1
+        self._shuffled: list[int] = []
+
+    def take(self, start: int, count: int) -> list[int]:
+        """Indices of the prompts at positions `start` to `start + count` (excluded), counted from 0."""
+        if start < 0 or count < 0:
+            raise ValueError(f"start={start} and count={count} must not be negative")
+        return [self._at(position) for position in range(start, start + count)]
+
+    def _at(self, position: int) -> int:
+        epoch, offset = divmod(position, self._num_prompts)
+        if epoch != self._epoch:
+            self._epoch, self._shuffled = epoch, self._shuffle(epoch)
+        return self._shuffled[offset]
+
+    def _shuffle(self, epoch: int) -> list[int]:
+        # Sorting by hash, because random generators may change their shuffles between library versions.
+        def key(index: int) -> bytes:
+            return hashlib.sha256(f"{self._seed}/{epoch}/{index}".encode()).digest()
+
+        return sorted(range(self._num_prompts), key=key)
+
+
+def _parse_line(line: bytes, place: str, default_id: str) -> Prompt:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{place}: not valid JSON ({error}); write one JSON object on each line") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: holds a {type(record).__name__}; write one JSON object on each line")
+    if ("prompt" in record) == ("messages" in record):
+        raise DataError(f'{place}: has the keys {", ".join(record) or "(none)"}; give either "prompt" or "messages"')
+    prompt_id = record.pop("id", default_id)
+    if not isinstance(prompt_id, str | int):
+        raise DataError(f"{place}: id {prompt_id!r} is not valid; it must be a string or an integer")
+    if "prompt" in record:
+        messages = _parse_messages([{"role": "user", "content": record.pop("prompt")}], place)
+    else:
+        messages = _parse_messages(record.pop("messages"), place)
+    split_key = hashlib.sha256(orjson.dumps(messages, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    return Prompt(str(prompt_id), messages, record, split_key)
+
+
+def _parse_messages(content: Any, place: str) -> tuple[ChatMessage, ...]:
+    if not isinstance(content, list) or not content:
+        raise DataError(f"{place}: messages={content!r} is not valid; it must be a list of at least one message")
+    for message in content:
+        if (
+            not isinstance(message, dict)
+            or message.keys() != {"role", "content"}
+            or not all(isinstance(value, str) for value in message.values())
+        ):
+            raise DataError(f'{place}: message {message!r} is not valid; it must be {{"role": text, "content": text}}')
+    return tuple(content)

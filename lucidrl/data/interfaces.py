@@ -1,0 +1,36 @@
+"""The plain types that prompts, environments and collectors pass to each other."""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired, TypedDict
+
+
+class ChatMessage(TypedDict):
+    """One message of a conversation, as chat templates read it."""
+
+    role: str
+    content: str
+
+
+LLMMessageLogType = list[dict[str, Any]]
+"""A conversation with its tokens.
+
+Every message has `role`, `content` and `token_ids` (1-d int64). Messages rendered together, a prompt or an
+environment's reply, keep their ids on the last of them and empty tensors on the others: a chat template does not say
+which message a token belongs to. Sampled assistant messages also have `generation_logprobs` (1-d float32), one for
+each token. The concatenated `token_ids` are exactly what the model saw and sampled.
+"""
+
+
+class DatumSpec(TypedDict):
+    """One sample on its way from a dataset to a rollout."""
+
+    idx: int
+    prompt_id: str
+    message_log: LLMMessageLogType
+    extra_env_info: dict[str, Any]
+    """What the environment needs to judge the answer."""
+    task_name: str
+    stop_strings: NotRequired[list[str]]
+    loss_multiplier: NotRequired[float]
+    """Weight of the sample in the loss; 0 drops it. 1 when absent."""

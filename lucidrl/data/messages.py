@@ -1,0 +1,272 @@
+"""Token in, token out: conversations become token ids, and what was sampled is never tokenised again.
+
+A tokenizer with a chat template renders conversations by that template. One without (a base or embedded model) gets
+the contents joined, with the special tokens it adds by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+import torch
+from jinja2 import TemplateError
+from torch.nn.utils.rnn import pad_sequence
+
+from lucidrl.data.interfaces import LLMMessageLogType
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Stands for the assistant's text while a template is rendered, so that the text itself stays out of it.
+_SENTINEL = "@@assistant-text@@"
+
+
+class FlatMessageLog(TypedDict):
+    """A message log as one sequence of `length` tokens."""
+
+    input_ids: torch.Tensor
+    token_mask: torch.Tensor
+    """float32, 1 where a token counts for the loss."""
+    generation_logprobs: NotRequired[torch.Tensor]
+    """float32, 0 on tokens that were not sampled; absent in supervised logs."""
+    length: int
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Ids of a conversation up to the point where the assistant begins to answer."""
+    _check_awaits_answer(messages)
+    if not tokenizer.chat_template:
+        return tokenizer.encode(_joined(messages))
+    return _apply_template(tokenizer, messages, chat_template_kwargs, tokenize=True, return_dict=True)["input_ids"]
+
+
+def render_reply(
+    tokenizer: PreTrainedTokenizerBase,
+    message_log: LLMMessageLogType,
+    messages: Sequence[Mapping[str, Any]],
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Ids that reply messages append to a log ending in an assistant message, next generation prompt included.
+
+    The ids begin by closing the assistant's turn, unless its sampled ids end it themselves.
+    """
+    _check_awaits_answer(messages)
+    if not message_log or message_log[-1]["role"] != "assistant":
+        raise DataError("a reply must follow an assistant message; append the sampled answer to the log first")
+    if not tokenizer.chat_template:
+        return tokenizer.encode(_joined(messages), add_special_tokens=False)
+    history, sampled_ids = message_log[:-1], message_log[-1]["token_ids"].tolist()
+    _, after = _around_answer(tokenizer, history, messages, chat_template_kwargs)
+    ids = tokenizer.encode(after, add_special_tokens=False)
+    closing = _closing_ids(tokenizer, history, chat_template_kwargs)
+    ended = bool(closing and sampled_ids) and sampled_ids[-1] in (closing[-1], tokenizer.eos_token_id)
+    return ids[len(closing) :] if ended and ids[: len(closing)] == closing else ids
+
+
+def with_tokens(messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> LLMMessageLogType:
+    """Log entries of messages that were rendered together to `token_ids`."""
+    lengths = [0] * (len(messages) - 1) + [len(token_ids)]
+    parts = torch.tensor(token_ids, dtype=torch.int64).split(lengths)
+    return [{**message, "token_ids": part} for message, part in zip(messages, parts, strict=True)]
+
+
+def sampled_message(content: str, token_ids: torch.Tensor, generation_logprobs: torch.Tensor) -> dict[str, Any]:
+    """The log entry of an answer, with the log-probabilities its tokens were sampled at."""
+    return {
+        "role": "assistant",
+        "content": content,
+        "token_ids": token_ids,
+        "generation_logprobs": generation_logprobs,
+    }
+
+
+def supervised_example(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> LLMMessageLogType:
+    """The log of a written conversation, each assistant message with the tokens the model is to learn.
+
+    Tokens lie where a rollout would have them: the part before the first answer is `render_prompt` of it, later parts
+    are `render_reply`, and an answer ends with the end-of-turn token and nothing behind it.
+    """
+    if not messages or messages[-1]["role"] != "assistant":
+        raise DataError("a supervised example must end with an assistant message; it is what the model learns")
+    log: LLMMessageLogType = []
+    turn: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message["role"] != "assistant":
+            turn.append(message)
+            continue
+        if log:
+            ids = render_reply(tokenizer, log, turn, chat_template_kwargs)
+        else:
+            ids = render_prompt(tokenizer, turn, chat_template_kwargs)
+        log += with_tokens(turn, ids)
+        log += with_tokens([message], _answer_ids(tokenizer, log, message["content"], chat_template_kwargs))
+        turn = []
+    return log
+
+
+def flatten_message_log(log: LLMMessageLogType, supervised: bool = False) -> FlatMessageLog:
+    """Join the messages of a log to one sequence.
+
+    Args:
+        log: the conversation; an assistant message with tokens counts for the loss.
+        supervised: whether the answers were written, not sampled, and so have no log-probabilities.
+
+    Raises:
+        DataError: for a log without tokens, or a sampled message whose log-probabilities are missing, not finite or
+            not one for each token.
+    """
+    if not sum(len(message["token_ids"]) for message in log):
+        raise DataError(f"a message log of {len(log)} messages has no tokens; render its prompt first")
+    masks, logprobs = [], []
+    for index, message in enumerate(log):
+        size = len(message["token_ids"])
+        answered = message["role"] == "assistant" and size > 0
+        masks.append(torch.full((size,), float(answered)))
+        if not supervised:
+            logprobs.append(_checked_logprobs(index, message) if answered else torch.zeros(size))
+    input_ids = torch.cat([message["token_ids"] for message in log])
+    flat: FlatMessageLog = {"input_ids": input_ids, "token_mask": torch.cat(masks), "length": len(input_ids)}
+    if not supervised:
+        flat["generation_logprobs"] = torch.cat(logprobs)
+    return flat
+
+
+def collate(
+    logs: Sequence[LLMMessageLogType],
+    pad_id: int,
+    supervised: bool = False,
+    loss_multipliers: Sequence[float] | None = None,
+) -> BatchedDataDict:
+    """Right-padded batch of message logs.
+
+    Columns: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` (the loss multipliers, 1 when not given) and,
+    unless supervised, `generation_logprobs`.
+    """
+    if not logs:
+        raise DataError("a batch needs at least one message log, got none")
+    flats = [flatten_message_log(log, supervised) for log in logs]
+    multipliers = [1.0] * len(logs) if loss_multipliers is None else loss_multipliers
+    if len(multipliers) != len(logs):
+        raise DataError(f"{len(multipliers)} loss multipliers for {len(logs)} message logs; give one for each log")
+    columns = {
+        "input_ids": pad_sequence([flat["input_ids"] for flat in flats], batch_first=True, padding_value=pad_id),
+        "input_lengths": torch.tensor([flat["length"] for flat in flats]),
+        "token_mask": pad_sequence([flat["token_mask"] for flat in flats], batch_first=True),
+        "sample_mask": torch.tensor(multipliers, dtype=torch.float32),
+    }
+    if not supervised:
+        logprobs = [flat["generation_logprobs"] for flat in flats if "generation_logprobs" in flat]
+        columns["generation_logprobs"] = pad_sequence(logprobs, batch_first=True)
+    return BatchedDataDict(columns)
+
+
+def _checked_logprobs(index: int, message: Mapping[str, Any]) -> torch.Tensor:
+    size, logprobs = len(message["token_ids"]), message.get("generation_logprobs")
+    if logprobs is None:
+        raise DataError(
+            f"message {index} is an answer of {size} tokens without generation_logprobs; "
+            "sampled answers need one for each token, written ones are for supervised training"
+        )
+    if logprobs.shape != (size,):
+        raise DataError(
+            f"message {index} has {size} tokens but generation_logprobs of shape {tuple(logprobs.shape)}; "
+            "the generator must return one for each sampled token"
+        )
+    if not torch.isfinite(logprobs).all():
+        raise DataError(
+            f"message {index} has generation_logprobs that are not finite; a sampled token has a probability above 0, "
+            "so check the generator for overflow"
+        )
+    return logprobs.float()
+
+
+def _check_awaits_answer(messages: Sequence[Mapping[str, Any]]) -> None:
+    if not messages:
+        raise DataError("there are no messages to answer; give at least one")
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            "the last message has the role assistant; end with one the assistant is to answer, such as user"
+        )
+
+
+def _joined(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(message["content"] for message in messages)
+
+
+def _answer_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    history: LLMMessageLogType,
+    content: str,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> list[int]:
+    eos_id: Any = tokenizer.eos_token_id
+    lead = ""
+    closing: list[int] = []
+    if tokenizer.chat_template:
+        prompt = _apply_template(tokenizer, history, chat_template_kwargs, tokenize=False)
+        before, _ = _around_answer(tokenizer, history, (), chat_template_kwargs)
+        # Some templates write more before an answer than the generation prompt holds: the model has to learn that too.
+        lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
+        closing = _closing_ids(tokenizer, history, chat_template_kwargs)
+    if not closing and eos_id is not None:
+        closing = [eos_id]
+    return tokenizer.encode(lead + content, add_special_tokens=False) + closing
+
+
+def _closing_ids(
+    tokenizer: PreTrainedTokenizerBase, history: LLMMessageLogType, chat_template_kwargs: Mapping[str, Any] | None
+) -> list[int]:
+    """Ids by which the template ends an answer, through the end-of-turn token; empty if it writes no such token."""
+    _, after = _around_answer(tokenizer, history, (), chat_template_kwargs)
+    ids = tokenizer.encode(after, add_special_tokens=False)
+    markers = [tokenizer.eos_token_id, *tokenizer.added_tokens_decoder]
+    return next((ids[: end + 1] for end, token in enumerate(ids) if token in markers), [])
+
+
+def _around_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    history: Sequence[Mapping[str, Any]],
+    replies: Sequence[Mapping[str, Any]],
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> tuple[str, str]:
+    """Text that the template writes before and after an answer; replies, if any, await the next answer."""
+    conversation = [*history, {"role": "assistant", "content": _SENTINEL}, *replies]
+    text = _apply_template(
+        tokenizer, conversation, chat_template_kwargs, tokenize=False, add_generation_prompt=bool(replies)
+    )
+    if text.count(_SENTINEL) != 1:
+        raise DataError(
+            f"the chat template shows an answer {text.count(_SENTINEL)} times; "
+            "conversations of several turns need a template that shows each answer once"
+        )
+    before, _, after = text.partition(_SENTINEL)
+    return before, after
+
+
+def _apply_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    chat_template_kwargs: Mapping[str, Any] | None,
+    **options: Any,
+) -> Any:
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    try:
+        return tokenizer.apply_chat_template(
+            plain, **{"add_generation_prompt": True, **options}, **(chat_template_kwargs or {})
+        )
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in plain)
+        raise DataError(
+            f"the tokenizer's chat template refuses messages of the roles {roles}: {error}; use roles it knows"
+        ) from error

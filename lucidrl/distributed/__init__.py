@@ -1,0 +1,1 @@
+"""Batches and how they are divided: over ranks, into micro-batches, into packed sequences."""

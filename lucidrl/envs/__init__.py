@@ -1,0 +1,1 @@
+"""Environments: what acts on a policy's answers and rewards them."""

@@ -1,0 +1,1 @@
+"""Text environments: asynchronous, batched, and asked under a deadline."""

@@ -1,0 +1,31 @@
+"""Configuration of a text environment and of how it is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from lucidrl.utils.config import Config
+
+OnError = Literal["fail", "drop"]
+
+
+class EnvConfig(Config):
+    """Which environment judges the answers, and on which prompts."""
+
+    name: str = "arithmetic"
+    """A built-in environment, or `module:Class` of your own."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment."""
+    prompts_file: Path | None = None
+    """JSONL file of prompts; needed when the environment brings none, and used instead of its own otherwise."""
+    validation_fraction: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the prompts held out from training, chosen by a stable hash."""
+    deadline_s: PositiveFloat = 60.0
+    """Longest time one call of the environment may take."""
+    max_concurrency: PositiveInt = 8
+    """Most calls of the environment at a time; a batch is spread evenly over them."""
+    on_error: OnError = "fail"
+    """What a sample that cannot be judged does: `fail` stops the run, `drop` leaves it out and counts it."""

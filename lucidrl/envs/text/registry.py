@@ -1,0 +1,95 @@
+"""From an environment's name in the configuration to the environment and its prompts."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, cast
+
+from lucidrl.data.datasets import Prompt, load_prompts, split
+from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
+from lucidrl.envs.text.config import EnvConfig
+from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
+from lucidrl.envs.text.interfaces import PromptSource, TextEnv
+from lucidrl.errors import ConfigError
+from lucidrl.utils.config import Config, validate
+
+ENVS: dict[str, tuple[Callable[[Any], TextEnv], type[Config]]] = {
+    "arithmetic": (ArithmeticEnv, ArithmeticConfig),
+    "guessing": (GuessingEnv, GuessingConfig),
+}
+
+
+def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
+    """Build a built-in environment from its config, or a user's `module:Class` with `kwargs` as its arguments.
+
+    Modules are looked up in the working directory too.
+
+    Raises:
+        ConfigError: for an unknown name, a module or class that cannot be found, a class that is no text environment,
+            or arguments that it does not take.
+    """
+    if name in ENVS:
+        build, schema = ENVS[name]
+        return build(validate(schema, dict(kwargs)))
+    module_name, colon, class_name = name.partition(":")
+    if not (module_name and colon and class_name):
+        close = difflib.get_close_matches(name, ENVS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(ENVS)}, or module:Class of your own"
+        raise ConfigError(f"unknown environment {name!r}; {hint}")
+    env_class = _env_class(_import_module(module_name), class_name)
+    try:
+        inspect.signature(env_class).bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{name} does not take the arguments in kwargs: {error}; see its __init__") from error
+    return env_class(**kwargs)
+
+
+def split_prompts(env: TextEnv, config: EnvConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and validation prompts: of `prompts_file` if given, otherwise the environment's own."""
+    if config.prompts_file is not None:
+        prompts = load_prompts(config.prompts_file)
+    elif isinstance(env, PromptSource):
+        prompts = env.prompts()
+    else:
+        raise ConfigError(
+            f"environment {config.name} brings no prompts and prompts_file is not set; "
+            "give it a method prompts(), or set prompts_file to a JSONL file"
+        )
+    return split(prompts, config.validation_fraction)
+
+
+def _import_module(module_name: str) -> ModuleType:
+    # Installed commands, unlike `python -m`, do not look in the working directory; later imports of the module may.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"module {module_name} needs {error.name}, which is not installed") from error
+        raise ConfigError(
+            f"there is no module {module_name} in {os.getcwd()} or among the installed packages; "
+            "write the environment's name as module:Class"
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"module {module_name} fails when imported, with {type(error).__name__}: {error}") from error
+
+
+def _env_class(module: ModuleType, class_name: str) -> type[TextEnv]:
+    env_class = getattr(module, class_name, None)
+    if not inspect.isclass(env_class):
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        raise ConfigError(
+            f"module {module.__name__} has no class {class_name}; it defines {', '.join(own) or 'nothing'}"
+        )
+    if not inspect.iscoroutinefunction(getattr(env_class, "step", None)):
+        raise ConfigError(
+            f"{module.__name__}:{class_name} has no asynchronous method step; define `async def step(self, batch)`"
+        )
+    return cast("type[TextEnv]", env_class)

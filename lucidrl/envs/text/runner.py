@@ -1,0 +1,197 @@
+"""Asks a text environment from synchronous code: concurrently, under a deadline, and judging what it returns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import numbers
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from lucidrl.envs.text.config import OnError
+from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, TextEnv
+from lucidrl.envs.text.loop_thread import LoopThread
+from lucidrl.errors import EnvironmentFailure
+
+logger = logging.getLogger(__name__)
+
+Cause = Literal["raised", "deadline", "bad_reply", "bad_reward"]
+
+# How long after the deadline a call may take to give way before its loop counts as blocked.
+_GRACE_S = 0.5
+
+
+@dataclass(frozen=True)
+class _Failure:
+    cause: Cause
+    what: str
+    call: Sequence[EnvRequest]
+    """The requests asked together; any of them may be at fault."""
+    error: BaseException | None = None
+    in_company: bool = False
+    """Whether the loop was blocked while other calls ran on it: any of them may be at fault."""
+
+
+_Verdict = EnvReply | _Failure
+
+
+class EnvRunner:
+    """Steps an environment batch by batch; owns the event loop on which the environment runs.
+
+    A call that raises, exceeds the deadline or returns the wrong number of replies fails for all its samples. With
+    `on_error="fail"` that is raised at once. With "drop" the samples are asked again one by one, so that a bad one
+    costs its neighbours nothing; those that still fail are left out. A call that blocks the loop cannot be stopped:
+    it is left behind in its daemon thread, and a new loop takes over.
+
+    Attributes:
+        counts: dropped samples by cause: raised, deadline, bad_reply, bad_reward.
+    """
+
+    def __init__(self, env: TextEnv, deadline_s: float, max_concurrency: int, on_error: OnError) -> None:
+        self.counts: Counter[Cause] = Counter()
+        self._env = env
+        self._env_name = type(env).__name__
+        self._deadline_s = deadline_s
+        self._max_concurrency = max_concurrency
+        self._on_error = on_error
+        self._loop: LoopThread | None = self._new_loop()
+
+    def step(self, requests: Sequence[EnvRequest]) -> list[EnvReply | None]:
+        """Replies in the order of the requests; None for a dropped one.
+
+        Raises:
+            EnvironmentFailure: with `on_error="fail"`, naming environment, samples, turn and cause.
+        """
+        verdicts = self._ask(_even_chunks(requests, self._max_concurrency))
+        if self._on_error == "fail":
+            for verdict in verdicts:
+                if isinstance(verdict, _Failure):
+                    raise EnvironmentFailure(self._describe(verdict)) from verdict.error
+        else:
+            verdicts = self._ask_again(requests, verdicts)
+        return [verdict if isinstance(verdict, EnvReply) else self._drop(verdict) for verdict in verdicts]
+
+    def close(self) -> None:
+        """Cancel what runs and end the event loop."""
+        if self._loop is not None:
+            self._loop.stop(wait_s=_GRACE_S)
+            self._loop = None
+
+    def __enter__(self) -> EnvRunner:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _ask_again(self, requests: Sequence[EnvRequest], verdicts: list[_Verdict]) -> list[_Verdict]:
+        """Ask the samples of failed calls alone; those whose loop was blocked, by whichever sample, one at a time."""
+        shared = [
+            row for row, verdict in enumerate(verdicts) if isinstance(verdict, _Failure) and len(verdict.call) > 1
+        ]
+        for start in range(0, len(shared), self._max_concurrency):
+            rows = shared[start : start + self._max_concurrency]
+            for row, verdict in zip(rows, self._ask([[requests[row]] for row in rows]), strict=True):
+                verdicts[row] = verdict
+        for row, verdict in enumerate(verdicts):
+            if isinstance(verdict, _Failure) and verdict.in_company:
+                verdicts[row] = self._ask([[requests[row]]])[0]
+        return verdicts
+
+    def _ask(self, calls: Sequence[Sequence[EnvRequest]]) -> list[_Verdict]:
+        """Make the calls concurrently; the verdicts of all their requests, in order."""
+        if self._loop is None:
+            raise RuntimeError("the EnvRunner is closed; make a new one to step the environment")
+        futures = [self._loop.submit(self._call(call)) for call in calls]
+        _, unanswered = wait(futures, timeout=self._deadline_s + _GRACE_S)
+        if unanswered:
+            self._replace_loop()
+        verdicts: list[_Verdict] = []
+        for call, future in zip(calls, futures, strict=True):
+            if future in unanswered:
+                what = self._late(" and neither awaited nor heeded its cancellation, which blocks all others")
+                failure = _Failure("deadline", what, call, in_company=len(calls) > 1)
+                verdicts += [failure] * len(call)
+            else:
+                verdicts += future.result()
+        return verdicts
+
+    async def _call(self, call: Sequence[EnvRequest]) -> list[_Verdict]:
+        deadline = asyncio.timeout(self._deadline_s)
+        try:
+            async with deadline:
+                replies = await self._env.step(call)
+        # The last two would otherwise end the task or the loop, and the caller would wait for the deadline.
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
+            if deadline.expired():
+                failure = _Failure("deadline", self._late(), call)
+            else:
+                failure = _Failure("raised", f"raised {type(error).__name__}: {error}", call, error)
+            return [failure] * len(call)
+        if not isinstance(replies, Sequence) or len(replies) != len(call):
+            got = f"{len(replies)} replies" if isinstance(replies, Sequence) else f"a {type(replies).__name__}"
+            what = f"returned {got} for {len(call)} requests instead of one EnvReply each"
+            return [_Failure("bad_reply", what, call)] * len(call)
+        return [_judged(request, reply) for request, reply in zip(call, replies, strict=True)]
+
+    def _drop(self, failure: _Failure) -> None:
+        if failure.cause not in self.counts:
+            logger.warning("%s; it is dropped, later ones like it only counted", self._describe(failure))
+        self.counts[failure.cause] += 1
+
+    def _describe(self, failure: _Failure) -> str:
+        ids = [request.sample_id for request in failure.call]
+        shown = ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+        noun = "sample" if len(ids) == 1 else "samples"
+        remedy = (
+            "" if self._on_error == "drop" else "; mend the environment, or leave such samples out with on_error=drop"
+        )
+        return f"{self._env_name}.step {failure.what} ({noun} {shown}, turn {failure.call[0].turn}){remedy}"
+
+    def _late(self, detail: str = "") -> str:
+        return f"exceeded its deadline of {self._deadline_s:g} s{detail}"
+
+    def _new_loop(self) -> LoopThread:
+        return LoopThread(name=f"{self._env_name}-loop")
+
+    def _replace_loop(self) -> None:
+        assert self._loop is not None
+        self._loop.stop(wait_s=0)
+        self._loop = self._new_loop()
+
+
+def _judged(request: EnvRequest, reply: Any) -> _Verdict:
+    if not isinstance(reply, EnvReply):
+        return _Failure("bad_reply", f"returned a {type(reply).__name__} instead of an EnvReply", [request])
+    if not isinstance(reply.reward, numbers.Real):
+        what = f"returned a reward of type {type(reply.reward).__name__} instead of a number"
+        return _Failure("bad_reward", what, [request])
+    if not math.isfinite(reply.reward):
+        return _Failure("bad_reward", f"returned the reward {reply.reward}, which is not finite", [request])
+    if not reply.done and not _are_observations(reply.messages):
+        what = "is not done but returned no messages with role and content that end with another role than assistant"
+        return _Failure("bad_reply", what, [request])
+    return reply
+
+
+def _are_observations(messages: Any) -> bool:
+    if not isinstance(messages, Sequence) or not messages:
+        return False
+    well_formed = all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in messages
+    )
+    return well_formed and messages[-1]["role"] != "assistant"
+
+
+def _even_chunks(requests: Sequence[EnvRequest], max_chunks: int) -> list[Sequence[EnvRequest]]:
+    """At most `max_chunks` non-empty chunks in order, whose sizes differ by at most one."""
+    num_chunks = min(max_chunks, len(requests))
+    bounds = [len(requests) * index // num_chunks for index in range(num_chunks + 1)] if num_chunks else []
+    return [requests[start:stop] for start, stop in pairwise(bounds)]

@@ -1,0 +1,32 @@
+"""The exceptions a user of Lucid RL can meet.
+
+Every message names the value that was found, the rule it breaks and what to do about it.
+"""
+
+
+class LucidError(Exception):
+    """Base of all errors raised on purpose; the command line prints its message without a traceback."""
+
+
+class ConfigError(LucidError, ValueError):
+    """A configuration value, key or combination is not acceptable."""
+
+
+class DataError(LucidError, ValueError):
+    """A dataset, prompt or batch cannot be used as it is."""
+
+
+class EnvironmentFailure(LucidError, RuntimeError):
+    """An environment raised, exceeded its deadline or returned an unusable reward."""
+
+
+class CheckpointError(LucidError, RuntimeError):
+    """A checkpoint is missing, incomplete, damaged or of another model."""
+
+
+class TrainingError(LucidError, RuntimeError):
+    """Training cannot go on, for instance after too many steps with non-finite gradients."""
+
+
+class MissingPackageError(LucidError, ImportError):
+    """An optional package is needed for what was asked."""

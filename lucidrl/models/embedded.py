@@ -1,0 +1,76 @@
+"""The embedded model: a tiny chat model and its character tokenizer, made by code, with a committed warm start.
+
+`policy.model_name=embedded` starts from `embedded.safetensors`, which `lucidrl sft --preset embedded-warm-start` makes;
+`policy.model_name=embedded-untrained` starts from random weights.
+"""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+WARM_START = Path(__file__).with_name("embedded.safetensors")
+NAMES = ("embedded", "embedded-untrained")
+
+PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def embedded_config() -> Qwen2Config:
+    """About 0.8 million parameters."""
+    tokens = embedded_tokenizer()
+    return Qwen2Config(
+        vocab_size=len(tokens),
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=tokens.pad_token_id,
+        eos_token_id=tokens.eos_token_id,
+        bos_token_id=None,
+    )
+
+
+def embedded_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, with pad, end-of-turn and role tokens and a chat template."""
+    specials = [PAD, END, UNKNOWN, *ROLES]
+    vocabulary = {token: number for number, token in enumerate([*specials, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")  # type: ignore[attr-defined]
+    tokenizer.decoder = decoders.Fuse()  # type: ignore[attr-defined]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        extra_special_tokens=list(ROLES),
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def embedded_model(*, warm: bool, seed: int, attn_implementation: str) -> PreTrainedModel:
+    """The model in float32; random weights depend on `seed` alone and leave the global generator as it was."""
+    config = embedded_config()
+    config._attn_implementation = attn_implementation
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    if warm:
+        model.load_state_dict(load_file(WARM_START), strict=False)
+        model.tie_weights()
+    return model

@@ -1,0 +1,1 @@
+"""Generation engines: prompts in, sampled tokens with their log-probabilities out."""

@@ -1,0 +1,238 @@
+"""The built-in engine: batched decoding through the model's own forward, on the policy's own weights.
+
+Prompts that occur several times are prefilled once; finished rows leave the batch; every row's draws are its own.
+
+Shapes: B rows, P distinct prompts, T prompt tokens, N new tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.distributed.packing import pack_rows
+from lucidrl.errors import DataError
+from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
+from lucidrl.models.generation.kv_cache import KVCache, PrefillLayout
+from lucidrl.models.generation.sampling import draw, draw_key, uniforms
+from lucidrl.models.generation.stopping import StopStrings
+from lucidrl.models.loading import context_length, stop_token_ids
+from lucidrl.models.logprobs import LogprobModel
+
+COMPACT_BELOW = 7 / 8
+"""Finished rows are dropped from the cache when no more than this share of it is still in use."""
+
+
+class BuiltinGenerator:
+    """Completes prompts with a `LogprobModel` that it shares with whoever trains it.
+
+    Args:
+        model: its weights are read at each call; the owner says by `weight_version` which ones they are.
+        seed: of the draws of rows that bring no `draw_keys` of their own.
+    """
+
+    def __init__(
+        self, model: LogprobModel, tokenizer: PreTrainedTokenizerBase, config: GenerationConfig, seed: int = 0
+    ):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.config = config
+        self.weight_version = 0
+        self._seed = seed
+        self._calls = 0
+        stop_ids = stop_token_ids(model.model, tokenizer) | set(config.stop_token_ids)
+        self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64)
+
+    @torch.no_grad()
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Complete every prompt; see `GenerationDatumSpec` and `GenerationOutputSpec`."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            device = next(self.model.parameters()).device
+            prompts = _Prompts.of(data, device, context_length(self.model.model.config))
+            keys_B = self._draw_keys(data, prompts)
+            self._calls += 1
+            answers = _Answers.empty(prompts, self.config.max_new_tokens)
+            own_stops = data["stop_strings"] if "stop_strings" in data else [None] * data.size
+            stops = StopStrings(self.tokenizer, self.config.stop_strings, own_stops)
+            for rows in prompts.batches(self.config.max_concurrent_rows):
+                self._decode(prompts, rows, keys_B, answers, stops, greedy)
+            return answers.joined_to(prompts, pad_id=int(self.tokenizer.pad_token_id))
+        finally:
+            self.model.train(was_training)
+
+    def _draw_keys(self, data: BatchedDataDict[GenerationDatumSpec], prompts: _Prompts) -> torch.Tensor:
+        if "draw_keys" in data:
+            return data["draw_keys"].cpu()
+        occurrence = prompts.occurrence_of_row()
+        keys = [
+            draw_key(self._seed, self._calls, prompts.fingerprints[prompt], sample)
+            for prompt, sample in zip(prompts.prompt_of_row_B.tolist(), occurrence, strict=True)
+        ]
+        return torch.tensor(keys, dtype=torch.int64)
+
+    def _decode(
+        self,
+        prompts: _Prompts,
+        rows_B: torch.Tensor,
+        keys: torch.Tensor,
+        answers: _Answers,
+        stops: StopStrings,
+        greedy: bool,
+    ) -> None:
+        """Complete the given rows and write what they say into `answers`."""
+        config, device = self.config, prompts.input_ids.device
+        chosen_P, prompt_of_row_B = torch.unique(prompts.prompt_of_row_B[rows_B], return_inverse=True)
+        lengths_B = prompts.lengths[chosen_P][prompt_of_row_B]
+        limits_B = prompts.room[chosen_P][prompt_of_row_B].clamp(max=config.max_new_tokens)
+        uniforms_BN = uniforms(keys[rows_B.cpu()], 0, config.max_new_tokens).to(device)
+        cache, logits_PV = self._prefill(prompts, chosen_P, prompt_of_row_B)
+        logits_BV = logits_PV[prompt_of_row_B]
+        is_active_B = torch.ones(len(rows_B), dtype=torch.bool, device=device)
+        stop_ids = self._stop_ids.to(device)
+        for position in range(int(limits_B.max())):
+            tokens_B, logprobs_B = draw(
+                logits_BV, uniforms_BN[:, position], greedy=greedy, top_k=config.top_k, top_p=config.top_p
+            )
+            answers.write(rows_B[is_active_B], position, tokens_B[is_active_B], logprobs_B[is_active_B])
+            stopped_B = torch.isin(tokens_B, stop_ids)
+            stopped_B |= stops.reached(answers.tokens, rows_B, position)
+            cut_B = ~stopped_B & (position + 1 >= limits_B)
+            answers.truncated[rows_B[cut_B & is_active_B]] = True
+            is_active_B &= ~(stopped_B | cut_B)
+            num_active = int(is_active_B.sum())
+            if num_active == 0:
+                return
+            if num_active <= COMPACT_BELOW * len(rows_B):
+                kept = is_active_B.nonzero()[:, 0]
+                cache.keep_rows(kept)
+                rows_B, tokens_B, lengths_B, limits_B, uniforms_BN, is_active_B = (
+                    tensor[kept] for tensor in (rows_B, tokens_B, lengths_B, limits_B, uniforms_BN, is_active_B)
+                )
+            hidden = self.model.hidden_states(tokens_B[:, None], (lengths_B + position)[:, None], cache)
+            cache.step_done()
+            logits_BV = self.model.next_token_logits(hidden)
+
+    def _prefill(
+        self, prompts: _Prompts, chosen_P: torch.Tensor, prompt_of_row_B: torch.Tensor
+    ) -> tuple[KVCache, torch.Tensor]:
+        """Run the chosen prompts once; returns their cache and the logits of each one's next token [P, V]."""
+        lengths_P = prompts.lengths[chosen_P]
+        packed = pack_rows(prompts.input_ids[chosen_P, : int(lengths_P.max())], lengths_P)
+        cache = KVCache(lengths_P, prompt_of_row_B, self.config.max_new_tokens)
+        hidden = self.model.hidden_states(packed.input_ids, packed.position_ids, PrefillLayout(packed, cache))
+        last_P = packed.cu_seqlens[1:].to(torch.int64) - 1
+        return cache, self.model.next_token_logits(hidden[last_P])
+
+
+@dataclass
+class _Prompts:
+    """The distinct prompts of a call, and which one each row completes."""
+
+    input_ids: torch.Tensor
+    """[P, T]"""
+    lengths: torch.Tensor
+    """[P]"""
+    room: torch.Tensor
+    """[P] tokens that fit behind each prompt."""
+    prompt_of_row_B: torch.Tensor
+    fingerprints: list[str]
+
+    @classmethod
+    def of(cls, data: BatchedDataDict[GenerationDatumSpec], device: torch.device, context: int) -> _Prompts:
+        input_ids, lengths = data["input_ids"].cpu(), data["input_lengths"].cpu()
+        numbers: dict[bytes, int] = {}
+        first_row, prompt_of_row = [], []
+        for row, (tokens, length) in enumerate(zip(input_ids.numpy(), lengths.tolist(), strict=True)):
+            if not 0 < length < context:
+                raise DataError(
+                    f"prompt in row {row} has {length} tokens; the model's context of {context} tokens must hold at "
+                    "least one prompt token and one new token"
+                )
+            content = tokens[:length].tobytes()
+            if content not in numbers:
+                numbers[content] = len(numbers)
+                first_row.append(row)
+            prompt_of_row.append(numbers[content])
+        lengths_P = lengths[first_row].to(device)
+        return cls(
+            input_ids=input_ids[first_row].to(device),
+            lengths=lengths_P,
+            room=context - lengths_P,
+            prompt_of_row_B=torch.tensor(prompt_of_row, dtype=torch.int64, device=device),
+            fingerprints=[content.hex() for content in numbers],
+        )
+
+    def occurrence_of_row(self) -> list[int]:
+        """For each row, how many rows before it have the same prompt."""
+        seen = [0] * len(self.fingerprints)
+        numbers = []
+        for prompt in self.prompt_of_row_B.tolist():
+            numbers.append(seen[prompt])
+            seen[prompt] += 1
+        return numbers
+
+    def batches(self, max_rows: int) -> Iterator[torch.Tensor]:
+        """Rows in groups of at most `max_rows`, those of a prompt together and prompts of similar length together."""
+        order = torch.argsort(self.prompt_of_row_B, stable=True)
+        order = order[torch.argsort(self.lengths[self.prompt_of_row_B[order]], descending=True, stable=True)]
+        yield from order.split(max_rows) if len(order) else ()
+
+
+@dataclass
+class _Answers:
+    """What the rows have said so far."""
+
+    tokens: torch.Tensor
+    """[B, N]"""
+    logprobs: torch.Tensor
+    lengths: torch.Tensor
+    """[B]"""
+    truncated: torch.Tensor
+
+    @classmethod
+    def empty(cls, prompts: _Prompts, max_new_tokens: int) -> _Answers:
+        rows, device = len(prompts.prompt_of_row_B), prompts.input_ids.device
+        return cls(
+            tokens=torch.zeros(rows, max_new_tokens, dtype=torch.int64, device=device),
+            logprobs=torch.zeros(rows, max_new_tokens, device=device),
+            lengths=torch.zeros(rows, dtype=torch.int64, device=device),
+            truncated=torch.zeros(rows, dtype=torch.bool, device=device),
+        )
+
+    def write(self, rows: torch.Tensor, position: int, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
+        self.tokens[rows, position] = tokens
+        self.logprobs[rows, position] = logprobs.to(torch.float32)
+        self.lengths[rows] = position + 1
+
+    def joined_to(self, prompts: _Prompts, pad_id: int) -> BatchedDataDict[GenerationOutputSpec]:
+        prompt_lengths = prompts.lengths[prompts.prompt_of_row_B]
+        total = prompt_lengths + self.lengths
+        rows, width = len(total), int(total.max()) if len(total) else 0
+        position = torch.arange(width, device=total.device)
+        output_ids = torch.full((rows, width), pad_id, dtype=torch.int64, device=total.device)
+        logprobs = torch.zeros(rows, width, device=total.device)
+        in_prompt = position < prompt_lengths[:, None]
+        in_answer = ~in_prompt & (position < total[:, None])
+        prompt_row, prompt_position = in_prompt.nonzero(as_tuple=True)
+        output_ids[in_prompt] = prompts.input_ids[prompts.prompt_of_row_B[prompt_row], prompt_position]
+        row, column = in_answer.nonzero(as_tuple=True)
+        output_ids[in_answer] = self.tokens[row, column - prompt_lengths[row]]
+        logprobs[in_answer] = self.logprobs[row, column - prompt_lengths[row]]
+        return BatchedDataDict(
+            {
+                "output_ids": output_ids,
+                "generation_lengths": self.lengths,
+                "unpadded_sequence_lengths": total,
+                "logprobs": logprobs,
+                "truncated": self.truncated,
+            }
+        )

@@ -1,0 +1,26 @@
+"""How completions are sampled."""
+
+from __future__ import annotations
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from lucidrl.utils.config import Config
+
+
+class GenerationConfig(Config):
+    """Sampling of completions during training."""
+
+    max_new_tokens: PositiveInt = 64
+    """Most tokens in one completion (of one turn)."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits. Scoring and training use the same value, so the policy means one distribution everywhere."""
+    top_k: NonNegativeInt = 0
+    """Draw among the k likeliest tokens only; 0 = all. Reported log-probabilities stay those of the full distribution."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Draw among the likeliest tokens that together hold this probability; 1 = all."""
+    stop_strings: tuple[str, ...] = ()
+    """A completion ends as soon as it contains one of these."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    """Tokens that end a completion, beside those the model declares itself."""
+    max_concurrent_rows: PositiveInt = 512
+    """Completions decoded at a time; bounds the memory of the key-value cache and changes no result."""

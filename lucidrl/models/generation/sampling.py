@@ -1,0 +1,92 @@
+"""Drawing tokens: a row's draws depend on its own key and on nothing else in the batch.
+
+One uniform number a token, made by hashing (row key, position), picks the token by inverse CDF: no random stream is
+shared between rows, so a completion is the same whatever else is decoded beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+BLOCK = 256
+
+
+def draw_key(*parts: int | str) -> int:
+    """The key of a row's draws, made of whatever identifies it: seed, step, prompt, sample, turn.
+
+    Example:
+        >>> draw_key(0, 7, "12+30", 3) == draw_key(0, 7, "12+30", 3) != draw_key(0, 7, "12+30", 4)
+        True
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def uniforms(keys_B: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """[B, count] float64 in [0, 1): the numbers of positions start, start + 1, … for each key."""
+    keys = keys_B.cpu().numpy().astype(np.int64).view(np.uint64)[:, None]
+    counters = np.arange(start + 1, start + 1 + count, dtype=np.uint64)[None, :]
+    with np.errstate(over="ignore"):
+        # The splitmix64 generator, jumped to the wanted position.
+        bits = keys + counters * np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits = bits ^ (bits >> np.uint64(31))
+    return torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def draw(
+    logits_BV: torch.Tensor, uniform_B: torch.Tensor, *, greedy: bool = False, top_k: int = 0, top_p: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose a token a row.
+
+    Args:
+        logits_BV: float32, temperature applied.
+        uniform_B: one number in [0, 1) a row; not read when greedy.
+
+    Returns:
+        (tokens [B], their log-probabilities [B] under the full distribution, without top-k and top-p)
+    """
+    peak_B1 = logits_BV.amax(dim=-1, keepdim=True)
+    weights_BV = torch.exp(logits_BV - peak_B1)
+    total_B = weights_BV.sum(dim=-1)
+    if greedy:
+        tokens_B = logits_BV.argmax(dim=-1)
+    else:
+        if top_k or top_p < 1.0:
+            weights_BV = _truncated(weights_BV, top_k, top_p)
+        tokens_B = _inverse_cdf(weights_BV, uniform_B)
+    chosen_B = logits_BV.gather(1, tokens_B[:, None])[:, 0]
+    return tokens_B, chosen_B - peak_B1[:, 0] - torch.log(total_B)
+
+
+def _inverse_cdf(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """The first token at which the running sum exceeds u times the total, found block by block."""
+    rows, vocabulary = weights_BV.shape
+    padded = F.pad(weights_BV, (0, -vocabulary % BLOCK))
+    blocks = padded.view(rows, -1, BLOCK)
+    block_ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    goal_B1 = (uniform_B.to(block_ends.device) * block_ends[:, -1])[:, None]
+    block_B1 = torch.searchsorted(block_ends, goal_B1, right=True).clamp_(max=blocks.shape[1] - 1)
+    before_B1 = torch.where(block_B1 > 0, block_ends.gather(1, (block_B1 - 1).clamp(min=0)), 0.0)
+    inside = blocks[torch.arange(rows, device=blocks.device), block_B1[:, 0]].to(torch.float64)
+    running = inside.cumsum(dim=-1)
+    # The two sums may differ in the last bit; the goal must stay below the end of its block.
+    below_end = running[:, -1:] * (1 - 2.0**-40)
+    offset_B1 = torch.searchsorted(running, torch.minimum(goal_B1 - before_B1, below_end), right=True)
+    return (block_B1 * BLOCK + offset_B1)[:, 0].clamp_(max=vocabulary - 1)
+
+
+def _truncated(weights_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Zero the weights outside the k likeliest, then outside the smallest set of the likeliest that holds top_p."""
+    count = min(top_k, weights_BV.shape[-1]) if top_k else weights_BV.shape[-1]
+    ordered, index = weights_BV.topk(count, dim=-1)
+    if top_p < 1.0:
+        running = ordered.cumsum(dim=-1, dtype=torch.float64)
+        before = running - ordered
+        ordered = ordered.masked_fill(before >= top_p * running[:, -1:], 0.0)
+    return torch.zeros_like(weights_BV).scatter_(1, index, ordered)

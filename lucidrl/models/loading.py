@@ -1,0 +1,156 @@
+"""Models and tokenizers from a Hugging Face folder on disk, or the embedded ones."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from lucidrl.errors import ConfigError
+from lucidrl.models import attention, embedded
+from lucidrl.models.logprobs import LogprobModel
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What can be known of a model without loading its weights."""
+
+    architecture: str
+    num_parameters: int
+    context_length: int
+    vocabulary: int
+    hidden_size: int
+    num_layers: int
+    kv_elements_per_token: int
+    """Elements that one cached token takes in all layers together."""
+
+
+def load_tokenizer(model_name: str, pad_token: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; always with a pad token.
+
+    Args:
+        pad_token: used where the tokenizer names none. Otherwise its end-of-sequence token pads: lengths, not pad ids,
+            decide what is read, so that is safe.
+    """
+    if model_name in embedded.NAMES:
+        return embedded.embedded_tokenizer()
+    folder = model_folder(model_name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+    if pad_token is not None:
+        if pad_token not in tokenizer.get_vocab():
+            raise ConfigError(f"policy.pad_token={pad_token!r} is not a token of {folder}; choose one of its vocabulary")
+        tokenizer.pad_token = pad_token
+    elif tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ConfigError(
+                f"the tokenizer in {folder} has neither a pad nor an end-of-sequence token; "
+                "name one of its tokens with policy.pad_token=..."
+            )
+        logger.warning("the tokenizer in %s has no pad token; padding with its %r", folder, tokenizer.eos_token)
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    model_name: str, dtype: torch.dtype, *, seed: int = 0, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The causal language model with our attention function, checked to compute what its own code computes."""
+    if model_name in embedded.NAMES:
+        warm = model_name == embedded.NAMES[0]
+        model = embedded.embedded_model(warm=warm, seed=seed, attn_implementation=attention.NAME).to(dtype)
+    else:
+        folder = model_folder(model_name)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+        )
+    model.eval()
+    check_against_own_forward(model)
+    return model
+
+
+def model_facts(model_name: str, trust_remote_code: bool = False) -> ModelFacts:
+    """Built on the meta device: reads config.json only."""
+    if model_name in embedded.NAMES:
+        config: Any = embedded.embedded_config()
+    else:
+        folder = model_folder(model_name)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return ModelFacts(
+        architecture=type(model).__name__,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        context_length=context_length(config),
+        vocabulary=text.vocab_size,
+        hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
+        kv_elements_per_token=2 * heads * head_size * text.num_hidden_layers,
+    )
+
+
+def context_length(config: Any) -> int:
+    """Most tokens the model was made for; unlimited where the config does not say."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31 - 1
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that the model or its tokenizer declares as an end."""
+    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = declared if isinstance(declared, list) else [declared]
+    return frozenset(int(token) for token in [*ids, tokenizer.eos_token_id] if token is not None)
+
+
+def model_folder(model_name: str) -> Path:
+    """The folder of a model on disk."""
+    folder = Path(model_name).expanduser()
+    if not (folder / "config.json").is_file():
+        found = "has no config.json" if folder.is_dir() else "does not exist"
+        raise ConfigError(
+            f"policy.model_name={model_name!r}: that folder {found}; give a Hugging Face model folder on disk, "
+            f"or one of {', '.join(embedded.NAMES)}"
+        )
+    return folder
+
+
+@torch.no_grad()
+def check_against_own_forward(model: PreTrainedModel) -> None:
+    """Refuse an architecture whose attention or logits do something that our log-probability path does not know."""
+    vocabulary = model.config.get_text_config().vocab_size
+    device = next(model.parameters()).device
+    ids = torch.arange(1, 25, device=device).remainder(vocabulary).view(2, 12)
+    try:
+        lengths = torch.full((2,), 12, device=device)
+        ours = LogprobModel(model, temperature=1.0)(ids, lengths, frozenset({"logits"})).logits
+    except TypeError as error:
+        raise ConfigError(f"{type(model).__name__} does not accept an attention function of ours: {error}") from error
+    model.config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
+    try:
+        theirs = model(input_ids=ids, use_cache=False).logits.float()
+    finally:
+        model.config._attn_implementation = attention.NAME
+    assert ours is not None
+    tolerance = 0.1 if model.dtype in (torch.bfloat16, torch.float16) else 1e-3
+    difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().mean().item()
+    if not difference <= tolerance:
+        raise ConfigError(
+            f"{type(model).__name__} computes other logits than our log-probability path (difference {difference:.3g}); "
+            "this architecture is not supported"
+        )

@@ -1,0 +1,37 @@
+"""`Policy`: what algorithms hold. It passes the work to its worker and gives results with names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lucidrl.algorithms.interfaces import LossFunction
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.models.policy.interfaces import TrainResult
+from lucidrl.models.policy.worker import PolicyWorker
+from lucidrl.profiling.spans import span
+
+
+class Policy:
+    """A policy in this process."""
+
+    def __init__(self, worker: PolicyWorker):
+        self.worker = worker
+
+    def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction, eval_mode: bool = False) -> TrainResult:
+        """One pass over the rows; see `PolicyWorker.train`."""
+        with span("train"):
+            result = self.worker.train(data, loss_fn, eval_mode=eval_mode)
+        return TrainResult(
+            loss=float(result["global_loss"].mean()),
+            grad_norm=float(result["grad_norm"]),
+            metrics=result["metrics"],
+            num_skipped_steps=result["num_skipped_steps"],
+        )
+
+    def with_scores(self, data: BatchedDataDict[Any], *, previous: bool, reference: bool) -> BatchedDataDict[Any]:
+        """Add the columns `prev_logprobs` and `reference_policy_logprobs`, where asked for."""
+        if previous:
+            data["prev_logprobs"] = self.worker.get_logprobs(data)["logprobs"]
+        if reference:
+            data["reference_policy_logprobs"] = self.worker.get_reference_policy_logprobs(data)["reference_logprobs"]
+        return data

@@ -1,0 +1,1 @@
+"""Where the time of a run goes: phase spans on one clock."""

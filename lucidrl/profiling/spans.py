@@ -1,0 +1,123 @@
+"""Run-time spans: how long each phase of a run takes, on a clock that all processes share.
+
+    with span("generate"):
+        ...
+    recorder.drain()  # {"generate": SpanTotal(seconds=1.2, count=1)}
+
+A span costs about a microsecond, so phases are always timed. Durations come from the monotonic clock; starts are that
+clock moved by one wall-clock anchor per process, so they line up across processes and never jump within one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from types import TracebackType
+from typing import NamedTuple
+
+
+class SpanTotal(NamedTuple):
+    """What the spans of one name add up to."""
+
+    seconds: float
+    count: int
+
+
+class Span(NamedTuple):
+    """One finished span."""
+
+    name: str
+    start_ns: int
+    """Unix time in nanoseconds."""
+    duration_ns: int
+    thread: int
+    """Identifier of the thread, as `threading.get_ident` gives it."""
+    depth: int
+    """How many spans of the same thread were open around it."""
+
+
+class SpanRecorder:
+    """Adds up spans by name; may be used from any number of threads."""
+
+    def __init__(self) -> None:
+        self._anchor_ns = time.time_ns() - time.perf_counter_ns()
+        self._local = _ThreadDepth()
+        self._buffer: deque[Span] | None = None
+        self.reset()
+
+    def span(self, name: str) -> _OpenSpan:
+        """A context manager that times its block, also when the block raises.
+
+        Nested spans each count their whole duration, so totals of different names overlap where the spans do.
+        """
+        return _OpenSpan(self, name)
+
+    def drain(self) -> dict[str, SpanTotal]:
+        """Totals of the spans finished since the last call; open ones count when they end."""
+        with self._lock:
+            totals, self._totals = self._totals, {}
+        return {name: SpanTotal(duration_ns / 1e9, count) for name, (duration_ns, count) in totals.items()}
+
+    def keep_spans(self, capacity: int) -> None:
+        """Also keep single spans from now on, at most the newest `capacity`; 0 stops and forgets them."""
+        with self._lock:
+            self._buffer = deque(maxlen=capacity) if capacity else None
+
+    def take_spans(self) -> list[Span]:
+        """The single spans kept since the last call, in the order in which they ended."""
+        with self._lock:
+            spans = list(self._buffer or ())
+            if self._buffer is not None:
+                self._buffer.clear()
+        return spans
+
+    def reset(self) -> None:
+        """Forget everything finished so far."""
+        self._lock = threading.Lock()
+        self._totals: dict[str, tuple[int, int]] = {}
+        if self._buffer is not None:
+            self._buffer.clear()
+
+    def _finish(self, name: str, start: int, duration_ns: int, depth: int) -> None:
+        with self._lock:
+            total_ns, count = self._totals.get(name, (0, 0))
+            self._totals[name] = (total_ns + duration_ns, count + 1)
+            if self._buffer is not None:
+                self._buffer.append(Span(name, start + self._anchor_ns, duration_ns, threading.get_ident(), depth))
+
+
+class _ThreadDepth(threading.local):
+    depth = 0
+
+
+class _OpenSpan:
+    """One use of `SpanRecorder.span`. A class, because a generator context manager costs twice as much."""
+
+    __slots__ = ("_name", "_recorder", "_start")
+
+    def __init__(self, recorder: SpanRecorder, name: str) -> None:
+        self._recorder = recorder
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._recorder._local.depth += 1
+        self._start = time.perf_counter_ns()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        duration_ns = time.perf_counter_ns() - self._start
+        local = self._recorder._local
+        local.depth -= 1
+        self._recorder._finish(self._name, self._start, duration_ns, local.depth)
+
+
+recorder = SpanRecorder()
+"""The recorder of this process."""
+
+span = recorder.span
+
+# A forked child must not report its parent's time again, nor wait for a lock that another thread held at the fork.
+os.register_at_fork(after_in_child=recorder.reset)

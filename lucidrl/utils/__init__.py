@@ -1,0 +1,1 @@
+"""Configuration, logging and other helpers that know nothing of training."""

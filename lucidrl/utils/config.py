@@ -1,0 +1,131 @@
+"""Configuration: YAML and `key=value` overrides in, frozen pydantic models out.
+
+A component keeps its config class beside itself; `load_config` merges a preset, a file and the overrides of the
+command line and turns every complaint of pydantic into one `ConfigError` with value, rule and key path.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lucidrl.errors import ConfigError
+
+
+class Config(BaseModel):
+    """Base of all configuration: immutable, and unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+C = TypeVar("C", bound=Config)
+
+
+def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequence[str] = ()) -> C:
+    """Merge the layers (files or mappings, later ones win), then the overrides, and validate.
+
+    Args:
+        schema: the config class to build.
+        layers: YAML files or plain mappings.
+        overrides: dotted assignments such as `policy.learning_rate=1e-4`; values are read as YAML.
+
+    Raises:
+        ConfigError: for an unreadable file, a malformed override or any invalid value; it lists all of them.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    merged = OmegaConf.create({})
+    try:
+        for layer in layers:
+            merged = OmegaConf.merge(merged, _read_yaml(layer) if isinstance(layer, Path) else OmegaConf.create(layer))
+        for text in overrides:
+            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([_checked_override(text)]))
+        content = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the configuration cannot be merged: {error}") from error
+    return validate(schema, content)
+
+
+def validate(schema: type[C], content: Any) -> C:
+    """Build `schema` from a plain mapping (or pass an instance through); complaints become one ConfigError."""
+    if isinstance(content, schema):
+        return content
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        lines = [_complaint(schema, problem) for problem in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def dump_yaml(config: Config) -> str:
+    """The whole resolved config as YAML; loading that text again gives an equal config."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def _read_yaml(path: Path) -> Any:
+    import yaml
+    from omegaconf import OmegaConf
+
+    if not path.is_file():
+        raise ConfigError(f"config file {path} does not exist; give --config the path of a YAML file")
+    try:
+        content = OmegaConf.load(path)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {error}") from error
+    if not OmegaConf.is_dict(content):
+        raise ConfigError(f"config file {path} holds a list or a bare value; its top level must be a mapping")
+    return content
+
+
+def _checked_override(text: str) -> str:
+    key, equals, _ = text.partition("=")
+    if not equals or not key.strip() or key.startswith("-"):
+        raise ConfigError(f"override {text!r} is not of the form key=value, such as policy.learning_rate=1e-4")
+    return text
+
+
+def _complaint(schema: type[BaseModel], problem: Any) -> str:
+    path = [str(part) for part in problem["loc"]]
+    key = ".".join(path) or "the configuration"
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(schema, path[:-1])
+        close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        prefix = "".join(f"{part}." for part in path[:-1])
+        hint = f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
+        return f"unknown key {key}; {hint}"
+    if problem["type"] == "missing":
+        return f"{key} is required but not set; add {key}=..."
+    rule = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return rule if not path else f"{key}: {rule}"
+    return f"{key}={problem['input']!r} is not valid: {rule}"
+
+
+def _fields_at(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
+    """Names of the fields of the config that `path` leads to, looking through unions and optionals."""
+    candidates = [schema]
+    for part in path:
+        candidates = [
+            nested
+            for candidate in candidates
+            if part in candidate.model_fields
+            for nested in _models_in(candidate.model_fields[part].annotation)
+        ]
+    return [name for candidate in candidates for name in candidate.model_fields]
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
+        return [model for argument in typing.get_args(annotation) for model in _models_in(argument)]
+    return []

@@ -1,0 +1,36 @@
+"""Recording what happened in a run: metrics, hyperparameters, samples and figures.
+
+Every documented name is imported from here. None of it needs torch, tensorboard or matplotlib before it is used.
+"""
+
+from typing import Any
+
+from lucidrl.utils.logger import console as _console
+from lucidrl.utils.logger.config import LoggerConfig, TensorboardConfig
+from lucidrl.utils.logger.console import configure_rich_logging, print_message_log_samples
+from lucidrl.utils.logger.fanout import Logger
+from lucidrl.utils.logger.flatten import flatten_dict
+from lucidrl.utils.logger.folders import get_next_experiment_dir
+from lucidrl.utils.logger.interface import LoggerInterface
+from lucidrl.utils.logger.jsonl import JsonlLogger
+from lucidrl.utils.logger.tensorboard import TensorboardLogger
+
+__all__ = [
+    "JsonlLogger",
+    "Logger",
+    "LoggerConfig",
+    "LoggerInterface",
+    "TensorboardConfig",
+    "TensorboardLogger",
+    "configure_rich_logging",
+    "flatten_dict",
+    "get_next_experiment_dir",
+    "print_message_log_samples",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The flag changes, so a copy made at import would go stale.
+    if name == "_rich_logging_configured":
+        return _console._rich_logging_configured
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

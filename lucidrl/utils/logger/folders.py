@@ -1,0 +1,35 @@
+"""Folders of runs, and file names that stay inside them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from lucidrl.errors import ConfigError
+
+_EXPERIMENT = re.compile(r"exp_(\d+)")
+
+
+def get_next_experiment_dir(base_log_dir: str) -> str:
+    """Make and return the next free `exp_001`, `exp_002`, … of a folder; two callers never get the same one."""
+    base = Path(base_log_dir)
+    base.mkdir(parents=True, exist_ok=True)
+    taken = [int(match[1]) for path in base.iterdir() if (match := _EXPERIMENT.fullmatch(path.name))]
+    number = max(taken, default=0)
+    while True:
+        number += 1
+        folder = base / f"exp_{number:03d}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return str(folder)
+
+
+def path_inside(folder: Path, filename: str) -> Path:
+    """`folder / filename`, refused if that (or a link on the way) leads outside of `folder`."""
+    path = (folder / filename).resolve()
+    root = folder.resolve()
+    if path == root or not path.is_relative_to(root):
+        raise ConfigError(f"file name {filename!r} leaves the log folder {folder}; give a relative name without '..'")
+    return path

@@ -1,0 +1,275 @@
+"""Checkpoints are whole or absent, whatever happens to the process that writes them."""
+
+import errno
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lucidrl.checkpoint import manager as manager_module
+from lucidrl.checkpoint.manager import CheckpointManager
+from lucidrl.errors import CheckpointError, ConfigError
+
+
+def save(manager, step, content="weights", **metrics):
+    with manager.saving(step, state={"step_in_data": step * 10}, metrics=metrics) as folder:
+        (folder / "model").mkdir()
+        (folder / "model" / "weights.bin").write_text(content)
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def killed_child(root, patch=""):
+    """Run a save of step 1 in another process that kills itself where `patch` says."""
+    code = f"""
+import os, signal
+from pathlib import Path
+from lucidrl.checkpoint.manager import CheckpointManager
+die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+manager = CheckpointManager(Path({str(root)!r}))
+with manager.saving(1) as folder:
+    (folder / "weights.bin").write_text("new")
+    {patch}
+"""
+    child = subprocess.run([sys.executable, "-c", code], check=False)
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_a_saved_checkpoint_comes_back_with_state_and_metrics(tmp_path):
+    manager = CheckpointManager(tmp_path / "checkpoints")
+    assert manager.latest() is None
+    save(manager, 3, reward=0.5, loss=math.nan)
+    found = manager.latest()
+    assert found.step == 3
+    assert found.state == {"step_in_data": 30}
+    assert found.metrics["reward"] == 0.5
+    assert math.isnan(found.metrics["loss"])
+    assert (found.path / "model" / "weights.bin").read_text() == "weights"
+    assert manager.load(3).path == manager.load(str(found.path)).path == found.path
+
+
+def test_a_failed_save_leaves_nothing_behind(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    save(manager, 1)
+
+    def interrupted_save():
+        with manager.saving(2) as folder:
+            (folder / "half.bin").write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_save()
+    assert names(tmp_path) == ["step_1"]
+
+
+def test_a_checkpoint_is_as_readable_as_its_folder(tmp_path):
+    tmp_path.chmod(0o750)
+    save(CheckpointManager(tmp_path), 1)
+    assert (tmp_path / "step_1").stat().st_mode & 0o777 == 0o750
+
+
+def test_a_killed_save_is_cleaned_up_at_the_next_start(tmp_path):
+    killed_child(tmp_path, "die()")
+    assert [name for name in names(tmp_path) if name.startswith(".saving-step_1-")]
+    assert CheckpointManager(tmp_path).latest() is None
+    assert names(tmp_path) == []
+
+
+def test_a_save_in_progress_is_left_alone_by_another_start(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    with manager.saving(1) as folder:
+        (folder / "weights.bin").write_text("slow")
+        CheckpointManager(tmp_path)
+    assert (manager.latest().path / "weights.bin").read_text() == "slow"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    save(manager, 1, content="old")
+    save(manager, 1, content="new")
+    assert (manager.load(1).path / "model" / "weights.bin").read_text() == "new"
+    assert names(tmp_path) == ["step_1"]
+
+
+@pytest.mark.parametrize(
+    ("patch", "left"),
+    [
+        pytest.param("Path.rename = lambda self, to: (os.rename(self, to), die())", "model", id="after stepping aside"),
+        pytest.param("import shutil; shutil.rmtree = die", "weights.bin", id="before the old one is deleted"),
+    ],
+)
+def test_a_step_replaced_by_a_killed_process_is_old_or_new_but_whole(tmp_path, patch, left):
+    save(CheckpointManager(tmp_path), 1)
+    killed_child(tmp_path, patch)
+    assert left in names(CheckpointManager(tmp_path).latest().path)
+    assert names(tmp_path) == ["step_1"]
+
+
+def test_a_failing_rename_brings_the_replaced_step_back(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path)
+    save(manager, 1, content="old")
+    rename = Path.rename
+
+    def failing(self, target):
+        if self.name.startswith(".saving"):
+            raise OSError(errno.EIO, "broken disk")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="broken disk"):
+        save(manager, 1, content="new")
+    assert (manager.load(1).path / "model" / "weights.bin").read_text() == "old"
+    assert names(tmp_path) == ["step_1"]
+
+
+def test_damaged_checkpoints_are_skipped_and_named(tmp_path, caplog):
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        save(manager, step)
+    (tmp_path / "step_3" / "model" / "weights.bin").write_text("wEights")
+    (tmp_path / "step_2" / "manifest.json").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert manager.latest().step == 1
+    assert "model/weights.bin: its content does not match" in caplog.text
+    assert "manifest.json: it is missing" in caplog.text
+    with pytest.raises(CheckpointError, match=r"model/weights\.bin"):
+        manager.load(3)
+
+
+def test_only_step_folders_are_looked_at(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    save(manager, 2)
+    for name in ("step_latest", "step_", "step_09", "old_step_9", "tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_10").write_text("a file")
+    (tmp_path / "step_11").symlink_to(tmp_path / "step_2")
+    assert manager.latest().path == tmp_path / "step_2"
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in (9, 10):
+        save(manager, step)
+    assert manager.latest().step == 10
+
+
+def test_pruning_keeps_the_last_ones_and_the_best(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=2, metric="reward")
+    for step, reward in enumerate([0.1, 0.9, math.nan, 0.2, 0.3]):
+        save(manager, step, reward=reward)
+    assert names(tmp_path) == ["step_1", "step_3", "step_4"]
+    assert manager.best().step == 1
+
+
+def test_pruning_never_removes_what_was_just_saved(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    save(manager, 9)
+    save(manager, 5)  # a run that went back to step 4
+    assert names(tmp_path) == ["step_5", "step_9"]
+
+
+def test_pruning_leaves_damaged_checkpoints_to_their_owner(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    save(manager, 1)
+    (tmp_path / "step_1" / "state.json").write_text("{")
+    save(manager, 2)
+    assert names(tmp_path) == ["step_1", "step_2"]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 3), ("min", 1)])
+def test_the_best_is_by_mode_with_ties_to_the_newer_and_never_nan(tmp_path, mode, best):
+    manager = CheckpointManager(tmp_path, keep_last=10, metric="reward", mode=mode)
+    for step, reward in enumerate([math.nan, -1.0, 2.0, 2.0, 0.5, math.nan]):
+        save(manager, step, reward=reward)
+    save(manager, 6)  # a step without validation
+    assert manager.best().step == best
+
+
+def test_a_damaged_best_gives_way_to_the_next_best(tmp_path):
+    manager = CheckpointManager(tmp_path, metric="reward")
+    save(manager, 1, reward=1.0)
+    save(manager, 2, reward=2.0)
+    (tmp_path / "step_2" / "model" / "weights.bin").unlink()
+    assert manager.best().step == 1
+
+
+def test_there_is_no_best_when_every_value_is_nan_or_no_metric_is_named(tmp_path):
+    manager = CheckpointManager(tmp_path, metric="reward")
+    save(manager, 1, reward=math.nan)
+    assert manager.best() is None
+    assert CheckpointManager(tmp_path).best() is None
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_one_sentence_and_spares_earlier_checkpoints(tmp_path, code):
+    manager = CheckpointManager(tmp_path)
+    save(manager, 1)
+    with (
+        pytest.raises(CheckpointError, match=r"save step 2 .* bytes are free, the newest checkpoint takes \d+ bytes"),
+        manager.saving(2),
+    ):
+        raise OSError(code, os.strerror(code))
+    assert names(tmp_path) == ["step_1"]
+    assert manager.latest().step == 1
+
+
+def test_a_disk_that_fills_up_while_committing_is_reported_alike(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path)
+
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(manager_module, "write_manifest", full)
+    with pytest.raises(CheckpointError, match="the size needed is unknown"):
+        save(manager, 1)
+    assert names(tmp_path) == []
+
+
+def test_everything_is_on_disk_before_the_rename(tmp_path, monkeypatch):
+    synced, fsync, rename = [], os.fsync, Path.rename
+
+    def recording_fsync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}").rpartition("/")[2])
+        fsync(descriptor)
+
+    def recording_rename(self, target):
+        synced.append("RENAME")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(Path, "rename", recording_rename)
+    save(CheckpointManager(tmp_path), 1)
+    before, after = synced[: synced.index("RENAME")], synced[synced.index("RENAME") + 1 :]
+    assert {"weights.bin", "model", "state.json", "manifest.json"} <= set(before)
+    assert before[-1].startswith(".saving-step_1-")
+    assert after == [tmp_path.name]
+
+
+def test_an_unknown_step_names_the_known_ones(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    save(manager, 4)
+    with pytest.raises(CheckpointError, match=r"step_7; steps saved in .*: 4"):
+        manager.load(7)
+
+
+@pytest.mark.parametrize("state", [{"fn": print}, {"rng": __import__("torch").zeros(2)}])
+def test_a_state_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path, state):
+    with pytest.raises(CheckpointError, match="state/"), CheckpointManager(tmp_path / "root").saving(1, state=state):
+        pytest.fail("the block must not run")
+    assert not (tmp_path / "root").exists()
+
+
+def test_wrong_settings_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="keep_last=0"):
+        CheckpointManager(tmp_path, keep_last=0)
+    with pytest.raises(ConfigError, match="mode='best'"):
+        CheckpointManager(tmp_path, mode="best")
+    with pytest.raises(CheckpointError, match="step=-1"), CheckpointManager(tmp_path).saving(-1):
+        pass

@@ -1,0 +1,227 @@
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
+from lucidrl.envs.text.runner import EnvRunner, _even_chunks
+from lucidrl.errors import EnvironmentFailure
+
+
+def make_requests(*answers):
+    return [
+        EnvRequest(f"s{index}", [{"role": "assistant", "content": answer}], info={}, turn=1)
+        for index, answer in enumerate(answers)
+    ]
+
+
+class ScriptedEnv:
+    """Does to a batch what the answers in it say; rewards an answer that says nothing special with its length."""
+
+    def __init__(self):
+        self.batch_sizes = []
+        self.running = 0
+        self.most_running = 0
+
+    async def step(self, batch):
+        self.batch_sizes.append(len(batch))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await asyncio.sleep(0.01)
+        self.running -= 1
+        answers = [request.answer for request in batch]
+        if "raise" in answers:
+            raise KeyError("no such reward")
+        if "exit" in answers:
+            raise SystemExit(1)
+        if "own timeout" in answers:
+            raise TimeoutError("the judge was too slow")
+        if "hang" in answers:
+            await asyncio.sleep(60)
+        if "block" in answers:
+            time.sleep(2)
+        if "short" in answers:
+            return []
+        return [self.reply(answer) for answer in answers]
+
+    def reply(self, answer):
+        replies = {
+            "nothing": None,
+            "nan": EnvReply(float("nan")),
+            "inf": EnvReply(float("inf")),
+            "text reward": EnvReply("1.0"),
+            "tensor reward": EnvReply(torch.tensor(1.0)),
+            "silent": EnvReply(0.0, done=False),
+            "no list": EnvReply(0.0, done=False, messages=None),
+            "half a message": EnvReply(0.0, done=False, messages=({"role": "user"},)),
+            "own answer": EnvReply(0.0, done=False, messages=({"role": "assistant", "content": "x"},)),
+        }
+        return replies.get(answer, EnvReply(float(len(answer))))
+
+
+def make_runner(env, on_error="drop", deadline_s=0.2, max_concurrency=2):
+    return EnvRunner(env, deadline_s, max_concurrency, on_error)
+
+
+def rewards(replies):
+    return [None if reply is None else reply.reward for reply in replies]
+
+
+def test_replies_come_in_the_order_of_the_requests():
+    with make_runner(ScriptedEnv(), max_concurrency=3) as runner:
+        assert rewards(runner.step(make_requests("a", "aa", "aaa", "aaaa", "aaaaa"))) == [1, 2, 3, 4, 5]
+        assert runner.step([]) == []
+
+
+def test_a_batch_is_spread_evenly_over_concurrent_calls():
+    env = ScriptedEnv()
+    with make_runner(env, max_concurrency=4) as runner:
+        runner.step(make_requests(*"abcdefghij"))
+    assert sorted(env.batch_sizes) == [2, 2, 3, 3]
+    assert env.most_running == 4
+
+
+@given(st.integers(0, 50), st.integers(1, 12))
+def test_chunks_are_even_and_lose_nothing(num_requests, max_chunks):
+    requests = make_requests(*["a"] * num_requests)
+    chunks = _even_chunks(requests, max_chunks)
+    sizes = [len(chunk) for chunk in chunks]
+    assert [request for chunk in chunks for request in chunk] == requests
+    assert len(chunks) == min(num_requests, max_chunks)
+    assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        ("raise", "raised KeyError"),
+        ("exit", "raised SystemExit"),
+        ("own timeout", "raised TimeoutError: the judge was too slow"),
+        ("hang", "exceeded its deadline of 0.2 s"),
+        ("short", "returned 0 replies for 1 requests"),
+        ("nothing", "returned a NoneType"),
+        ("nan", "reward nan"),
+        ("text reward", "reward of type str"),
+        ("silent", "not done but"),
+    ],
+)
+def test_fail_names_environment_sample_turn_and_remedy(answer, complaint):
+    with (
+        make_runner(ScriptedEnv(), on_error="fail") as runner,
+        pytest.raises(EnvironmentFailure, match=rf"ScriptedEnv\.step .*{complaint}.*sample s1, turn 1.*on_error=drop"),
+    ):
+        runner.step(make_requests("fine", answer))
+
+
+def test_fail_names_all_samples_asked_together_and_chains_the_cause():
+    with make_runner(ScriptedEnv(), on_error="fail", max_concurrency=1) as runner:
+        with pytest.raises(EnvironmentFailure, match="samples s0, s1, s2, s3, s4 and 1 more") as failure:
+            runner.step(make_requests("a", "b", "raise", "c", "d", "e"))
+        assert isinstance(failure.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("answer", "cause"),
+    [
+        ("raise", "raised"),
+        ("own timeout", "raised"),
+        ("hang", "deadline"),
+        ("short", "bad_reply"),
+        ("nothing", "bad_reply"),
+        ("silent", "bad_reply"),
+        ("no list", "bad_reply"),
+        ("half a message", "bad_reply"),
+        ("own answer", "bad_reply"),
+        ("nan", "bad_reward"),
+        ("inf", "bad_reward"),
+        ("text reward", "bad_reward"),
+        ("tensor reward", "bad_reward"),
+    ],
+)
+def test_drop_leaves_out_the_bad_sample_and_keeps_its_neighbours(answer, cause):
+    with make_runner(ScriptedEnv()) as runner:
+        assert rewards(runner.step(make_requests("a", answer, "aaa", "aaaa"))) == [1, None, 3, 4]
+        assert runner.counts == Counter({cause: 1})
+
+
+def test_a_blocking_step_cannot_beat_the_deadline():
+    with make_runner(ScriptedEnv(), on_error="fail") as runner:
+        started = time.monotonic()
+        with pytest.raises(EnvironmentFailure, match="exceeded its deadline"):
+            runner.step(make_requests("block"))
+        assert time.monotonic() - started < 1.5
+
+
+def test_a_blocking_sample_is_dropped_without_its_neighbours():
+    with make_runner(ScriptedEnv()) as runner:
+        assert rewards(runner.step(make_requests("a", "aa", "block", "aaaa"))) == [1, 2, None, 4]
+        assert runner.counts == Counter(deadline=1)
+        assert rewards(runner.step(make_requests("a", "aa"))) == [1, 2]
+
+
+def test_a_step_that_ignores_cancellation_cannot_beat_the_deadline():
+    class Stubborn:
+        async def step(self, batch):
+            for _ in range(20):
+                try:
+                    await asyncio.sleep(0.1)
+                except asyncio.CancelledError:
+                    continue
+
+    with make_runner(Stubborn()) as runner:
+        assert runner.step(make_requests("a")) == [None]
+
+
+def test_every_call_runs_on_one_loop_so_that_clients_can_be_shared():
+    loops = set()
+
+    class Recorder:
+        async def step(self, batch):
+            loops.add(asyncio.get_running_loop())
+            return [EnvReply(0.0) for _ in batch]
+
+    with make_runner(Recorder()) as runner:
+        for _ in range(3):
+            runner.step(make_requests("a", "b", "c"))
+    assert len(loops) == 1
+
+
+def test_numpy_rewards_are_numbers():
+    class NumpyEnv:
+        async def step(self, batch):
+            return [EnvReply(np.float32(0.5)) for _ in batch]
+
+    with make_runner(NumpyEnv(), on_error="fail") as runner:
+        assert rewards(runner.step(make_requests("a"))) == [0.5]
+
+
+def test_each_cause_is_warned_of_once(caplog):
+    with caplog.at_level(logging.WARNING), make_runner(ScriptedEnv()) as runner:
+        runner.step(make_requests("nan", "inf", "nothing", "a"))
+        runner.step(make_requests("nan"))
+    assert [record.message.split("(")[1].split(",")[0] for record in caplog.records] == ["sample s0", "sample s2"]
+    assert runner.counts == Counter(bad_reward=3, bad_reply=1)
+
+
+def test_close_ends_the_thread_and_may_be_called_twice():
+    class ClosedEnv(ScriptedEnv):
+        pass
+
+    def loop_is_running():
+        return any(thread.name == "ClosedEnv-loop" for thread in threading.enumerate())
+
+    runner = make_runner(ClosedEnv())
+    runner.step(make_requests("a"))
+    assert loop_is_running()
+    runner.close()
+    runner.close()
+    assert not loop_is_running()
+    with pytest.raises(RuntimeError, match="closed"):
+        runner.step(make_requests("a"))

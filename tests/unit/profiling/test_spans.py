@@ -1,0 +1,99 @@
+"""Spans time phases: nested, in threads, through exceptions and forks."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from lucidrl.profiling import spans
+from lucidrl.profiling.spans import SpanRecorder
+
+
+def test_totals_add_up_by_name_and_are_drained_once():
+    recorder = SpanRecorder()
+    for _ in range(3):
+        with recorder.span("train"):
+            time.sleep(0.002)
+    total = recorder.drain()["train"]
+    assert total.count == 3
+    assert 0.006 <= total.seconds < 0.5
+    assert recorder.drain() == {}
+
+
+def test_a_span_that_raises_is_still_timed():
+    recorder = SpanRecorder()
+    with pytest.raises(RuntimeError), recorder.span("train"):
+        raise RuntimeError
+    assert recorder.drain()["train"].count == 1
+
+
+def test_single_spans_know_their_depth_thread_and_wall_clock_start():
+    recorder = SpanRecorder()
+    recorder.keep_spans(10)
+    before_ns = time.time_ns()
+    with recorder.span("step"), recorder.span("train"):
+        time.sleep(0.001)
+    inner, outer = recorder.take_spans()
+    assert (outer.name, outer.depth, inner.name, inner.depth) == ("step", 0, "train", 1)
+    assert outer.thread == inner.thread == threading.get_ident()
+    assert outer.start_ns <= inner.start_ns
+    assert inner.start_ns + inner.duration_ns <= outer.start_ns + outer.duration_ns
+    assert abs(outer.start_ns - before_ns) < 1e8
+    assert recorder.take_spans() == []
+
+
+def test_the_buffer_keeps_the_newest_and_is_off_unless_asked_for():
+    recorder = SpanRecorder()
+    with recorder.span("unseen"):
+        pass
+    recorder.keep_spans(2)
+    for name in "abc":
+        with recorder.span(name):
+            pass
+    assert [span.name for span in recorder.take_spans()] == ["b", "c"]
+    recorder.keep_spans(0)
+    with recorder.span("unseen"):
+        pass
+    assert recorder.take_spans() == []
+
+
+def test_threads_lose_no_span_and_nest_apart():
+    recorder = SpanRecorder()
+    recorder.keep_spans(10_000)
+
+    def work():
+        for _ in range(500):
+            with recorder.span("outer"), recorder.span("inner"):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    with recorder.span("main"):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert recorder.drain()["inner"].count == 2000
+    assert {span.depth for span in recorder.take_spans() if span.name == "inner"} == {1}
+
+
+def test_an_open_span_counts_when_it_ends():
+    recorder = SpanRecorder()
+    with recorder.span("step"):
+        assert recorder.drain() == {}
+    assert recorder.drain()["step"].count == 1
+
+
+def test_a_forked_child_starts_from_nothing_even_if_the_lock_was_held():
+    spans.recorder.reset()
+    with spans.span("parent"):
+        pass
+    with spans.recorder._lock:
+        child = os.fork()
+        if child == 0:
+            with spans.span("child"):
+                pass
+            os._exit(0 if spans.recorder.drain().keys() == {"child"} else 1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert spans.recorder.drain().keys() == {"parent"}
