@@ -16,7 +16,7 @@ class DataError(LucidError, ValueError):
     """A dataset, prompt or batch cannot be used as it is."""
 
 
-class EnvironmentFailure(LucidError, RuntimeError):
+class EnvironmentFailure(LucidError, RuntimeError):  # noqa: N818 - something observed, not a mistake
     """An environment raised, exceeded its deadline or returned an unusable reward."""
 
 

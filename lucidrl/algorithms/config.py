@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from lucidrl.utils.config import Config
 
@@ -25,8 +25,6 @@ class ClippedPGConfig(Config):
     """One ratio for each token, or one for each sequence: the geometric mean of its tokens' (needs smaller clips)."""
     normalization: Literal["token", "sequence"] = "token"
     """Mean over all valid tokens, or over valid sequences of each one's token mean (long answers weigh no more)."""
-    on_policy: bool = False
-    """The batch serves exactly one update: the current log-probabilities stand for `prev_logprobs`, not read then."""
     kl_coefficient: Coefficient = 0.0
     """Weight of the divergence from the reference policy; 0 does not read `reference_policy_logprobs`."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -55,3 +53,39 @@ class AdvantageConfig(Config):
     estimator: AdvantageEstimator = AdvantageEstimator.GROUP_NORMALIZED
     """group_normalized: distance from the group's mean in standard deviations; leave_one_out: distance from the mean
     of the group's other rows; plain: distance from the mean of the whole batch."""
+
+
+class GRPOConfig(Config):
+    """Group-relative policy optimization."""
+
+    max_steps: PositiveInt = 100
+    """Training steps of the run; each collects once and trains on what was collected."""
+    loss: ClippedPGConfig = ClippedPGConfig()
+    """The objective."""
+    advantages: AdvantageConfig = AdvantageConfig()
+    """How rewards become advantages."""
+    mask_truncated: bool = False
+    """Leave answers that were cut at the token limit out of the loss: their reward says little about them."""
+
+
+class SFTConfig(Config):
+    """Supervised fine-tuning."""
+
+    max_steps: PositiveInt = 100
+    """Training steps of the run."""
+    examples_per_step: PositiveInt = 64
+    """Conversations in one step."""
+
+
+class ValidationConfig(Config):
+    """How well the policy does on prompts that it is not trained on."""
+
+    every: NonNegativeInt = 20
+    """Steps between validations, beside those before the first and after the last step; 0 = only those two."""
+    num_prompts: NonNegativeInt = 256
+    """Held-out prompts to ask, each once and greedily; 0 turns validation off."""
+
+    def is_due(self, step: int, max_steps: int) -> bool:
+        if self.num_prompts == 0:
+            return False
+        return step in (0, max_steps) or (self.every > 0 and step % self.every == 0)

@@ -61,8 +61,11 @@ class ClippedPGLoss:
     `reference_policy_logprobs` and `generation_logprobs`; the last also serve the mismatch metrics when present.
     """
 
-    def __init__(self, config: ClippedPGConfig) -> None:
+    def __init__(self, config: ClippedPGConfig, on_policy: bool = False) -> None:
+        """With `on_policy`, the batch serves exactly one update: the current log-probabilities stand for
+        `prev_logprobs`, which are not read then."""
         self.config = config
+        self.on_policy = on_policy
         self.loss_type = LossType.SEQUENCE_LEVEL if config.normalization == "sequence" else LossType.TOKEN_LEVEL
         self.needs: frozenset[Need] = frozenset(
             {"logprobs", "entropy"} if config.entropy_coefficient > 0 else {"logprobs"}
@@ -84,7 +87,7 @@ class ClippedPGLoss:
             global_valid_toks=global_valid_toks,
         )
         logprobs_BT = token_output(outputs, "logprobs", mask_BT)
-        prev_BT = logprobs_BT.detach() if self.config.on_policy else token_column(data, "prev_logprobs", mask_BT)
+        prev_BT = logprobs_BT.detach() if self.on_policy else token_column(data, "prev_logprobs", mask_BT)
 
         surrogate_BT, metrics = self._surrogate(logprobs_BT - prev_BT, data, mask_BT)
         weight_BT, weight_metrics = self._importance_weight(prev_BT, data, mask_BT)

@@ -97,8 +97,7 @@ class PackedLayout:
     def padded(self, call: AttentionCall) -> AttentionCall:
         """The same call over rows [R, H, T, D] with zeros behind each."""
         query, key, value = (
-            self.rows.unpack(stream[0].transpose(0, 1)).transpose(1, 2)
-            for stream in (call.query, call.key, call.value)
+            self.rows.unpack(stream[0].transpose(0, 1)).transpose(1, 2) for stream in (call.query, call.key, call.value)
         )
         return replace(call, query=query, key=key, value=value)
 

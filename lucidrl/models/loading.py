@@ -33,7 +33,9 @@ class ModelFacts:
     """Elements that one cached token takes in all layers together."""
 
 
-def load_tokenizer(model_name: str, pad_token: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    model_name: str, pad_token: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; always with a pad token.
 
     Args:
@@ -49,7 +51,9 @@ def load_tokenizer(model_name: str, pad_token: str | None = None, trust_remote_c
         raise ConfigError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
-            raise ConfigError(f"policy.pad_token={pad_token!r} is not a token of {folder}; choose one of its vocabulary")
+            raise ConfigError(
+                f"policy.pad_token={pad_token!r} is not a token of {folder}; choose one of its vocabulary"
+            )
         tokenizer.pad_token = pad_token
     elif tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
@@ -151,6 +155,6 @@ def check_against_own_forward(model: PreTrainedModel) -> None:
     difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().mean().item()
     if not difference <= tolerance:
         raise ConfigError(
-            f"{type(model).__name__} computes other logits than our log-probability path (difference {difference:.3g}); "
+            f"{type(model).__name__} computes other logits than our log-probability path (by {difference:.3g}); "
             "this architecture is not supported"
         )

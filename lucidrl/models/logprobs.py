@@ -52,7 +52,7 @@ class LogprobModel(nn.Module):
         """
         if not needs <= SUPPORTED_NEEDS:
             raise ConfigError(
-                f"the loss needs {sorted(needs - SUPPORTED_NEEDS)}, which a model with the policy role does not compute; "
+                f"the loss needs {sorted(needs - SUPPORTED_NEEDS)}, which a model with the policy role has not; "
                 f"it offers {sorted(SUPPORTED_NEEDS)}"
             )
         rows = pack_rows(input_ids, input_lengths) if packed else None

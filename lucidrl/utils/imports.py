@@ -18,4 +18,6 @@ def import_object(path: str, key: str) -> Any:
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{key}={path!r} cannot be imported ({error}); give a path such as package.module.Name") from error
+        raise ConfigError(
+            f"{key}={path!r} cannot be imported ({error}); give a path such as package.module.Name"
+        ) from error

@@ -15,7 +15,7 @@ class GenerationConfig(Config):
     temperature: PositiveFloat = 1.0
     """Divides the logits. Scoring and training use the same value, so the policy means one distribution everywhere."""
     top_k: NonNegativeInt = 0
-    """Draw among the k likeliest tokens only; 0 = all. Reported log-probabilities stay those of the full distribution."""
+    """Draw among the k likeliest tokens only; 0 = all. Log-probabilities stay those of the full distribution."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Draw among the likeliest tokens that together hold this probability; 1 = all."""
     stop_strings: tuple[str, ...] = ()

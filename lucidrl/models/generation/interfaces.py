@@ -41,10 +41,8 @@ class GenerationOutputSpec(TypedDict):
 class GenerationInterface(Protocol):
     """An engine that completes prompts with one version of the policy's weights."""
 
-    @property
-    def weight_version(self) -> int:
-        """The version of the weights that the next call will use."""
-        ...
+    weight_version: int
+    """The version of the weights that the next call will use."""
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

@@ -95,7 +95,9 @@ class KVCache:
         slot_of_row[order] = torch.arange(len(order), device=order.device) - starts_P[prompt_of_row_B[order]]
         self._place_of_row_B = prompt_of_row_B * self._grid_shape[1] + slot_of_row
         # Empty places of the grid hold a copy of row 0; nothing reads their results.
-        self._row_at_place = torch.zeros(self._grid_shape[0] * self._grid_shape[1], dtype=torch.int64, device=order.device)
+        self._row_at_place = torch.zeros(
+            self._grid_shape[0] * self._grid_shape[1], dtype=torch.int64, device=order.device
+        )
         self._row_at_place[self._place_of_row_B] = torch.arange(len(order), device=order.device)
         in_order = torch.arange(len(self._row_at_place), device=order.device)
         self._is_identity = torch.equal(self._place_of_row_B, in_order)

@@ -113,7 +113,9 @@ def _make_optimizer(parameters: list[nn.Parameter], config: PolicyConfig) -> tor
     try:
         return factory(parameters, **kwargs)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"policy.optimizer.kwargs={kwargs!r} does not suit {config.optimizer.name}: {error}") from error
+        raise ConfigError(
+            f"policy.optimizer.kwargs={kwargs!r} does not suit {config.optimizer.name}: {error}"
+        ) from error
 
 
 def _make_scheduler(optimizer: torch.optim.Optimizer, config: PolicyConfig) -> Any:
@@ -123,7 +125,9 @@ def _make_scheduler(optimizer: torch.optim.Optimizer, config: PolicyConfig) -> A
         try:
             schedulers.append(factory(optimizer, **entry.kwargs))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"policy.scheduler.kwargs={entry.kwargs!r} does not suit {entry.name}: {error}") from error
+            raise ConfigError(
+                f"policy.scheduler.kwargs={entry.kwargs!r} does not suit {entry.name}: {error}"
+            ) from error
     if len(schedulers) <= 1:
         return schedulers[0] if schedulers else None
     return torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, list(config.scheduler_milestones))

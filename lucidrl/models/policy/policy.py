@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from lucidrl.algorithms.interfaces import LossFunction
@@ -9,6 +10,9 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.models.policy.interfaces import TrainResult
 from lucidrl.models.policy.worker import PolicyWorker
 from lucidrl.profiling.spans import span
+
+WEIGHTS, OPTIMIZER = "policy", "optimizer"
+"""Folders of a checkpoint; the first is a complete Hugging Face model with its tokenizer."""
 
 
 class Policy:
@@ -35,3 +39,12 @@ class Policy:
         if reference:
             data["reference_policy_logprobs"] = self.worker.get_reference_policy_logprobs(data)["reference_logprobs"]
         return data
+
+    def save(self, folder: Path) -> None:
+        """Write weights, tokenizer and optimizer below a checkpoint's folder."""
+        weights = str(folder / WEIGHTS)
+        self.worker.save_checkpoint(weights, str(folder / OPTIMIZER), tokenizer_path=weights)
+
+    def load(self, folder: Path) -> None:
+        """Take weights and optimizer from a checkpoint's folder."""
+        self.worker.load_checkpoint(str(folder / WEIGHTS), str(folder / OPTIMIZER))

@@ -169,7 +169,8 @@ class PolicyWorker:
             if name not in saved or saved[name].shape != parameter.shape:
                 found = list(saved[name].shape) if name in saved else "nothing"
                 raise CheckpointError(
-                    f"{weights_path} is of another model: {name} should have shape {list(parameter.shape)}, found {found}; "
+                    f"{weights_path} is of another model: {name} should have shape {list(parameter.shape)}, "
+                    f"found {found}; "
                     "resume with the policy.model_name it was saved from"
                 )
             parameter.copy_(saved[name])

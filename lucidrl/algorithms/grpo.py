@@ -1,0 +1,107 @@
+"""GRPO: sample a group of answers to each prompt, reward them, and move towards those better than their group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lucidrl.algorithms.advantages import compute_advantages
+from lucidrl.algorithms.config import GRPOConfig, ValidationConfig
+from lucidrl.algorithms.loop import Saver, StepClock, StopRequest, Watcher
+from lucidrl.algorithms.losses import ClippedPGLoss
+from lucidrl.algorithms.validation import Validator
+from lucidrl.collectors.rollouts import Rollouts
+from lucidrl.collectors.text import TextCollector
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.models.policy.interfaces import TrainResult
+from lucidrl.models.policy.policy import Policy
+from lucidrl.utils.logger import Logger
+
+
+@dataclass
+class GRPO:
+    """A GRPO run, wired together."""
+
+    config: GRPOConfig
+    validation: ValidationConfig
+    policy: Policy
+    collector: TextCollector
+    validator: Validator
+    logger: Logger
+    saver: Saver
+    watcher: Watcher
+    pad_id: int
+    on_policy: bool
+    """Each batch serves one optimizer step, so that no separate scoring pass is needed."""
+    dump_samples_every: int
+    """Steps between dumps of readable samples; 0 = none."""
+    step: int = 0
+    """The last completed step."""
+
+    def run(self) -> int:
+        """Train until `max_steps`, or until asked to stop; returns the last completed step, which is saved."""
+        loss_fn = ClippedPGLoss(self.config.loss, on_policy=self.on_policy)
+        clock = StepClock()
+        with StopRequest(self.watcher.announce) as stop:
+            if self.step == 0:
+                self.validate()
+            for step in range(self.step + 1, self.config.max_steps + 1):
+                clock.restart()
+                rollouts = self.collector.collect()
+                batch = self.prepare(rollouts)
+                result = self.policy.train(batch, loss_fn)
+                self.step = step
+                self.collector.update_policy_weights_(version=step)
+                self.record(rollouts, result, clock)
+                validation = self.validate()
+                if stop.is_set or self.saver.is_due(self.step, self.config.max_steps):
+                    self.saver.save(self.step, self.state_dict(), validation)
+                if stop.is_set:
+                    break
+        return self.step
+
+    def prepare(self, rollouts: Rollouts) -> BatchedDataDict[Any]:
+        """The training batch: advantages from rewards, and the log-probabilities that the loss compares with."""
+        batch = rollouts.to_batch(self.pad_id)
+        batch["advantages"] = compute_advantages(
+            self.config.advantages, rollouts.rewards, rollouts.group_ids, rollouts.is_valid
+        )
+        if self.config.mask_truncated:
+            batch["sample_mask"] = batch["sample_mask"] * ~rollouts.is_truncated
+        needs_reference = self.config.loss.kl_coefficient > 0
+        return self.policy.with_scores(batch, previous=not self.on_policy, reference=needs_reference)
+
+    def record(self, rollouts: Rollouts, result: TrainResult, clock: StepClock) -> None:
+        """Log the step and show it to the watcher."""
+        metrics = {
+            **rollouts.metrics,
+            **result.metrics,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "skipped_optimizer_steps": float(result.num_skipped_steps),
+            "weight_version": float(rollouts.weight_version),
+        }
+        timings = clock.lap()
+        metrics["tokens_per_s"] = metrics["sampled_tokens"] / timings["step_s"]
+        self.logger.log_metrics({"train": metrics, "time": timings}, self.step)
+        if self.dump_samples_every and self.step % self.dump_samples_every == 0:
+            self.logger.log_batched_dict_as_jsonl(rollouts.to_samples(), f"samples/step_{self.step}.jsonl")
+        self.watcher.on_step(self.step, {**metrics, **{f"time/{name}": value for name, value in timings.items()}})
+
+    def validate(self) -> dict[str, float]:
+        """Metrics on the held-out prompts, where a validation is due."""
+        if not self.validation.is_due(self.step, self.config.max_steps):
+            return {}
+        rollouts = self.validator.run()
+        self.logger.log_metrics(rollouts.metrics, self.step, prefix="validation")
+        self.logger.log_batched_dict_as_jsonl(rollouts.to_samples(), f"samples/validation_{self.step}.jsonl")
+        self.watcher.on_validation(self.step, rollouts.metrics)
+        return rollouts.metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "collector": self.collector.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.collector.load_state_dict(state["collector"])
+        self.collector.update_policy_weights_(version=self.step)

@@ -1,0 +1,91 @@
+"""What the training loops share: the watcher, the end on request, the clock, saving."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+from lucidrl.checkpoint.manager import CheckpointManager
+from lucidrl.models.policy.policy import Policy
+from lucidrl.profiling.spans import recorder, span
+
+
+class Watcher(Protocol):
+    """Watches a run from outside; the display of the command line for instance."""
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def announce(self, message: str) -> None: ...
+
+
+class StopRequest:
+    """Turns the first Ctrl-C (or SIGTERM) into a request to stop after the current step; a second one interrupts.
+
+    A context manager for the main thread; elsewhere signals cannot be caught, and it is never set.
+    """
+
+    def __init__(self, announce: Callable[[str], None]):
+        self._announce = announce
+        self._previous: dict[int, Any] = {}
+        self.is_set = False
+
+    def __enter__(self) -> StopRequest:
+        with suppress(ValueError):
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_set:
+            raise KeyboardInterrupt
+        self.is_set = True
+        name = signal.Signals(number).name
+        self._announce(f"{name}: finishing this step, then saving; once more stops at once, without saving")
+
+
+class StepClock:
+    """Times a step and its phases."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        recorder.drain()
+        self._start = time.perf_counter()
+
+    def lap(self) -> dict[str, float]:
+        """Seconds since the last lap: `step_s`, and `<phase>_s` for every span that ended in it."""
+        now = time.perf_counter()
+        elapsed, self._start = now - self._start, now
+        return {"step_s": elapsed, **{f"{name}_s": total.seconds for name, total in recorder.drain().items()}}
+
+
+@dataclass(frozen=True)
+class Saver:
+    """Commits checkpoints of a run: the policy as a Hugging Face folder, its optimizer, and plain state."""
+
+    manager: CheckpointManager
+    every: int
+    """Steps between checkpoints; 0 = only at the end."""
+    policy: Policy
+
+    def is_due(self, step: int, max_steps: int) -> bool:
+        return step == max_steps or (self.every > 0 and step % self.every == 0)
+
+    def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        with span("save"), self.manager.saving(step, state=state, metrics=metrics) as folder:
+            self.policy.save(folder)

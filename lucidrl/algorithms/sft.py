@@ -1,0 +1,86 @@
+"""Supervised fine-tuning: raise the likelihood of written answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lucidrl.algorithms.config import SFTConfig, ValidationConfig
+from lucidrl.algorithms.loop import Saver, StepClock, StopRequest, Watcher
+from lucidrl.algorithms.losses import NLLLoss
+from lucidrl.algorithms.validation import Validator
+from lucidrl.data.datasets import PromptOrder
+from lucidrl.data.interfaces import LLMMessageLogType
+from lucidrl.data.messages import collate
+from lucidrl.models.policy.policy import Policy
+from lucidrl.utils.logger import Logger
+
+
+@dataclass
+class SFT:
+    """A supervised run, wired together."""
+
+    config: SFTConfig
+    validation: ValidationConfig
+    policy: Policy
+    examples: Sequence[LLMMessageLogType]
+    order: PromptOrder
+    held_out: Sequence[LLMMessageLogType]
+    """Examples for the validation loss."""
+    validator: Validator | None
+    """Lets the environment judge sampled answers, if there is one."""
+    logger: Logger
+    saver: Saver
+    watcher: Watcher
+    pad_id: int
+    step: int = 0
+    """The last completed step."""
+
+    def run(self) -> int:
+        """Train until `max_steps`, or until asked to stop; returns the last completed step, which is saved."""
+        loss_fn = NLLLoss()
+        clock = StepClock()
+        with StopRequest(self.watcher.announce) as stop:
+            if self.step == 0:
+                self.validate(loss_fn)
+            for step in range(self.step + 1, self.config.max_steps + 1):
+                clock.restart()
+                size = self.config.examples_per_step
+                chosen = [self.examples[index] for index in self.order.take((step - 1) * size, size)]
+                batch = collate(chosen, self.pad_id, supervised=True)
+                result = self.policy.train(batch, loss_fn)
+                self.step = step
+                timings = clock.lap()
+                metrics = {
+                    **result.metrics,
+                    "loss": result.loss,
+                    "grad_norm": result.grad_norm,
+                    "skipped_optimizer_steps": float(result.num_skipped_steps),
+                    "tokens_per_s": float(batch["input_lengths"].sum()) / timings["step_s"],
+                }
+                self.logger.log_metrics({"train": metrics, "time": timings}, self.step)
+                self.watcher.on_step(self.step, {**metrics, **{f"time/{name}": v for name, v in timings.items()}})
+                validation = self.validate(loss_fn)
+                if stop.is_set or self.saver.is_due(self.step, self.config.max_steps):
+                    self.saver.save(self.step, self.state_dict(), validation)
+                if stop.is_set:
+                    break
+        return self.step
+
+    def validate(self, loss_fn: NLLLoss) -> dict[str, float]:
+        """Loss on the held-out examples and rewards on the held-out prompts, where a validation is due."""
+        if not self.validation.is_due(self.step, self.config.max_steps):
+            return {}
+        metrics = self.validator.run().metrics if self.validator is not None else {}
+        batch = collate(self.held_out, self.pad_id, supervised=True)
+        metrics = {**metrics, "loss": self.policy.train(batch, loss_fn, eval_mode=True).loss}
+        self.logger.log_metrics(metrics, self.step, prefix="validation")
+        self.watcher.on_validation(self.step, metrics)
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]

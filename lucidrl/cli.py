@@ -1,0 +1,127 @@
+"""The command line: `lucidrl grpo`, `sft`, `generate`, `check`.
+
+Heavy imports are inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lucidrl import __version__
+from lucidrl.errors import LucidError
+
+if TYPE_CHECKING:
+    pass
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Post-train language models with reinforcement learning, and see what each step did.",
+    epilog="Start with `lucidrl grpo`: it trains the embedded model on arithmetic in a few minutes, on a CPU.",
+)
+
+OVERRIDES_HELP = "Settings as `key=value`, such as `grpo.max_steps=50`. `lucidrl check` prints all of them."
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help=OVERRIDES_HELP, metavar="[KEY=VALUE]...", show_default=False)
+]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.", show_default=False)]
+Preset = Annotated[str | None, typer.Option("--preset", help="Named settings to start from.", show_default=False)]
+Resume = Annotated[
+    Path | None,
+    typer.Option("--resume", help="Run folder to continue from its newest checkpoint.", show_default=False),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"lucidrl {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def grpo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, resume: Resume = None) -> None:
+    """Train with GRPO.
+
+    Without settings it trains the embedded tiny model on two-digit addition (preset `demo`). For a model of your own:
+
+        lucidrl grpo policy.model_name=FOLDER env.name=my_module:MyEnv env.prompts_file=prompts.jsonl
+
+    Settings come from the preset (`demo` for the embedded model, `chat` for any other), then from --config, then from
+    KEY=VALUE. Everything is written to a run folder below `runs/`; Ctrl-C finishes the step and saves.
+    """
+    from lucidrl.recipes.configs import GRPORunConfig
+    from lucidrl.recipes.launch import launch
+    from lucidrl.recipes.wiring import run_grpo
+
+    launch("grpo", GRPORunConfig, run_grpo, config, preset, overrides or [], resume)
+
+
+@app.command()
+def sft(overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, resume: Resume = None) -> None:
+    """Train on written conversations.
+
+        lucidrl sft policy.model_name=FOLDER data.file=conversations.jsonl sft.max_steps=200
+
+    A line of the file is {"messages": [...]} or {"prompt": "...", "completion": "..."}. Without a file, the
+    environment's prompts with their known answers are learned.
+    """
+    from lucidrl.recipes.configs import SFTRunConfig
+    from lucidrl.recipes.launch import launch
+    from lucidrl.recipes.wiring import run_sft
+
+    launch("sft", SFTRunConfig, run_sft, config, preset, overrides or [], resume)
+
+
+@app.command()
+def generate(
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a model folder.")],
+    prompt: Annotated[str, typer.Argument(help="What to ask.")],
+    samples: Annotated[int, typer.Option(min=1, help="Answers to draw; one alone is the likeliest.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of the draws.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+) -> None:
+    """Ask a trained model.
+
+    lucidrl generate runs/grpo/exp_001 "12+30="
+    """
+    from lucidrl.recipes.ask import ask
+
+    for answer in ask(source, prompt, samples, temperature, max_new_tokens, seed):
+        typer.echo(answer)
+
+
+@app.command()
+def check(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    algorithm: Annotated[str, typer.Option(help="The command to check: grpo or sft.")] = "grpo",
+) -> None:
+    """Validate a run without starting it.
+
+    Reads config, tokenizer and prompts, but no weights; prints the resolved settings, the batch arithmetic and an
+    estimate of the memory.
+    """
+    from lucidrl.recipes.launch import check_run
+
+    check_run(algorithm, config, preset, overrides or [])
+
+
+def main() -> None:
+    """Entry point: errors of ours are one message, not a traceback."""
+    try:
+        app()
+    except LucidError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.secho("interrupted", fg="red", err=True)
+        sys.exit(130)

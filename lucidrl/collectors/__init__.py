@@ -1,0 +1,1 @@
+"""Collectors: they gather experience with the current policy."""

@@ -1,0 +1,211 @@
+"""TextCollector: prompts through the generator and the environment, turn by turn, until every conversation is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lucidrl.collectors.config import TextCollectorConfig
+from lucidrl.collectors.rollouts import Conversation, Rollouts
+from lucidrl.data.datasets import Prompt, PromptOrder
+from lucidrl.data.messages import render_prompt, render_reply, sampled_message, with_tokens
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.envs.text.interfaces import EnvRequest
+from lucidrl.envs.text.runner import EnvRunner
+from lucidrl.errors import DataError
+from lucidrl.models.generation.interfaces import GenerationInterface
+from lucidrl.models.generation.sampling import draw_key
+from lucidrl.profiling.spans import span
+
+
+class TextCollector:
+    """Collects scored conversations.
+
+    Args:
+        generator: completes prompts.
+        runner: judges answers; shut down with the collector.
+        prompts: what is asked in training, in an order that depends on `seed` alone.
+        context_length: a prompt must leave room for at least one new token.
+    """
+
+    def __init__(
+        self,
+        generator: GenerationInterface,
+        runner: EnvRunner,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Prompt],
+        config: TextCollectorConfig,
+        *,
+        context_length: int,
+        seed: int = 0,
+    ):
+        self._generator = generator
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._config = config
+        self._context_length = context_length
+        self._seed = seed
+        self._order = PromptOrder(len(prompts), seed)
+        self._position = 0
+        self._batches = 0
+        self._rendered: dict[str, list[int]] = {}
+
+    def __iter__(self) -> Iterator[Rollouts]:
+        while True:
+            yield self.collect()
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse prompts that cannot be asked, before the first one is.
+
+        Raises:
+            DataError: naming the prompt and its length.
+        """
+        for prompt in prompts:
+            self._prompt_ids(prompt)
+
+    def collect(self) -> Rollouts:
+        """The next step's conversations."""
+        self._batches += 1
+        kept: list[list[Conversation]] = []
+        silent: list[list[Conversation]] = []
+        for _ in range(1 + self._config.refill_rounds):
+            missing = self._config.prompts_per_step - len(kept)
+            for group in self._run_groups(self._next_prompts(missing), self._config.samples_per_prompt):
+                (kept if _has_signal(group) or not self._config.refill_rounds else silent).append(group)
+            if len(kept) == self._config.prompts_per_step:
+                break
+        num_refilled = len(silent)
+        groups = (kept + silent)[: self._config.prompts_per_step]
+        return self._rollouts(groups, extra={"groups_without_signal_replaced": float(num_refilled)})
+
+    def evaluate(self, prompts: Sequence[Prompt], greedy: bool = True) -> Rollouts:
+        """One conversation for each prompt; takes nothing from the training prompts."""
+        return self._rollouts(self._run_groups(prompts, samples=1, greedy=greedy), extra={})
+
+    def update_policy_weights_(self, version: int) -> None:
+        """The generator shares the policy's weights, so only their version has to be told."""
+        self._generator.weight_version = version
+
+    def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """This process is the only worker."""
+        if len(list_of_args) != 1:
+            raise ValueError(f"{len(list_of_args)} tuples of arguments for 1 worker; give one tuple a worker")
+        return [getattr(self, name)(*list_of_args[0])]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position, "batches": self._batches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._position, self._batches = state["position"], state["batches"]
+
+    def shutdown(self) -> None:
+        self._runner.close()
+
+    def _next_prompts(self, count: int) -> list[Prompt]:
+        chosen = self._order.take(self._position, count)
+        self._position += count
+        return [self._prompts[index] for index in chosen]
+
+    def _run_groups(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> list[list[Conversation]]:
+        """Finished conversations, a list for each prompt."""
+        groups = [[self._opened(prompt, sample) for sample in range(samples)] for prompt in prompts]
+        open_ones = [conversation for group in groups for conversation in group]
+        for turn in range(1, self._config.max_turns + 1):
+            with span("generate"):
+                self._answer(open_ones, turn, greedy)
+            with span("environment"):
+                self._judge(open_ones, turn)
+            open_ones = [conversation for conversation in open_ones if not conversation.is_done]
+            if not open_ones:
+                break
+        return groups
+
+    def _opened(self, prompt: Prompt, sample: int) -> Conversation:
+        return Conversation(prompt, sample, with_tokens(prompt.messages, self._prompt_ids(prompt)), dict(prompt.info))
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if prompt.prompt_id not in self._rendered:
+            ids = render_prompt(self._tokenizer, prompt.messages)
+            if len(ids) >= self._context_length:
+                raise DataError(
+                    f"prompt {prompt.prompt_id!r} has {len(ids)} tokens; with at least one answer token it does not "
+                    f"fit the model's context of {self._context_length} tokens; shorten it or take it out"
+                )
+            self._rendered[prompt.prompt_id] = ids
+        return self._rendered[prompt.prompt_id]
+
+    def _answer(self, conversations: list[Conversation], turn: int, greedy: bool) -> None:
+        """Append a sampled answer to each conversation."""
+        prompts = [torch.cat([message["token_ids"] for message in c.log]) for c in conversations]
+        keys = [draw_key(self._seed, self._batches, c.prompt.prompt_id, c.sample, turn) for c in conversations]
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        data = BatchedDataDict(
+            {
+                "input_ids": torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True),
+                "input_lengths": lengths,
+                "draw_keys": torch.tensor(keys, dtype=torch.int64),
+            }
+        )
+        output = self._generator.generate(data, greedy=greedy)
+        ends = output["unpadded_sequence_lengths"].tolist()
+        answers = [ids[start:end] for ids, start, end in zip(output["output_ids"], lengths.tolist(), ends, strict=True)]
+        texts = self._tokenizer.batch_decode(answers, skip_special_tokens=True)
+        for row, conversation in enumerate(conversations):
+            logprobs = output["logprobs"][row, lengths[row] : ends[row]]
+            conversation.log.append(sampled_message(texts[row], answers[row], logprobs))
+            conversation.is_truncated |= bool(output["truncated"][row])
+            conversation.turns = turn
+
+    def _judge(self, conversations: list[Conversation], turn: int) -> None:
+        """Let the environment reward each answer and, where it is not done, append its reply."""
+        requests = [EnvRequest(c.name, c.log, c.info, turn) for c in conversations]
+        for conversation, reply in zip(conversations, self._runner.step(requests), strict=True):
+            if reply is None:
+                conversation.is_dropped = conversation.is_done = True
+                conversation.reward = 0.0
+                continue
+            conversation.reward += reply.reward
+            conversation.metrics = reply.metrics
+            conversation.info = conversation.info if reply.info is None else reply.info
+            conversation.is_done = reply.done or turn == self._config.max_turns
+            if not conversation.is_done:
+                self._append_reply(conversation, reply.messages)
+
+    def _append_reply(self, conversation: Conversation, messages: Sequence[Mapping[str, Any]]) -> None:
+        ids = render_reply(self._tokenizer, conversation.log, messages)
+        if conversation.num_tokens + len(ids) >= self._context_length:
+            conversation.is_done = conversation.is_truncated = True
+            return
+        conversation.log.extend(with_tokens(messages, ids))
+
+    def _rollouts(self, groups: list[list[Conversation]], extra: dict[str, float]) -> Rollouts:
+        conversations = [conversation for group in groups for conversation in group]
+        judged = [conversation for conversation in conversations if not conversation.is_dropped]
+        metrics = {
+            "reward": _mean(c.reward for c in judged),
+            "turns": _mean(c.turns for c in judged),
+            "answer_tokens": _mean(c.num_sampled_tokens for c in judged),
+            "truncated_fraction": _mean(c.is_truncated for c in judged),
+            "groups_with_signal_fraction": _mean(_has_signal(group) for group in groups),
+            "dropped_samples": float(len(conversations) - len(judged)),
+            "sampled_tokens": float(sum(c.num_sampled_tokens for c in conversations)),
+            **extra,
+        }
+        names = {name for c in judged for name in c.metrics or ()}
+        for name in sorted(names):
+            metrics[name] = _mean(c.metrics[name] for c in judged if c.metrics and name in c.metrics)
+        return Rollouts(conversations, self._generator.weight_version, metrics)
+
+
+def _has_signal(group: Sequence[Conversation]) -> bool:
+    return len({conversation.reward for conversation in group if not conversation.is_dropped}) > 1
+
+
+def _mean(values: Any) -> float:
+    numbers = [float(value) for value in values]
+    return fmean(numbers) if numbers else float("nan")

@@ -1,0 +1,1 @@
+"""Recipes: whole runs, from configuration to wired parts."""

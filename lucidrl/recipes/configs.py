@@ -1,0 +1,178 @@
+"""Configuration of whole runs, and the arithmetic that must hold between their parts."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from lucidrl.algorithms.config import GRPOConfig, SFTConfig, ValidationConfig
+from lucidrl.collectors.config import TextCollectorConfig
+from lucidrl.envs.text.config import EnvConfig
+from lucidrl.errors import ConfigError
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.utils.config import Config
+
+PRESETS = Path(str(files("lucidrl.recipes").joinpath("presets")))
+
+
+class RunConfig(Config):
+    """Where a run writes."""
+
+    root: Path = Path("runs")
+    """Folder of all runs."""
+    name: str | None = None
+    """Folder of this run below `root`; by default the next free `exp_NNN` below `root/<algorithm>`."""
+
+
+class CheckpointConfig(Config):
+    """When checkpoints are written."""
+
+    every: NonNegativeInt = 50
+    """Steps between checkpoints, beside the one at the end; 0 = only that one."""
+    keep_last: PositiveInt = 2
+    """How many of the newest are kept, beside the best."""
+    metric: str | None = "reward"
+    """Validation metric whose best checkpoint is kept as well."""
+    mode: Literal["max", "min"] = "max"
+    """Whether more or less of it is better."""
+
+
+class TrackingConfig(Config):
+    """What is recorded beside `metrics.jsonl`."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    dump_samples_every: NonNegativeInt = 20
+    """Steps between dumps of all conversations of a step to `samples/`; 0 = none."""
+
+
+class BaseRunConfig(Config):
+    """What every run has."""
+
+    seed: int = 0
+    """Decides the order of prompts, every random draw, and the weights of an untrained model."""
+    num_threads: PositiveInt | None = None
+    """CPU threads of the computation; by default torch decides. Results depend on it in the last bits."""
+    run: RunConfig = RunConfig()
+    """Where the run writes."""
+    policy: PolicyConfig = PolicyConfig()
+    """The model that is trained."""
+    env: EnvConfig = EnvConfig()
+    """The environment that judges answers."""
+    validation: ValidationConfig = ValidationConfig()
+    """Held-out problems."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Records."""
+
+
+class GRPORunConfig(BaseRunConfig):
+    """`lucidrl grpo`"""
+
+    grpo: GRPOConfig = GRPOConfig()
+    """The algorithm."""
+    collector: TextCollectorConfig = TextCollectorConfig()
+    """How many conversations make a step."""
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.collector.prompts_per_step * self.collector.samples_per_prompt
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.rows_per_step // (self.policy.train_global_batch_size or self.rows_per_step)
+
+    @model_validator(mode="after")
+    def _rows_divide(self) -> GRPORunConfig:
+        collector = self.collector
+        _check_divides(
+            self.rows_per_step,
+            self.policy.train_global_batch_size,
+            f"collector.prompts_per_step={collector.prompts_per_step} x "
+            f"collector.samples_per_prompt={collector.samples_per_prompt} = {self.rows_per_step} rows",
+        )
+        return self
+
+
+class SFTDataConfig(Config):
+    """Where the conversations come from."""
+
+    file: Path | None = None
+    """JSONL with {"messages": [...]} ending in an assistant message; by default the environment's prompts, each
+    answered with the `answer` of its info."""
+    validation_fraction: float = Field(default=0.1, ge=0, lt=1)
+    """Share of a file's conversations held out from training."""
+
+
+class SFTRunConfig(BaseRunConfig):
+    """`lucidrl sft`"""
+
+    sft: SFTConfig = SFTConfig()
+    """The algorithm."""
+    data: SFTDataConfig = SFTDataConfig()
+    """Conversations to learn from."""
+
+    @model_validator(mode="after")
+    def _rows_divide(self) -> SFTRunConfig:
+        rows = self.sft.examples_per_step
+        _check_divides(rows, self.policy.train_global_batch_size, f"sft.examples_per_step={rows} rows")
+        return self
+
+
+def _check_divides(rows: int, global_batch: int | None, what: str) -> None:
+    if global_batch is not None and rows % global_batch:
+        raise ValueError(
+            f"{what} do not split into policy.train_global_batch_size={global_batch}; "
+            "make the rows of a step a multiple of it, or leave it unset for one optimizer step a step"
+        )
+
+
+def preset_path(name: str) -> Path:
+    """The file of a preset.
+
+    Raises:
+        ConfigError: listing the presets there are.
+    """
+    known = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
+    if name not in known:
+        raise ConfigError(f"there is no preset {name!r}; the presets are {', '.join(known)}")
+    return known[name]
+
+
+def default_grpo_preset(overrides: list[str]) -> str:
+    """The embedded model trains with `demo`, any other with `chat`: sizes apart, they differ in learning rate."""
+    models = [text.partition("=")[2] for text in overrides if text.startswith("policy.model_name=")]
+    return "chat" if models and not models[-1].startswith("embedded") else "demo"
+
+
+def arithmetic_of(config: GRPORunConfig | SFTRunConfig) -> list[tuple[str, Any, str]]:
+    """The resolved batch arithmetic as rows of (quantity, value, where it comes from)."""
+    policy = config.policy
+    rows: list[tuple[str, Any, str]] = []
+    if isinstance(config, GRPORunConfig):
+        rows_per_step = config.rows_per_step
+        rows += [
+            ("prompts a step", config.collector.prompts_per_step, "collector.prompts_per_step"),
+            ("samples a prompt", config.collector.samples_per_prompt, "collector.samples_per_prompt"),
+            ("rows a step", rows_per_step, "prompts x samples"),
+        ]
+    else:
+        rows_per_step = config.sft.examples_per_step
+        rows.append(("rows a step", rows_per_step, "sft.examples_per_step"))
+    global_batch = policy.train_global_batch_size or rows_per_step
+    if policy.sequence_packing.enabled:
+        micro = (f"up to {policy.sequence_packing.train_mb_tokens} tokens", "policy.sequence_packing.train_mb_tokens")
+    elif policy.dynamic_batching.enabled:
+        micro = (f"up to {policy.dynamic_batching.train_mb_tokens} tokens", "policy.dynamic_batching.train_mb_tokens")
+    else:
+        micro = (f"{policy.train_micro_batch_size} rows", "policy.train_micro_batch_size")
+    return [
+        *rows,
+        ("rows an optimizer step", global_batch, "policy.train_global_batch_size"),
+        ("optimizer steps a step", rows_per_step // global_batch, "rows a step / rows an optimizer step"),
+        ("micro-batch", *micro),
+    ]

@@ -1,0 +1,108 @@
+"""Everything that can be known to be wrong before weights are loaded, and what a run will need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from lucidrl.data.examples import answered, load_examples
+from lucidrl.data.messages import render_prompt, supervised_example
+from lucidrl.envs.text.registry import make_env, split_prompts
+from lucidrl.errors import DataError
+from lucidrl.models.loading import DTYPES, ModelFacts, load_tokenizer, model_facts
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.run_folder import check_can_create
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What a check found."""
+
+    facts: ModelFacts
+    num_train: int
+    num_held_out: int
+    longest: int
+    """Tokens of the longest prompt or conversation."""
+    memory_gib: dict[str, float]
+    """An estimate, by what takes it."""
+
+    def table(self) -> Table:
+        table = Table("model and data", "", box=None, pad_edge=False)
+        table.add_row("architecture", self.facts.architecture)
+        table.add_row("parameters", f"{self.facts.num_parameters / 1e6:,.1f} million")
+        table.add_row("context", f"{self.facts.context_length:,} tokens")
+        table.add_row("to train on", f"{self.num_train:,}")
+        table.add_row("held out", f"{self.num_held_out:,}")
+        table.add_row("longest", f"{self.longest:,} tokens")
+        for what, size in self.memory_gib.items():
+            table.add_row(f"memory: {what}", f"{size:.2f} GiB")
+        table.add_row("memory: about, in all", f"{sum(self.memory_gib.values()):.2f} GiB")
+        return table
+
+
+def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
+    """Check run folder, model folder, tokenizer, environment and every prompt; loads no weights.
+
+    Raises:
+        LucidError: for the first thing that would stop the run.
+    """
+    check_can_create(config.run)
+    policy = config.policy
+    facts = model_facts(policy.model_name, policy.trust_remote_code)
+    tokenizer = load_tokenizer(policy.model_name, policy.pad_token, policy.trust_remote_code)
+    env = make_env(config.env.name, config.env.kwargs)
+    if isinstance(config, SFTRunConfig):
+        if config.data.file is not None:
+            train, held_out = load_examples(config.data.file, config.data.validation_fraction)
+        else:
+            sides = split_prompts(env, config.env)
+            train, held_out = ([answered(prompt) for prompt in side] for side in sides)
+        logs = [supervised_example(tokenizer, messages) for messages in [*train, *held_out]]
+        lengths = {str(number): sum(len(m["token_ids"]) for m in log) for number, log in enumerate(logs)}
+        new_tokens = 0
+    else:
+        train, held_out = split_prompts(env, config.env)
+        lengths = {p.prompt_id: len(render_prompt(tokenizer, p.messages)) for p in [*train, *held_out]}
+        new_tokens = policy.generation.max_new_tokens
+    name, longest = max(lengths.items(), key=lambda item: item[1])
+    if longest + min(new_tokens, 1) > facts.context_length:
+        raise DataError(
+            f"{name!r} has {longest} tokens; it does not fit the model's context of {facts.context_length} tokens; "
+            "shorten it or take it out"
+        )
+    memory = estimate_memory_gib(config, facts, longest)
+    return Preflight(facts, len(train), len(held_out), longest, memory)
+
+
+def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts, longest: int) -> dict[str, float]:
+    """What the main tensors will take; activations are a rule of thumb."""
+    policy = config.policy
+    width = DTYPES[policy.precision].itemsize
+    parameters = facts.num_parameters
+    tokens = _micro_batch_tokens(policy, longest)
+    size_bytes = {
+        "weights": parameters * width,
+        "gradients": parameters * max(width, 4),
+        "optimizer (AdamW)": parameters * (8 if width == 4 else 12),
+        # About 16 activations of the hidden size in each layer, and the logits kept for the backward pass.
+        "activations": tokens * (facts.num_layers * 16 * facts.hidden_size * width + 2 * facts.vocabulary),
+    }
+    if isinstance(config, GRPORunConfig):
+        rows = min(config.rows_per_step, policy.generation.max_concurrent_rows)
+        cached = rows * policy.generation.max_new_tokens + config.collector.prompts_per_step * longest
+        size_bytes["key-value cache"] = cached * facts.kv_elements_per_token * width
+        if config.grpo.loss.kl_coefficient > 0:
+            size_bytes["reference weights"] = parameters * width
+    return {what: size / GIB for what, size in size_bytes.items()}
+
+
+def _micro_batch_tokens(policy: PolicyConfig, longest: int) -> int:
+    if policy.sequence_packing.enabled:
+        return policy.sequence_packing.train_mb_tokens
+    if policy.dynamic_batching.enabled:
+        return policy.dynamic_batching.train_mb_tokens
+    return policy.train_micro_batch_size * (longest + policy.generation.max_new_tokens)

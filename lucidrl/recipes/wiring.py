@@ -1,0 +1,145 @@
+"""From a run's configuration to its parts, connected."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from lucidrl.algorithms.grpo import GRPO
+from lucidrl.algorithms.loop import Saver, Watcher
+from lucidrl.algorithms.sft import SFT
+from lucidrl.algorithms.validation import Validator
+from lucidrl.checkpoint.manager import Checkpoint, CheckpointManager
+from lucidrl.collectors.config import TextCollectorConfig
+from lucidrl.collectors.text import TextCollector
+from lucidrl.data.datasets import Prompt, PromptOrder
+from lucidrl.data.examples import answered, load_examples
+from lucidrl.data.messages import supervised_example
+from lucidrl.envs.text.registry import make_env, split_prompts
+from lucidrl.envs.text.runner import EnvRunner
+from lucidrl.errors import CheckpointError
+from lucidrl.models.generation.builtin import BuiltinGenerator
+from lucidrl.models.loading import context_length, load_tokenizer
+from lucidrl.models.policy.policy import Policy
+from lucidrl.models.policy.worker import PolicyWorker
+from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.run_folder import CHECKPOINTS_NAME
+from lucidrl.utils.logger import Logger
+
+
+def run_grpo(config: GRPORunConfig, folder: Path, watcher: Watcher, resume: bool = False) -> int:
+    """Run GRPO in a run folder; returns the last completed step."""
+    with ExitStack() as stack:
+        parts = _Parts(config, folder, stack, init_reference=config.grpo.loss.kl_coefficient > 0)
+        train, held_out = parts.prompts()
+        collector = parts.collector(train, config.collector)
+        collector.check([*train, *held_out])
+        loop = GRPO(
+            config=config.grpo,
+            validation=config.validation,
+            policy=parts.policy,
+            collector=collector,
+            validator=Validator(collector, held_out),
+            logger=parts.logger,
+            saver=parts.saver,
+            watcher=watcher,
+            pad_id=parts.pad_id,
+            on_policy=config.updates_per_step == 1,
+            dump_samples_every=config.tracking.dump_samples_every,
+        )
+        if resume:
+            loop.load_state_dict(parts.load_newest_checkpoint().state)
+        return loop.run()
+
+
+def run_sft(config: SFTRunConfig, folder: Path, watcher: Watcher, resume: bool = False) -> int:
+    """Run supervised fine-tuning in a run folder; returns the last completed step."""
+    with ExitStack() as stack:
+        parts = _Parts(config, folder, stack, init_reference=False)
+        validator = None
+        if config.data.file is not None:
+            train, held_out = load_examples(config.data.file, config.data.validation_fraction)
+            held_out = held_out[: config.validation.num_prompts]
+        else:
+            prompts, held_out_prompts = parts.prompts()
+            train, held_out = (
+                [answered(prompt) for prompt in prompts],
+                [answered(prompt) for prompt in held_out_prompts],
+            )
+            validator = Validator(parts.collector(prompts, TextCollectorConfig()), held_out_prompts)
+        loop = SFT(
+            config=config.sft,
+            validation=config.validation,
+            policy=parts.policy,
+            examples=[supervised_example(parts.tokenizer, messages) for messages in train],
+            order=PromptOrder(len(train), config.seed),
+            held_out=[supervised_example(parts.tokenizer, messages) for messages in held_out],
+            validator=validator,
+            logger=parts.logger,
+            saver=parts.saver,
+            watcher=watcher,
+            pad_id=parts.pad_id,
+        )
+        if resume:
+            loop.load_state_dict(parts.load_newest_checkpoint().state)
+        return loop.run()
+
+
+class _Parts:
+    """What every run is made of; `stack` ends what has to be ended."""
+
+    def __init__(self, config: BaseRunConfig, folder: Path, stack: ExitStack, *, init_reference: bool):
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self._config = config
+        self._stack = stack
+        self._env = make_env(config.env.name, config.env.kwargs)
+        self.tokenizer = load_tokenizer(
+            config.policy.model_name, config.policy.pad_token, config.policy.trust_remote_code
+        )
+        self.pad_id: int = self.tokenizer.pad_token_id  # type: ignore[assignment]
+        self.logger = stack.enter_context(
+            Logger({"log_dir": str(folder), "tensorboard_enabled": config.tracking.tensorboard})
+        )
+        self.logger.log_hyperparams(config.model_dump(mode="json"))
+        worker = PolicyWorker(config.policy, self.tokenizer, init_reference_model=init_reference, seed=config.seed)
+        self._model = worker.model
+        self.policy = Policy(worker)
+        checkpoint = config.checkpoint
+        manager = CheckpointManager(
+            folder / CHECKPOINTS_NAME, checkpoint.keep_last, metric=checkpoint.metric, mode=checkpoint.mode
+        )
+        self.saver = Saver(manager, checkpoint.every, self.policy)
+
+    def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
+        """Training prompts, and the held-out ones that validation asks: the same in every run."""
+        train, held_out = split_prompts(self._env, self._config.env)
+        count = min(self._config.validation.num_prompts, len(held_out))
+        chosen = PromptOrder(len(held_out), seed=0).take(0, count) if count else []
+        return train, [held_out[index] for index in chosen]
+
+    def collector(self, prompts: list[Prompt], config: TextCollectorConfig) -> TextCollector:
+        env = self._config.env
+        generator = BuiltinGenerator(self._model, self.tokenizer, self._config.policy.generation, self._config.seed)
+        collector = TextCollector(
+            generator,
+            EnvRunner(self._env, env.deadline_s, env.max_concurrency, env.on_error),
+            self.tokenizer,
+            prompts,
+            config,
+            context_length=context_length(self._model.model.config),
+            seed=self._config.seed,
+        )
+        self._stack.callback(collector.shutdown)
+        return collector
+
+    def load_newest_checkpoint(self) -> Checkpoint:
+        checkpoint = self.saver.manager.latest()
+        if checkpoint is None:
+            raise CheckpointError(
+                f"{self.saver.manager.root} holds no valid checkpoint to resume from; start a new run"
+            )
+        self.policy.load(checkpoint.path)
+        return checkpoint
