@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lucidrl import __version__
 from lucidrl.errors import LucidError
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,8 +50,9 @@ def grpo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset 
 
         lucidrl grpo policy.model_name=FOLDER env.name=my_module:MyEnv env.prompts_file=prompts.jsonl
 
-    Settings come from the preset (`demo` for the embedded model, `chat` for any other), then from --config, then from
-    KEY=VALUE. Everything is written to a run folder below `runs/`; Ctrl-C finishes the step and saves.
+    Settings come from the preset, then from --config, then from KEY=VALUE. With neither --preset nor --config the
+    preset is `demo` for the embedded model and `chat` for any other. Everything is written to a run folder below
+    `runs/`; Ctrl-C finishes the step and saves.
     """
     from lucidrl.recipes.configs import GRPORunConfig
     from lucidrl.recipes.launch import launch
@@ -66,6 +64,8 @@ def grpo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset 
 @app.command()
 def sft(overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, resume: Resume = None) -> None:
     """Train on written conversations.
+
+    For a model and conversations of your own:
 
         lucidrl sft policy.model_name=FOLDER data.file=conversations.jsonl sft.max_steps=200
 
@@ -90,10 +90,14 @@ def generate(
 ) -> None:
     """Ask a trained model.
 
-    lucidrl generate runs/grpo/exp_001 "12+30="
+    It answers from the newest checkpoint of a run:
+
+        lucidrl generate runs/grpo/exp_001 "12+30="
     """
     from lucidrl.recipes.ask import ask
+    from lucidrl.recipes.launch import silence_progress_bars
 
+    silence_progress_bars()
     for answer in ask(source, prompt, samples, temperature, max_new_tokens, seed):
         typer.echo(answer)
 
@@ -108,7 +112,9 @@ def check(
     """Validate a run without starting it.
 
     Reads config, tokenizer and prompts, but no weights; prints the resolved settings, the batch arithmetic and an
-    estimate of the memory.
+    estimate of the memory. It takes the settings that the run would:
+
+        lucidrl check policy.model_name=FOLDER collector.samples_per_prompt=16
     """
     from lucidrl.recipes.launch import check_run
 
@@ -122,6 +128,7 @@ def main() -> None:
     except LucidError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.secho("interrupted", fg="red", err=True)
-        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -64,6 +64,9 @@ class GRPOConfig(Config):
     """The objective."""
     advantages: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
+    drop_groups_without_signal: bool = False
+    """Leave groups whose rewards are all equal out of the loss, and out of its mean: their advantages are zero, so
+    they would only cost time and dilute the others. With a KL penalty or an entropy bonus they have a say."""
     mask_truncated: bool = False
     """Leave answers that were cut at the token limit out of the loss: their reward says little about them."""
 

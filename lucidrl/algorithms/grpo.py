@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lucidrl.algorithms.advantages import compute_advantages
+from lucidrl.algorithms.advantages import compute_advantages, has_signal
 from lucidrl.algorithms.config import GRPOConfig, ValidationConfig
 from lucidrl.algorithms.loop import Saver, StepClock, StopRequest, Watcher
 from lucidrl.algorithms.losses import ClippedPGLoss
@@ -54,9 +54,11 @@ class GRPO:
                 self.collector.update_policy_weights_(version=step)
                 self.record(rollouts, result, clock)
                 validation = self.validate()
-                if stop.is_set or self.saver.is_due(self.step, self.config.max_steps):
+                # Read once: a signal between the two questions must not end the run unsaved.
+                is_last = stop.is_set
+                if is_last or self.saver.is_due(self.step, self.config.max_steps):
                     self.saver.save(self.step, self.state_dict(), validation)
-                if stop.is_set:
+                if is_last:
                     break
         return self.step
 
@@ -66,8 +68,10 @@ class GRPO:
         batch["advantages"] = compute_advantages(
             self.config.advantages, rollouts.rewards, rollouts.group_ids, rollouts.is_valid
         )
+        if self.config.drop_groups_without_signal:
+            batch["sample_mask"] *= has_signal(rollouts.rewards, rollouts.group_ids, rollouts.is_valid)
         if self.config.mask_truncated:
-            batch["sample_mask"] = batch["sample_mask"] * ~rollouts.is_truncated
+            batch["sample_mask"] *= ~rollouts.is_truncated
         needs_reference = self.config.loss.kl_coefficient > 0
         return self.policy.with_scores(batch, previous=not self.on_policy, reference=needs_reference)
 
@@ -90,7 +94,7 @@ class GRPO:
 
     def validate(self) -> dict[str, float]:
         """Metrics on the held-out prompts, where a validation is due."""
-        if not self.validation.is_due(self.step, self.config.max_steps):
+        if not self.validator.prompts or not self.validation.is_due(self.step, self.config.max_steps):
             return {}
         rollouts = self.validator.run()
         self.logger.log_metrics(rollouts.metrics, self.step, prefix="validation")

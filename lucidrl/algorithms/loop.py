@@ -54,7 +54,9 @@ class StopRequest:
             raise KeyboardInterrupt
         self.is_set = True
         name = signal.Signals(number).name
-        self._announce(f"{name}: finishing this step, then saving; once more stops at once, without saving")
+        # Python refuses to print when the signal came in the middle of a write to the same stream.
+        with suppress(RuntimeError):
+            self._announce(f"{name}: finishing this step, then saving; once more stops at once, without saving")
 
 
 class StepClock:

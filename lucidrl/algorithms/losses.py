@@ -117,7 +117,7 @@ class ClippedPGLoss:
         ratio_BT = _bounded_exp(log_ratio_BT)
         low, high = 1 - config.clip_low, 1 + config.clip_high
         surrogate_BT = torch.maximum(-advantages_BT * ratio_BT, -advantages_BT * ratio_BT.clamp(low, high))
-        metrics = {
+        metrics: dict[str, Sum | Mean | Min | Max] = {
             "ratio/mean": token_mean(ratio_BT, mask_BT),
             "ratio/min": token_min(ratio_BT, mask_BT),
             "ratio/max": token_max(ratio_BT, mask_BT),
@@ -140,7 +140,7 @@ class ClippedPGLoss:
             return torch.ones_like(prev_BT), {}
         difference_BT = prev_BT - token_column(data, "generation_logprobs", mask_BT)
         distance_BT = difference_BT.abs()
-        metrics = {
+        metrics: dict[str, Sum | Mean | Min | Max] = {
             "generation_mismatch/mean_abs_logprob_difference": token_mean(distance_BT, mask_BT),
             "generation_mismatch/max_abs_logprob_difference": token_max(distance_BT, mask_BT),
             "generation_mismatch/token_mult_prob_error": token_mean(_bounded_exp(distance_BT), mask_BT),

@@ -16,7 +16,7 @@ from lucidrl.errors import DataError
 
 PROVIDERS: dict[str, str] = {
     "advantages": "compute_advantages makes them from the rewards",
-    "prev_logprobs": "the policy's get_logprobs makes them before the first update (on_policy=true skips them)",
+    "prev_logprobs": "the policy's get_logprobs makes them before the first update (on_policy=True needs none)",
     "generation_logprobs": "the generator returns them as `logprobs` with its samples",
     "reference_policy_logprobs": "the policy's get_reference_policy_logprobs makes them (kl_coefficient=0 skips them)",
 }

@@ -62,15 +62,17 @@ class SFT:
                 self.logger.log_metrics({"train": metrics, "time": timings}, self.step)
                 self.watcher.on_step(self.step, {**metrics, **{f"time/{name}": v for name, v in timings.items()}})
                 validation = self.validate(loss_fn)
-                if stop.is_set or self.saver.is_due(self.step, self.config.max_steps):
+                # Read once: a signal between the two questions must not end the run unsaved.
+                is_last = stop.is_set
+                if is_last or self.saver.is_due(self.step, self.config.max_steps):
                     self.saver.save(self.step, self.state_dict(), validation)
-                if stop.is_set:
+                if is_last:
                     break
         return self.step
 
     def validate(self, loss_fn: NLLLoss) -> dict[str, float]:
         """Loss on the held-out examples and rewards on the held-out prompts, where a validation is due."""
-        if not self.validation.is_due(self.step, self.config.max_steps):
+        if not self.held_out or not self.validation.is_due(self.step, self.config.max_steps):
             return {}
         metrics = self.validator.run().metrics if self.validator is not None else {}
         batch = collate(self.held_out, self.pad_id, supervised=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -17,7 +18,7 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.envs.text.interfaces import EnvRequest
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import DataError
-from lucidrl.models.generation.interfaces import GenerationInterface
+from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface
 from lucidrl.models.generation.sampling import draw_key
 from lucidrl.profiling.spans import span
 
@@ -71,21 +72,26 @@ class TextCollector:
     def collect(self) -> Rollouts:
         """The next step's conversations."""
         self._batches += 1
+        wanted = self._config.prompts_per_step
+        asked: Counter[str] = Counter()
         kept: list[list[Conversation]] = []
         silent: list[list[Conversation]] = []
         for _ in range(1 + self._config.refill_rounds):
-            missing = self._config.prompts_per_step - len(kept)
-            for group in self._run_groups(self._next_prompts(missing), self._config.samples_per_prompt):
+            prompts = self._next_prompts(wanted - len(kept))
+            for group in self._run_groups(prompts, self._config.samples_per_prompt, asked):
                 (kept if _has_signal(group) or not self._config.refill_rounds else silent).append(group)
-            if len(kept) == self._config.prompts_per_step:
+            if len(kept) == wanted:
                 break
-        num_refilled = len(silent)
-        groups = (kept + silent)[: self._config.prompts_per_step]
-        return self._rollouts(groups, extra={"groups_without_signal_replaced": float(num_refilled)})
+        groups = (kept + silent)[:wanted]
+        extra = {
+            "groups_with_signal_fraction": _mean(_has_signal(group) for group in groups),
+            "groups_without_signal_replaced": float(len(kept) + len(silent) - wanted),
+        }
+        return self._rollouts(groups, extra)
 
     def evaluate(self, prompts: Sequence[Prompt], greedy: bool = True) -> Rollouts:
         """One conversation for each prompt; takes nothing from the training prompts."""
-        return self._rollouts(self._run_groups(prompts, samples=1, greedy=greedy), extra={})
+        return self._rollouts(self._run_groups(prompts, 1, Counter(), greedy), extra={})
 
     def update_policy_weights_(self, version: int) -> None:
         """The generator shares the policy's weights, so only their version has to be told."""
@@ -111,9 +117,19 @@ class TextCollector:
         self._position += count
         return [self._prompts[index] for index in chosen]
 
-    def _run_groups(self, prompts: Sequence[Prompt], samples: int, greedy: bool = False) -> list[list[Conversation]]:
-        """Finished conversations, a list for each prompt."""
-        groups = [[self._opened(prompt, sample) for sample in range(samples)] for prompt in prompts]
+    def _run_groups(
+        self, prompts: Sequence[Prompt], samples: int, asked: Counter[str], greedy: bool = False
+    ) -> list[list[Conversation]]:
+        """Finished conversations, a list for each prompt.
+
+        `asked` counts the samples of each prompt in this step: one that comes twice, as around the end of an epoch,
+        gets new samples and not copies.
+        """
+        groups = []
+        for prompt in prompts:
+            first = asked[prompt.prompt_id]
+            groups.append([self._opened(prompt, sample) for sample in range(first, first + samples)])
+            asked[prompt.prompt_id] += samples
         open_ones = [conversation for group in groups for conversation in group]
         for turn in range(1, self._config.max_turns + 1):
             with span("generate"):
@@ -144,14 +160,14 @@ class TextCollector:
         prompts = [torch.cat([message["token_ids"] for message in c.log]) for c in conversations]
         keys = [draw_key(self._seed, self._batches, c.prompt.prompt_id, c.sample, turn) for c in conversations]
         lengths = torch.tensor([len(prompt) for prompt in prompts])
-        data = BatchedDataDict(
+        data: BatchedDataDict[GenerationDatumSpec] = BatchedDataDict(
             {
                 "input_ids": torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True),
                 "input_lengths": lengths,
                 "draw_keys": torch.tensor(keys, dtype=torch.int64),
             }
         )
-        output = self._generator.generate(data, greedy=greedy)
+        output = self._generator.generate(data, greedy=greedy).to("cpu")
         ends = output["unpadded_sequence_lengths"].tolist()
         answers = [ids[start:end] for ids, start, end in zip(output["output_ids"], lengths.tolist(), ends, strict=True)]
         texts = self._tokenizer.batch_decode(answers, skip_special_tokens=True)
@@ -187,23 +203,27 @@ class TextCollector:
         conversations = [conversation for group in groups for conversation in group]
         judged = [conversation for conversation in conversations if not conversation.is_dropped]
         metrics = {
+            **_environment_metrics(judged),
             "reward": _mean(c.reward for c in judged),
             "turns": _mean(c.turns for c in judged),
             "answer_tokens": _mean(c.num_sampled_tokens for c in judged),
             "truncated_fraction": _mean(c.is_truncated for c in judged),
-            "groups_with_signal_fraction": _mean(_has_signal(group) for group in groups),
             "dropped_samples": float(len(conversations) - len(judged)),
             "sampled_tokens": float(sum(c.num_sampled_tokens for c in conversations)),
             **extra,
         }
-        names = {name for c in judged for name in c.metrics or ()}
-        for name in sorted(names):
-            metrics[name] = _mean(c.metrics[name] for c in judged if c.metrics and name in c.metrics)
         return Rollouts(conversations, self._generator.weight_version, metrics)
 
 
 def _has_signal(group: Sequence[Conversation]) -> bool:
     return len({conversation.reward for conversation in group if not conversation.is_dropped}) > 1
+
+
+def _environment_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
+    """Each metric's mean over the conversations that have it."""
+    found = [conversation.metrics or {} for conversation in conversations]
+    names = sorted({name for metrics in found for name in metrics})
+    return {name: _mean(metrics[name] for metrics in found if name in metrics) for name in names}
 
 
 def _mean(values: Any) -> float:

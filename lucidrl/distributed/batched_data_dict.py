@@ -81,7 +81,9 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
     def __init__(self, data: Mapping[str, Any] | None = None, kinds: Mapping[str, ColumnKind] | None = None):
         self._columns: dict[str, Any] = {}
         inherited = data._kinds if isinstance(data, BatchedDataDict) else {}
-        self._kinds = inherited | {name: ColumnKind(kind) for name, kind in (kinds or {}).items()}
+        self._kinds: dict[str, ColumnKind] = inherited | {
+            name: ColumnKind(kind) for name, kind in (kinds or {}).items()
+        }
         self._plan: _MicroBatchPlan | None = None
         self.update(dict(data or {}))
 
@@ -143,7 +145,9 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         columns = (f"{name}: {describe(value)} {self.kind(name)}" for name, value in self._columns.items())
         return f"{type(self).__name__}({', '.join(columns)})"
 
-    def update(self, other: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), /, **columns: Any) -> None:
+    def update(  # type: ignore[override] # one signature instead of the base's overloads, the same calls
+        self, other: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), /, **columns: Any
+    ) -> None:
         """Set several columns at once; all may change their length together. Kinds declared in a batch come along."""
         kinds = self._kinds | (other._kinds if isinstance(other, BatchedDataDict) else {})
         merged = self._columns | dict(other) | columns

@@ -32,6 +32,11 @@ class PackedRows:
     padded_length: int
     """T."""
 
+    @property
+    def _is_full(self) -> bool:
+        """There is no padding, so that packed and padded values are the same numbers in the same order."""
+        return len(self.flat_index) == self.num_rows * self.padded_length
+
     def pack(self, values_RT: torch.Tensor) -> torch.Tensor:
         """[R, T, ...] → [S, ...]: the values at the tokens of the rows; those on padding are left out."""
         if values_RT.shape[:2] != (self.num_rows, self.padded_length):
@@ -39,15 +44,21 @@ class PackedRows:
                 f"values of shape {list(values_RT.shape)} do not match the packed rows; "
                 f"give a tensor of [{self.num_rows}, {self.padded_length}, ...]"
             )
-        return gather_rows(values_RT.flatten(0, 1), self.flat_index)
+        values = values_RT.flatten(0, 1)
+        return values if self._is_full else gather_rows(values, self.flat_index)
 
     def unpack(self, values_S: torch.Tensor) -> torch.Tensor:
-        """[S, ...] → [R, T, ...] with zeros on padding; gradients flow back to `values_S`."""
+        """[S, ...] → [R, T, ...] with zeros on padding; gradients flow back to `values_S`.
+
+        Without any padding the result shares the memory of `values_S`.
+        """
         if values_S.shape[:1] != self.flat_index.shape:
             raise DataError(
                 f"values of shape {list(values_S.shape)} do not match the packed sequence; "
                 f"give a tensor of [{len(self.flat_index)}, ...], without the leading batch dim of a model's output"
             )
+        if self._is_full:
+            return values_S.reshape(self.num_rows, self.padded_length, *values_S.shape[1:])
         grid = values_S.new_zeros(self.num_rows * self.padded_length, *values_S.shape[1:])
         grid = grid.index_copy(0, self.flat_index, values_S)
         return grid.view(self.num_rows, self.padded_length, *values_S.shape[1:])

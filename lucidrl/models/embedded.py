@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 WARM_START = Path(__file__).with_name("embedded.safetensors")
 NAMES = ("embedded", "embedded-untrained")
@@ -27,10 +27,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def embedded_config() -> Qwen2Config:
+def embedded_config() -> LlamaConfig:
     """About 0.8 million parameters."""
     tokens = embedded_tokenizer()
-    return Qwen2Config(
+    return LlamaConfig(
         vocab_size=len(tokens),
         hidden_size=128,
         intermediate_size=352,
@@ -69,7 +69,7 @@ def embedded_model(*, warm: bool, seed: int, attn_implementation: str) -> PreTra
     config._attn_implementation = attn_implementation
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
+        model = LlamaForCausalLM(config)
     if warm:
         model.load_state_dict(load_file(WARM_START), strict=False)
         model.tie_weights()

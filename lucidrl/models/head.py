@@ -19,6 +19,12 @@ from torch import nn
 CHUNK_ELEMENTS = 1 << 23
 """Logits in one chunk: small enough to stay near the caches, large enough for efficient matrix products."""
 
+CHUNKS_PER_SUM = 4
+"""In half precision, chunks whose gradients go into one matrix product: adding up products in float32 is expensive."""
+
+ROWS_PER_PRODUCT = 8192
+"""Rows of the weight's gradient that are added up at a time in half precision."""
+
 
 @dataclass(frozen=True)
 class LogitTransform:
@@ -95,11 +101,12 @@ class _TokenLogprobs(torch.autograd.Function):
         for number, chunk in enumerate(_chunks(hidden.shape[0], weight.shape[0])):
             raw = F.linear(hidden[chunk], weight, bias)
             logits = transform(raw)
-            normalizer[chunk] = torch.logsumexp(logits, dim=-1)
-            logprobs[chunk] = logits.gather(1, targets[chunk, None])[:, 0] - normalizer[chunk]
+            chosen = logits.gather(1, targets[chunk, None])[:, 0]
+            log_p = torch.log_softmax(logits, dim=-1)
+            logprobs[chunk] = log_p.gather(1, targets[chunk, None])[:, 0]
+            normalizer[chunk] = chosen - logprobs[chunk]
             if with_entropy:
-                probabilities = torch.exp(logits - normalizer[chunk, None])
-                entropy[chunk] = normalizer[chunk] - probabilities.mul_(logits).sum(-1)
+                entropy[chunk] = -torch.exp(log_p).mul_(log_p).sum(-1)
             kept.append(raw if keep_logits and number % (raw.itemsize // 2) == 0 else None)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, *kept)
         ctx.transform, ctx.with_entropy = transform, with_entropy
@@ -114,18 +121,21 @@ class _TokenLogprobs(torch.autograd.Function):
         accurate = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=accurate) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=accurate) if bias is not None and ctx.needs_input_grad[2] else None
-        for number, chunk in enumerate(_chunks(hidden.shape[0], weight.shape[0])):
-            raw = F.linear(hidden[chunk], weight, bias) if kept[number] is None else kept[number]
-            log_p = transform(raw).sub_(normalizer[chunk, None])
-            upstream_entropy = grad_entropy[chunk, None] if ctx.with_entropy else None
-            grad = _grad_logits(
-                log_p, targets[chunk, None], entropy[chunk, None], grad_logprobs[chunk, None], upstream_entropy
-            )
-            grad = transform.chain(grad, raw).to(hidden.dtype)
+        upstream = (grad_logprobs, grad_entropy if ctx.with_entropy else None)
+        chunks = _chunks(hidden.shape[0], weight.shape[0])
+        together = CHUNKS_PER_SUM if hidden.dtype != accurate else 1
+        for first in range(0, len(chunks), together):
+            group = slice(chunks[first].start, chunks[min(first + together, len(chunks)) - 1].stop)
+            grad = hidden.new_empty(group.stop - group.start, weight.shape[0])
+            for chunk, raw in list(zip(chunks, kept, strict=True))[first : first + together]:
+                raw = F.linear(hidden[chunk], weight, bias) if raw is None else raw
+                log_p = transform(raw).sub_(normalizer[chunk, None])
+                grad_chunk = _grad_logits(log_p, targets, entropy, upstream, chunk)
+                grad[chunk.start - group.start : chunk.stop - group.start] = transform.chain(grad_chunk, raw)
             if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[chunk])
+                torch.mm(grad, weight, out=grad_hidden[group])
             if grad_weight is not None:
-                _add_product(grad_weight, grad, hidden[chunk])
+                _add_product(grad_weight, grad, hidden[group])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=accurate)
         return (
@@ -140,20 +150,30 @@ def _grad_logits(
     log_p: torch.Tensor,
     targets: torch.Tensor,
     entropy: torch.Tensor,
-    grad_logprobs: torch.Tensor,
-    grad_entropy: torch.Tensor | None,
+    upstream: tuple[torch.Tensor, torch.Tensor | None],
+    chunk: slice,
 ) -> torch.Tensor:
-    """d logprob / d logit = onehot - p;   d entropy / d logit = -p (log p + entropy). Overwrites `log_p` [C, V]."""
-    if grad_entropy is None:
+    """d logprob / d logit = onehot - p;   d entropy / d logit = -p (log p + entropy). Overwrites `log_p` [C, V].
+
+    Args:
+        upstream: [N] gradients of log-probabilities and, if it was asked for, of the entropy.
+        chunk: the tokens that `log_p` belongs to.
+    """
+    grad_logprobs = upstream[0][chunk, None]
+    if upstream[1] is None:
         grad = log_p.exp_().mul_(-grad_logprobs)
     else:
-        grad = torch.exp(log_p).mul_(log_p.add_(entropy).mul_(-grad_entropy).sub_(grad_logprobs))
-    return grad.scatter_add_(1, targets, grad_logprobs.to(grad.dtype))
+        grad_entropy = upstream[1][chunk, None]
+        grad = torch.exp(log_p).mul_(log_p.add_(entropy[chunk, None]).mul_(-grad_entropy).sub_(grad_logprobs))
+    return grad.scatter_add_(1, targets[chunk, None], grad_logprobs.to(grad.dtype))
 
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
     """total += gradᵀ · hidden"""
     if total.dtype == grad.dtype:
         total.addmm_(grad.T, hidden)
-    else:
-        total.add_(grad.T @ hidden)
+        return
+    # In blocks of the vocabulary, so that the product never exists whole; converted before it is added, because adding
+    # tensors of two dtypes is several times slower.
+    for rows, columns in zip(total.split(ROWS_PER_PRODUCT), grad.split(ROWS_PER_PRODUCT, dim=1), strict=True):
+        rows.add_((columns.T @ hidden).to(total.dtype))

@@ -32,6 +32,7 @@ class LogprobModel(nn.Module):
         self.model = model
         self.transform = logit_transform(model.config, temperature)
         self.recompute_head = recompute_head
+        self.train(model.training)  # a new module is in training mode, whatever it is made of
 
     def forward(
         self,

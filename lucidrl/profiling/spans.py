@@ -22,7 +22,7 @@ class SpanTotal(NamedTuple):
     """What the spans of one name add up to."""
 
     seconds: float
-    count: int
+    count: int  # type: ignore[assignment] # hides tuple.count, which nobody needs here
 
 
 class Span(NamedTuple):
@@ -44,8 +44,9 @@ class SpanRecorder:
     def __init__(self) -> None:
         self._anchor_ns = time.time_ns() - time.perf_counter_ns()
         self._local = _ThreadDepth()
+        self._lock = threading.Lock()
+        self._totals: dict[str, tuple[int, int]] = {}
         self._buffer: deque[Span] | None = None
-        self.reset()
 
     def span(self, name: str) -> _OpenSpan:
         """A context manager that times its block, also when the block raises.
@@ -75,8 +76,9 @@ class SpanRecorder:
 
     def reset(self) -> None:
         """Forget everything finished so far."""
+        # A new lock, because a forked child may have inherited the old one held.
         self._lock = threading.Lock()
-        self._totals: dict[str, tuple[int, int]] = {}
+        self._totals = {}
         if self._buffer is not None:
             self._buffer.clear()
 

@@ -106,6 +106,8 @@ class SFTDataConfig(Config):
     answered with the `answer` of its info."""
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of a file's conversations held out from training."""
+    num_examples: PositiveInt | None = None
+    """Learn from this many of the training conversations only, the same ones in every run; by default from all."""
 
 
 class SFTRunConfig(BaseRunConfig):
@@ -165,14 +167,16 @@ def arithmetic_of(config: GRPORunConfig | SFTRunConfig) -> list[tuple[str, Any, 
         rows.append(("rows a step", rows_per_step, "sft.examples_per_step"))
     global_batch = policy.train_global_batch_size or rows_per_step
     if policy.sequence_packing.enabled:
-        micro = (f"up to {policy.sequence_packing.train_mb_tokens} tokens", "policy.sequence_packing.train_mb_tokens")
+        budget = f"up to {policy.sequence_packing.train_mb_tokens}"
+        micro_batch = ("tokens a micro-batch", budget, "policy.sequence_packing.train_mb_tokens")
     elif policy.dynamic_batching.enabled:
-        micro = (f"up to {policy.dynamic_batching.train_mb_tokens} tokens", "policy.dynamic_batching.train_mb_tokens")
+        budget = f"up to {policy.dynamic_batching.train_mb_tokens}"
+        micro_batch = ("tokens a micro-batch", budget, "policy.dynamic_batching.train_mb_tokens")
     else:
-        micro = (f"{policy.train_micro_batch_size} rows", "policy.train_micro_batch_size")
+        micro_batch = ("rows a micro-batch", str(policy.train_micro_batch_size), "policy.train_micro_batch_size")
     return [
         *rows,
         ("rows an optimizer step", global_batch, "policy.train_global_batch_size"),
         ("optimizer steps a step", rows_per_step // global_batch, "rows a step / rows an optimizer step"),
-        ("micro-batch", *micro),
+        micro_batch,
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -9,31 +10,33 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
-SHOWN = {"reward": "reward {:.3f}", "nll": "nll {:.3f}", "accuracy": "accuracy {:.3f}", "tokens_per_s": "{:,.0f} tok/s"}
+SHOWN = {"reward": "reward {:.3f}", "nll": "nll {:.3f}", "tokens_per_s": "{:,.0f} tok/s"}
+"""Metrics of a step that the progress line shows."""
 HEADLINES = ("accuracy", "reward", "loss")
 """Validation metrics worth a line, the best known first."""
-INNER_PHASES = frozenset({"forward", "backward", "optimizer", "logprobs"})
+INNER_PHASES = frozenset({"forward", "backward", "optimizer", "logprobs", "reference"})
 """Spans inside of another phase; the summary adds up the outer ones."""
 
 
 class RunDisplay:
     """Shows a run on a terminal; elsewhere it writes a line now and then."""
 
-    def __init__(self, max_steps: int, console: Console | None = None):
+    def __init__(self, algorithm: str, max_steps: int, folder: Path, console: Console | None = None):
         self.console = console or Console()
+        self._algorithm = algorithm
         self._max_steps = max_steps
+        self._folder = folder
         self._validations: dict[int, dict[str, float]] = {}
         self._seconds_of_phase: dict[str, float] = defaultdict(float)
+        self._num_steps = 0
         self._start = time.perf_counter()
-        self._last_step = 0
         self._progress = Progress(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=20),
             TextColumn("{task.fields[metrics]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
@@ -53,14 +56,16 @@ class RunDisplay:
         self._progress.stop()
 
     def announce(self, message: str) -> None:
-        self._progress.console.print(escape(message))
+        """Write a line as it is: no markup in names, and no line breaks in what may be copied."""
+        self.console.print(message, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._validations[step] = dict(metrics)
-        self.announce(f"step {step}: held-out {_headline(metrics)}")
+        shown = "  ".join(f"{name} {metrics[name]:.3f}" for name in HEADLINES if name in metrics)
+        self.announce(f"step {step}: held-out {shown}")
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._last_step = step
+        self._num_steps += 1
         for name, value in metrics.items():
             phase = name.removeprefix("time/").removesuffix("_s")
             if name.startswith("time/") and phase not in INNER_PHASES:
@@ -68,38 +73,57 @@ class RunDisplay:
         text = "  ".join(form.format(metrics[name]) for name, form in SHOWN.items() if name in metrics)
         self._progress.update(self._task, completed=step, metrics=text)
         if not self.console.is_terminal and (step % max(1, self._max_steps // 20) == 0 or step == self._max_steps):
-            elapsed = time.perf_counter() - self._start
-            left = elapsed / step * (self._max_steps - step)
-            self.console.print(f"step {step}/{self._max_steps}  {text}  left {left:.0f} s", highlight=False)
+            left_s = self._seconds_of_phase["step"] / self._num_steps * (self._max_steps - step)
+            self.announce(f"step {step}/{self._max_steps}  {text}  left {left_s:.0f} s")
 
-    def summary(self, folder: Path, algorithm: str) -> None:
-        """Held-out results before and after, time by phase, where everything is, what to do next."""
-        console = self.console
-        console.rule("[bold]summary")
-        if len(self._validations) > 1:
-            first, last = min(self._validations), max(self._validations)
-            for name in HEADLINES:
-                if name in self._validations[first] and name in self._validations[last]:
-                    before, after = self._validations[first][name], self._validations[last][name]
-                    console.print(
-                        f"held-out {name}: [bold]{before:.3f}[/] before, [bold]{after:.3f}[/] after step {last}"
-                    )
-        table = Table("phase", "seconds", "share", box=None, pad_edge=False)
-        total = self._seconds_of_phase.pop("step", 0.0)
-        for phase, seconds in sorted(self._seconds_of_phase.items(), key=lambda item: -item[1]):
-            table.add_row(phase, f"{seconds:.1f}", f"{seconds / total:.0%}" if total else "")
-        console.print(table)
-        console.print(f"training took {total:.0f} s of {time.perf_counter() - self._start:.0f} s")
-        where = escape(str(folder))
-        console.print(f"run folder: [bold]{where}[/]  (metrics.jsonl, samples/, checkpoints/, tensorboard/)")
-        console.print("next:")
-        if algorithm == "grpo":
-            console.print(f'  lucidrl generate "{where}" "12+30="', highlight=False)
-        console.print(f'  tensorboard --logdir "{where}"', highlight=False)
-        console.print(
-            f'  lucidrl {algorithm} --resume "{where}" {algorithm}.max_steps={2 * self._max_steps}', highlight=False
+    def summary(self, last_step: int) -> None:
+        """How it ended, held-out results, time by phase, where everything is, what to do next."""
+        self.console.rule("[bold]summary")
+        if self._num_steps == 0:
+            self.announce(f"nothing to do: step {last_step} of {self._max_steps} was done and saved before")
+        elif last_step < self._max_steps:
+            self.announce(f"stopped after step {last_step} of {self._max_steps}, which is saved")
+        self._show_validations()
+        if self._num_steps:
+            self.console.print(self._phases())
+        self.announce(f"run folder: {self._folder}")
+        entries = sorted(f"{path.name}/" if path.is_dir() else path.name for path in self._folder.iterdir())
+        self.announce(f"  with {', '.join(entries)}")
+        self.announce("next:")
+        for command in self._next_commands(last_step):
+            self.announce(f"  {shlex.join(command)}")
+
+    def _show_validations(self) -> None:
+        if len(self._validations) < 2:
+            return
+        first, last = min(self._validations), max(self._validations)
+        for name in HEADLINES:
+            if name in self._validations[first] and name in self._validations[last]:
+                before, after = self._validations[first][name], self._validations[last][name]
+                self.announce(f"held-out {name}: {before:.3f} at step {first}, {after:.3f} at step {last}")
+
+    def _phases(self) -> Table:
+        steps = "step" if self._num_steps == 1 else "steps"
+        table = Table(
+            f"time of {self._num_steps} {steps}",
+            Column("seconds", justify="right"),
+            Column("share", justify="right"),
+            box=None,
+            pad_edge=False,
         )
+        seconds_of = dict(self._seconds_of_phase)
+        total = seconds_of.pop("step")
+        rows = sorted(seconds_of.items(), key=lambda item: -item[1])
+        for phase, seconds in [*rows, ("other", total - sum(seconds_of.values())), ("all steps", total)]:
+            table.add_row(phase, f"{seconds:.1f}", f"{seconds / total:.0%}")
+        table.add_row("whole run", f"{time.perf_counter() - self._start:.1f}", "")
+        return table
 
-
-def _headline(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {metrics[name]:.3f}" for name in HEADLINES if name in metrics)
+    def _next_commands(self, last_step: int) -> list[list[str]]:
+        folder, algorithm = str(self._folder), self._algorithm
+        resume = ["lucidrl", algorithm, "--resume", folder]
+        if last_step >= self._max_steps:
+            resume.append(f"{algorithm}.max_steps={2 * last_step}")
+        ask = ["lucidrl", "generate", folder, "12+30="]
+        show = ["tensorboard", "--logdir", folder]
+        return [ask, show, resume] if (self._folder / "tensorboard").is_dir() else [ask, resume]

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from rich.console import Console
 from rich.syntax import Syntax
-from rich.table import Table
+from rich.table import Column, Table
 
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import (
@@ -19,6 +19,7 @@ from lucidrl.recipes.configs import (
     preset_path,
 )
 from lucidrl.recipes.display import RunDisplay
+from lucidrl.recipes.preflight import preflight
 from lucidrl.recipes.run_folder import create_run_folder, read_run_config
 from lucidrl.utils.config import dump_yaml, load_config
 from lucidrl.utils.logger import configure_rich_logging
@@ -40,7 +41,7 @@ def launch(
 ) -> None:
     """Start or continue a run and show it."""
     configure_rich_logging(level="WARNING", show_path=False)
-    _silence_progress_bars()
+    silence_progress_bars()
     console = Console()
     if resume is not None:
         if config_file is not None or preset is not None:
@@ -48,15 +49,16 @@ def launch(
         config, folder = read_run_config(schema, resume, overrides), resume
     else:
         config = resolve(algorithm, schema, config_file, preset, overrides)
+        # Before the folder is made: a run that cannot start should leave nothing behind.
+        preflight(config)
         folder = create_run_folder(config, algorithm)
     max_steps = config.grpo.max_steps if isinstance(config, GRPORunConfig) else config.sft.max_steps
-    console.print(f"{algorithm}: {config.policy.model_name} on {config.env.name}, in {folder}", highlight=False)
+    display = RunDisplay(algorithm, max_steps, folder, console)
+    display.announce(f"{algorithm}: {config.policy.model_name} on {config.env.name}, in {folder}")
     console.print(arithmetic_table(config))
-    with RunDisplay(max_steps, console) as display:
+    with display:
         last_step = run(config, folder, display, resume is not None)
-    if last_step < max_steps:
-        console.print(f"stopped after step {last_step}, saved; go on with: lucidrl {algorithm} --resume {folder}")
-    display.summary(folder, algorithm)
+    display.summary(last_step)
 
 
 def resolve(algorithm: str, schema: type[C], config_file: Path | None, preset: str | None, overrides: list[str]) -> C:
@@ -73,10 +75,12 @@ def check_run(algorithm: str, config_file: Path | None, preset: str | None, over
     """Print what a run would be; raise if it could not be."""
     if algorithm not in SCHEMAS:
         raise ConfigError(f"--algorithm={algorithm} is not known; choose one of {', '.join(SCHEMAS)}")
-    config = resolve(algorithm, SCHEMAS[algorithm], config_file, preset, overrides)
-    _silence_progress_bars()
-    from lucidrl.recipes.preflight import preflight
-
+    config: GRPORunConfig | SFTRunConfig
+    if algorithm == "grpo":
+        config = resolve(algorithm, GRPORunConfig, config_file, preset, overrides)
+    else:
+        config = resolve(algorithm, SFTRunConfig, config_file, preset, overrides)
+    silence_progress_bars()
     found = preflight(config)
     console = Console()
     console.print(Syntax(dump_yaml(config), "yaml", background_color="default"))
@@ -86,13 +90,14 @@ def check_run(algorithm: str, config_file: Path | None, preset: str | None, over
 
 
 def arithmetic_table(config: GRPORunConfig | SFTRunConfig) -> Table:
-    table = Table("batch arithmetic", "", "set by", box=None, pad_edge=False)
+    table = Table("batch arithmetic", "", Column("set by", overflow="fold"), box=None, pad_edge=False)
     for quantity, value, source in arithmetic_of(config):
         table.add_row(quantity, str(value), f"[dim]{source}[/]")
     return table
 
 
-def _silence_progress_bars() -> None:
+def silence_progress_bars() -> None:
+    """Loading and saving a model is not worth a bar among our own lines."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -59,23 +59,23 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
         if config.data.file is not None:
             train, held_out = load_examples(config.data.file, config.data.validation_fraction)
         else:
-            sides = split_prompts(env, config.env)
-            train, held_out = ([answered(prompt) for prompt in side] for side in sides)
+            train, held_out = ([answered(prompt) for prompt in side] for side in split_prompts(env, config.env))
         logs = [supervised_example(tokenizer, messages) for messages in [*train, *held_out]]
-        lengths = {str(number): sum(len(m["token_ids"]) for m in log) for number, log in enumerate(logs)}
-        new_tokens = 0
+        lengths = [(sum(len(m["token_ids"]) for m in log), f"conversation {log[0]['content'][:40]!r}") for log in logs]
+        num_train, room = len(train), 0
     else:
-        train, held_out = split_prompts(env, config.env)
-        lengths = {p.prompt_id: len(render_prompt(tokenizer, p.messages)) for p in [*train, *held_out]}
-        new_tokens = policy.generation.max_new_tokens
-    name, longest = max(lengths.items(), key=lambda item: item[1])
-    if longest + min(new_tokens, 1) > facts.context_length:
+        prompts, held_out_prompts = split_prompts(env, config.env)
+        every = [*prompts, *held_out_prompts]
+        lengths = [(len(render_prompt(tokenizer, p.messages)), f"prompt {p.prompt_id!r}") for p in every]
+        num_train, room = len(prompts), 1
+    longest, name = max(lengths)
+    if longest + room > facts.context_length:
         raise DataError(
-            f"{name!r} has {longest} tokens; it does not fit the model's context of {facts.context_length} tokens; "
+            f"{name} has {longest} tokens; it does not fit the model's context of {facts.context_length} tokens; "
             "shorten it or take it out"
         )
     memory = estimate_memory_gib(config, facts, longest)
-    return Preflight(facts, len(train), len(held_out), longest, memory)
+    return Preflight(facts, num_train, len(lengths) - num_train, longest, memory)
 
 
 def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts, longest: int) -> dict[str, float]:

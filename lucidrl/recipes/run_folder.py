@@ -30,14 +30,11 @@ def create_run_folder(config: BaseRunConfig, algorithm: str) -> Path:
         else:
             folder = config.run.root / config.run.name
             folder.mkdir(parents=True, exist_ok=True)
-        _check_writable(folder)
+        _write_config(folder, config, mode="x")
+    except FileExistsError as error:
+        raise _taken(config.run) from error
     except OSError as error:
         raise _unwritable(config.run.root, error) from error
-    if (folder / CONFIG_NAME).exists():
-        raise ConfigError(
-            f"{folder} holds a run already; continue it with --resume {folder}, or choose another run.name"
-        )
-    (folder / CONFIG_NAME).write_text(dump_yaml(config))
     return folder
 
 
@@ -52,8 +49,10 @@ def check_run_name(run: RunConfig) -> None:
 
 
 def check_can_create(run: RunConfig) -> None:
-    """Refuse a root below which no run folder could be made; creates nothing that stays."""
+    """Refuse a root below which no run folder could be made, or a name that is taken; creates nothing that stays."""
     check_run_name(run)
+    if run.name is not None and (run.root / run.name / CONFIG_NAME).exists():
+        raise _taken(run)
     existing = next(path for path in [run.root.absolute(), *run.root.absolute().parents] if path.exists())
     try:
         if not existing.is_dir():
@@ -70,11 +69,26 @@ def read_run_config(schema: type[C], folder: Path, overrides: list[str]) -> C:
     return load_config(schema, folder / CONFIG_NAME, overrides=overrides)
 
 
+def update_run_config(folder: Path, config: BaseRunConfig) -> None:
+    """Record the settings that a resumed run goes on with, so that the next resume starts from them."""
+    _write_config(folder, config, mode="w")
+
+
+def _write_config(folder: Path, config: BaseRunConfig, mode: str) -> None:
+    with (folder / CONFIG_NAME).open(mode, encoding="utf-8") as file:
+        file.write(dump_yaml(config))
+
+
 def _check_writable(folder: Path) -> None:
     probe = folder / f".probe-{uuid.uuid4().hex}"
     descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     os.close(descriptor)
     probe.unlink()
+
+
+def _taken(run: RunConfig) -> ConfigError:
+    folder = run.root / (run.name or "")
+    return ConfigError(f"{folder} holds a run already; continue it with --resume, or choose another run.name")
 
 
 def _unwritable(root: Path, error: OSError) -> ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from lucidrl.algorithms.grpo import GRPO
 from lucidrl.algorithms.loop import Saver, Watcher
 from lucidrl.algorithms.sft import SFT
 from lucidrl.algorithms.validation import Validator
-from lucidrl.checkpoint.manager import Checkpoint, CheckpointManager
+from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.text import TextCollector
 from lucidrl.data.datasets import Prompt, PromptOrder
@@ -25,7 +26,7 @@ from lucidrl.models.loading import context_length, load_tokenizer
 from lucidrl.models.policy.policy import Policy
 from lucidrl.models.policy.worker import PolicyWorker
 from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.run_folder import CHECKPOINTS_NAME
+from lucidrl.recipes.run_folder import CHECKPOINTS_NAME, update_run_config
 from lucidrl.utils.logger import Logger
 
 
@@ -50,7 +51,7 @@ def run_grpo(config: GRPORunConfig, folder: Path, watcher: Watcher, resume: bool
             dump_samples_every=config.tracking.dump_samples_every,
         )
         if resume:
-            loop.load_state_dict(parts.load_newest_checkpoint().state)
+            loop.load_state_dict(parts.restore_newest_checkpoint())
         return loop.run()
 
 
@@ -69,6 +70,8 @@ def run_sft(config: SFTRunConfig, folder: Path, watcher: Watcher, resume: bool =
                 [answered(prompt) for prompt in held_out_prompts],
             )
             validator = Validator(parts.collector(prompts, TextCollectorConfig()), held_out_prompts)
+        if config.data.num_examples is not None and config.data.num_examples < len(train):
+            train = [train[index] for index in PromptOrder(len(train), seed=0).take(0, config.data.num_examples)]
         loop = SFT(
             config=config.sft,
             validation=config.validation,
@@ -83,7 +86,7 @@ def run_sft(config: SFTRunConfig, folder: Path, watcher: Watcher, resume: bool =
             pad_id=parts.pad_id,
         )
         if resume:
-            loop.load_state_dict(parts.load_newest_checkpoint().state)
+            loop.load_state_dict(parts.restore_newest_checkpoint())
         return loop.run()
 
 
@@ -94,12 +97,13 @@ class _Parts:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self._config = config
+        self._folder = folder
         self._stack = stack
         self._env = make_env(config.env.name, config.env.kwargs)
         self.tokenizer = load_tokenizer(
             config.policy.model_name, config.policy.pad_token, config.policy.trust_remote_code
         )
-        self.pad_id: int = self.tokenizer.pad_token_id  # type: ignore[assignment]
+        self.pad_id: int = self.tokenizer.pad_token_id
         self.logger = stack.enter_context(
             Logger({"log_dir": str(folder), "tensorboard_enabled": config.tracking.tensorboard})
         )
@@ -135,11 +139,13 @@ class _Parts:
         self._stack.callback(collector.shutdown)
         return collector
 
-    def load_newest_checkpoint(self) -> Checkpoint:
+    def restore_newest_checkpoint(self) -> dict[str, Any]:
+        """Put the policy where the newest checkpoint left it; returns the state that was saved with it."""
         checkpoint = self.saver.manager.latest()
         if checkpoint is None:
             raise CheckpointError(
                 f"{self.saver.manager.root} holds no valid checkpoint to resume from; start a new run"
             )
         self.policy.load(checkpoint.path)
-        return checkpoint
+        update_run_config(self._folder, self._config)
+        return checkpoint.state

@@ -30,6 +30,8 @@ C = TypeVar("C", bound=Config)
 def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequence[str] = ()) -> C:
     """Merge the layers (files or mappings, later ones win), then the overrides, and validate.
 
+    A layer that changes the `name` of something also drops the `kwargs` that belonged to the old one.
+
     Args:
         schema: the config class to build.
         layers: YAML files or plain mappings.
@@ -41,26 +43,29 @@ def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequ
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    merged = OmegaConf.create({})
+    merged: Any = OmegaConf.create({})
     try:
         for layer in layers:
-            merged = OmegaConf.merge(merged, _read_yaml(layer) if isinstance(layer, Path) else OmegaConf.create(layer))
-        for text in overrides:
-            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([_checked_override(text)]))
+            merged = _merged(merged, _read_yaml(layer) if isinstance(layer, Path) else OmegaConf.create(layer))
+        merged = _merged(merged, _read_overrides(overrides))
         content = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration cannot be merged: {error}") from error
     return validate(schema, content)
 
 
-def validate(schema: type[C], content: Any) -> C:
-    """Build `schema` from a plain mapping (or pass an instance through); complaints become one ConfigError."""
+def validate(schema: type[C], content: Any, at: str = "") -> C:
+    """Build `schema` from a plain mapping (or pass an instance through); complaints become one ConfigError.
+
+    Args:
+        at: key path of the mapping in the whole configuration, for the complaints.
+    """
     if isinstance(content, schema):
         return content
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        lines = [_complaint(schema, problem) for problem in error.errors()]
+        lines = [_complaint(schema, problem, f"{at}." if at else "") for problem in error.errors()]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -86,21 +91,52 @@ def _read_yaml(path: Path) -> Any:
     return content
 
 
-def _checked_override(text: str) -> str:
-    key, equals, _ = text.partition("=")
-    if not equals or not key.strip() or key.startswith("-"):
-        raise ConfigError(f"override {text!r} is not of the form key=value, such as policy.learning_rate=1e-4")
-    return text
+def _read_overrides(overrides: Sequence[str]) -> Any:
+    import yaml
+    from omegaconf import OmegaConf
+
+    content: Any = OmegaConf.create({})
+    for text in overrides:
+        key, equals, _ = text.partition("=")
+        if not equals or not key.strip() or key.startswith("-"):
+            raise ConfigError(f"override {text!r} is not of the form key=value, such as grpo.max_steps=50")
+        try:
+            content = OmegaConf.merge(content, OmegaConf.from_dotlist([text]))
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"override {text!r} has a value that is not valid YAML; write text with such characters as "
+                f"{key}='\"...\"'"
+            ) from error
+    return content
 
 
-def _complaint(schema: type[BaseModel], problem: Any) -> str:
+def _merged(base: Any, layer: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    _drop_outdated_kwargs(base, layer)
+    return OmegaConf.merge(base, layer)
+
+
+def _drop_outdated_kwargs(base: Any, layer: Any) -> None:
+    """Where the layer names something else than the base, the base's `kwargs` mean nothing any more."""
+    from omegaconf import OmegaConf
+
+    if not (OmegaConf.is_dict(base) and OmegaConf.is_dict(layer)):
+        return
+    if "kwargs" in base and "name" in base and layer.get("name", base.name) != base.name:
+        del base["kwargs"]
+    for key in layer.keys() & base.keys():
+        _drop_outdated_kwargs(base[key], layer[key])
+
+
+def _complaint(schema: type[BaseModel], problem: Any, prefix: str) -> str:
     path = [str(part) for part in problem["loc"]]
-    key = ".".join(path) or "the configuration"
+    key = prefix + ".".join(path) if path else prefix.rstrip(".") or "the configuration"
     if problem["type"] == "extra_forbidden":
         known = _fields_at(schema, path[:-1])
         close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
-        prefix = "".join(f"{part}." for part in path[:-1])
-        hint = f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
+        parent = key.removesuffix(path[-1])
+        hint = f"did you mean {parent}{close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
         return f"unknown key {key}; {hint}"
     if problem["type"] == "missing":
         return f"{key} is required but not set; add {key}=..."
@@ -114,6 +150,8 @@ def _fields_at(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
     """Names of the fields of the config that `path` leads to, looking through unions and optionals."""
     candidates = [schema]
     for part in path:
+        if part.isdigit():  # an entry of a list, whose type is already among the candidates
+            continue
         candidates = [
             nested
             for candidate in candidates

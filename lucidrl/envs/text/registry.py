@@ -7,7 +7,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
 from lucidrl.envs.text.interfaces import PromptSource, TextEnv
-from lucidrl.errors import ConfigError
+from lucidrl.errors import ConfigError, DataError
 from lucidrl.utils.config import Config, validate
 
 ENVS: dict[str, tuple[Callable[[Any], TextEnv], type[Config]]] = {
@@ -36,7 +37,7 @@ def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
     """
     if name in ENVS:
         build, schema = ENVS[name]
-        return build(validate(schema, dict(kwargs)))
+        return build(validate(schema, dict(kwargs), at="env.kwargs"))
     module_name, colon, class_name = name.partition(":")
     if not (module_name and colon and class_name):
         close = difflib.get_close_matches(name, ENVS, n=1)
@@ -53,7 +54,7 @@ def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
 def split_prompts(env: TextEnv, config: EnvConfig) -> tuple[list[Prompt], list[Prompt]]:
     """Training and validation prompts: of `prompts_file` if given, otherwise the environment's own."""
     if config.prompts_file is not None:
-        prompts = load_prompts(config.prompts_file)
+        prompts: Sequence[Prompt] = load_prompts(config.prompts_file)
     elif isinstance(env, PromptSource):
         prompts = env.prompts()
     else:
@@ -61,6 +62,11 @@ def split_prompts(env: TextEnv, config: EnvConfig) -> tuple[list[Prompt], list[P
             f"environment {config.name} brings no prompts and prompts_file is not set; "
             "give it a method prompts(), or set prompts_file to a JSONL file"
         )
+    if not prompts:
+        raise DataError(f"environment {config.name} has no prompts; let its method prompts() return at least one")
+    prompt_id, count = Counter(prompt.prompt_id for prompt in prompts).most_common(1)[0]
+    if count > 1:
+        raise DataError(f"environment {config.name} gives {count} prompts the id {prompt_id!r}; ids are unique")
     return split(prompts, config.validation_fraction)
 
 

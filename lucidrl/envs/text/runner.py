@@ -74,7 +74,10 @@ class EnvRunner:
                     raise EnvironmentFailure(self._describe(verdict)) from verdict.error
         else:
             verdicts = self._ask_again(requests, verdicts)
-        return [verdict if isinstance(verdict, EnvReply) else self._drop(verdict) for verdict in verdicts]
+        for verdict in verdicts:
+            if isinstance(verdict, _Failure):
+                self._count_dropped(verdict)
+        return [verdict if isinstance(verdict, EnvReply) else None for verdict in verdicts]
 
     def close(self) -> None:
         """Cancel what runs and end the event loop."""
@@ -138,7 +141,7 @@ class EnvRunner:
             return [_Failure("bad_reply", what, call)] * len(call)
         return [_judged(request, reply) for request, reply in zip(call, replies, strict=True)]
 
-    def _drop(self, failure: _Failure) -> None:
+    def _count_dropped(self, failure: _Failure) -> None:
         if failure.cause not in self.counts:
             logger.warning("%s; it is dropped, later ones like it only counted", self._describe(failure))
         self.counts[failure.cause] += 1

@@ -117,7 +117,9 @@ class BuiltinGenerator:
                 rows_B, tokens_B, lengths_B, limits_B, uniforms_BN, is_active_B = (
                     tensor[kept] for tensor in (rows_B, tokens_B, lengths_B, limits_B, uniforms_BN, is_active_B)
                 )
-            hidden = self.model.hidden_states(tokens_B[:, None], (lengths_B + position)[:, None], cache)
+            # Finished rows run along until they are dropped; their position may not leave the model's context.
+            positions_B = lengths_B + (limits_B - 1).clamp(max=position)
+            hidden = self.model.hidden_states(tokens_B[:, None], positions_B[:, None], cache)
             cache.step_done()
             logits_BV = self.model.next_token_logits(hidden)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lucidrl.utils.config import Config
@@ -18,7 +20,7 @@ class GenerationConfig(Config):
     """Draw among the k likeliest tokens only; 0 = all. Log-probabilities stay those of the full distribution."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Draw among the likeliest tokens that together hold this probability; 1 = all."""
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """A completion ends as soon as it contains one of these."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """Tokens that end a completion, beside those the model declares itself."""

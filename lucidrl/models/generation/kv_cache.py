@@ -14,7 +14,9 @@ import torch
 from lucidrl.distributed.packing import PackedRows
 from lucidrl.models.attention import AttentionCall, PackedLayout, causal_attention, soft_cap
 
-FIRST_CAPACITY = 64
+GROWTH = 16
+"""New tokens that get room at a time. Matrix products run over the whole buffers, which are faster than slices of them,
+so the room that is not filled yet has to stay small."""
 
 
 class PrefillLayout(PackedLayout):
@@ -26,8 +28,8 @@ class PrefillLayout(PackedLayout):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         padded = self.padded(call)
-        self.cache.prompt_keys[call.layer] = padded.key
-        self.cache.prompt_values[call.layer] = padded.value
+        self.cache.prompt_keys[call.layer] = padded.key.contiguous()
+        self.cache.prompt_values[call.layer] = padded.value.contiguous()
         return self.repacked(causal_attention(padded))
 
 
@@ -36,11 +38,15 @@ class KVCache:
 
     def __init__(self, prompt_lengths_P: torch.Tensor, prompt_of_row_B: torch.Tensor, max_new_tokens: int):
         self.prompt_keys: dict[int, torch.Tensor] = {}
+        """[P, Hkv, T, D] of each layer."""
         self.prompt_values: dict[int, torch.Tensor] = {}
         self._keys: dict[int, torch.Tensor] = {}
+        """[B, Hkv, C, D] of each layer, C new tokens having room; 0 where nothing was written yet."""
         self._values: dict[int, torch.Tensor] = {}
         self._prompt_lengths_P = prompt_lengths_P
         self._max_new_tokens = max_new_tokens
+        self._hiding: dict[int | None, torch.Tensor] = {}
+        """What hides positions in this step, for each window."""
         self.num_new = 0
         """Tokens of each completion that are cached so far."""
         self._regroup(prompt_of_row_B)
@@ -49,26 +55,23 @@ class KVCache:
         rows, query_heads, _, size = call.query.shape
         heads = call.key.shape[1]
         keys, values = self._append(call)
-        query = call.query.view(rows, heads, query_heads // heads, size)
-        first = 0 if call.window is None else max(0, self.num_new + 1 - call.window)
-        keys, values = keys[:, :, first:], values[:, :, first:]
+        query = (call.query * call.scaling).reshape(rows, heads, query_heads // heads, size)
 
         prompt_keys, prompt_values = self.prompt_keys[call.layer], self.prompt_values[call.layer]
-        prompt_scores = (self._to_grid(query) @ prompt_keys.transpose(2, 3)) * call.scaling
-        own_scores = self._to_grid((query @ keys.transpose(2, 3)) * call.scaling)
+        prompt_scores = self._to_grid(query) @ prompt_keys.transpose(2, 3)
+        own_scores = self._to_grid(query @ keys.transpose(2, 3))
         scores = soft_cap(torch.cat((prompt_scores, own_scores), dim=-1), call.softcap)
-        hidden = self._hidden_prompt_positions(call.window)
-        length = prompt_keys.shape[2]
-        if hidden is not None:
-            scores[..., :length].masked_fill_(hidden, float("-inf"))
+        scores += self._hidden_positions(call.window, prompt_keys.shape[2], keys.shape[2], scores.dtype)
         weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
-        from_prompt = self._to_rows(weights[..., :length] @ prompt_values, query.shape[2])
-        from_own = self._to_rows(weights[..., length:], query.shape[2]) @ values
+        prompt_weights, own_weights = weights.split((prompt_keys.shape[2], keys.shape[2]), dim=-1)
+        from_prompt = self._to_rows(prompt_weights @ prompt_values, query.shape[2])
+        from_own = self._to_rows(own_weights, query.shape[2]) @ values
         return (from_prompt + from_own).reshape(rows, 1, query_heads, size)
 
     def step_done(self) -> None:
         """All layers have stored the newest token."""
         self.num_new += 1
+        self._hiding.clear()
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Drop all rows but these, and the prompts that no row needs any more."""
@@ -87,6 +90,7 @@ class KVCache:
     def _regroup(self, prompt_of_row_B: torch.Tensor) -> None:
         """Lay the rows out as a grid [P, G] of (prompt, slot); rows of a prompt need not be adjacent."""
         self._prompt_of_row_B = prompt_of_row_B
+        self._hiding.clear()
         counts_P = torch.bincount(prompt_of_row_B, minlength=len(self._prompt_lengths_P))
         self._grid_shape = (len(counts_P), int(counts_P.max()))
         order = torch.argsort(prompt_of_row_B, stable=True)
@@ -115,29 +119,32 @@ class KVCache:
         return places if self._is_identity else places.index_select(0, self._place_of_row_B)
 
     def _append(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the newest token's key and value; returns all [B, Hkv, N, D] so far."""
-        stored = []
+        """Store the newest token's key and value; returns all [B, Hkv, C, D]."""
         for own, new in ((self._keys, call.key), (self._values, call.value)):
-            if call.layer not in own or own[call.layer].shape[2] <= self.num_new:
-                own[call.layer] = self._grown(own.get(call.layer), new)
+            if call.layer not in own:
+                own[call.layer] = self._room_for(new)
+            elif own[call.layer].shape[2] == self.num_new:
+                own[call.layer] = torch.cat((own[call.layer], self._room_for(new)), dim=2)
             own[call.layer][:, :, self.num_new] = new[:, :, 0]
-            stored.append(own[call.layer][:, :, : self.num_new + 1])
-        return stored[0], stored[1]
+        return self._keys[call.layer], self._values[call.layer]
 
-    def _grown(self, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-        capacity = min(self._max_new_tokens, FIRST_CAPACITY if old is None else 2 * old.shape[2])
+    def _room_for(self, new: torch.Tensor) -> torch.Tensor:
         rows, heads, _, size = new.shape
-        grown = new.new_empty(rows, heads, capacity, size)
-        if old is not None:
-            grown[:, :, : old.shape[2]] = old
-        return grown
+        # Zeros, not just memory: their weight is 0, and 0 times whatever lay there might be NaN.
+        return new.new_zeros(rows, heads, min(GROWTH, self._max_new_tokens - self.num_new), size)
 
-    def _hidden_prompt_positions(self, window: int | None) -> torch.Tensor | None:
-        """[P, 1, 1, T], True on padding and outside the window; None if every position is visible."""
-        length = next(iter(self.prompt_keys.values())).shape[2]
-        lengths = self._prompt_lengths_P[:, None]
-        position = torch.arange(length, device=lengths.device)
-        hidden = position >= lengths
-        if window is not None:
-            hidden = hidden | (lengths + self.num_new - position >= window)
-        return hidden[:, None, None, :] if bool(hidden.any()) else None
+    def _hidden_positions(
+        self, window: int | None, prompt_length: int, capacity: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """[P, 1, 1, T + C] to add to scores: -inf on padding, on room not filled yet and outside the window."""
+        if window not in self._hiding:
+            lengths = self._prompt_lengths_P[:, None]
+            in_prompt = torch.arange(prompt_length, device=lengths.device).expand(len(lengths), -1)
+            new = torch.arange(capacity, device=lengths.device).expand(len(lengths), -1)
+            hidden = torch.cat((in_prompt >= lengths, new > self.num_new), dim=1)
+            if window is not None:
+                position = torch.cat((in_prompt, lengths + new), dim=1)
+                hidden |= lengths + self.num_new - position >= window
+            hiding = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            self._hiding[window] = hiding[:, None, None, :]
+        return self._hiding[window]

@@ -80,7 +80,7 @@ class PolicyConfig(Config):
     model_name: str = "embedded"
     """A Hugging Face model folder on disk, or `embedded` (tiny, warm-started), or `embedded-untrained`."""
     pad_token: str | None = None
-    """Pads where the tokenizer names no pad token; by default its end-of-sequence token does."""
+    """The token that pads; by default the tokenizer's own or, where it names none, its end-of-sequence token."""
     trust_remote_code: bool = False
     """Run Python code that lies in the model folder."""
     precision: Precision = "float32"

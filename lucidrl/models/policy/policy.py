@@ -22,9 +22,9 @@ class Policy:
         self.worker = worker
 
     def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction, eval_mode: bool = False) -> TrainResult:
-        """One pass over the rows; see `PolicyWorker.train`."""
+        """One pass over the rows; see `PolicyWorker.train`. In `eval_mode` they are one global batch."""
         with span("train"):
-            result = self.worker.train(data, loss_fn, eval_mode=eval_mode)
+            result = self.worker.train(data, loss_fn, eval_mode=eval_mode, gbs=data.size if eval_mode else None)
         return TrainResult(
             loss=float(result["global_loss"].mean()),
             grad_norm=float(result["grad_norm"]),
@@ -34,10 +34,14 @@ class Policy:
 
     def with_scores(self, data: BatchedDataDict[Any], *, previous: bool, reference: bool) -> BatchedDataDict[Any]:
         """Add the columns `prev_logprobs` and `reference_policy_logprobs`, where asked for."""
-        if previous:
-            data["prev_logprobs"] = self.worker.get_logprobs(data)["logprobs"]
-        if reference:
-            data["reference_policy_logprobs"] = self.worker.get_reference_policy_logprobs(data)["reference_logprobs"]
+        if not (previous or reference):
+            return data
+        with span("score"):
+            if previous:
+                data["prev_logprobs"] = self.worker.get_logprobs(data)["logprobs"]
+            if reference:
+                scored = self.worker.get_reference_policy_logprobs(data)
+                data["reference_policy_logprobs"] = scored["reference_logprobs"]
         return data
 
     def save(self, folder: Path) -> None:

@@ -29,7 +29,11 @@ class StepOutcome:
 
     @property
     def loss(self) -> torch.Tensor:
-        return torch.stack(self.losses).sum()
+        return (
+            torch.stack(self.losses).sum()
+            if self.losses
+            else torch.zeros_like(self.global_valid_toks, dtype=torch.float32)
+        )
 
     def suspects(self) -> list[Any]:
         """The rows of micro-batches whose loss is not finite; all rows if every loss is (the gradient is not)."""

@@ -28,6 +28,7 @@ from lucidrl.models.policy.reference import ReferencePolicy
 from lucidrl.models.policy.train_step import StepOutcome, run_micro_batches
 from lucidrl.profiling.spans import span
 from lucidrl.utils.config import validate
+from lucidrl.utils.device import default_device
 
 WEIGHTS_FILE, OPTIMIZER_TENSORS, OPTIMIZER_STRUCTURE = "model.safetensors", "optimizer.safetensors", "optimizer.json"
 
@@ -65,7 +66,8 @@ class PolicyWorker:
             seed=seed,
             trust_remote_code=self.config.trust_remote_code,
         )
-        self.model = LogprobModel(model, self.config.generation.temperature, self.config.recompute_head)
+        self.device = default_device()
+        self.model = LogprobModel(model.to(self.device), self.config.generation.temperature, self.config.recompute_head)
         self.reference = ReferencePolicy(self.model) if init_reference_model else None
         self.optimizer = PolicyOptimizer(self.model.parameters(), self.config) if init_optimizer else None
         self._nonfinite_steps_in_a_row = 0
@@ -97,21 +99,26 @@ class PolicyWorker:
                 f"{data.size} rows do not split into global batches of {rows}; "
                 "make the number of rows a multiple of train_global_batch_size"
             )
-        self.model.train(not eval_mode)
         outcomes, grad_norm, num_skipped = [], 0.0, 0
-        for start in range(0, data.size, rows):
-            batch = data.slice(start, start + rows)
-            with nullcontext() if optimizer else torch.no_grad():
-                outcome = self._run(batch, loss_fn, mbs, backward=optimizer is not None)
-            outcomes.append(outcome)
+        rate = self.optimizer.learning_rate if self.optimizer is not None else 0.0
+        self.model.train(not eval_mode)
+        try:
+            for start in range(0, data.size, rows):
+                batch = data.slice(start, start + rows)
+                with nullcontext() if optimizer else torch.no_grad():
+                    outcome = self._run(batch, loss_fn, mbs, backward=optimizer is not None)
+                outcomes.append(outcome)
+                if optimizer is not None:
+                    with span("optimizer"):
+                        grad_norm = optimizer.step()
+                    num_skipped += self._note_step(grad_norm, outcome)
+        finally:
+            self.model.eval()
             if optimizer is not None:
-                with span("optimizer"):
-                    grad_norm = optimizer.step()
-                num_skipped += self._note_step(grad_norm, outcome)
-        self.model.eval()
+                optimizer.zero_grad()  # after an exception in the loss, some of the gradient is there
         if optimizer is not None:
             optimizer.schedule()
-        return self._train_result(outcomes, grad_norm, num_skipped)
+        return self._train_result(outcomes, grad_norm, num_skipped, rate)
 
     @torch.no_grad()
     def get_logprobs(
@@ -123,10 +130,11 @@ class PolicyWorker:
         scored = []
         with span("logprobs"):
             for micro in data.microbatches(plan, length_multiple=self._length_multiple):
-                outputs = self.model(micro["input_ids"], micro["input_lengths"], packed=self._packs)
+                tokens, lengths = micro["input_ids"].to(self.device), micro["input_lengths"].to(self.device)
+                outputs = self.model(tokens, lengths, packed=self._packs)
                 assert outputs.logprobs is not None
                 missing = logprobs.shape[1] - outputs.logprobs.shape[1]
-                scored.append(torch.nn.functional.pad(outputs.logprobs.float(), (0, missing)))
+                scored.append(torch.nn.functional.pad(outputs.logprobs.float().cpu(), (0, missing)))
         result = BatchedDataDict({"logprobs": torch.cat(scored) if scored else logprobs})
         result.reorder_data(order)
         return result
@@ -151,7 +159,8 @@ class PolicyWorker:
         self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
     ) -> None:
         """Write the weights as a Hugging Face folder, and optimizer and tokenizer where a path is given."""
-        self.model.model.save_pretrained(weights_path)
+        # One file, whatever its size: that is what `load_checkpoint` reads.
+        self.model.model.save_pretrained(weights_path, max_shard_size="1000GB")
         if tokenizer_path is not None:
             self.tokenizer.save_pretrained(tokenizer_path)
         if optimizer_path is not None:
@@ -165,22 +174,22 @@ class PolicyWorker:
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Take weights, and the optimizer's state if its path is given, from what `save_checkpoint` wrote."""
         saved = load_tensors(Path(weights_path) / WEIGHTS_FILE)
+        self._check_same_model(saved, weights_path)
         for name, parameter in self.model.model.named_parameters():
-            if name not in saved or saved[name].shape != parameter.shape:
-                found = list(saved[name].shape) if name in saved else "nothing"
-                raise CheckpointError(
-                    f"{weights_path} is of another model: {name} should have shape {list(parameter.shape)}, "
-                    f"found {found}; "
-                    "resume with the policy.model_name it was saved from"
-                )
             parameter.copy_(saved[name])
         if self.optimizer is not None:
             self.optimizer.take_weights()
-        if optimizer_path is not None:
-            folder = Path(optimizer_path)
+        if optimizer_path is None:
+            return
+        optimizer, folder = self._optimizer_for_training(), Path(optimizer_path)
+        try:
             structure = json.loads((folder / OPTIMIZER_STRUCTURE).read_text())
-            state = unflatten_state(load_tensors(folder / OPTIMIZER_TENSORS), structure)
-            self._optimizer_for_training().load_state_dict(state)
+            optimizer.load_state_dict(unflatten_state(load_tensors(folder / OPTIMIZER_TENSORS), structure))
+        except (OSError, KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"{optimizer_path} holds no state of this policy's optimizer ({type(error).__name__}: {error}); "
+                "resume with the policy.optimizer, policy.scheduler and policy.precision it was saved with"
+            ) from error
 
     @property
     def _packs(self) -> bool:
@@ -212,6 +221,8 @@ class PolicyWorker:
     def _run(
         self, batch: BatchedDataDict[Any], loss_fn: LossFunction, mbs: int | None, *, backward: bool
     ) -> StepOutcome:
+        # Rows that are masked out as a whole take no part in the loss, and cost nothing.
+        batch = batch.select_indices(batch["sample_mask"].nonzero()[:, 0]).to(self.device)
         plan, _ = self._plan(batch, mbs or self.config.train_micro_batch_size, for_training=True)
         micro_batches = batch.microbatches(plan, length_multiple=self._length_multiple)
         return run_micro_batches(self.model, batch, micro_batches, loss_fn, packed=self._packs, backward=backward)
@@ -228,10 +239,11 @@ class PolicyWorker:
             )
         return is_skipped
 
-    def _train_result(self, outcomes: list[StepOutcome], grad_norm: float, num_skipped: int) -> dict[str, Any]:
+    def _train_result(
+        self, outcomes: list[StepOutcome], grad_norm: float, num_skipped: int, rate: float
+    ) -> dict[str, Any]:
         parts = [part for outcome in outcomes for part in outcome.parts]
         per_micro_batch: dict[str, list[float]] = {}
-        rate = self.optimizer.learning_rate if self.optimizer is not None else 0.0
         for outcome in outcomes:
             common = {
                 "lr": rate,
@@ -243,7 +255,7 @@ class PolicyWorker:
                 for name, value in {**values, **common, "num_valid_samples": float(num_valid_samples)}.items():
                     per_micro_batch.setdefault(name, []).append(value)
         return {
-            "global_loss": torch.stack([outcome.loss for outcome in outcomes]).cpu(),
+            "global_loss": torch.stack([outcome.loss.cpu() for outcome in outcomes]),
             "grad_norm": torch.tensor(grad_norm),
             "rank": self.rank,
             "all_mb_metrics": per_micro_batch,
@@ -255,3 +267,15 @@ class PolicyWorker:
         missing = {"input_ids", "input_lengths", "token_mask", "sample_mask"} - set(data.keys())
         if missing:
             raise DataError(f"the batch has no {', '.join(sorted(missing))}; train needs them (see BatchedDataDict)")
+
+    def _check_same_model(self, saved: Mapping[str, torch.Tensor], path: str) -> None:
+        """Refuse weights that differ in name or shape, before any of them is taken."""
+        expected = {name: list(parameter.shape) for name, parameter in self.model.model.named_parameters()}
+        unknown = sorted(saved.keys() - expected.keys() - dict(self.model.model.named_buffers()).keys())
+        for name in [*expected, *unknown]:
+            found = list(saved[name].shape) if name in saved else None
+            if found != expected.get(name):
+                raise CheckpointError(
+                    f"{path} is of another model: {name} should have shape {expected.get(name, 'none')}, "
+                    f"found {found or 'nothing'}; resume with the policy.model_name it was saved from"
+                )

@@ -46,9 +46,9 @@ def configure_rich_logging(level: str = "INFO", show_time: bool = True, show_pat
     # A plain handler on the terminal would print every record a second time; handlers on files are left alone.
     for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
         root.removeHandler(handler)
-    handler = RichHandler(console=Console(stderr=True), show_time=show_time, show_path=show_path)
-    handler.setFormatter(logging.Formatter("%(message)s", datefmt="[%X]"))
-    root.addHandler(handler)
+    rich_handler = RichHandler(console=Console(stderr=True), show_time=show_time, show_path=show_path)
+    rich_handler.setFormatter(logging.Formatter("%(message)s", datefmt="[%X]"))
+    root.addHandler(rich_handler)
     root.setLevel(levels[level.upper()])
     _rich_logging_configured = True
 

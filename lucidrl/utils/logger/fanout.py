@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Optional
 
-from lucidrl.utils.logger.config import LoggerConfig, validated
+from lucidrl.utils.logger.config import LoggerConfig, TensorboardConfig, validated
 from lucidrl.utils.logger.folders import path_inside
 from lucidrl.utils.logger.interface import LoggerInterface
 from lucidrl.utils.logger.jsonl import JsonlLogger
@@ -38,7 +38,8 @@ class Logger(LoggerInterface):
         self._backends: list[LoggerInterface] = [JsonlLogger(self._log_dir / "metrics.jsonl")]
         if cfg["tensorboard_enabled"]:
             folder = str(self._log_dir / "tensorboard")
-            self._backends.append(TensorboardLogger(cfg.get("tensorboard", {"log_dir": folder}), log_dir=folder))
+            settings = cfg.get("tensorboard") or TensorboardConfig(log_dir=folder)
+            self._backends.append(TensorboardLogger(settings, log_dir=folder))
 
     def log_metrics(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -16,6 +16,7 @@ def flatten_dict(d: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
     flat: dict[str, Any] = {}
 
     def visit(name: str, value: Any) -> None:
+        items: Iterable[tuple[Any, Any]]
         if isinstance(value, Mapping) and value:
             items = value.items()
         elif isinstance(value, list | tuple) and value:

@@ -39,6 +39,12 @@ OPTIONS = {
         "importance_cap": 1.3,
     },
 }
+
+
+def make_loss(on_policy: bool = False, **options) -> ClippedPGLoss:
+    return ClippedPGLoss(ClippedPGConfig(**options), on_policy=on_policy)
+
+
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 every_normalization = pytest.mark.parametrize("normalization", ["token", "sequence"])
 
@@ -77,15 +83,16 @@ def rows_of(outputs, data, start, end):
     return TokenOutputs(logprobs=outputs.logprobs[start:end], entropy=outputs.entropy[start:end]), columns
 
 
-def reference_loss(config, outputs, data):
+def reference_loss(loss_fn, outputs, data):
     """The objective written out token by token, in Python floats."""
+    config = loss_fn.config
     valid = valid_token_mask(data).tolist()
     columns = {name: column.tolist() for name, column in data.items()}
     logprobs, entropy = outputs.logprobs.tolist(), outputs.entropy.tolist()
     row_losses = []
     for row, row_valid in enumerate(valid):
         positions = [position for position, counts in enumerate(row_valid) if counts]
-        previous = logprobs[row] if config.on_policy else columns["prev_logprobs"][row]
+        previous = logprobs[row] if loss_fn.on_policy else columns["prev_logprobs"][row]
         log_ratios = {position: logprobs[row][position] - previous[position] for position in positions}
         losses = []
         for position in positions:
@@ -115,10 +122,10 @@ def reference_loss(config, outputs, data):
 @every_normalization
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loss_is_the_per_token_formula(options, normalization, seed):
-    config = ClippedPGConfig(normalization=normalization, **options)
+    loss_fn = make_loss(normalization=normalization, **options)
     outputs, data = random_batch(seed)
-    loss, _ = ClippedPGLoss(config)(outputs, data, *global_counts(data))
-    assert loss.item() == pytest.approx(reference_loss(config, outputs, data), abs=1e-12)
+    loss, _ = loss_fn(outputs, data, *global_counts(data))
+    assert loss.item() == pytest.approx(reference_loss(loss_fn, outputs, data), abs=1e-12)
 
 
 @every_option
@@ -126,7 +133,7 @@ def test_the_loss_is_the_per_token_formula(options, normalization, seed):
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 1000), cuts=st.sets(st.integers(1, 5)))
 def test_micro_batches_add_up_to_the_whole(options, normalization, seed, cuts):
-    loss_fn = ClippedPGLoss(ClippedPGConfig(normalization=normalization, **options))
+    loss_fn = make_loss(normalization=normalization, **options)
     outputs, data = random_batch(seed)
     counts = global_counts(data)
     whole, whole_metrics = loss_fn(outputs, data, *counts)
@@ -163,7 +170,7 @@ def test_on_policy_is_the_first_update_with_the_same_gradient(ratio_level):
     results = []
     for on_policy in (False, True):
         logprobs = outputs.logprobs.clone().requires_grad_()
-        loss_fn = ClippedPGLoss(ClippedPGConfig(on_policy=on_policy, **options))
+        loss_fn = make_loss(on_policy=on_policy, **options)
         loss, metrics = loss_fn(TokenOutputs(logprobs=logprobs), data, *global_counts(data))
         loss.backward()
         results.append((loss.detach(), logprobs.grad))
@@ -172,7 +179,7 @@ def test_on_policy_is_the_first_update_with_the_same_gradient(ratio_level):
     assert results[0][1].abs().sum() > 0
 
 
-@pytest.mark.parametrize("loss_fn", [NLLLoss(), *(ClippedPGLoss(ClippedPGConfig(**o)) for o in OPTIONS.values())])
+@pytest.mark.parametrize("loss_fn", [NLLLoss(), *(make_loss(**options) for options in OPTIONS.values())])
 def test_masked_garbage_reaches_neither_gradients_nor_metrics(loss_fn):
     outputs, data = random_batch(3)
     logprobs, entropy = outputs.logprobs.requires_grad_(), outputs.entropy.requires_grad_()
@@ -293,7 +300,7 @@ def test_columns_that_the_config_does_not_call_for_are_not_read():
     outputs, data = random_batch()
     counts = global_counts(data)
     columns = {name: data[name] for name in ("token_mask", "sample_mask", "advantages")}
-    _, metrics = ClippedPGLoss(ClippedPGConfig(on_policy=True))(outputs, columns, *counts)
+    _, metrics = make_loss(on_policy=True)(outputs, columns, *counts)
     assert not {name for name in metrics if name.startswith(("generation_mismatch", "kl", "entropy"))}
 
 

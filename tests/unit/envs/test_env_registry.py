@@ -53,7 +53,7 @@ def test_a_users_class_is_found_in_the_working_directory(user_folder):
         ("arithmetics", {}, "did you mean arithmetic"),
         ("chess", {}, "known are arithmetic, guessing"),
         ("my_judges:", {}, "module:Class"),
-        ("arithmetic", {"max_operan": 3}, "did you mean max_operand"),
+        ("arithmetic", {"max_operan": 3}, r"did you mean env\.kwargs\.max_operand"),
         ("my_jugdes:Judge", {}, "no module my_jugdes"),
         ("my_needy:Judge", {}, "my_needy needs package_that_is_not_there"),
         ("my_broken:Judge", {}, "ZeroDivisionError"),

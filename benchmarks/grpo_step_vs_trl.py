@@ -1,0 +1,266 @@
+"""A whole GRPO step against TRL's GRPOTrainer: same model, prompts, rewards, learning rate and reference.
+
+The model is a Qwen2 of 0.8 million parameters with random weights, in float32. A step samples 8 prompts x 8 completions
+at temperature 1, rewards them, scores them under the reference (beta 0.04), and makes one AdamW step on all 64 rows at
+once. The end-of-sequence id lies outside the model's vocabulary, so that every completion runs to its 32 tokens on both
+sides; the counts are checked. TRL runs with its own padding and without gradient checkpointing, which would slow it
+down; ours packs rows, which here saves nothing but the few tokens that prompts differ by.
+
+TRL's trainer owns its loop, so our steps run in its callback, in turn with its own. Its step is timed between its
+`on_step_begin` and `on_step_end`, which leaves out its data loader and its logging. Ours is the loop's collect,
+prepare, train and weight update.
+
+Known limit: at this size there is little to win. Scoring and training, two thirds of the step, take on both sides what
+bare PyTorch takes for the same tokens; generation is half matrix products of 64 rows and half the calls of small
+operations inside the transformers model, which both sides run. Where models are larger or prompts longer, sharing each
+prompt's cache among its samples is what counts: see group_sampling.py.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from datasets import Dataset
+from harness import Claim, Times, arguments, print_table, report, take_turns
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOConfig as TRLConfig
+from trl import GRPOTrainer
+
+from lucidrl.algorithms.config import ClippedPGConfig, GRPOConfig, ValidationConfig
+from lucidrl.algorithms.grpo import GRPO
+from lucidrl.algorithms.loop import Saver
+from lucidrl.algorithms.losses import ClippedPGLoss
+from lucidrl.algorithms.validation import Validator
+from lucidrl.checkpoint.manager import CheckpointManager
+from lucidrl.collectors.config import TextCollectorConfig
+from lucidrl.collectors.text import TextCollector
+from lucidrl.data.datasets import Prompt
+from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
+from lucidrl.envs.text.runner import EnvRunner
+from lucidrl.models.embedded import embedded_model, embedded_tokenizer
+from lucidrl.models.generation.builtin import BuiltinGenerator
+from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.models.policy.config import OptimizerConfig, PolicyConfig
+from lucidrl.models.policy.policy import Policy
+from lucidrl.models.policy.worker import PolicyWorker
+from lucidrl.profiling.spans import recorder
+from lucidrl.utils.logger import Logger
+
+PROMPTS, SAMPLES, NEW_TOKENS = 8, 8, 32
+BETA, LEARNING_RATE = 0.04, 1e-5
+WARMUPS, STEPS = 3, 15
+PHASES = ("generate", "reference", "train")
+
+
+def digit_share(text: str) -> float:
+    """The reward: something that random text earns some of."""
+    return sum(character.isdigit() for character in text) / max(1, len(text))
+
+
+class DigitEnv:
+    """Rewards answers with their share of digits."""
+
+    async def step(self, batch: Sequence[EnvRequest]) -> list[EnvReply]:
+        return [EnvReply(reward=digit_share(request.answer)) for request in batch]
+
+
+class LucidSide:
+    """The parts of a GRPO run of ours, and the time of each step."""
+
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]):
+        config = PolicyConfig(
+            model_name=str(folder),
+            optimizer=OptimizerConfig(kwargs={"lr": LEARNING_RATE, "weight_decay": 0.0}),
+            generation=GenerationConfig(max_new_tokens=NEW_TOKENS),
+        )
+        worker = PolicyWorker(config, tokenizer)
+        policy = Policy(worker)
+        collector = TextCollector(
+            BuiltinGenerator(worker.model, tokenizer, config.generation),
+            EnvRunner(DigitEnv(), deadline_s=60, max_concurrency=8, on_error="fail"),
+            tokenizer,
+            prompts,
+            TextCollectorConfig(prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES),
+            context_length=512,
+        )
+        self.loop = GRPO(
+            config=GRPOConfig(loss=ClippedPGConfig(kl_coefficient=BETA)),
+            validation=ValidationConfig(num_prompts=0),
+            policy=policy,
+            collector=collector,
+            validator=Validator(collector, []),
+            logger=Logger({"log_dir": str(folder), "tensorboard_enabled": False}),
+            saver=Saver(CheckpointManager(folder / "checkpoints"), 0, policy),
+            watcher=Unwatched(),
+            pad_id=int(tokenizer.pad_token_id),  # type: ignore[arg-type]
+            on_policy=True,
+            dump_samples_every=0,
+        )
+        self._loss_fn = ClippedPGLoss(self.loop.config.loss, on_policy=True)
+        self.seconds: list[float] = []
+        self.phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        self.sampled_tokens = 0
+
+    def step(self) -> None:
+        recorder.drain()
+        start = time.perf_counter()
+        rollouts = self.loop.collector.collect()
+        self.last_batch = self.loop.prepare(rollouts)
+        self.loop.policy.train(self.last_batch, self._loss_fn)
+        self.loop.collector.update_policy_weights_(version=len(self.seconds) + 1)
+        self.seconds.append(time.perf_counter() - start)
+        totals = recorder.drain()
+        for phase in PHASES:
+            self.phases[phase].append(totals[phase].seconds)
+        self.sampled_tokens += int(rollouts.metrics["sampled_tokens"])
+
+    def close(self) -> None:
+        self.loop.collector.shutdown()
+        self.loop.logger.finish()
+
+
+class Unwatched:
+    """A watcher that looks away."""
+
+    def on_validation(self, step: int, metrics: Any) -> None: ...
+
+    def on_step(self, step: int, metrics: Any) -> None: ...
+
+    def announce(self, message: str) -> None: ...
+
+
+class TakeTurns(TrainerCallback):
+    """Times the trainer's steps, and runs one of ours after each."""
+
+    def __init__(self, lucid: LucidSide):
+        self._lucid = lucid
+        self._start = 0.0
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._start = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._start)
+        self._lucid.step()
+
+
+class TRLReward:
+    """The same reward, as a TRL reward function; counts the sampled tokens."""
+
+    __name__ = "digit_share"
+
+    def __init__(self) -> None:
+        self.sampled_tokens = 0
+
+    def __call__(self, completions: Any, completion_ids: list[list[int]], **_: Any) -> list[float]:
+        self.sampled_tokens += sum(map(len, completion_ids))
+        return [digit_share(completion[0]["content"]) for completion in completions]
+
+
+def trl_trainer(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], reward: TRLReward, turns: TakeTurns
+) -> GRPOTrainer:
+    config = TRLConfig(
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=PROMPTS * SAMPLES,
+        gradient_accumulation_steps=1,
+        steps_per_generation=1,
+        num_generations=SAMPLES,
+        max_completion_length=NEW_TOKENS,
+        beta=BETA,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        optim="adamw_torch_fused",
+        max_steps=WARMUPS + STEPS,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        loss_type="dapo",
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        logging_steps=1000,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    return GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": list(prompt.messages)} for prompt in prompts]),
+        processing_class=tokenizer,
+        callbacks=[turns],
+    )
+
+
+def floors(folder: Path, batch: Any) -> Times:
+    """The reference and training phases in bare PyTorch, on the same padded tokens."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    ids, mask = batch["input_ids"], batch["token_mask"][:, 1:]
+
+    def logprobs() -> torch.Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        return torch.log_softmax(logits, dim=-1).gather(2, ids[:, 1:, None])[..., 0]
+
+    def train() -> None:
+        (-(logprobs() * mask).sum() / mask.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return take_turns({"reference": torch.no_grad()(logprobs), "train": train}, warmups=2)
+
+
+def save_model(folder: Path) -> PreTrainedTokenizerBase:
+    """The embedded architecture with random weights; its tokenizer's end token is one that no logit stands for."""
+    model = embedded_model(warm=False, seed=0, attn_implementation="sdpa")
+    tokenizer = embedded_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|never|>"})
+    assert int(tokenizer.eos_token_id) >= model.config.vocab_size  # type: ignore[arg-type]
+    model.config.eos_token_id = tokenizer.eos_token_id
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    torch.set_num_threads(options.threads)
+    prompts = [
+        Prompt(f"{n}+{n + 7}", ({"role": "user", "content": f"{n}+{n + 7}="},)) for n in range(10, 10 + 8 * PROMPTS)
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokenizer = save_model(folder)
+        lucid = LucidSide(folder, tokenizer, prompts)
+        turns, reward = TakeTurns(lucid), TRLReward()
+        trl_trainer(folder, tokenizer, prompts, reward, turns).train()
+        lucid.close()
+        bare = floors(folder, lucid.last_batch)
+
+    expected = (WARMUPS + STEPS) * PROMPTS * SAMPLES * NEW_TOKENS
+    print(f"sampled tokens: ours {lucid.sampled_tokens}, TRL {reward.sampled_tokens}, expected {expected}")
+    assert lucid.sampled_tokens == reward.sampled_tokens == expected
+    times = Times({"lucidrl": lucid.seconds[WARMUPS:], "trl": turns.seconds[WARMUPS:]})
+    rows = [("whole step", f"{times.median('lucidrl'):.3f} s", f"TRL: {times.median('trl'):.3f} s")]
+    for phase in PHASES:
+        floor = f"bare PyTorch: {bare.median(phase):.3f} s" if phase in bare.seconds else ""
+        rows.append((phase, f"{median(lucid.phases[phase][WARMUPS:]):.3f} s", floor))
+    print_table(rows, header=("phase", "ours", "beside"))
+    report([Claim("GRPO step against TRL", 1.3, times.speedup("lucidrl", "trl"))], options.json)
+
+
+if __name__ == "__main__":
+    main()

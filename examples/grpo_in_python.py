@@ -1,0 +1,67 @@
+"""GRPO in the parts of the library: what `lucidrl grpo` does, without its run folder, validation and checkpoints.
+
+python examples/grpo_in_python.py
+python examples/grpo_in_python.py --steps 100 --model FOLDER --learning-rate 5e-6
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from own_environment import SortDigits
+
+from lucidrl.algorithms.advantages import compute_advantages
+from lucidrl.algorithms.config import AdvantageConfig, ClippedPGConfig
+from lucidrl.algorithms.losses import ClippedPGLoss
+from lucidrl.collectors.config import TextCollectorConfig
+from lucidrl.collectors.text import TextCollector
+from lucidrl.envs.text.runner import EnvRunner
+from lucidrl.models.generation.builtin import BuiltinGenerator
+from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.models.loading import context_length, load_tokenizer
+from lucidrl.models.policy.config import OptimizerConfig, PolicyConfig
+from lucidrl.models.policy.worker import PolicyWorker
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--model", default="embedded", help="embedded, or a Hugging Face model folder")
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    args = parser.parse_args(argv)
+
+    config = PolicyConfig(
+        model_name=args.model,
+        optimizer=OptimizerConfig(kwargs={"lr": args.learning_rate}),
+        generation=GenerationConfig(max_new_tokens=8),
+    )
+    tokenizer = load_tokenizer(config.model_name)
+    policy = PolicyWorker(config, tokenizer, init_reference_model=False)
+    env = SortDigits()
+    collector = TextCollector(
+        BuiltinGenerator(policy.model, tokenizer, config.generation),
+        EnvRunner(env, deadline_s=10, max_concurrency=8, on_error="fail"),
+        tokenizer,
+        env.prompts(),
+        TextCollectorConfig(prompts_per_step=16, samples_per_prompt=8),
+        context_length=context_length(policy.model.model.config),
+    )
+    # One optimizer step a batch: the policy that trains is the one that sampled.
+    loss_fn = ClippedPGLoss(ClippedPGConfig(), on_policy=True)
+    try:
+        for step in range(1, args.steps + 1):
+            rollouts = collector.collect()
+            batch = rollouts.to_batch(tokenizer.pad_token_id)
+            batch["advantages"] = compute_advantages(
+                AdvantageConfig(), rollouts.rewards, rollouts.group_ids, rollouts.is_valid
+            )
+            result = policy.train(batch, loss_fn)
+            # The generator reads the policy's own weights; it only has to be told that they are new ones.
+            collector.update_policy_weights_(version=step)
+            reward, norm = rollouts.metrics["reward"], float(result["grad_norm"])
+            print(f"step {step}: reward {reward:.3f}, gradient norm {norm:.3f}")
+    finally:
+        collector.shutdown()
+
+
+if __name__ == "__main__":
+    main()

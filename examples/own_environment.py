@@ -1,0 +1,50 @@
+"""An environment of your own: sort the digits of a number.
+
+From the root of the repository, with the embedded model and the numbers that the environment makes up itself:
+
+    lucidrl grpo env.name=examples.own_environment:SortDigits
+
+with longer numbers, with the prompts of a file, with a model of your own:
+
+    lucidrl grpo env.name=examples.own_environment:SortDigits env.kwargs.num_digits=4
+    lucidrl grpo env.name=examples.own_environment:SortDigits env.prompts_file=examples/prompts.jsonl
+    lucidrl grpo env.name=examples.own_environment:SortDigits policy.model_name=FOLDER
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from lucidrl.data.datasets import Prompt
+from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
+
+
+class SortDigits:
+    """One turn: the reward is the share of digits in the right place, 0 for an answer of another length.
+
+    Args:
+        num_digits: digits of each number.
+    """
+
+    def __init__(self, num_digits: int = 3):
+        self._num_digits = num_digits
+
+    def prompts(self) -> list[Prompt]:
+        """All numbers of that many digits, leading zeros included."""
+        numbers = ("".join(digits) for digits in itertools.product("0123456789", repeat=self._num_digits))
+        return [
+            Prompt(
+                prompt_id=number,
+                messages=({"role": "user", "content": f"sort {number}="},),
+                info={"answer": "".join(sorted(number))},
+            )
+            for number in numbers
+        ]
+
+    async def step(self, batch: Sequence[EnvRequest]) -> list[EnvReply]:
+        return [_judge(request.answer.strip(), request.info["answer"]) for request in batch]
+
+
+def _judge(answer: str, expected: str) -> EnvReply:
+    num_right = sum(given == wanted for given, wanted in zip(answer, expected, strict=False))
+    reward = num_right / len(expected) if len(answer) == len(expected) else 0.0
+    return EnvReply(reward, metrics={"accuracy": float(answer == expected)})

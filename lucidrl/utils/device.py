@@ -1,0 +1,10 @@
+"""Which device a process computes on."""
+
+from __future__ import annotations
+
+import torch
+
+
+def default_device() -> torch.device:
+    """The accelerator of this process if there is one, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,100 @@
+"""Whole runs of a few steps, on the embedded model and in a real run folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+import pytest
+
+from lucidrl.checkpoint.manager import CheckpointManager
+from lucidrl.checkpoint.tensors import load_tensors
+from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.wiring import run_grpo, run_sft
+from lucidrl.utils.config import load_config
+
+SMALL = {
+    "env": {"name": "arithmetic", "kwargs": {"max_operand": 9}},
+    "policy": {"generation": {"max_new_tokens": 4}, "optimizer": {"kwargs": {"lr": 1e-3}}},
+    "validation": {"num_prompts": 8, "every": 2},
+    "checkpoint": {"every": 0},
+    "tracking": {"tensorboard": False, "dump_samples_every": 1},
+}
+SMALL_GRPO = {
+    # The entropy bonus gives every step a gradient, whatever the model can answer already.
+    "grpo": {"max_steps": 4, "loss": {"entropy_coefficient": 0.01}},
+    "collector": {"prompts_per_step": 4, "samples_per_prompt": 4},
+}
+SMALL_SFT = {"sft": {"max_steps": 4, "examples_per_step": 8}}
+
+
+@dataclass
+class Watcher:
+    """Remembers what it is told, and presses Ctrl-C at a step if asked to."""
+
+    interrupt_at: int | None = None
+    messages: list[str] = field(default_factory=list)
+
+    def on_validation(self, step, metrics):
+        pass
+
+    def on_step(self, step, metrics):
+        if step == self.interrupt_at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def announce(self, message):
+        self.messages.append(message)
+
+
+@dataclass
+class RunFolder:
+    """A run's folder, read back."""
+
+    path: Path
+
+    def lines(self):
+        """The metrics, without what depends on the clock."""
+        records = [orjson.loads(line) for line in (self.path / "metrics.jsonl").read_bytes().splitlines()]
+        return [
+            {
+                name: value
+                for name, value in record.items()
+                if name not in ("time", "train/tokens_per_s") and not name.startswith("time/")
+            }
+            for record in records
+        ]
+
+    def train_metric(self, name):
+        return [line[f"train/{name}"] for line in self.lines() if f"train/{name}" in line]
+
+    def tensors(self):
+        """All tensors of the newest checkpoint, weights and optimizer."""
+        folder = CheckpointManager(self.path / "checkpoints").latest().path
+        return {
+            f"{file.parent.name}/{name}": tensor
+            for file in folder.rglob("*.safetensors")
+            for name, tensor in load_tensors(file).items()
+        }
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run("grpo", "folder", *overrides, interrupt_at=…, resume=…) → the folder and the last completed step."""
+
+    def start(algorithm, name, *overrides, interrupt_at=None, resume=False):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        watcher = Watcher(interrupt_at)
+        if algorithm == "grpo":
+            config = load_config(GRPORunConfig, SMALL, SMALL_GRPO, overrides=overrides)
+            last_step = run_grpo(config, folder, watcher, resume)
+        else:
+            last_step = run_sft(
+                load_config(SFTRunConfig, SMALL, SMALL_SFT, overrides=overrides), folder, watcher, resume
+            )
+        return RunFolder(folder), last_step
+
+    return start

@@ -1,0 +1,127 @@
+"""The GRPO loop: what it records, what its options change, how it ends."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from lucidrl.errors import EnvironmentFailure
+
+
+def test_a_run_records_training_time_validation_and_samples(run):
+    folder, last_step = run("grpo", "run", "validation.every=2")
+    assert last_step == 4
+    records = [orjson.loads(line) for line in (folder.path / "metrics.jsonl").read_bytes().splitlines()]
+    trained = [record for record in records if "train/reward" in record]
+    assert [record["step"] for record in trained] == [1, 2, 3, 4]
+    assert [record["step"] for record in records if "validation/accuracy" in record] == [0, 2, 4]
+    for name in ("train/loss", "train/grad_norm", "train/tokens_per_s", "train/lr", "time/step_s", "time/generate_s"):
+        assert all(record[name] > 0 or name == "train/loss" for record in trained), name
+    assert [record["train/weight_version"] for record in trained] == [0, 1, 2, 3]
+    dumped = sorted(path.name for path in (folder.path / "samples").iterdir())
+    assert dumped == [*(f"step_{n}.jsonl" for n in (1, 2, 3, 4)), *(f"validation_{n}.jsonl" for n in (0, 2, 4))]
+    rows = [orjson.loads(line) for line in (folder.path / "samples/step_1.jsonl").read_bytes().splitlines()]
+    assert len(rows) == 16
+    assert rows[0]["messages"][0]["role"] == "user"
+
+
+def test_one_update_a_step_is_on_policy_at_every_step(run):
+    folder, _ = run("grpo", "run")
+    assert folder.train_metric("ratio/min") == folder.train_metric("ratio/max") == [1.0] * 4
+    assert max(folder.train_metric("generation_mismatch/max_abs_logprob_difference")) < 1e-4
+
+
+def test_several_updates_a_step_compare_with_the_policy_before_the_first(run):
+    def ratios(name, rate):
+        settings = ["policy.train_global_batch_size=4", f"policy.optimizer.kwargs.lr={rate}"]
+        folder, _ = run("grpo", name, *settings)
+        return folder.train_metric("ratio/min") + folder.train_metric("ratio/max")
+
+    # Without learning every update is the first one; with it the later ones are off policy.
+    assert ratios("still", 1e-30) == pytest.approx([1.0] * 8, abs=1e-4)
+    assert max(ratios("learning", 1e-2)) > 1.001
+
+
+def test_the_divergence_from_the_reference_starts_at_zero_and_grows(run):
+    folder, _ = run("grpo", "run", "grpo.loss.kl_coefficient=0.1")
+    kl = folder.train_metric("kl")
+    assert kl[0] == pytest.approx(0.0, abs=1e-9)
+    assert kl[-1] > 1e-6
+
+
+def test_the_reference_of_a_resumed_run_is_still_the_model_it_started_from(run):
+    settings = ("grpo.loss.kl_coefficient=0.1",)
+    whole, _ = run("grpo", "whole", *settings)
+    run("grpo", "broken", *settings, interrupt_at=2)
+    broken, _ = run("grpo", "broken", *settings, resume=True)
+    assert broken.train_metric("kl") == whole.train_metric("kl")
+
+
+def test_truncated_answers_can_be_left_out_of_the_loss(run):
+    cut = ("policy.generation.max_new_tokens=2", "validation.num_prompts=0", "grpo.max_steps=1")
+    masked, _ = run("grpo", "masked", *cut, "grpo.mask_truncated=true")
+    kept, _ = run("grpo", "kept", *cut)
+    [truncated] = [round(fraction * 16) for fraction in kept.train_metric("truncated_fraction")]
+    assert 0 < truncated < 16
+    # A truncated answer has both tokens that it was allowed.
+    [difference] = [
+        all_tokens - left
+        for all_tokens, left in zip(*(r.train_metric("num_valid_tokens") for r in (kept, masked)), strict=True)
+    ]
+    assert difference == 2 * truncated
+
+
+def test_a_run_without_held_out_prompts_validates_nothing(run):
+    folder, last_step = run("grpo", "run", "env.validation_fraction=0", "grpo.max_steps=1")
+    assert last_step == 1
+    assert [line["step"] for line in folder.lines()] == [1]
+
+
+ENVS = """
+from lucidrl.envs.text.interfaces import EnvReply
+
+class Refusing:
+    async def step(self, batch):
+        raise RuntimeError("no verdict")
+
+class Equal:
+    async def step(self, batch):
+        return [EnvReply(1.0) for _ in batch]
+
+class Different:
+    async def step(self, batch):
+        return [EnvReply(float(request.sample_id[-1])) for request in batch]
+"""
+
+
+@pytest.fixture
+def own_env(tmp_path, monkeypatch):
+    """Settings for an environment of the module above, by its name."""
+    (tmp_path / "grpo_envs.py").write_text(ENVS)
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{n}+1="}}\n' for n in range(30)))
+    monkeypatch.syspath_prepend(tmp_path)
+    return lambda name: (f"env.name=grpo_envs:{name}", f"env.prompts_file={tmp_path / 'prompts.jsonl'}")
+
+
+def test_an_environment_that_judges_nothing_stops_the_run(run, own_env):
+    with pytest.raises(EnvironmentFailure, match="no verdict"):
+        run("grpo", "run", *own_env("Refusing"))
+
+
+def test_samples_that_are_all_dropped_teach_nothing_and_are_counted(run, own_env):
+    folder, last_step = run("grpo", "run", *own_env("Refusing"), "env.on_error=drop", "grpo.max_steps=1")
+    assert last_step == 1
+    assert folder.train_metric("dropped_samples") == [16.0]
+    assert folder.train_metric("loss") == folder.train_metric("grad_norm") == [0.0]
+
+
+@pytest.mark.parametrize("name", ["Equal", "Different"])
+def test_groups_without_signal_can_be_left_out_of_the_loss(run, own_env, name):
+    settings = (*own_env(name), "grpo.max_steps=1", "validation.num_prompts=0")
+    kept, _ = run("grpo", "kept", *settings)
+    left_out, _ = run("grpo", "left_out", *settings, "grpo.drop_groups_without_signal=true")
+    if name == "Different":
+        assert left_out.lines() == kept.lines()
+    else:
+        assert kept.train_metric("num_valid_tokens")[0] > 0
+        assert left_out.train_metric("num_valid_tokens") in ([], [0.0])

@@ -1,0 +1,71 @@
+"""What the training loops share: stopping on request, and timing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from lucidrl.algorithms.loop import StepClock, StopRequest
+from lucidrl.profiling.spans import span
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_to_stop_and_says_so(number):
+    messages = []
+    with StopRequest(messages.append) as stop:
+        assert not stop.is_set
+        os.kill(os.getpid(), number)
+        assert stop.is_set
+    assert len(messages) == 1
+    assert number.name in messages[0]
+    assert "saving" in messages[0]
+
+
+def test_the_second_signal_interrupts_at_once():
+    with StopRequest(lambda message: None):
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_handlers_from_before_are_back_afterwards():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(RuntimeError), StopRequest(lambda message: None):
+        raise RuntimeError
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_outside_of_the_main_thread_it_is_never_set():
+    found = []
+
+    def use():
+        with StopRequest(found.append) as stop:
+            found.append(stop.is_set)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+def test_a_signal_in_the_middle_of_a_write_still_stops():
+    def busy(message):
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>")
+
+    with StopRequest(busy) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.is_set
+
+
+def test_a_lap_holds_the_phases_since_the_restart():
+    with span("before"):
+        pass
+    clock = StepClock()
+    with span("inside"):
+        pass
+    lap = clock.lap()
+    assert lap.keys() == {"step_s", "inside_s"}
+    assert lap["step_s"] >= lap["inside_s"] >= 0

@@ -1,0 +1,58 @@
+"""Collectors on the embedded model, with real environments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lucidrl.collectors.config import TextCollectorConfig
+from lucidrl.collectors.text import TextCollector
+from lucidrl.data.datasets import Prompt
+from lucidrl.envs.text.runner import EnvRunner
+from lucidrl.models.embedded import embedded_tokenizer
+from lucidrl.models.generation.builtin import BuiltinGenerator
+from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.models.loading import load_model
+from lucidrl.models.logprobs import LogprobModel
+
+
+class RecordingGenerator(BuiltinGenerator):
+    """Keeps what it was asked and what it returned."""
+
+    def generate(self, data, greedy=False):
+        output = super().generate(data, greedy)
+        self.calls = [*getattr(self, "calls", []), (data, output)]
+        return output
+
+
+@pytest.fixture(scope="session")
+def models():
+    """The warm model, and one whose answers are noise, special tokens included."""
+    return {name: LogprobModel(load_model(name, torch.float32), 1.0) for name in ("embedded", "embedded-untrained")}
+
+
+@pytest.fixture
+def make_collector(models):
+    """Builds collectors and ends them; the generator is the collector's `generator` attribute here."""
+    made = []
+
+    def make(env, prompts, *, model="embedded", seed=0, deadline_s=10.0, on_error="fail", context=512, **settings):
+        settings = {"prompts_per_step": 2, "samples_per_prompt": 4, **settings}
+        tokenizer = embedded_tokenizer()
+        generator = RecordingGenerator(models[model], tokenizer, GenerationConfig(max_new_tokens=5))
+        runner = EnvRunner(env, deadline_s, max_concurrency=4, on_error=on_error)
+        config = TextCollectorConfig(**settings)
+        collector = TextCollector(generator, runner, tokenizer, prompts, config, context_length=context, seed=seed)
+        made.append(collector)
+        collector.generator = generator
+        return collector
+
+    yield make
+    for collector in made:
+        collector.shutdown()
+
+
+@pytest.fixture
+def questions():
+    """Eight additions."""
+    return [Prompt(f"{n}+3", ({"role": "user", "content": f"{n}+3="},), {"answer": n + 3}) for n in range(11, 19)]

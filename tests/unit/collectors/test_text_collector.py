@@ -1,0 +1,260 @@
+"""TextCollector: what it returns is what was sampled and judged, and the same again from the same seed or state."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+import torch
+
+from lucidrl.algorithms.advantages import group_normalized
+from lucidrl.data.datasets import Prompt
+from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
+from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
+from lucidrl.envs.text.interfaces import EnvReply
+from lucidrl.errors import DataError, EnvironmentFailure
+
+PAD = 0
+
+
+@pytest.fixture
+def arithmetic():
+    return ArithmeticEnv(ArithmeticConfig())
+
+
+class SampleNumberEnv:
+    """Reward = the sample's number, if its prompt has signal; what `spoil` returns or raises for sample 1."""
+
+    def __init__(self, spoil=None):
+        self.spoil = spoil
+
+    async def step(self, batch):
+        return [await self._judge(request) for request in batch]
+
+    async def _judge(self, request):
+        number = int(request.sample_id.rpartition("#")[2])
+        if self.spoil is not None and request.sample_id == "11+3#1":
+            return await self.spoil()
+        return EnvReply(float(number) if request.info.get("signal", True) else 1.0)
+
+
+def tokens_of(rollouts):
+    return [[message["token_ids"].tolist() for message in c.log] for c in rollouts.conversations]
+
+
+def test_rows_are_the_very_tokens_and_logprobs_that_the_generator_returned(make_collector, arithmetic, questions):
+    # Untrained, so that answers hold special tokens, which no decoded text would bring back.
+    collector = make_collector(arithmetic, questions, model="embedded-untrained")
+    rollouts = collector.collect()
+    batch = rollouts.to_batch(PAD)
+    [(asked, output)] = collector.generator.calls
+    width = batch["input_ids"].shape[1]
+    assert torch.equal(batch["input_ids"], output["output_ids"][:, :width])
+    assert torch.equal(batch["input_lengths"], output["unpadded_sequence_lengths"])
+    assert torch.equal(batch["generation_logprobs"], output["logprobs"][:, :width])
+    position = torch.arange(width)
+    sampled = (position >= asked["input_lengths"][:, None]) & (position < batch["input_lengths"][:, None])
+    assert torch.equal(batch["token_mask"], sampled.float())
+    retokenised = [
+        collector._tokenizer.encode(conversation.log[-1]["content"]) for conversation in rollouts.conversations
+    ]
+    assert retokenised != [conversation.log[-1]["token_ids"].tolist() for conversation in rollouts.conversations]
+
+
+def test_the_samples_of_a_prompt_form_a_group_with_names_of_their_own(make_collector, arithmetic, questions):
+    rollouts = make_collector(arithmetic, questions).collect()
+    assert rollouts.group_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    first, second = (rollouts.conversations[row].prompt.prompt_id for row in (0, 4))
+    assert rollouts.to_batch(PAD)["idx"] == [f"{prompt}#{n}" for prompt in (first, second) for n in range(4)]
+    assert rollouts.to_batch(PAD)["sample_mask"].tolist() == [1.0] * 8
+
+
+def test_a_prompt_that_comes_twice_in_a_step_gets_new_samples(make_collector, arithmetic, questions):
+    rollouts = make_collector(arithmetic, questions[:1], model="embedded-untrained").collect()
+    assert rollouts.to_batch(PAD)["idx"] == [f"11+3#{n}" for n in range(8)]
+    answers = tokens_of(rollouts)
+    assert answers[:4] != answers[4:]
+
+
+def test_only_sampled_tokens_count_in_conversations_of_several_turns(make_collector):
+    env = GuessingEnv(GuessingConfig(max_number=50, max_turns=5))
+    collector = make_collector(env, env.prompts(), max_turns=3)
+    rollouts = collector.collect()
+    batch = rollouts.to_batch(PAD)
+    assert max(conversation.turns for conversation in rollouts.conversations) == 3
+    for row, conversation in enumerate(rollouts.conversations):
+        assert [message["role"] for message in conversation.log] == ["user", "assistant"] * conversation.turns
+        mask = [float(message["role"] == "assistant") for message in conversation.log for _ in message["token_ids"]]
+        assert batch["token_mask"][row].tolist() == mask + [0.0] * (batch["token_mask"].shape[1] - len(mask))
+
+
+def test_each_turn_goes_on_from_the_tokens_of_the_turns_before(make_collector):
+    env = GuessingEnv(GuessingConfig(max_number=50, max_turns=5))
+    collector = make_collector(env, env.prompts(), max_turns=3)
+    rollouts = collector.collect()
+    calls = collector.generator.calls
+    still_open = list(rollouts.conversations)
+    for turn, (asked, output) in enumerate(calls, start=1):
+        assert len(still_open) == asked.size
+        for row, conversation in enumerate(still_open):
+            so_far = torch.cat([message["token_ids"] for message in conversation.log[: 2 * turn]])
+            assert output["output_ids"][row, : output["unpadded_sequence_lengths"][row]].tolist() == so_far.tolist()
+        still_open = [conversation for conversation in still_open if conversation.turns > turn]
+
+
+def test_a_reply_that_does_not_fit_the_context_ends_the_conversation(make_collector):
+    env = GuessingEnv(GuessingConfig(max_number=50, max_turns=5))
+    prompt_length = 1 + len(env.prompts()[0].messages[0]["content"]) + 1
+    rollouts = make_collector(env, env.prompts(), max_turns=3, context=prompt_length + 6).collect()
+    assert {conversation.turns for conversation in rollouts.conversations} == {1}
+    assert rollouts.metrics["truncated_fraction"] == 1.0
+    assert rollouts.to_batch(PAD)["input_lengths"].max() <= prompt_length + 6
+
+
+async def _raises():
+    raise RuntimeError("no verdict")
+
+
+async def _nan():
+    return EnvReply(math.nan)
+
+
+async def _sleeps():
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("spoil", [_raises, _nan, _sleeps])
+def test_a_sample_that_cannot_be_judged_is_dropped_alone(make_collector, questions, spoil):
+    collector = make_collector(SampleNumberEnv(spoil), questions[:2], on_error="drop", deadline_s=0.2)
+    rollouts = collector.collect()
+    names = rollouts.to_batch(PAD)["idx"]
+    dropped = names.index("11+3#1")
+    expected = torch.ones(8)
+    expected[dropped] = 0
+    assert torch.equal(rollouts.to_batch(PAD)["sample_mask"], expected)
+    assert rollouts.metrics["dropped_samples"] == 1
+    rewards = [float(name.rpartition("#")[2]) for row, name in enumerate(names) if row != dropped]
+    assert rollouts.metrics["reward"] == pytest.approx(sum(rewards) / 7)
+    advantages = group_normalized(rollouts.rewards, rollouts.group_ids, rollouts.is_valid)
+    group = [row for row, name in enumerate(names) if name.startswith("11+3#") and row != dropped]
+    assert advantages[dropped] == 0
+    assert (
+        advantages[group].tolist()
+        == group_normalized(
+            torch.tensor([0.0, 2.0, 3.0]), torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool)
+        ).tolist()
+    )
+
+
+@pytest.mark.parametrize("spoil", [_raises, _nan, _sleeps])
+def test_with_on_error_fail_the_sample_is_named(make_collector, questions, spoil):
+    collector = make_collector(SampleNumberEnv(spoil), questions[:1], deadline_s=0.2)
+    with pytest.raises(EnvironmentFailure, match=r"SampleNumberEnv.*11\+3#1"):
+        collector.collect()
+
+
+def test_refill_replaces_groups_without_signal_and_keeps_the_number_of_rows(make_collector, questions):
+    prompts = [Prompt(q.prompt_id, q.messages, {"signal": n % 4 == 0}) for n, q in enumerate(questions)]
+    collector = make_collector(SampleNumberEnv(), prompts, prompts_per_step=4, refill_rounds=20)
+    rollouts = collector.collect()
+    assert len(rollouts.conversations) == 16
+    assert all(conversation.prompt.info["signal"] for conversation in rollouts.conversations)
+    assert rollouts.metrics["groups_with_signal_fraction"] == 1.0
+    replaced = rollouts.metrics["groups_without_signal_replaced"]
+    assert collector.state_dict()["position"] == 4 + replaced
+    assert replaced > 0
+
+
+def test_refill_that_finds_no_signal_fills_up_with_what_it_has(make_collector, questions):
+    prompts = [Prompt(q.prompt_id, q.messages, {"signal": False}) for q in questions]
+    collector = make_collector(SampleNumberEnv(), prompts, prompts_per_step=3, refill_rounds=1)
+    rollouts = collector.collect()
+    assert len(rollouts.conversations) == 12
+    assert rollouts.metrics["groups_without_signal_replaced"] == 3
+    assert collector.state_dict()["position"] == 6
+
+
+def test_equal_seeds_give_equal_rollouts_and_others_do_not(make_collector, arithmetic, questions):
+    first, again, other = (
+        tokens_of(make_collector(arithmetic, questions, model="embedded-untrained", seed=seed).collect())
+        for seed in (5, 5, 6)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_a_restored_state_gives_the_very_next_batch(make_collector, arithmetic, questions):
+    collector = make_collector(arithmetic, questions)
+    collector.collect()
+    state = collector.state_dict()
+    expected = collector.collect()
+    resumed = make_collector(arithmetic, questions)
+    resumed.load_state_dict(state)
+    found = resumed.collect()
+    assert tokens_of(found) == tokens_of(expected)
+    assert torch.equal(found.rewards, expected.rewards)
+
+
+def test_evaluation_takes_nothing_from_training(make_collector, arithmetic, questions):
+    plain, evaluated = (make_collector(arithmetic, questions) for _ in range(2))
+    plain.collect()
+    evaluated.collect()
+    held_out = evaluated.evaluate(questions[:3])
+    assert [c.prompt.prompt_id for c in held_out.conversations] == ["11+3", "12+3", "13+3"]
+    assert evaluated.state_dict() == plain.state_dict()
+    assert tokens_of(evaluated.collect()) == tokens_of(plain.collect())
+
+
+def test_iterating_collects_step_after_step(make_collector, arithmetic, questions):
+    collector, other = (make_collector(arithmetic, questions) for _ in range(2))
+    batches = iter(collector)
+    assert [tokens_of(next(batches)) for _ in range(2)] == [tokens_of(other.collect()) for _ in range(2)]
+
+
+def test_rollouts_carry_the_version_of_the_weights_that_sampled_them(make_collector, arithmetic, questions):
+    collector = make_collector(arithmetic, questions)
+    assert collector.collect().weight_version == 0
+    collector.update_policy_weights_(version=7)
+    assert collector.collect().weight_version == 7
+
+
+def test_metrics_of_the_environment_stand_beside_the_collectors_own(make_collector, questions):
+    class Boasting:
+        async def step(self, batch):
+            return [EnvReply(0.25, metrics={"reward": 100.0, "style": 3.0}) for _ in batch]
+
+    metrics = make_collector(Boasting(), questions).collect().metrics
+    assert metrics["style"] == 3.0
+    assert metrics["reward"] == 0.25
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_its_id_and_both_lengths(
+    make_collector, arithmetic, questions
+):
+    long = Prompt("tale", ({"role": "user", "content": "x" * 600},))
+    collector = make_collector(arithmetic, [*questions, long])
+    with pytest.raises(DataError, match=r"'tale' has 602 tokens.*context of 512 tokens"):
+        collector.check([*questions, long])
+
+
+def test_map_fn_calls_the_one_worker(make_collector, arithmetic, questions):
+    collector = make_collector(arithmetic, questions)
+    assert collector.map_fn("state_dict", [()]) == [{"position": 0, "batches": 0}]
+    with pytest.raises(ValueError, match="2 tuples of arguments for 1 worker"):
+        collector.map_fn("state_dict", [(), ()])
+
+
+def test_shutdown_may_be_called_twice(make_collector, arithmetic, questions):
+    collector = make_collector(arithmetic, questions)
+    collector.shutdown()
+    collector.shutdown()
+
+
+def test_dumped_samples_are_readable(make_collector, arithmetic, questions):
+    rollouts = make_collector(arithmetic, questions).collect()
+    samples = rollouts.to_samples()
+    assert {len(column) for column in samples.values()} == {8}
+    messages, reward = samples["messages"][0], samples["reward"][0]
+    question, answer = messages[0]["content"], messages[1]["content"]
+    assert reward == float(answer == str(sum(map(int, question.rstrip("=").split("+")))))

@@ -1,0 +1,129 @@
+"""Weights and optimizer come back to the bit, as a Hugging Face folder; another model's are refused whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from lucidrl.algorithms.losses import NLLLoss
+from lucidrl.errors import CheckpointError
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.policy import Policy
+from lucidrl.models.policy.worker import PolicyWorker
+
+TRAINING: dict[str, Any] = {
+    "optimizer": {"kwargs": {"lr": 0.01}},
+    "scheduler": {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.9}},
+}
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "phi_head_bias"])
+def test_a_resumed_worker_goes_on_to_the_bit(make_worker, make_rows, weights_of, tmp_path, precision, architecture):
+    options = {**TRAINING, "precision": precision}
+    worker = make_worker(architecture, **options)
+    for seed in range(3):
+        worker.train(make_rows(seed=seed), NLLLoss())
+    weights, optimizer = str(tmp_path / "weights"), str(tmp_path / "optimizer")
+    worker.save_checkpoint(weights, optimizer)
+    resumed = make_worker(architecture, **options, weights_path=weights, optimizer_path=optimizer)
+    assert same(weights_of(resumed), weights_of(worker))
+    for seed in range(3, 5):
+        first, second = (each.train(make_rows(seed=seed), NLLLoss()) for each in (worker, resumed))
+        assert torch.equal(first["global_loss"], second["global_loss"])
+        assert first["metrics"]["lr"] == second["metrics"]["lr"]
+    assert same(weights_of(resumed), weights_of(worker))
+
+
+def test_weights_alone_start_a_new_optimizer(make_worker, make_rows, weights_of, tmp_path):
+    worker = make_worker(**TRAINING, precision="bfloat16")
+    worker.train(make_rows(), NLLLoss())
+    worker.save_checkpoint(str(tmp_path))
+    started = make_worker(**TRAINING, precision="bfloat16", weights_path=str(tmp_path))
+    assert same(weights_of(started), weights_of(worker))
+    for master, parameter in zip(started.optimizer.state_dict()["masters"], started.model.parameters(), strict=True):
+        assert torch.equal(master, parameter.float())
+    assert started.train(make_rows(), NLLLoss())["metrics"]["lr"] == 0.01
+
+
+def test_transformers_loads_what_was_saved(every_model, tokenizer, make_rows, tmp_path):
+    worker = PolicyWorker(PolicyConfig(model_name=every_model, **TRAINING), tokenizer)
+    worker.train(make_rows(), NLLLoss())
+    worker.save_checkpoint(str(tmp_path), tokenizer_path=str(tmp_path))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    own = worker.model.model.state_dict()
+    assert all(torch.equal(value, own[name]) for name, value in loaded.state_dict().items())
+    assert loaded.config._attn_implementation != "lucidrl"
+    ids = torch.tensor([[5, 6, 7]])
+    assert loaded.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > 3
+    assert AutoTokenizer.from_pretrained(tmp_path).decode(ids[0]) == tokenizer.decode(ids[0])
+    again = PolicyWorker(PolicyConfig(model_name=str(tmp_path)), tokenizer, init_optimizer=False)
+    rows = make_rows()
+    assert torch.equal(again.get_logprobs(rows)["logprobs"], worker.get_logprobs(rows)["logprobs"])
+
+
+def test_only_what_has_a_path_is_saved(make_worker, tmp_path):
+    make_worker().save_checkpoint(str(tmp_path))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"config.json", "model.safetensors"} <= names
+    assert not any("tokenizer" in name or "optimizer" in name for name in names)
+
+
+def test_a_policy_saves_and_loads_one_folder(make_worker, make_rows, weights_of, tmp_path):
+    first, second = Policy(make_worker(**TRAINING)), Policy(make_worker(**TRAINING))
+    result = first.train(make_rows(), NLLLoss())
+    assert result.loss > 0
+    assert result.metrics["lr"] == 0.01
+    first.save(tmp_path)
+    second.load(tmp_path)
+    for policy in (first, second):
+        policy.train(make_rows(seed=1), NLLLoss())
+    assert same(weights_of(first.worker), weights_of(second.worker))
+
+
+@pytest.mark.parametrize(
+    ("other", "complaint"),
+    [
+        ("llama_untied", r"lm_head\.weight should have shape none, found \[102, 32\]"),
+        ("gpt2_learned_positions", r"model\.embed_tokens\.weight should have shape \[102, 32\], found nothing"),
+        ("wider", r"model\.layers\.0\.mlp\.gate_proj\.weight should have shape \[48, 32\], found \[64, 32\]"),
+        ("deeper", r"model\.layers\.2\.\S+ should have shape none"),
+    ],
+)
+def test_another_models_weights_are_refused_whole(make_worker, tiny_model, save_model, weights_of, other, complaint):
+    changes = {"wider": {"intermediate_size": 64}, "deeper": {"num_hidden_layers": 3}}
+    worker = make_worker()
+    if other in changes:
+        config = LlamaConfig.from_pretrained(worker.config.model_name, **changes[other])
+        folder = save_model(config, seed=1)
+    else:
+        folder = tiny_model(other)
+    before = weights_of(worker)
+    with pytest.raises(CheckpointError, match=rf"is of another model: {complaint}"):
+        worker.load_checkpoint(folder)
+    assert same(weights_of(worker), before)
+
+
+def test_a_missing_checkpoint_is_named(make_worker, tmp_path):
+    with pytest.raises(CheckpointError, match=r"nowhere/model\.safetensors is not a readable"):
+        make_worker().load_checkpoint(str(tmp_path / "nowhere"))
+
+
+def test_an_optimizer_state_that_does_not_fit_is_refused(make_worker, tmp_path):
+    weights, optimizer = str(tmp_path / "weights"), str(tmp_path / "optimizer")
+    worker = make_worker()
+    worker.save_checkpoint(weights, optimizer)
+    for other in (make_worker(**TRAINING), make_worker(precision="bfloat16"), make_worker("qwen2")):
+        own_weights = str(tmp_path / "own")
+        other.save_checkpoint(own_weights)
+        with pytest.raises(CheckpointError, match="holds no state of this policy's optimizer"):
+            other.load_checkpoint(own_weights, optimizer)
+    with pytest.raises(CheckpointError, match="holds no state of this policy's optimizer"):
+        worker.load_checkpoint(weights, str(tmp_path / "nowhere"))

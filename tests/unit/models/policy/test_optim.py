@@ -1,0 +1,194 @@
+"""The optimizer: clipping that clips, steps that are skipped whole, master weights, schedules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lucidrl.errors import ConfigError
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.optim import PolicyOptimizer
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+
+
+def sgd(lr: float = 1.0, **fields: Any) -> PolicyConfig:
+    return PolicyConfig(optimizer={"name": "torch.optim.SGD", "kwargs": {"lr": lr}}, **fields)
+
+
+def parameters_of(*values: list[float], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.tensor(value, dtype=dtype)) for value in values]
+
+
+def give_gradients(parameters: list[nn.Parameter], *gradients: list[float]) -> None:
+    """By a backward pass, as a model does."""
+    products = (
+        (parameter * torch.tensor(gradient, dtype=parameter.dtype)).sum()
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    )
+    sum(products, torch.zeros(())).backward()
+
+
+@every_dtype
+def test_gradients_are_scaled_down_to_the_norm(dtype):
+    parameters = parameters_of([0.0, 0.0], [0.0], dtype=dtype)
+    optimizer = PolicyOptimizer(parameters, sgd(max_grad_norm=0.75))
+    give_gradients(parameters, [2.0, 4.0], [4.0])
+    assert optimizer.step() == pytest.approx(6.0)
+    moved = torch.cat([parameter.detach().double() for parameter in parameters])
+    torch.testing.assert_close(moved, torch.tensor([-0.25, -0.5, -0.5], dtype=torch.float64), rtol=1e-4, atol=0)
+
+
+@every_dtype
+@pytest.mark.parametrize("max_grad_norm", [None, 100.0])
+def test_small_gradients_are_not_scaled(dtype, max_grad_norm):
+    parameters = parameters_of([0.0, 0.0], dtype=dtype)
+    optimizer = PolicyOptimizer(parameters, sgd(max_grad_norm=max_grad_norm))
+    give_gradients(parameters, [3.0, 4.0])
+    assert optimizer.step() == pytest.approx(5.0)
+    assert parameters[0].tolist() == [-3.0, -4.0]
+
+
+@every_dtype
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_with_a_bad_gradient_changes_nothing(dtype, bad):
+    parameters = parameters_of([1.0, 2.0], [3.0], dtype=dtype)
+    config = PolicyConfig(optimizer={"kwargs": {"lr": 0.1}})
+    optimizer = PolicyOptimizer(parameters, config)
+    give_gradients(parameters, [1.0, 1.0], [1.0])
+    optimizer.step()
+    before = [parameter.tolist() for parameter in parameters]
+    state = {key: value.clone() for key, value in optimizer.state_dict()["optimizer"]["state"][0].items()}
+    give_gradients(parameters, [1.0, 1.0], [bad])
+    assert not torch.isfinite(torch.tensor(optimizer.step()))
+    assert [parameter.tolist() for parameter in parameters] == before
+    after = optimizer.state_dict()["optimizer"]["state"][0]
+    assert all(torch.equal(after[key], value) for key, value in state.items())
+    give_gradients(parameters, [1.0, 1.0], [1.0])
+    assert optimizer.step() == pytest.approx(3**0.5)  # the bad gradient is gone
+
+
+def test_master_weights_collect_updates_too_small_for_half_precision():
+    parameters = parameters_of([1.0], dtype=torch.bfloat16)
+    optimizer = PolicyOptimizer(parameters, sgd(lr=1e-3))
+    values = []
+    for _ in range(20):
+        give_gradients(parameters, [1.0])
+        optimizer.step()
+        values.append(parameters[0].item())
+    assert values[0] == 1.0  # the nearest bfloat16 below 1 is 0.996
+    assert values[-1] == pytest.approx(0.98, abs=0.002)
+    (master,) = optimizer.state_dict()["masters"]
+    assert master.dtype == torch.float32
+    assert master.item() == pytest.approx(0.98, abs=1e-5)
+
+
+def test_gradients_of_micro_batches_add_up_in_float32():
+    parameters = parameters_of([0.0], dtype=torch.bfloat16)
+    optimizer = PolicyOptimizer(parameters, sgd(max_grad_norm=None))
+    give_gradients(parameters, [256.0])
+    for _ in range(64):
+        give_gradients(parameters, [0.5])  # lost, if it were added to 256 in bfloat16
+    assert parameters[0].grad is None
+    assert optimizer.step() == pytest.approx(288.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_full_precision_needs_no_copies(dtype):
+    optimizer = PolicyOptimizer(parameters_of([1.0], dtype=dtype), sgd())
+    assert not optimizer.has_masters
+    assert "masters" not in optimizer.state_dict()
+
+
+def test_frozen_parameters_are_left_alone():
+    trained, frozen = parameters_of([1.0], [1.0])
+    frozen.requires_grad_(False)
+    optimizer = PolicyOptimizer([trained, frozen], sgd(max_grad_norm=None))
+    (trained * frozen).sum().backward()
+    optimizer.step()
+    assert (trained.item(), frozen.item()) == (0.0, 1.0)
+
+
+@every_dtype
+def test_state_survives_a_round_trip_to_the_bit(dtype):
+    config = PolicyConfig(
+        optimizer={"kwargs": {"lr": 0.1}},
+        scheduler={"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.5}},
+    )
+
+    def advance(parameters: list[nn.Parameter], optimizer: PolicyOptimizer, step: int) -> None:
+        give_gradients(parameters, [0.3 * step, -0.7 + 0.4 * step])
+        optimizer.step()
+        optimizer.schedule()
+
+    first = parameters_of([1.0, 2.0], dtype=dtype)
+    optimizer = PolicyOptimizer(first, config)
+    for step in range(3):
+        advance(first, optimizer, step)
+    second = [nn.Parameter(first[0].detach().clone())]
+    resumed = PolicyOptimizer(second, config)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.learning_rate == optimizer.learning_rate == pytest.approx(0.0125)
+    for step in range(3, 6):
+        advance(first, optimizer, step)
+        advance(second, resumed, step)
+    assert torch.equal(first[0], second[0])
+
+
+def learning_rates(config: PolicyConfig, count: int) -> list[float]:
+    parameters = parameters_of([1.0])
+    optimizer = PolicyOptimizer(parameters, config)
+    rates = []
+    for _ in range(count):
+        rates.append(optimizer.learning_rate)
+        give_gradients(parameters, [1.0])
+        optimizer.step()
+        optimizer.schedule()
+    return rates
+
+
+def test_without_scheduler_the_rate_stays():
+    assert learning_rates(sgd(0.5), 3) == [0.5, 0.5, 0.5]
+
+
+def test_one_scheduler():
+    linear = {
+        "name": "torch.optim.lr_scheduler.LinearLR",
+        "kwargs": {"start_factor": 0.25, "end_factor": 1.0, "total_iters": 3},
+    }
+    assert learning_rates(sgd(1.0, scheduler=linear), 5) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+
+
+def test_several_schedulers_follow_each_other_at_their_milestones():
+    warm_up = {
+        "name": "torch.optim.lr_scheduler.LinearLR",
+        "kwargs": {"start_factor": 0.5, "end_factor": 1.0, "total_iters": 2},
+    }
+    constant = {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 100}}
+    decay = {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.5}}
+    config = sgd(1.0, scheduler=[warm_up, constant, decay], scheduler_milestones=[2, 4])
+    assert learning_rates(config, 7) == pytest.approx([0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"optimizer": {"name": "torch.optim.Adamw"}}, r"policy\.optimizer\.name='torch\.optim\.Adamw' cannot be"),
+        ({"optimizer": {"name": "no_such_package.Adam"}}, r"policy\.optimizer\.name='no_such_package\.Adam' cannot"),
+        ({"optimizer": {"name": "AdamW"}}, r"policy\.optimizer\.name='AdamW' cannot be imported"),
+        ({"optimizer": {"kwargs": {"lr": 1e-3, "momentun": 0.9}}}, r"policy\.optimizer\.kwargs=.*momentun"),
+        ({"optimizer": {"kwargs": {"lr": 1e-3, "betas": [2.0, 0.9]}}}, r"policy\.optimizer\.kwargs=.*beta"),
+        ({"scheduler": {"name": "torch.optim.lr_scheduler.Nope"}}, r"policy\.scheduler\.name='torch.*Nope' cannot"),
+        (
+            {"scheduler": {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"end": 2}}},
+            r"policy\.scheduler\.kwargs=\{'end': 2\} does not suit torch\.optim\.lr_scheduler\.LinearLR",
+        ),
+    ],
+)
+def test_bad_paths_and_arguments_are_config_errors(fields, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        PolicyOptimizer(parameters_of([1.0]), PolicyConfig(**fields))

@@ -1,0 +1,159 @@
+"""Settings: they come together from layers, survive the trip through YAML, and are refused with a way out."""
+
+from __future__ import annotations
+
+import pytest
+
+import lucidrl.envs.text.registry
+from lucidrl.errors import ConfigError
+from lucidrl.recipes.configs import (
+    PRESETS,
+    GRPORunConfig,
+    SFTRunConfig,
+    arithmetic_of,
+    default_grpo_preset,
+    preset_path,
+)
+from lucidrl.utils.config import Config, dump_yaml, load_config
+
+
+def all_config_classes(base: type[Config] = Config) -> set[type[Config]]:
+    assert lucidrl.envs.text.registry.ENVS, "its import defines the environments' configs"
+    return {base}.union(*(all_config_classes(child) for child in base.__subclasses__()))
+
+
+def refusal(*overrides: str, schema: type[Config] = GRPORunConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(schema, overrides=overrides)
+    return str(caught.value)
+
+
+def test_every_field_of_every_config_is_explained():
+    classes = {cls for cls in all_config_classes() if cls.__module__.startswith("lucidrl.")}
+    assert len(classes) > 15
+    unexplained = [
+        f"{cls.__name__}.{name}"
+        for cls in classes
+        for name, field in cls.model_fields.items()
+        if not (field.description or "").strip()
+    ]
+    assert unexplained == []
+
+
+@pytest.mark.parametrize("preset", [None, *(path.stem for path in PRESETS.glob("*.yaml"))])
+def test_a_config_survives_the_trip_through_yaml(preset, tmp_path):
+    schema = SFTRunConfig if preset == "embedded-warm-start" else GRPORunConfig
+    config = load_config(schema, *([preset_path(preset)] if preset else []))
+    (tmp_path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+    assert load_config(schema, tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    "text", ["no", "1e-4", "null", "", "a: b", "[x]", "two\nlines", "é 日本", "#1", "'", '"', " x "]
+)
+def test_awkward_text_survives_the_trip_through_yaml(text, tmp_path):
+    config = load_config(GRPORunConfig, {"run": {"name": text}, "env": {"kwargs": {"template": text}}})
+    (tmp_path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+    assert load_config(GRPORunConfig, tmp_path / "config.yaml") == config
+
+
+def test_later_layers_win_and_overrides_win_over_all(tmp_path):
+    (tmp_path / "mine.yaml").write_text("grpo: {max_steps: 7}\nseed: 3\n")
+    config = load_config(GRPORunConfig, preset_path("demo"), tmp_path / "mine.yaml", overrides=["seed=4"])
+    assert (config.grpo.max_steps, config.seed, config.policy.generation.max_new_tokens) == (7, 4, 8)
+
+
+def test_another_name_comes_without_the_arguments_of_the_old_one():
+    demo = preset_path("demo")
+    changed = load_config(GRPORunConfig, demo, overrides=["env.kwargs.max_number=9", "env.name=guessing"])
+    assert changed.env.kwargs == {"max_number": 9}
+    same = load_config(GRPORunConfig, demo, overrides=["env.name=arithmetic", "env.kwargs.max_operand=5"])
+    assert same.env.kwargs == {"operations": ["+"], "max_operand": 5}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sed=1", ["unknown key sed;", "did you mean seed?"]),
+        ("policy.optimizr.name=x", ["unknown key policy.optimizr;", "did you mean policy.optimizer?"]),
+        ("grpo.loss.clip_hihg=0.1", ["unknown key grpo.loss.clip_hihg;", "did you mean grpo.loss.clip_high?"]),
+        ("validation.zzz=1", ["unknown key validation.zzz;", "known here: every, num_prompts"]),
+        ("grpo.max_steps=0", ["grpo.max_steps=0", "greater than 0"]),
+        ("grpo.max_steps=many", ["grpo.max_steps='many'", "valid integer"]),
+        ("policy.precision=int8", ["policy.precision='int8'", "'bfloat16'"]),
+        ("env.validation_fraction=1.5", ["env.validation_fraction=1.5", "less than 1"]),
+        ("policy.optimizer.kwargs.lr=-1", ["policy.optimizer.kwargs", "lr=-1", "positive number"]),
+        ("policy.dynamic_batching.enabled=true", ["dynamic_batching.enabled", "turn one of them off"]),
+        ("policy.scheduler=[{nam: x}]", ["policy.scheduler.0.nam;", "did you mean policy.scheduler.0.name?"]),
+        ("policy.train_global_batch_size=100", ["256 rows", "policy.train_global_batch_size=100", "multiple of it"]),
+        ("grpo.max_steps", ["'grpo.max_steps'", "key=value"]),
+        ("=3", ["'=3'", "key=value"]),
+        ("--fast=3", ["'--fast=3'", "key=value"]),
+        ("run.name=[x", ["'run.name=[x'", "not valid YAML"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_path_and_the_rule(override, said):
+    message = refusal(override)
+    assert all(part in message for part in said), message
+
+
+def test_several_wrong_settings_are_all_reported():
+    assert refusal("grpo.max_steps=0", "sed=1").count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("- 1\n", "top level must be a mapping"), ("a: [", "not valid YAML"), (None, "does not exist")],
+)
+def test_an_unusable_config_file_is_named(tmp_path, content, said):
+    path = tmp_path / "mine.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_config(GRPORunConfig, path)
+    assert "mine.yaml" in str(caught.value)
+
+
+def test_an_unknown_preset_lists_those_there_are():
+    with pytest.raises(ConfigError, match=r"no preset 'demon'.*chat, demo, embedded-warm-start"):
+        preset_path("demon")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "preset"),
+    [
+        ([], "demo"),
+        (["policy.model_name=embedded-untrained"], "demo"),
+        (["policy.model_name=/models/x"], "chat"),
+        (["policy.model_name=/models/x", "policy.model_name=embedded"], "demo"),
+    ],
+)
+def test_the_preset_follows_the_model(overrides, preset):
+    assert default_grpo_preset(overrides) == preset
+
+
+def test_the_arithmetic_of_a_step_is_spelled_out():
+    config = load_config(GRPORunConfig, overrides=["policy.train_global_batch_size=64"])
+    found = {quantity: value for quantity, value, _ in arithmetic_of(config)}
+    assert found["rows a step"] == 256
+    assert found["rows an optimizer step"] == 64
+    assert found["optimizer steps a step"] == 4
+    assert config.updates_per_step == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "row"),
+    [
+        ([], ("tokens a micro-batch", "up to 4096", "policy.sequence_packing.train_mb_tokens")),
+        (
+            ["policy.sequence_packing.enabled=false", "policy.dynamic_batching.enabled=true"],
+            ("tokens a micro-batch", "up to 4096", "policy.dynamic_batching.train_mb_tokens"),
+        ),
+        (
+            ["policy.sequence_packing.enabled=false"],
+            ("rows a micro-batch", "32", "policy.train_micro_batch_size"),
+        ),
+    ],
+)
+def test_the_arithmetic_says_what_fills_a_micro_batch(overrides, row):
+    assert arithmetic_of(load_config(SFTRunConfig, overrides=overrides))[-1] == row

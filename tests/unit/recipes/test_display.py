@@ -1,0 +1,83 @@
+"""What a person reads: whole on a narrow terminal, literal, and with commands that can be copied."""
+
+from __future__ import annotations
+
+import io
+import shlex
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lucidrl.recipes.configs import GRPORunConfig
+from lucidrl.recipes.display import RunDisplay
+from lucidrl.recipes.launch import arithmetic_table
+
+STEP = {"reward": 0.5, "tokens_per_s": 12345.6, "time/step_s": 2.0, "time/train_s": 1.5, "time/forward_s": 1.0}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / ("long [/bold] :smile: é " + "x" * 60)
+    path.mkdir(parents=True)
+    return path
+
+
+def shown(folder: Path, steps, max_steps: int, validations=(), width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    with RunDisplay("grpo", max_steps, folder, console) as display:
+        for step, metrics in validations:
+            display.on_validation(step, metrics)
+        for step in steps:
+            display.on_step(step, STEP)
+    display.summary(max([*steps, 0]) or max_steps)
+    return console.file.getvalue()
+
+
+def test_lines_of_a_pipe_tell_step_reward_speed_and_time_left(folder):
+    assert "step 1/2  reward 0.500  12,346 tok/s  left 2 s\n" in shown(folder, [1, 2], 2)
+
+
+def test_the_time_left_of_a_resumed_run_counts_its_own_steps(folder):
+    assert "step 105/110  reward 0.500  12,346 tok/s  left 10 s\n" in shown(folder, range(101, 106), 110)
+
+
+def test_the_phases_add_up_to_all_steps(folder):
+    lines = {line.split()[0]: line.split()[1:] for line in shown(folder, [1, 2], 2).splitlines() if line.strip()}
+    assert lines["train"] == ["3.0", "75%"]
+    assert lines["other"] == ["1.0", "25%"]
+    assert lines["all"] == ["steps", "4.0", "100%"]
+    assert "forward" not in lines
+
+
+def test_folder_names_are_literal_and_commands_can_be_copied(folder):
+    text = shown(folder, [1], 1)
+    assert f"run folder: {folder}\n" in text
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("  lucidrl")]
+    assert ["lucidrl", "generate", str(folder), "12+30="] in commands
+    assert ["lucidrl", "grpo", "--resume", str(folder), "grpo.max_steps=2"] in commands
+
+
+def test_a_stopped_run_says_so_and_resumes_with_its_own_settings(folder):
+    text = shown(folder, [1, 2], 5)
+    assert "stopped after step 2 of 5, which is saved" in text
+    assert [line for line in text.splitlines() if line.endswith("--resume " + shlex.quote(str(folder)))]
+
+
+def test_a_run_that_was_finished_before_has_nothing_to_do(folder):
+    assert "nothing to do: step 5 of 5 was done and saved before" in shown(folder, [], 5)
+
+
+def test_held_out_results_are_compared_with_the_steps_they_belong_to(folder):
+    text = shown(folder, [1], 1, [(0, {"accuracy": 0.25, "other": 3.0}), (1, {"accuracy": 0.5, "other": 4.0})])
+    assert "step 0: held-out accuracy 0.250\n" in text
+    assert "held-out accuracy: 0.250 at step 0, 0.500 at step 1\n" in text
+
+
+def test_nothing_of_the_arithmetic_is_cut_at_80_columns():
+    console = Console(file=io.StringIO(), width=80)
+    console.print(arithmetic_table(GRPORunConfig()))
+    text = console.file.getvalue()
+    assert "policy.sequence_packing.train_mb_tokens" in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80

@@ -1,0 +1,94 @@
+"""The check before a run: it finds what would stop the run, without loading weights."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from lucidrl.errors import ConfigError, DataError
+from lucidrl.models.embedded import embedded_config, embedded_tokenizer
+from lucidrl.models.loading import load_model
+from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.preflight import preflight
+from lucidrl.utils.config import load_config
+
+
+@pytest.fixture
+def model_without_weights(tmp_path):
+    folder = tmp_path / "model"
+    embedded_config().save_pretrained(folder)
+    embedded_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def settings(tmp_path, *overrides, schema=GRPORunConfig):
+    small = {"run": {"root": str(tmp_path / "runs")}, "env": {"name": "arithmetic", "kwargs": {"max_operand": 9}}}
+    return load_config(schema, small, overrides=overrides)
+
+
+def write_rows(path, rows):
+    path.write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    return path
+
+
+@pytest.mark.parametrize("schema", [GRPORunConfig, SFTRunConfig])
+def test_a_model_without_weights_passes_the_check(tmp_path, model_without_weights, schema):
+    found = preflight(settings(tmp_path, f"policy.model_name={model_without_weights}", schema=schema))
+    assert found.facts.architecture == "Qwen2ForCausalLM"
+    assert found.num_train + found.num_held_out == 10 * 10
+    assert sum(found.memory_gib.values()) > 0
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_facts_are_those_of_the_loaded_model(tmp_path):
+    facts = preflight(settings(tmp_path)).facts
+    model = load_model("embedded", dtype=None)
+    assert facts.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_what_takes_memory_grows_with_what_is_asked_for(tmp_path):
+    plain = preflight(settings(tmp_path)).memory_gib
+    more = preflight(settings(tmp_path, "grpo.loss.kl_coefficient=0.1", "collector.samples_per_prompt=16")).memory_gib
+    assert more["reference weights"] == plain["weights"]
+    assert more["key-value cache"] > plain["key-value cache"]
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_named(tmp_path):
+    rows = [{"id": f"p{n}", "prompt": "1+1="} for n in range(20)]
+    file = write_rows(tmp_path / "prompts.jsonl", [*rows, {"id": "tale", "prompt": "x" * 510}])
+    with pytest.raises(DataError, match=r"prompt 'tale' has 512 tokens.*context of 512 tokens"):
+        preflight(settings(tmp_path, f"env.prompts_file={file}"))
+
+
+def test_a_conversation_longer_than_the_context_is_shown_by_its_beginning(tmp_path):
+    rows = [{"prompt": f"{n}", "completion": "1"} for n in range(20)]
+    file = write_rows(tmp_path / "talk.jsonl", [*rows, {"prompt": "once " * 200, "completion": "end"}])
+    with pytest.raises(DataError, match=r"conversation 'once once.* has 1006 tokens.*context of 512 tokens"):
+        preflight(settings(tmp_path, f"data.file={file}", schema=SFTRunConfig))
+
+
+def test_a_run_name_that_is_taken_is_said_at_once(tmp_path):
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    (tmp_path / "runs/mine/config.yaml").write_text("")
+    with pytest.raises(ConfigError, match="holds a run already"):
+        preflight(settings(tmp_path, "run.name=mine"))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ("[]", "has no prompts"),
+        ("[Prompt('a', ()), Prompt('b', ()), Prompt('a', ())]", "gives 2 prompts the id 'a'"),
+    ],
+)
+def test_an_environment_must_have_prompts_of_different_ids(tmp_path, monkeypatch, prompts, said):
+    name = f"prompting_{len(prompts)}"
+    (tmp_path / f"{name}.py").write_text(
+        "from lucidrl.data.datasets import Prompt\n"
+        "class Env:\n"
+        "    async def step(self, batch): ...\n"
+        f"    def prompts(self): return {prompts}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DataError, match=said):
+        preflight(settings(tmp_path, f"env.name={name}:Env", "env.validation_fraction=0"))

@@ -1,0 +1,87 @@
+"""The run folder is claimed once, stays below its root, and holds the settings it was started with."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lucidrl.errors import ConfigError
+from lucidrl.recipes.configs import GRPORunConfig
+from lucidrl.recipes.run_folder import check_can_create, create_run_folder, read_run_config, update_run_config
+
+
+def config_for(root, name=None):
+    return GRPORunConfig.model_validate({"run": {"root": root, "name": name}})
+
+
+def test_runs_started_at_once_get_folders_of_their_own(tmp_path):
+    config = config_for(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: create_run_folder(config, "grpo"), range(16)))
+    assert sorted(folder.name for folder in folders) == [f"exp_{n:03d}" for n in range(1, 17)]
+
+
+def test_of_runs_with_one_name_started_at_once_one_gets_it(tmp_path):
+    config = config_for(tmp_path, "mine")
+
+    def claim(_):
+        try:
+            return create_run_folder(config, "grpo")
+        except ConfigError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(claim, range(16)))
+    claimed = [result for result in results if isinstance(result, Path)]
+    assert all("holds a run already" in result for result in results if isinstance(result, str))
+    assert claimed == [tmp_path / "mine"]
+
+
+@pytest.mark.parametrize("name", ["with space", "日本-é", "a/b", "x[/bold]"])
+def test_any_name_below_the_root_works_and_gives_the_config_back(tmp_path, name):
+    config = config_for(tmp_path, name)
+    folder = create_run_folder(config, "grpo")
+    assert folder == tmp_path / name
+    assert read_run_config(GRPORunConfig, folder, []) == config
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../x", "a/../../x", "/tmp/elsewhere", ""])
+def test_a_name_that_leaves_the_root_is_refused(tmp_path, name):
+    for refuse in (lambda config: create_run_folder(config, "grpo"), lambda config: check_can_create(config.run)):
+        with pytest.raises(ConfigError, match=r"leaves run\.root"):
+            refuse(config_for(tmp_path / "runs", name))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_leaves_the_root_through_a_link_is_refused(tmp_path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=r"leaves run\.root"):
+        create_run_folder(config_for(tmp_path / "runs", "link/x"), "grpo")
+
+
+@pytest.mark.parametrize("root", ["file/runs", "file", "/proc/runs"])
+def test_a_root_that_cannot_be_written_is_refused(tmp_path, root):
+    (tmp_path / "file").write_text("")
+    for refuse in (lambda config: create_run_folder(config, "grpo"), lambda config: check_can_create(config.run)):
+        with pytest.raises(ConfigError, match=r"run\.root=.*cannot be written"):
+            refuse(config_for(tmp_path / root))
+
+
+def test_the_check_leaves_nothing_behind(tmp_path):
+    check_can_create(config_for(tmp_path / "new/runs").run)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_runs_settings_are_the_next_ones(tmp_path):
+    folder = create_run_folder(config_for(tmp_path), "grpo")
+    longer = read_run_config(GRPORunConfig, folder, ["grpo.max_steps=500"])
+    update_run_config(folder, longer)
+    assert read_run_config(GRPORunConfig, folder, []) == longer
+
+
+def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path):
+    with pytest.raises(ConfigError, match=r"is not a run folder: it has no config\.yaml"):
+        read_run_config(GRPORunConfig, Path(tmp_path), [])

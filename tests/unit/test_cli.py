@@ -1,0 +1,259 @@
+"""The command line: every command does its work, every mistake is one sentence, and Ctrl-C loses nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from lucidrl import cli
+from lucidrl.checkpoint.manager import CheckpointManager
+from lucidrl.models.embedded import embedded_config, embedded_tokenizer
+
+SMALL = [
+    "env.kwargs={operations: ['+'], max_operand: 9}",
+    "collector.prompts_per_step=4",
+    "collector.samples_per_prompt=4",
+    "validation.num_prompts=8",
+    "grpo.max_steps=2",
+    "tracking.tensorboard=false",
+]
+ENVS = '''
+import asyncio, pathlib
+
+class Slow:
+    """Says that it was asked, then takes its time."""
+    def __init__(self, delay_s):
+        self.delay_s = delay_s
+    async def step(self, batch):
+        from lucidrl.envs.text.interfaces import EnvReply
+        pathlib.Path("asked").touch()
+        await asyncio.sleep(self.delay_s)
+        return [EnvReply(float(len(request.answer))) for request in batch]
+
+class Synchronous:
+    def step(self, batch):
+        return []
+'''
+
+
+@pytest.fixture
+def lucidrl(monkeypatch, capfd):
+    """Runs a command in this process; returns its exit code, output and errors."""
+    monkeypatch.setattr("lucidrl.recipes.launch.configure_rich_logging", lambda **options: None)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lucidrl", *map(str, arguments)])
+        capfd.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A working directory with what the commands below refer to."""
+    monkeypatch.chdir(tmp_path)
+    LlamaConfig().save_pretrained("bare_model")
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    words.save_pretrained("bare_model")
+    embedded_config().save_pretrained("model_without_weights")
+    embedded_tokenizer().save_pretrained("model_without_weights")
+    Path("empty.jsonl").touch()
+    rows = [*({"id": f"p{n}", "prompt": f"{n}+1="} for n in range(30)), {"id": "tale", "prompt": "x" * 600}]
+    Path("long.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    Path("short.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows[:-1])))
+    Path("list.yaml").write_text("- 1\n")
+    Path("a_file").touch()
+    Path("taken/run").mkdir(parents=True)
+    Path("taken/run/config.yaml").touch()
+    Path("cli_envs.py").write_text(ENVS)
+    return tmp_path
+
+
+def without_clock(folder: Path) -> list[dict]:
+    records = [orjson.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+    return [
+        {k: v for k, v in record.items() if k not in ("time", "train/tokens_per_s") and not k.startswith("time/")}
+        for record in records
+    ]
+
+
+MISTAKES = {
+    "unknown key": (["grpo", "polcy.model_name=x"], ["unknown key polcy", "did you mean policy?"]),
+    "negative learning rate": (["grpo", "policy.optimizer.kwargs.lr=-1"], ["lr=-1", "positive number"]),
+    "no equals sign": (["grpo", "fast"], ["'fast'", "key=value"]),
+    "missing model": (["grpo", "policy.model_name=nowhere"], ["'nowhere'", "does not exist", "Hugging Face"]),
+    "model without weights": (["grpo", "policy.model_name=model_without_weights"], ["model_without_weights"]),
+    "tokenizer without pad or eos": (["grpo", "policy.model_name=bare_model"], ["bare_model", "policy.pad_token=..."]),
+    "empty dataset": (["grpo", "env.prompts_file=empty.jsonl"], ["empty.jsonl has no prompts", "one JSON object"]),
+    "missing dataset": (["grpo", "env.prompts_file=absent.jsonl"], ["absent.jsonl does not exist"]),
+    "missing conversations": (["sft", "data.file=absent.jsonl"], ["absent.jsonl does not exist"]),
+    "prompt too long": (["grpo", "env.prompts_file=long.jsonl"], ["'tale' has 602 tokens", "context of 512"]),
+    "batch that does not divide": (
+        ["grpo", "policy.train_global_batch_size=100", "collector={prompts_per_step: 32, samples_per_prompt: 8}"],
+        ["32 x collector.samples_per_prompt=8 = 256 rows", "policy.train_global_batch_size=100", "multiple"],
+    ),
+    "root below a file": (["grpo", "run.root=a_file/runs"], ["run.root='a_file/runs'", "cannot be written"]),
+    "root that nobody may write": (["grpo", "run.root=/proc/runs"], ["run.root='/proc/runs'", "cannot be written"]),
+    "name that leaves the root": (["grpo", "run.name=../x"], ["run.name='../x'", "leaves run.root"]),
+    "name that is taken": (["grpo", "run.root=taken", "run.name=run"], ["taken/run holds a run already", "--resume"]),
+    "unknown preset": (["grpo", "--preset", "demon"], ["'demon'", "chat, demo"]),
+    "missing config": (["grpo", "--config", "absent.yaml"], ["absent.yaml does not exist"]),
+    "config that is a list": (["grpo", "--config", "list.yaml"], ["list.yaml", "must be a mapping"]),
+    "unknown environment": (["grpo", "env.name=arithmetik"], ["'arithmetik'", "did you mean arithmetic?"]),
+    "environment without async step": (["grpo", "env.name=cli_envs:Synchronous"], ["async def step(self, batch)"]),
+    "argument of the environment": (["grpo", "env.kwargs.max_operan=3"], ["did you mean env.kwargs.max_operand?"]),
+    "resume of no run": (["grpo", "--resume", "taken"], ["taken is not a run folder", "config.yaml"]),
+    "resume with a preset": (["grpo", "--resume", "taken", "--preset", "demo"], ["leave out --config and --preset"]),
+    "generate from no run": (["generate", "taken", "1+1="], ["taken is neither a run folder nor a model folder"]),
+    "generate before a checkpoint": (["generate", "taken/run", "1+1="], ["taken/run holds no valid checkpoint yet"]),
+    "check of an unknown algorithm": (["check", "--algorithm", "ppo"], ["--algorithm=ppo", "grpo, sft"]),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(lucidrl, workplace, arguments, said):
+    before = sorted(workplace.rglob("*"))
+    code, _, errors = lucidrl(*arguments)
+    assert code != 0
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1, errors
+    assert all(part in errors for part in said), errors
+    left = {path for path in workplace.rglob("*") if "__pycache__" not in path.parts} - set(before)
+    # Only the weights are looked at after the run folder was made.
+    assert not left or "model_without_weights" in str(arguments)
+
+
+@pytest.mark.parametrize("command", ["grpo", "sft", "generate", "check"])
+def test_help_shows_an_example(lucidrl, command):
+    code, output, _ = lucidrl(command, "--help")
+    assert code == 0
+    assert f"lucidrl {command} " in output.split("Arguments")[0].partition("Usage")[2].partition("\n")[2]
+
+
+def test_version_is_printed(lucidrl):
+    code, output, _ = lucidrl("--version")
+    assert code == 0
+    assert output.startswith("lucidrl ")
+
+
+def test_check_loads_no_weights_and_prints_arithmetic_and_memory(lucidrl, workplace):
+    code, output, errors = lucidrl("check", "policy.model_name=model_without_weights", *SMALL)
+    assert (code, errors) == (0, "")
+    for part in (
+        "max_steps: 2",
+        "rows a step             16",
+        "memory: about, in all",
+        "ok: nothing stands in the way",
+    ):
+        assert part in output
+    assert not (workplace / "runs").exists()
+
+
+def test_a_run_can_be_asked_resumed_and_run_again_from_its_config(lucidrl, workplace):
+    name = "ein Lauf é"
+    code, output, _ = lucidrl("grpo", *SMALL, f"run.name={name}")
+    folder = workplace / "runs" / name
+    assert code == 0
+    assert str(Path("runs") / name) in output
+
+    code, answer, errors = lucidrl("generate", folder, "2+3=")
+    assert (code, errors) == (0, "")
+    assert answer.strip().isdigit()
+    code, answers, _ = lucidrl("generate", folder, "2+3=", "--samples", 3)
+    assert len(answers.splitlines()) == 3
+
+    code, *_ = lucidrl("grpo", "--config", folder / "config.yaml", "run.name=again")
+    assert code == 0
+    assert without_clock(workplace / "runs/again") == without_clock(folder)
+
+    code, output, _ = lucidrl("grpo", "--resume", folder, "grpo.max_steps=3")
+    assert code == 0
+    assert [line["step"] for line in without_clock(folder)][-2:] == [3, 3]
+    code, output, _ = lucidrl("grpo", "--resume", folder)
+    assert "nothing to do: step 3 of 3" in output
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(lucidrl, workplace):
+    assert lucidrl("grpo", *SMALL, "run.name=run", "checkpoint.every=1")[0] == 0
+    weights = workplace / "runs/run/checkpoints/step_2/policy/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert lucidrl("grpo", "--resume", workplace / "runs/run")[0] == 0
+    assert [line["step"] for line in without_clock(workplace / "runs/run") if "train/reward" in line] == [1, 2, 2]
+
+
+@pytest.fixture
+def slow_run(workplace):
+    """Starts a run whose environment takes `delay_s`; it has been asked when this returns."""
+    started = []
+
+    def start(delay_s: float) -> subprocess.Popen[str]:
+        settings = [f"env.kwargs={{delay_s: {delay_s}}}", "env.prompts_file=short.jsonl", "run.name=run"]
+        settings += [
+            "collector.prompts_per_step=4",
+            "collector.samples_per_prompt=2",
+            "validation.num_prompts=0",
+            "grpo.max_steps=50",
+        ]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lucidrl.cli", "grpo", "env.name=cli_envs:Slow", *settings],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        deadline = time.monotonic() + 60
+        while not Path("asked").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_ctrl_c_finishes_the_step_saves_and_can_be_resumed(lucidrl, slow_run, workplace):
+    process = slow_run(delay_s=1.0)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "SIGINT: finishing this step, then saving" in output
+    checkpoint = CheckpointManager(workplace / "runs/run/checkpoints").latest()
+    assert f"stopped after step {checkpoint.step} of 50, which is saved" in output
+    last = checkpoint.step + 1
+    code, output, errors = lucidrl("grpo", "--resume", "runs/run", f"grpo.max_steps={last}", "env.kwargs.delay_s=0")
+    assert code == 0, errors
+    assert CheckpointManager(workplace / "runs/run/checkpoints").latest().step == last
+
+
+def test_ctrl_c_twice_stops_at_once(slow_run):
+    process = slow_run(delay_s=50.0)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "SIGINT" in line:
+            break
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=40)
+    assert time.monotonic() - start < 20
+    assert process.returncode == 130
+    assert "Traceback" not in errors
