@@ -36,7 +36,7 @@ test-slow: $(INSTALLED) $(SMOLLM2)/config.json
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/mypy
 
 smollm2: $(SMOLLM2)/config.json
 

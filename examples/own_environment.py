@@ -1,4 +1,4 @@
-"""An environment of your own: sort the digits of a number.
+r"""An environment of your own: sort the digits of a number.
 
 From the root of the repository, with the embedded model and the numbers that the environment makes up itself:
 
@@ -7,8 +7,17 @@ From the root of the repository, with the embedded model and the numbers that th
 with longer numbers, with the prompts of a file, with a model of your own:
 
     lucidrl grpo env.name=examples.own_environment:SortDigits env.kwargs.num_digits=4
-    lucidrl grpo env.name=examples.own_environment:SortDigits env.prompts_file=examples/prompts.jsonl
+    lucidrl grpo env.name=examples.own_environment:SortDigits env.prompts_file=examples/prompts.jsonl \
+        env.validation_fraction=0.25
     lucidrl grpo env.name=examples.own_environment:SortDigits policy.model_name=FOLDER
+
+The embedded model only knows additions, so the reward climbs slowly. It climbs from higher up after some steps on
+written answers, which the prompts bring with them:
+
+    lucidrl sft env.name=examples.own_environment:SortDigits run.name=sort-sft sft.max_steps=60 \
+        policy.optimizer.kwargs.lr=1e-3 policy.generation.max_new_tokens=8
+    lucidrl grpo --preset demo env.name=examples.own_environment:SortDigits run.name=sort-grpo \
+        policy.model_name=runs/sort-sft/checkpoints/step_60/policy
 """
 
 import itertools

@@ -47,8 +47,9 @@ class SFT:
             for step in range(self.step + 1, self.config.max_steps + 1):
                 clock.restart()
                 size = self.config.examples_per_step
-                chosen = [self.examples[index] for index in self.order.take((step - 1) * size, size)]
-                batch = collate(chosen, self.pad_id, supervised=True)
+                chosen = self.order.take((step - 1) * size, size)
+                batch = collate([self.examples[index] for index in chosen], self.pad_id, supervised=True)
+                batch["idx"] = [f"example {index + 1}" for index in chosen]
                 result = self.policy.train(batch, loss_fn)
                 self.step = step
                 timings = clock.lap()

@@ -17,7 +17,7 @@ from lucidrl.data.messages import render_prompt, render_reply, sampled_message, 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.envs.text.interfaces import EnvRequest
 from lucidrl.envs.text.runner import EnvRunner
-from lucidrl.errors import DataError
+from lucidrl.errors import DataError, EnvironmentFailure
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface
 from lucidrl.models.generation.sampling import draw_key
 from lucidrl.profiling.spans import span
@@ -87,6 +87,11 @@ class TextCollector:
             "groups_with_signal_fraction": _mean(_has_signal(group) for group in groups),
             "groups_without_signal_replaced": float(len(kept) + len(silent) - wanted),
         }
+        if all(conversation.is_dropped for group in groups for conversation in group):
+            raise EnvironmentFailure(
+                f"the environment could judge none of the step's {wanted * self._config.samples_per_prompt} samples "
+                f"(dropped so far: {dict(self._runner.counts)}); mend it, or raise env.deadline_s if it is slow"
+            )
         return self._rollouts(groups, extra)
 
     def evaluate(self, prompts: Sequence[Prompt], greedy: bool = True) -> Rollouts:

@@ -74,7 +74,7 @@ def split(prompts: Sequence[Prompt], validation_fraction: float) -> tuple[list[P
         (validation if held_out else training).append(prompt)
     if validation_fraction > 0 and not (training and validation):
         raise DataError(
-            f"validation_fraction={validation_fraction} splits {len(prompts)} prompts into {len(training)} for "
+            f"env.validation_fraction={validation_fraction} splits {len(prompts)} prompts into {len(training)} for "
             f"training and {len(validation)} for validation; give more prompts, or a fraction of 0 for no validation"
         )
     return training, validation

@@ -24,7 +24,7 @@ def ask(source: Path, prompt: str, samples: int, temperature: float, max_new_tok
     """Answers of the newest checkpoint of a run, or of a model folder; a single one is greedy."""
     name = str(_model_folder(source))
     tokenizer = load_tokenizer(name)
-    model = LogprobModel(load_model(name, torch.float32).to(default_device()), temperature)
+    model = LogprobModel(load_model(name, torch.float32), temperature).to(default_device())
     config = GenerationConfig(max_new_tokens=max_new_tokens, temperature=temperature)
     generator = BuiltinGenerator(model, tokenizer, config, seed=seed)
     ids = torch.tensor([render_prompt(tokenizer, [{"role": "user", "content": prompt}])] * samples)

@@ -22,13 +22,20 @@ INNER_PHASES = frozenset({"forward", "backward", "optimizer", "logprobs", "refer
 
 
 class RunDisplay:
-    """Shows a run on a terminal; elsewhere it writes a line now and then."""
+    """Shows a run on a terminal; elsewhere it writes a line now and then.
 
-    def __init__(self, algorithm: str, max_steps: int, folder: Path, console: Console | None = None):
+    Args:
+        question: what the summary suggests to ask the trained model.
+    """
+
+    def __init__(
+        self, algorithm: str, max_steps: int, folder: Path, console: Console | None = None, question: str = "12+30="
+    ):
         self.console = console or Console()
         self._algorithm = algorithm
         self._max_steps = max_steps
         self._folder = folder
+        self._question = question
         self._validations: dict[int, dict[str, float]] = {}
         self._seconds_of_phase: dict[str, float] = defaultdict(float)
         self._num_steps = 0
@@ -124,6 +131,6 @@ class RunDisplay:
         resume = ["lucidrl", algorithm, "--resume", folder]
         if last_step >= self._max_steps:
             resume.append(f"{algorithm}.max_steps={2 * last_step}")
-        ask = ["lucidrl", "generate", folder, "12+30="]
+        ask = ["lucidrl", "generate", folder, self._question]
         show = ["tensorboard", "--logdir", folder]
         return [ask, show, resume] if (self._folder / "tensorboard").is_dir() else [ask, resume]

@@ -53,7 +53,8 @@ def launch(
         preflight(config)
         folder = create_run_folder(config, algorithm)
     max_steps = config.grpo.max_steps if isinstance(config, GRPORunConfig) else config.sft.max_steps
-    display = RunDisplay(algorithm, max_steps, folder, console)
+    question = "12+30=" if config.policy.model_name.startswith("embedded") else "your question"
+    display = RunDisplay(algorithm, max_steps, folder, console, question)
     display.announce(f"{algorithm}: {config.policy.model_name} on {config.env.name}, in {folder}")
     console.print(arithmetic_table(config))
     with display:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from rich.table import Table
 
 from lucidrl.data.examples import answered, load_examples
@@ -12,6 +13,7 @@ from lucidrl.envs.text.registry import make_env, split_prompts
 from lucidrl.errors import DataError
 from lucidrl.models.loading import DTYPES, ModelFacts, load_tokenizer, model_facts
 from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.optim import PolicyOptimizer
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
 from lucidrl.recipes.run_folder import check_can_create
 
@@ -52,6 +54,7 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
     """
     check_can_create(config.run)
     policy = config.policy
+    PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy)
     facts = model_facts(policy.model_name, policy.trust_remote_code)
     tokenizer = load_tokenizer(policy.model_name, policy.pad_token, policy.trust_remote_code)
     env = make_env(config.env.name, config.env.kwargs)

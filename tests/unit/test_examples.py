@@ -57,12 +57,12 @@ def test_the_command_line_trains_the_example_environment(monkeypatch, tmp_path, 
     assert [line["step"] for line in lines if "train/reward" in line] == [1, 2]
 
 
-def test_grpo_in_python_trains(monkeypatch, capsys, sort_digits):
+def test_grpo_in_python_trains(capsys, sort_digits):
     main = runpy.run_path(str(ROOT / "examples" / "grpo_in_python.py"))["main"]
     main(["--steps", "2"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2"]
-    assert float(lines[0].rpartition(" ")[2]) > 0, "no gradient, so nothing was trained"
+    assert any(float(line.rpartition(" ")[2]) > 0 for line in lines), "no gradient, so nothing was trained"
 
 
 def test_the_reference_of_settings_is_up_to_date():

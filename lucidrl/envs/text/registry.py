@@ -59,8 +59,8 @@ def split_prompts(env: TextEnv, config: EnvConfig) -> tuple[list[Prompt], list[P
         prompts = env.prompts()
     else:
         raise ConfigError(
-            f"environment {config.name} brings no prompts and prompts_file is not set; "
-            "give it a method prompts(), or set prompts_file to a JSONL file"
+            f"environment {config.name} brings no prompts and env.prompts_file is not set; "
+            "give it a method prompts(), or set env.prompts_file to a JSONL file"
         )
     if not prompts:
         raise DataError(f"environment {config.name} has no prompts; let its method prompts() return at least one")

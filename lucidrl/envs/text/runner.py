@@ -151,7 +151,9 @@ class EnvRunner:
         shown = ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
         noun = "sample" if len(ids) == 1 else "samples"
         remedy = (
-            "" if self._on_error == "drop" else "; mend the environment, or leave such samples out with on_error=drop"
+            ""
+            if self._on_error == "drop"
+            else "; mend the environment, or leave such samples out with env.on_error=drop"
         )
         return f"{self._env_name}.step {failure.what} ({noun} {shown}, turn {failure.call[0].turn}){remedy}"
 

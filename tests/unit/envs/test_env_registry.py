@@ -83,7 +83,7 @@ def test_a_file_takes_the_place_of_an_environments_prompts(tmp_path):
 
 
 def test_an_environment_without_prompts_asks_for_a_file(user_folder):
-    with pytest.raises(ConfigError, match="set prompts_file"):
+    with pytest.raises(ConfigError, match=r"set env\.prompts_file"):
         split_prompts(make_env("my_judges:Judge", {}), EnvConfig(name="my_judges:Judge"))
 
 
