@@ -7,7 +7,7 @@ SMOLLM2 ?= .cache/smollm2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint typecheck bench smollm2 clean help
+.PHONY: demo test test-slow lint bench smollm2 clean help
 
 help:
 	@echo "make demo      train the embedded model with GRPO on arithmetic (a few minutes, CPU)"

@@ -26,7 +26,3 @@ class CheckpointError(LucidError, RuntimeError):
 
 class TrainingError(LucidError, RuntimeError):
     """Training cannot go on, for instance after too many steps with non-finite gradients."""
-
-
-class MissingPackageError(LucidError, ImportError):
-    """An optional package is needed for what was asked."""

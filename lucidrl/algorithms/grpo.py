@@ -99,6 +99,7 @@ class GRPO:
         rollouts = self.validator.run()
         self.logger.log_metrics(rollouts.metrics, self.step, prefix="validation")
         self.logger.log_batched_dict_as_jsonl(rollouts.to_samples(), f"samples/validation_{self.step}.jsonl")
+        self.saver.check_metric(rollouts.metrics)
         self.watcher.on_validation(self.step, rollouts.metrics)
         return rollouts.metrics
 

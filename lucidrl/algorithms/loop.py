@@ -11,6 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from lucidrl.checkpoint.manager import CheckpointManager
+from lucidrl.errors import ConfigError
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import recorder, span
 
@@ -87,6 +88,14 @@ class Saver:
 
     def is_due(self, step: int, max_steps: int) -> bool:
         return step == max_steps or (self.every > 0 and step % self.every == 0)
+
+    def check_metric(self, metrics: Mapping[str, float]) -> None:
+        """Refuse a metric for the best checkpoint that validation does not measure."""
+        if self.manager.metric is not None and self.manager.metric not in metrics:
+            raise ConfigError(
+                f"checkpoint.metric={self.manager.metric!r} is not measured in validation; "
+                f"choose one of {', '.join(sorted(metrics))}"
+            )
 
     def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         with span("save"), self.manager.saving(step, state=state, metrics=metrics) as folder:

@@ -91,9 +91,10 @@ class ClippedPGLoss:
 
         surrogate_BT, metrics = self._surrogate(logprobs_BT - prev_BT, data, mask_BT)
         weight_BT, weight_metrics = self._importance_weight(prev_BT, data, mask_BT)
-        loss = mean(surrogate_BT * weight_BT)
+        surrogate_BT = surrogate_BT * weight_BT
+        loss = mean(surrogate_BT)
         metrics |= weight_metrics
-        metrics |= {"policy_loss": Sum(loss.detach()), "num_valid_tokens": Sum(mask_BT.sum())}
+        metrics |= {"policy_loss": token_mean(surrogate_BT, mask_BT), "num_valid_tokens": Sum(mask_BT.sum())}
 
         if self.config.kl_coefficient > 0:
             reference_BT = token_column(data, "reference_policy_logprobs", mask_BT)

@@ -79,6 +79,7 @@ class SFT:
         batch = collate(self.held_out, self.pad_id, supervised=True)
         metrics = {**metrics, "loss": self.policy.train(batch, loss_fn, eval_mode=True).loss}
         self.logger.log_metrics(metrics, self.step, prefix="validation")
+        self.saver.check_metric(metrics)
         self.watcher.on_validation(self.step, metrics)
         return metrics
 

@@ -69,7 +69,7 @@ class CheckpointManager:
             raise ConfigError(f"mode={mode!r} is not known; use 'max' or 'min'")
         self.root = Path(root)
         self._keep_last = keep_last
-        self._metric = metric
+        self.metric = metric
         self._sign = 1 if mode == "max" else -1
         self._clean_up_after_killed_processes()
 
@@ -158,9 +158,9 @@ class CheckpointManager:
 
     def _ranked(self, metrics_by_step: Mapping[int, Mapping[str, float]]) -> list[int]:
         """Steps that have the metric, best first."""
-        if self._metric is None:
+        if self.metric is None:
             return []
-        values = {step: metrics.get(self._metric, math.nan) for step, metrics in metrics_by_step.items()}
+        values = {step: metrics.get(self.metric, math.nan) for step, metrics in metrics_by_step.items()}
         comparable = {step: self._sign * value for step, value in values.items() if not math.isnan(value)}
         return sorted(comparable, key=lambda step: (comparable[step], step), reverse=True)
 

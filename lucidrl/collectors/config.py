@@ -11,7 +11,7 @@ class TextCollectorConfig(Config):
     """How many conversations one training step is made of."""
 
     prompts_per_step: PositiveInt = 32
-    """Different prompts in one step."""
+    """Prompts asked in one step; all different, unless there are fewer than this."""
     samples_per_prompt: PositiveInt = 8
     """Completions of each prompt; they form the group that rewards are compared in."""
     max_turns: PositiveInt = 1

@@ -50,6 +50,8 @@ class Rollouts:
     """The conversations of one step, those of a prompt side by side."""
 
     conversations: list[Conversation]
+    group_ids: torch.Tensor
+    """[B] int64, equal for the samples that are compared with each other."""
     weight_version: int
     """Version of the weights that sampled all of them."""
     metrics: dict[str, float]
@@ -68,13 +70,6 @@ class Rollouts:
     def is_truncated(self) -> torch.Tensor:
         """[B] bool, True where an answer was cut at the token limit."""
         return torch.tensor([conversation.is_truncated for conversation in self.conversations])
-
-    @cached_property
-    def group_ids(self) -> torch.Tensor:
-        """[B] int64, equal for the samples of one prompt."""
-        numbers: dict[str, int] = {}
-        ids = [numbers.setdefault(c.prompt.prompt_id, len(numbers)) for c in self.conversations]
-        return torch.tensor(ids, dtype=torch.int64)
 
     def to_batch(self, pad_id: int) -> BatchedDataDict[Any]:
         """Right-padded training batch; `idx` names each row, dropped samples have `sample_mask` 0."""

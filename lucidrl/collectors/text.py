@@ -170,6 +170,7 @@ class TextCollector:
                 "input_ids": torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True),
                 "input_lengths": lengths,
                 "draw_keys": torch.tensor(keys, dtype=torch.int64),
+                "stop_strings": [list(c.prompt.stop_strings) for c in conversations],
             }
         )
         output = self._generator.generate(data, greedy=greedy).to("cpu")
@@ -217,7 +218,8 @@ class TextCollector:
             "sampled_tokens": float(sum(c.num_sampled_tokens for c in conversations)),
             **extra,
         }
-        return Rollouts(conversations, self._generator.weight_version, metrics)
+        group_ids = torch.tensor([number for number, group in enumerate(groups) for _ in group], dtype=torch.int64)
+        return Rollouts(conversations, group_ids, self._generator.weight_version, metrics)
 
 
 def _has_signal(group: Sequence[Conversation]) -> bool:

@@ -22,6 +22,8 @@ class Prompt:
     messages: tuple[ChatMessage, ...]
     info: dict[str, Any] = field(default_factory=dict)
     """What the environment needs to judge the answer, such as `{"answer": "42"}`."""
+    stop_strings: tuple[str, ...] = ()
+    """Strings that end an answer to this prompt, beside the configured ones."""
     split_key: str | None = None
     """Prompts with equal keys fall on the same side of a split; the prompt's id when not given."""
 
@@ -30,7 +32,8 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     """Read prompts from a JSONL file.
 
     A line is `{"prompt": "text"}` or `{"messages": [{"role": ..., "content": ...}, ...]}`, with an optional `"id"`
-    (the file's name and line when absent); every other key goes to `info`. Lines that ask the same share a split key.
+    (the file's name and line when absent) and `"stop_strings"`; every other key goes to `info`. Lines that ask the
+    same share a split key.
 
     Raises:
         DataError: naming file and line, for a missing or empty file, a malformed line or an id used twice.
@@ -131,7 +134,10 @@ def _parse_line(line: bytes, place: str, default_id: str) -> Prompt:
     else:
         messages = _parse_messages(record.pop("messages"), place)
     split_key = hashlib.sha256(orjson.dumps(messages, option=orjson.OPT_SORT_KEYS)).hexdigest()
-    return Prompt(str(prompt_id), messages, record, split_key)
+    stop_strings = record.pop("stop_strings", [])
+    if not isinstance(stop_strings, list) or not all(isinstance(text, str) and text for text in stop_strings):
+        raise DataError(f"{place}: stop_strings={stop_strings!r} is not valid; it must be a list of texts")
+    return Prompt(str(prompt_id), messages, record, tuple(stop_strings), split_key)
 
 
 def _parse_messages(content: Any, place: str) -> tuple[ChatMessage, ...]:

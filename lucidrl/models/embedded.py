@@ -15,7 +15,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 WARM_START = Path(__file__).with_name("embedded.safetensors")
-NAMES = ("embedded", "embedded-untrained")
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
@@ -71,6 +70,9 @@ def embedded_model(*, warm: bool, seed: int, attn_implementation: str) -> PreTra
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     if warm:
-        model.load_state_dict(load_file(WARM_START), strict=False)
+        found = model.load_state_dict(load_file(WARM_START), strict=False)
+        # The file holds the shared embedding once; the head is tied to it.
+        assert found.missing_keys == ["lm_head.weight"], found
+        assert not found.unexpected_keys, found
         model.tie_weights()
     return model

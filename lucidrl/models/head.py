@@ -35,12 +35,12 @@ class LogitTransform:
     temperature: float = 1.0
 
     def __call__(self, raw: torch.Tensor) -> torch.Tensor:
-        """Logits in at least float32; a new tensor."""
+        """Logits in at least float32; a new tensor, differentiable in `raw`."""
         logits = raw.to(torch.promote_types(raw.dtype, torch.float32), copy=True)
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.softcap is not None:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+            logits = torch.tanh(logits.div_(self.softcap)) * self.softcap
         if self.temperature != 1.0:
             logits.div_(self.temperature)
         return logits

@@ -24,12 +24,13 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from lucidrl.errors import ConfigError
 from lucidrl.models import attention, embedded
 from lucidrl.models.logprobs import LogprobModel
+from lucidrl.models.policy.config import EMBEDDED_MODELS
 
 logger = logging.getLogger(__name__)
 
 UNUSABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, SafetensorError)
 """What a damaged folder, or an architecture that was not written for other attention functions, raises."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def load_tokenizer(
 
 
 def _own_tokenizer(model_name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    if model_name in embedded.NAMES:
+    if model_name in EMBEDDED_MODELS:
         return embedded.embedded_tokenizer()
     folder = model_folder(model_name)
     with _refused(f"the tokenizer in {folder} cannot be loaded"):
@@ -88,8 +89,8 @@ def load_model(
     model_name: str, dtype: torch.dtype, *, seed: int = 0, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """The causal language model with our attention function, checked to compute what its own code computes."""
-    if model_name in embedded.NAMES:
-        warm = model_name == embedded.NAMES[0]
+    if model_name in EMBEDDED_MODELS:
+        warm = model_name == EMBEDDED_MODELS[0]
         model = embedded.embedded_model(warm=warm, seed=seed, attn_implementation=attention.NAME).to(dtype)
     else:
         folder = model_folder(model_name)
@@ -111,7 +112,7 @@ def model_facts(model_name: str, trust_remote_code: bool = False) -> ModelFacts:
     with _refused(f"the model {model_name} cannot be read"), torch.device("meta"):
         config: Any = (
             embedded.embedded_config()
-            if model_name in embedded.NAMES
+            if model_name in EMBEDDED_MODELS
             else AutoConfig.from_pretrained(
                 model_folder(model_name), trust_remote_code=trust_remote_code, local_files_only=True
             )
@@ -132,8 +133,20 @@ def model_facts(model_name: str, trust_remote_code: bool = False) -> ModelFacts:
 
 
 def context_length(config: Any) -> int:
-    """Most tokens the model was made for; unlimited where the config does not say."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31 - 1
+    """Most tokens the model was made for; unlimited where the config does not say.
+
+    Rotary embeddings that change with the longest row of a call would make a row's log-probabilities depend on its
+    neighbours; such models are held to the context in which they do not.
+    """
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None) or 2**31 - 1
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        original = rope.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", None
+        )
+        return min(limit, original or limit)
+    return limit
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -150,7 +163,7 @@ def model_folder(model_name: str) -> Path:
         found = "has no config.json" if folder.is_dir() else "does not exist"
         raise ConfigError(
             f"policy.model_name={model_name!r}: that folder {found}; give a Hugging Face model folder on disk, "
-            f"or one of {', '.join(embedded.NAMES)}"
+            f"or one of {', '.join(EMBEDDED_MODELS)}"
         )
     return folder
 

@@ -109,7 +109,7 @@ class LogprobModel(nn.Module):
         return self.hidden_states(input_ids, position_ids, PaddedLayout())
 
     def _logits_of_rows(self, hidden: torch.Tensor, rows: PackedRows | None, shape: torch.Size) -> torch.Tensor:
-        logits = _differentiable(self.transform, self.head(hidden))
+        logits = self.next_token_logits(hidden)
         return logits.view(*shape, -1) if rows is None else rows.unpack(logits)
 
 
@@ -119,10 +119,3 @@ def logit_transform(config: Any, temperature: float) -> LogitTransform:
     scale = getattr(text, "logit_scale", None) or 1.0
     divisor = getattr(text, "logits_scaling", None) or 1.0
     return LogitTransform(scale / divisor, getattr(text, "final_logit_softcapping", None), temperature)
-
-
-def _differentiable(transform: LogitTransform, raw: torch.Tensor) -> torch.Tensor:
-    logits = raw.to(torch.promote_types(raw.dtype, torch.float32)) * transform.scale
-    if transform.softcap is not None:
-        logits = transform.softcap * torch.tanh(logits / transform.softcap)
-    return logits / transform.temperature

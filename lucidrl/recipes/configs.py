@@ -12,7 +12,7 @@ from lucidrl.algorithms.config import GRPOConfig, SFTConfig, ValidationConfig
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.errors import ConfigError
-from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
 from lucidrl.utils.config import Config
 
 PRESETS = Path(str(files("lucidrl.recipes").joinpath("presets")))
@@ -40,6 +40,15 @@ class CheckpointConfig(Config):
     """Whether more or less of it is better."""
 
 
+class SFTCheckpointConfig(CheckpointConfig):
+    """When checkpoints are written; the best one has the lowest held-out loss."""
+
+    metric: str | None = "loss"
+    """Validation metric whose best checkpoint is kept as well."""
+    mode: Literal["max", "min"] = "min"
+    """Whether more or less of it is better."""
+
+
 class TrackingConfig(Config):
     """What is recorded beside `metrics.jsonl`."""
 
@@ -52,7 +61,7 @@ class TrackingConfig(Config):
 class BaseRunConfig(Config):
     """What every run has."""
 
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Decides the order of prompts, every random draw, and the weights of an untrained model."""
     num_threads: PositiveInt | None = None
     """CPU threads of the computation; by default torch decides. Results depend on it in the last bits."""
@@ -113,6 +122,8 @@ class SFTDataConfig(Config):
 class SFTRunConfig(BaseRunConfig):
     """`lucidrl sft`"""
 
+    checkpoint: SFTCheckpointConfig = SFTCheckpointConfig()
+    """Checkpoints."""
     sft: SFTConfig = SFTConfig()
     """The algorithm."""
     data: SFTDataConfig = SFTDataConfig()
@@ -148,7 +159,7 @@ def preset_path(name: str) -> Path:
 def default_grpo_preset(overrides: list[str]) -> str:
     """The embedded model trains with `demo`, any other with `chat`: sizes apart, they differ in learning rate."""
     models = [text.partition("=")[2] for text in overrides if text.startswith("policy.model_name=")]
-    return "chat" if models and not models[-1].startswith("embedded") else "demo"
+    return "chat" if models and models[-1] not in EMBEDDED_MODELS else "demo"
 
 
 def arithmetic_of(config: GRPORunConfig | SFTRunConfig) -> list[tuple[str, Any, str]]:

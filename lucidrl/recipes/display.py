@@ -13,7 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-SHOWN = {"reward": "reward {:.3f}", "nll": "nll {:.3f}", "tokens_per_s": "{:,.0f} tok/s"}
+SHOWN = {
+    "reward": "reward {:.3f}",
+    "accuracy": "accuracy {:.3f}",
+    "nll": "nll {:.3f}",
+    "tokens_per_s": "{:,.0f} tok/s",
+}
 """Metrics of a step that the progress line shows."""
 HEADLINES = ("accuracy", "reward", "loss")
 """Validation metrics worth a line, the best known first."""

@@ -11,6 +11,7 @@ from rich.syntax import Syntax
 from rich.table import Column, Table
 
 from lucidrl.errors import ConfigError
+from lucidrl.models.policy.config import EMBEDDED_MODELS
 from lucidrl.recipes.configs import (
     GRPORunConfig,
     SFTRunConfig,
@@ -20,7 +21,7 @@ from lucidrl.recipes.configs import (
 )
 from lucidrl.recipes.display import RunDisplay
 from lucidrl.recipes.preflight import preflight
-from lucidrl.recipes.run_folder import create_run_folder, read_run_config
+from lucidrl.recipes.run_folder import create_run_folder, occupied, read_run_config
 from lucidrl.utils.config import dump_yaml, load_config
 from lucidrl.utils.logger import configure_rich_logging
 
@@ -53,11 +54,11 @@ def launch(
         preflight(config)
         folder = create_run_folder(config, algorithm)
     max_steps = config.grpo.max_steps if isinstance(config, GRPORunConfig) else config.sft.max_steps
-    question = "12+30=" if config.policy.model_name.startswith("embedded") else "your question"
+    question = "12+30=" if config.policy.model_name in EMBEDDED_MODELS else "your question"
     display = RunDisplay(algorithm, max_steps, folder, console, question)
     display.announce(f"{algorithm}: {config.policy.model_name} on {config.env.name}, in {folder}")
     console.print(arithmetic_table(config))
-    with display:
+    with display, occupied(folder):
         last_step = run(config, folder, display, resume is not None)
     display.summary(last_step)
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from lucidrl.data.examples import answered, load_examples
 from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.envs.text.registry import make_env, split_prompts
-from lucidrl.errors import DataError
+from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.loading import DTYPES, ModelFacts, load_tokenizer, model_facts
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.optim import PolicyOptimizer
@@ -77,8 +77,24 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
             f"{name} has {longest} tokens; it does not fit the model's context of {facts.context_length} tokens; "
             "shorten it or take it out"
         )
+    _check_budgets(policy, min(facts.context_length, longest + room * policy.generation.max_new_tokens))
     memory = estimate_memory_gib(config, facts, longest)
     return Preflight(facts, num_train, len(lengths) - num_train, longest, memory)
+
+
+def _check_budgets(policy: PolicyConfig, longest_row: int) -> None:
+    """A micro-batch must hold the longest row there can be, or the run would stop when it comes."""
+    for name, batching in (
+        ("sequence_packing", policy.sequence_packing),
+        ("dynamic_batching", policy.dynamic_batching),
+    ):
+        for key in ("train_mb_tokens", "logprob_mb_tokens") if batching.enabled else ():
+            budget = getattr(batching, key)
+            if budget < longest_row:
+                raise ConfigError(
+                    f"policy.{name}.{key}={budget} does not hold the longest row, which may have {longest_row} tokens; "
+                    "raise it, or lower policy.generation.max_new_tokens"
+                )
 
 
 def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts, longest: int) -> dict[str, float]:
@@ -90,7 +106,7 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
     size_bytes = {
         "weights": parameters * width,
         "gradients": parameters * max(width, 4),
-        "optimizer (AdamW)": parameters * (8 if width == 4 else 12),
+        "optimizer (AdamW)": parameters * {2: 12, 4: 8, 8: 16}[width],
         # About 16 activations of the hidden size in each layer, and the logits kept for the backward pass.
         "activations": tokens * (facts.num_layers * 16 * facts.hidden_size * width + 2 * facts.vocabulary),
     }

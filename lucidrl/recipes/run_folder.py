@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +39,23 @@ def create_run_folder(config: BaseRunConfig, algorithm: str) -> Path:
     except OSError as error:
         raise _unwritable(config.run.root, error) from error
     return folder
+
+
+@contextmanager
+def occupied(folder: Path) -> Iterator[None]:
+    """Hold the run folder for this process; the hold ends with the process, however that ends.
+
+    Raises:
+        ConfigError: if another process holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ConfigError(f"{folder} is in use by another process; wait for it to end, or start another run") from error
+    finally:
+        os.close(descriptor)
 
 
 def check_run_name(run: RunConfig) -> None:

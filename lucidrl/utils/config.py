@@ -113,12 +113,13 @@ def _read_overrides(overrides: Sequence[str]) -> Any:
 def _merged(base: Any, layer: Any) -> Any:
     from omegaconf import OmegaConf
 
-    _drop_outdated_kwargs(base, layer)
+    _make_way(base, layer)
     return OmegaConf.merge(base, layer)
 
 
-def _drop_outdated_kwargs(base: Any, layer: Any) -> None:
-    """Where the layer names something else than the base, the base's `kwargs` mean nothing any more."""
+def _make_way(base: Any, layer: Any) -> None:
+    """Remove from the base what cannot be merged with the layer: a list where it has a mapping or the other way round,
+    and the `kwargs` of something that the layer names differently."""
     from omegaconf import OmegaConf
 
     if not (OmegaConf.is_dict(base) and OmegaConf.is_dict(layer)):
@@ -126,7 +127,10 @@ def _drop_outdated_kwargs(base: Any, layer: Any) -> None:
     if "kwargs" in base and "name" in base and layer.get("name", base.name) != base.name:
         del base["kwargs"]
     for key in layer.keys() & base.keys():
-        _drop_outdated_kwargs(base[key], layer[key])
+        if OmegaConf.is_config(base[key]) and OmegaConf.is_list(base[key]) != OmegaConf.is_list(layer[key]):
+            del base[key]
+        else:
+            _make_way(base[key], layer[key])
 
 
 def _complaint(schema: type[BaseModel], problem: Any, prefix: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from lucidrl.utils.config import Config
 
@@ -23,7 +23,7 @@ class EnvConfig(Config):
     """JSONL file of prompts; needed when the environment brings none, and used instead of its own otherwise."""
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of the prompts held out from training, chosen by a stable hash."""
-    deadline_s: PositiveFloat = 60.0
+    deadline_s: float = Field(default=60.0, gt=0, le=86_400)
     """Longest time one call of the environment may take."""
     max_concurrency: PositiveInt = 8
     """Most calls of the environment at a time; a batch is spread evenly over them."""

@@ -48,7 +48,12 @@ def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
         inspect.signature(env_class).bind(**kwargs)
     except TypeError as error:
         raise ConfigError(f"{name} does not take the arguments in kwargs: {error}; see its __init__") from error
-    return env_class(**kwargs)
+    try:
+        return env_class(**kwargs)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot be made with kwargs {dict(kwargs)}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def split_prompts(env: TextEnv, config: EnvConfig) -> tuple[list[Prompt], list[Prompt]]:

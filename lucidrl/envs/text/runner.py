@@ -177,6 +177,9 @@ def _judged(request: EnvRequest, reply: Any) -> _Verdict:
         return _Failure("bad_reward", what, [request])
     if not math.isfinite(reply.reward):
         return _Failure("bad_reward", f"returned the reward {reply.reward}, which is not finite", [request])
+    bad_metrics = [name for name, value in reply.metrics.items() if not isinstance(value, numbers.Real)]
+    if bad_metrics:
+        return _Failure("bad_reply", f"returned metrics that are not numbers: {', '.join(bad_metrics)}", [request])
     if not reply.done and not _are_observations(reply.messages):
         what = "is not done but returned no messages with role and content that end with another role than assistant"
         return _Failure("bad_reply", what, [request])

@@ -60,7 +60,7 @@ class BuiltinGenerator:
             prompts = _Prompts.of(data, device, context_length(self.model.model.config))
             keys_B = self._draw_keys(data, prompts)
             self._calls += 1
-            answers = _Answers.empty(prompts, self.config.max_new_tokens)
+            answers = _Answers.empty(prompts, self._max_new_tokens(prompts))
             own_stops = data["stop_strings"] if "stop_strings" in data else [None] * data.size
             stops = StopStrings(self.tokenizer, self.config.stop_strings, own_stops)
             for rows in prompts.batches(self.config.max_concurrent_rows):
@@ -93,7 +93,7 @@ class BuiltinGenerator:
         chosen_P, prompt_of_row_B = torch.unique(prompts.prompt_of_row_B[rows_B], return_inverse=True)
         lengths_B = prompts.lengths[chosen_P][prompt_of_row_B]
         limits_B = prompts.room[chosen_P][prompt_of_row_B].clamp(max=config.max_new_tokens)
-        uniforms_BN = uniforms(keys[rows_B.cpu()], 0, config.max_new_tokens).to(device)
+        uniforms_BN = uniforms(keys[rows_B.cpu()], 0, self._max_new_tokens(prompts)).to(device)
         cache, logits_PV = self._prefill(prompts, chosen_P, prompt_of_row_B)
         logits_BV = logits_PV[prompt_of_row_B]
         is_active_B = torch.ones(len(rows_B), dtype=torch.bool, device=device)
@@ -123,13 +123,17 @@ class BuiltinGenerator:
             cache.step_done()
             logits_BV = self.model.next_token_logits(hidden)
 
+    def _max_new_tokens(self, prompts: _Prompts) -> int:
+        """No more than the model's context has room for."""
+        return min(self.config.max_new_tokens, int(prompts.room.max()) if len(prompts.room) else 0)
+
     def _prefill(
         self, prompts: _Prompts, chosen_P: torch.Tensor, prompt_of_row_B: torch.Tensor
     ) -> tuple[KVCache, torch.Tensor]:
         """Run the chosen prompts once; returns their cache and the logits of each one's next token [P, V]."""
         lengths_P = prompts.lengths[chosen_P]
         packed = pack_rows(prompts.input_ids[chosen_P, : int(lengths_P.max())], lengths_P)
-        cache = KVCache(lengths_P, prompt_of_row_B, self.config.max_new_tokens)
+        cache = KVCache(lengths_P, prompt_of_row_B, self._max_new_tokens(prompts))
         hidden = self.model.hidden_states(packed.input_ids, packed.position_ids, PrefillLayout(packed, cache))
         last_P = packed.cu_seqlens[1:].to(torch.int64) - 1
         return cache, self.model.next_token_logits(hidden[last_P])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from lucidrl.utils.config import Config
 
@@ -14,7 +14,7 @@ class GenerationConfig(Config):
 
     max_new_tokens: PositiveInt = 64
     """Most tokens in one completion (of one turn)."""
-    temperature: PositiveFloat = 1.0
+    temperature: float = Field(default=1.0, gt=0, le=100)
     """Divides the logits. Scoring and training use the same value, so the policy means one distribution everywhere."""
     top_k: NonNegativeInt = 0
     """Draw among the k likeliest tokens only; 0 = all. Log-probabilities stay those of the full distribution."""

@@ -17,6 +17,9 @@ from pydantic import (
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.utils.config import Config
 
+EMBEDDED_MODELS = ("embedded", "embedded-untrained")
+"""Model names that need no folder; see `lucidrl.models.embedded`."""
+
 Precision = Literal["float32", "bfloat16", "float64"]
 
 
@@ -32,7 +35,9 @@ class OptimizerConfig(Config):
     @classmethod
     def _has_usable_learning_rate(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
         rate = kwargs.get("lr")
-        if rate is not None and not (isinstance(rate, int | float) and 0 < rate < float("inf")):
+        if rate is not None and not (
+            isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < float("inf")
+        ):
             raise ValueError(f"lr={rate!r} is not a learning rate; give a positive number such as 1e-6")
         return kwargs
 

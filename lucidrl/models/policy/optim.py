@@ -71,9 +71,20 @@ class PolicyOptimizer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, with the settings that are configured now: a changed learning rate is the new
+        peak of the schedule."""
         self._optimizer.load_state_dict(state["optimizer"])
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["scheduler"])
+        for group in self._optimizer.param_groups:
+            configured = dict(self._optimizer.defaults)
+            factor = configured.pop("lr") / group.get("initial_lr", group["lr"])
+            group.update(configured)
+            for rate in ("lr", "initial_lr") if factor != 1 else ():
+                if rate in group:
+                    group[rate] *= factor
+            for scheduler in self._schedulers() if factor != 1 else ():
+                scheduler.base_lrs = [group["initial_lr"]]
         if self.has_masters:
             with torch.no_grad():
                 for master, saved in zip(self._masters, state["masters"], strict=True):
@@ -85,6 +96,11 @@ class PolicyOptimizer:
         with torch.no_grad():
             for parameter, master in zip(self._parameters, self._masters, strict=True):
                 master.copy_(parameter)
+
+    def _schedulers(self) -> list[Any]:
+        if self._scheduler is None:
+            return []
+        return getattr(self._scheduler, "_schedulers", [self._scheduler])
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -122,6 +138,10 @@ def _make_scheduler(optimizer: torch.optim.Optimizer, config: PolicyConfig) -> A
     schedulers = []
     for entry in config.scheduler:
         factory = import_object(entry.name, "policy.scheduler.name")
+        if factory is torch.optim.lr_scheduler.ReduceLROnPlateau:
+            raise ConfigError(
+                f"policy.scheduler.name={entry.name!r} needs a metric at each step; choose one that does not"
+            )
         try:
             schedulers.append(factory(optimizer, **entry.kwargs))
         except (TypeError, ValueError) as error:

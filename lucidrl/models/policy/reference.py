@@ -31,9 +31,6 @@ class ReferencePolicy:
             for parameter, weights in self._weights[:traded]:
                 _trade(parameter, weights)
 
-    def state(self) -> list[torch.Tensor]:
-        return [weights for _, weights in self._weights]
-
 
 def _trade(parameter: nn.Parameter, weights: torch.Tensor) -> None:
     parameter.data, weights.data = weights.data, parameter.data

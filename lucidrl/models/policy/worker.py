@@ -67,6 +67,8 @@ class PolicyWorker:
             trust_remote_code=self.config.trust_remote_code,
         )
         self.device = default_device()
+        # In evaluation mode, also in training: with dropout, the policy that is trained would be another one than the
+        # policy that sampled and scored.
         self.model = LogprobModel(model.to(self.device), self.config.generation.temperature, self.config.recompute_head)
         self.reference = ReferencePolicy(self.model) if init_reference_model else None
         self.optimizer = PolicyOptimizer(self.model.parameters(), self.config) if init_optimizer else None
@@ -101,7 +103,6 @@ class PolicyWorker:
             )
         outcomes, grad_norm, num_skipped = [], 0.0, 0
         rate = self.optimizer.learning_rate if self.optimizer is not None else 0.0
-        self.model.train(not eval_mode)
         try:
             for start in range(0, data.size, rows):
                 batch = data.slice(start, start + rows)
@@ -113,7 +114,6 @@ class PolicyWorker:
                         grad_norm = optimizer.step()
                     num_skipped += self._note_step(grad_norm, outcome)
         finally:
-            self.model.eval()
             if optimizer is not None:
                 optimizer.zero_grad()  # after an exception in the loss, some of the gradient is there
         if optimizer is not None:

@@ -34,14 +34,14 @@ def configure_rich_logging(level: str = "INFO", show_time: bool = True, show_pat
         show_path: whether each line has the file and line it comes from.
     """
     global _rich_logging_configured
+    levels = logging.getLevelNamesMapping()
+    if level.upper() not in levels:
+        raise ConfigError(f"log level {level!r} is not known; use one of {', '.join(levels)}")
     if _rich_logging_configured:
         return
     from rich.console import Console
     from rich.logging import RichHandler
 
-    levels = logging.getLevelNamesMapping()
-    if level.upper() not in levels:
-        raise ConfigError(f"log level {level!r} is not known; use one of {', '.join(levels)}")
     root = logging.getLogger()
     # A plain handler on the terminal would print every record a second time; handlers on files are left alone.
     for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:

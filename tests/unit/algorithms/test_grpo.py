@@ -108,11 +108,9 @@ def test_an_environment_that_judges_nothing_stops_the_run(run, own_env):
         run("grpo", "run", *own_env("Refusing"))
 
 
-def test_samples_that_are_all_dropped_teach_nothing_and_are_counted(run, own_env):
-    folder, last_step = run("grpo", "run", *own_env("Refusing"), "env.on_error=drop", "grpo.max_steps=1")
-    assert last_step == 1
-    assert folder.train_metric("dropped_samples") == [16.0]
-    assert folder.train_metric("loss") == folder.train_metric("grad_norm") == [0.0]
+def test_a_step_without_a_single_judged_sample_ends_the_run(run, own_env):
+    with pytest.raises(EnvironmentFailure, match=r"judge none of the step's 16 samples .*raised"):
+        run("grpo", "run", *own_env("Refusing"), "env.on_error=drop", "grpo.max_steps=1")
 
 
 @pytest.mark.parametrize("name", ["Equal", "Different"])

@@ -1,5 +1,8 @@
 import asyncio
 import logging
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -225,3 +228,40 @@ def test_close_ends_the_thread_and_may_be_called_twice():
     assert not loop_is_running()
     with pytest.raises(RuntimeError, match="closed"):
         runner.step(make_requests("a"))
+
+
+def test_a_thread_that_never_returns_does_not_keep_the_process_from_exiting(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(
+        textwrap.dedent("""
+        import asyncio, time
+        from lucidrl.envs.text.interfaces import EnvRequest
+        from lucidrl.envs.text.runner import EnvRunner
+        from lucidrl.errors import EnvironmentFailure
+
+        class Slow:
+            async def step(self, batch):
+                await asyncio.to_thread(time.sleep, 120)
+
+        try:
+            with EnvRunner(Slow(), deadline_s=0.2, max_concurrency=1, on_error="fail") as runner:
+                runner.step([EnvRequest("s", [{"role": "assistant", "content": ""}], {}, 1)])
+        except EnvironmentFailure:
+            print("told")
+        """)
+    )
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "told\n"
+
+
+def test_metrics_that_are_no_numbers_are_a_bad_reply():
+    class Wordy:
+        async def step(self, batch):
+            return [EnvReply(1.0, metrics={"kind": "short"}) for _ in batch]
+
+    request = EnvRequest("s", [{"role": "assistant", "content": ""}], {}, 1)
+    with (
+        EnvRunner(Wordy(), deadline_s=5, max_concurrency=1, on_error="fail") as runner,
+        pytest.raises(EnvironmentFailure, match="metrics that are not numbers: kind"),
+    ):
+        runner.step([request])

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconConfig, GptOssConfig, LlamaForCausalLM, MambaConfig
+from transformers import AutoModelForCausalLM, FalconConfig, GptOssConfig, LlamaForCausalLM, MambaConfig, Phi3Config
 
 from lucidrl.errors import ConfigError
 from lucidrl.models.embedded import END, PAD, embedded_tokenizer
 from lucidrl.models.loading import (
     check_against_own_forward,
+    context_length,
     load_model,
     load_tokenizer,
     model_facts,
@@ -230,3 +231,20 @@ def test_loading_changes_nothing_in_the_weights(tiny_model):
     ours = load_model(folder, torch.float32).state_dict()
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def test_rotary_embeddings_that_depend_on_neighbours_are_held_to_their_original_context():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_hidden_layers=1,
+        intermediate_size=32,
+        vocab_size=64,
+        max_position_embeddings=128,
+        original_max_position_embeddings=32,
+        rope_parameters=rope,
+        pad_token_id=0,
+    )
+    assert context_length(config) == 32

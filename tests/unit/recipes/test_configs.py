@@ -157,3 +157,11 @@ def test_the_arithmetic_of_a_step_is_spelled_out():
 )
 def test_the_arithmetic_says_what_fills_a_micro_batch(overrides, row):
     assert arithmetic_of(load_config(SFTRunConfig, overrides=overrides))[-1] == row
+
+
+def test_a_list_replaces_a_mapping_and_the_other_way_round():
+    one = {"policy": {"scheduler": {"name": "a.B"}}}
+    two = {"policy": {"scheduler": [{"name": "c.D"}, {"name": "e.F"}], "scheduler_milestones": [5]}}
+    assert [entry.name for entry in load_config(GRPORunConfig, one, two).policy.scheduler] == ["c.D", "e.F"]
+    back = {"policy": {"scheduler": {"name": "a.B"}, "scheduler_milestones": []}}
+    assert [entry.name for entry in load_config(GRPORunConfig, two, back).policy.scheduler] == ["a.B"]

@@ -34,7 +34,7 @@ def write_rows(path, rows):
 @pytest.mark.parametrize("schema", [GRPORunConfig, SFTRunConfig])
 def test_a_model_without_weights_passes_the_check(tmp_path, model_without_weights, schema):
     found = preflight(settings(tmp_path, f"policy.model_name={model_without_weights}", schema=schema))
-    assert found.facts.architecture == "Qwen2ForCausalLM"
+    assert found.facts.architecture == "LlamaForCausalLM"
     assert found.num_train + found.num_held_out == 10 * 10
     assert sum(found.memory_gib.values()) > 0
     assert not (tmp_path / "runs").exists()
@@ -92,3 +92,9 @@ def test_an_environment_must_have_prompts_of_different_ids(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(DataError, match=said):
         preflight(settings(tmp_path, f"env.name={name}:Env", "env.validation_fraction=0"))
+
+
+def test_a_token_budget_below_the_longest_possible_row_is_refused():
+    config = GRPORunConfig.model_validate({"policy": {"sequence_packing": {"train_mb_tokens": 20}}})
+    with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.train_mb_tokens=20 does not hold"):
+        preflight(config)

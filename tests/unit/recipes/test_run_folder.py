@@ -9,7 +9,13 @@ import pytest
 
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import GRPORunConfig
-from lucidrl.recipes.run_folder import check_can_create, create_run_folder, read_run_config, update_run_config
+from lucidrl.recipes.run_folder import (
+    check_can_create,
+    create_run_folder,
+    occupied,
+    read_run_config,
+    update_run_config,
+)
 
 
 def config_for(root, name=None):
@@ -85,3 +91,10 @@ def test_a_resumed_runs_settings_are_the_next_ones(tmp_path):
 def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path):
     with pytest.raises(ConfigError, match=r"is not a run folder: it has no config\.yaml"):
         read_run_config(GRPORunConfig, Path(tmp_path), [])
+
+
+def test_a_run_folder_serves_one_process_at_a_time(tmp_path):
+    with occupied(tmp_path), pytest.raises(ConfigError, match="in use by another process"), occupied(tmp_path):
+        pass
+    with occupied(tmp_path):
+        pass

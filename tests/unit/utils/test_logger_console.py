@@ -86,8 +86,8 @@ logging.getLogger("x").warning("shown [/INST]")
 
 
 def test_an_unknown_level_is_refused_and_changes_nothing():
-    handlers = list(logging.getLogger().handlers)
+    handlers, was_configured = list(logging.getLogger().handlers), logger_package._rich_logging_configured
     with pytest.raises(ConfigError, match="'LOUD'"):
         configure_rich_logging("LOUD")
     assert logging.getLogger().handlers == handlers
-    assert logger_package._rich_logging_configured is False
+    assert logger_package._rich_logging_configured == was_configured

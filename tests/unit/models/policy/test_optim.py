@@ -192,3 +192,25 @@ def test_several_schedulers_follow_each_other_at_their_milestones():
 def test_bad_paths_and_arguments_are_config_errors(fields, complaint):
     with pytest.raises(ConfigError, match=complaint):
         PolicyOptimizer(parameters_of([1.0]), PolicyConfig(**fields))
+
+
+def test_a_learning_rate_changed_at_resume_is_the_new_peak_of_the_schedule():
+    def optimizer(rate: float, **kwargs) -> PolicyOptimizer:
+        warmup = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.5, "total_iters": 2}}
+        flat = {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0}}
+        config = PolicyConfig(
+            optimizer={"kwargs": {"lr": rate, **kwargs}}, scheduler=[warmup, flat], scheduler_milestones=[2]
+        )
+        return PolicyOptimizer([torch.nn.Parameter(torch.ones(2))], config)
+
+    saved = optimizer(1e-3)
+    saved.schedule()
+    same, changed = optimizer(1e-3), optimizer(1e-5, weight_decay=0.5)
+    same.load_state_dict(saved.state_dict())
+    changed.load_state_dict(saved.state_dict())
+    for _ in range(3):
+        assert same.learning_rate == saved.learning_rate
+        assert changed.learning_rate == pytest.approx(saved.learning_rate / 100)
+        for one in (saved, same, changed):
+            one.schedule()
+    assert changed._optimizer.param_groups[0]["weight_decay"] == 0.5
