@@ -1,6 +1,6 @@
 """A whole GRPO step against TRL's GRPOTrainer: same model, prompts, rewards, learning rate and reference.
 
-The model is a Qwen2 of 0.8 million parameters with random weights, in float32. A step samples 8 prompts x 8 completions
+The model is a Llama of 0.8 million parameters with random weights, in float32. A step samples 8 prompts x 8 completions
 at temperature 1, rewards them, scores them under the reference (beta 0.04), and makes one AdamW step on all 64 rows at
 once. The end-of-sequence id lies outside the model's vocabulary, so that every completion runs to its 32 tokens on both
 sides; the counts are checked. TRL runs with its own padding and without gradient checkpointing, which would slow it
