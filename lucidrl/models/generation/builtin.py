@@ -79,6 +79,7 @@ class BuiltinGenerator:
         ]
         return torch.tensor(keys, dtype=torch.int64)
 
+    @torch.inference_mode()  # cheaper than no_grad; what it returns was made outside, and may meet autograd later
     def _decode(
         self,
         prompts: _Prompts,
