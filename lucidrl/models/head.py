@@ -35,8 +35,11 @@ class LogitTransform:
     temperature: float = 1.0
 
     def __call__(self, raw: torch.Tensor) -> torch.Tensor:
-        """Logits in at least float32; a new tensor, differentiable in `raw`."""
-        logits = raw.to(torch.promote_types(raw.dtype, torch.float32), copy=True)
+        """Logits in at least float32, differentiable in `raw`; `raw` itself if there is nothing to do."""
+        accurate = torch.promote_types(raw.dtype, torch.float32)
+        if raw.dtype == accurate and (self.scale, self.softcap, self.temperature) == (1.0, None, 1.0):
+            return raw
+        logits = raw.to(accurate, copy=True)
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.softcap is not None:
@@ -129,7 +132,9 @@ class _TokenLogprobs(torch.autograd.Function):
             grad = hidden.new_empty(group.stop - group.start, weight.shape[0])
             for chunk, raw in list(zip(chunks, kept, strict=True))[first : first + together]:
                 raw = F.linear(hidden[chunk], weight, bias) if raw is None else raw
-                log_p = transform(raw).sub_(normalizer[chunk, None])
+                logits = transform(raw)
+                # Raw logits may be asked for again, by a second backward pass.
+                log_p = torch.sub(logits, normalizer[chunk, None], out=None if logits is raw else logits)
                 grad_chunk = _grad_logits(log_p, targets, entropy, upstream, chunk)
                 grad[chunk.start - group.start : chunk.stop - group.start] = transform.chain(grad_chunk, raw)
             if grad_hidden is not None:
