@@ -10,10 +10,11 @@ TRL's trainer owns its loop, so our steps run in its callback, in turn with its 
 `on_step_begin` and `on_step_end`, which leaves out its data loader and its logging. Ours is the loop's collect,
 prepare, train and weight update.
 
-Known limit: 1.06 measured on two quiet cores. At this size there is little to win. Scoring and training, two thirds of the step, take on both sides what
-bare PyTorch takes for the same tokens; generation is half matrix products of 64 rows and half the calls of small
-operations inside the transformers model, which both sides run. Where models are larger or prompts longer, sharing each
-prompt's cache among its samples is what counts: see group_sampling.py.
+Known limit: 1.06 measured on two quiet cores. At this size there is little to win: scoring and training, six tenths of
+the step, take on both sides what bare PyTorch takes for the same tokens; generation is a third matrix products and two
+thirds the calls of small operations inside the transformers model, which both sides run. Contiguous cache buffers and
+inference mode brought it from 0.155 s to 0.107 s; 1.3 would need 0.06 s. Where models are larger or prompts longer,
+sharing each prompt's cache among its samples is what counts: see group_sampling.py.
 """
 
 from __future__ import annotations
