@@ -6,10 +6,10 @@ a micro-batch of usual size: with few tokens the head's gradient (108 MiB in flo
 
 At 2048 tokens float32 training takes 0.38 of the full head's memory, because that gradient is a third of it.
 
-Known limit: in float32, scoring runs at 0.95 to 0.96 times the speed of the full head. Matrix products of a chunk's 170
-rows are that much less efficient than one of 2048, and in float32 there is no conversion to save; leaving out a copy of
-the logits brought 0.90 to 0.96, chunks two and four times as large bring nothing. In bfloat16, where the full head
-converts all logits, scoring is nearly twice as fast as it.
+Known limit: float32 scoring was 0.90 times as fast as the full head in this benchmark. Leaving out a copy of the logits
+then brought 0.95 to 0.96, timed alone, five times in turn. Matrix products of a chunk's 170 rows are that much less
+efficient than one of 2048, and in float32 there is no conversion to save; chunks two and four times as large bring
+nothing. In bfloat16, where the full head converts all logits, scoring is nearly twice as fast as it.
 """
 
 from __future__ import annotations

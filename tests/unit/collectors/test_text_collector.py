@@ -258,3 +258,17 @@ def test_dumped_samples_are_readable(make_collector, arithmetic, questions):
     messages, reward = samples["messages"][0], samples["reward"][0]
     question, answer = messages[0]["content"], messages[1]["content"]
     assert reward == float(answer == str(sum(map(int, question.rstrip("=").split("+")))))
+
+
+def test_an_answer_ends_at_its_own_prompts_stop_string(make_collector):
+    class Any:
+        async def step(self, batch):
+            return [EnvReply(1.0) for _ in batch]
+
+    messages = ({"role": "user", "content": "12+30="},)
+    digits = tuple("0123456789")
+    prompts = [Prompt("free", messages), Prompt("stopped", messages, stop_strings=digits)]
+    rollouts = make_collector(Any(), prompts).evaluate(prompts)
+    free, stopped = (conversation.log[-1]["content"] for conversation in rollouts.conversations)
+    assert len(free) > 1
+    assert stopped == free[0]

@@ -133,3 +133,13 @@ def test_an_order_of_nothing_is_refused():
         PromptOrder(0, seed=0)
     with pytest.raises(ValueError, match="start=-1"):
         PromptOrder(3, seed=0).take(-1, 2)
+
+
+def test_a_prompt_of_a_file_may_have_stop_strings_of_its_own(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a", "stop_strings": ["\\n", "."], "answer": 1}\n{"prompt": "b"}\n')
+    first, second = load_prompts(path)
+    assert (first.stop_strings, first.info, second.stop_strings) == (("\n", "."), {"answer": 1}, ())
+    path.write_text('{"prompt": "a", "stop_strings": [""]}\n')
+    with pytest.raises(DataError, match=r"prompts\.jsonl:1: stop_strings"):
+        load_prompts(path)
