@@ -20,6 +20,7 @@ from harness import Claim, arguments, print_table
 FOLDER = Path(__file__).parent
 BENCHMARKS = (
     "startup",
+    "logging_cost",
     "logprob_head",
     "train_vs_bare_loop",
     "group_sampling",

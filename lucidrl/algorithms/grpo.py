@@ -33,8 +33,12 @@ class GRPO:
     pad_id: int
     on_policy: bool
     """Each batch serves one optimizer step, so that no separate scoring pass is needed."""
-    dump_samples_every: int
+    dump_samples_every: int = 0
     """Steps between dumps of readable samples; 0 = none."""
+    print_samples_every: int = 0
+    """Steps between samples of the validation shown to the watcher; 0 = none."""
+    plot_mismatch_every: int = 0
+    """Steps between plots of how generation and training differ; 0 = none."""
     step: int = 0
     """The last completed step."""
 
@@ -48,11 +52,11 @@ class GRPO:
             for step in range(self.step + 1, self.config.max_steps + 1):
                 clock.restart()
                 rollouts = self.collector.collect()
-                batch = self.prepare(rollouts)
+                batch = self.prepare(rollouts, is_plotted=_is_due(self.plot_mismatch_every, step))
                 result = self.policy.train(batch, loss_fn)
                 self.step = step
                 self.collector.update_policy_weights_(version=step)
-                self.record(rollouts, result, clock)
+                self.record(rollouts, batch, result, clock)
                 validation = self.validate()
                 # Read once: a signal between the two questions must not end the run unsaved.
                 is_last = stop.is_set
@@ -62,8 +66,8 @@ class GRPO:
                     break
         return self.step
 
-    def prepare(self, rollouts: Rollouts) -> BatchedDataDict[Any]:
-        """The training batch: advantages from rewards, and the log-probabilities that the loss compares with."""
+    def prepare(self, rollouts: Rollouts, is_plotted: bool = False) -> BatchedDataDict[Any]:
+        """The training batch: advantages from rewards, and the log-probabilities that loss or plot compare with."""
         batch = rollouts.to_batch(self.pad_id)
         batch["advantages"] = compute_advantages(
             self.config.advantages, rollouts.rewards, rollouts.group_ids, rollouts.is_valid
@@ -73,9 +77,9 @@ class GRPO:
         if self.config.mask_truncated:
             batch["sample_mask"] *= ~rollouts.is_truncated
         needs_reference = self.config.loss.kl_coefficient > 0
-        return self.policy.with_scores(batch, previous=not self.on_policy, reference=needs_reference)
+        return self.policy.with_scores(batch, previous=not self.on_policy or is_plotted, reference=needs_reference)
 
-    def record(self, rollouts: Rollouts, result: TrainResult, clock: StepClock) -> None:
+    def record(self, rollouts: Rollouts, batch: BatchedDataDict[Any], result: TrainResult, clock: StepClock) -> None:
         """Log the step and show it to the watcher."""
         metrics = {
             **rollouts.metrics,
@@ -88,8 +92,16 @@ class GRPO:
         timings = clock.lap()
         metrics["tokens_per_s"] = metrics["sampled_tokens"] / timings["step_s"]
         self.logger.log_metrics({"train": metrics, "time": timings}, self.step)
-        if self.dump_samples_every and self.step % self.dump_samples_every == 0:
+        if _is_due(self.dump_samples_every, self.step):
             self.logger.log_batched_dict_as_jsonl(rollouts.to_samples(), f"samples/step_{self.step}.jsonl")
+        if _is_due(self.plot_mismatch_every, self.step):
+            curves = {
+                **{name: batch[name] for name in ("generation_logprobs", "prev_logprobs", "token_mask")},
+                "sample_mask": rollouts.is_valid,
+                "prompt_lengths": batch["token_mask"].argmax(dim=1),
+                "full_lengths": batch["input_lengths"],
+            }
+            self.logger.log_plot_token_mult_prob_error(curves, self.step, "train/token_mult_prob_error")
         self.watcher.on_step(self.step, {**metrics, **{f"time/{name}": value for name, value in timings.items()}})
 
     def validate(self) -> dict[str, float]:
@@ -101,12 +113,19 @@ class GRPO:
         self.logger.log_batched_dict_as_jsonl(rollouts.to_samples(), f"samples/validation_{self.step}.jsonl")
         self.saver.check_metric(rollouts.metrics)
         self.watcher.on_validation(self.step, rollouts.metrics)
+        if _is_due(self.print_samples_every, self.step):
+            logs = [conversation.log for conversation in rollouts.conversations]
+            self.watcher.on_samples(self.step, logs, rollouts.rewards.tolist())
         return rollouts.metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "collector": self.collector.state_dict()}
+        return {"step": self.step, "run_id": self.logger.run_id, "collector": self.collector.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.collector.load_state_dict(state["collector"])
         self.collector.update_policy_weights_(version=self.step)
+
+
+def _is_due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0

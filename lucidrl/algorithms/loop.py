@@ -11,6 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from lucidrl.checkpoint.manager import CheckpointManager
+from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.errors import ConfigError
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import recorder, span
@@ -20,6 +21,8 @@ class Watcher(Protocol):
     """Watches a run from outside; the display of the command line for instance."""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def on_samples(self, step: int, message_logs: list[LLMMessageLogType], rewards: list[float]) -> None: ...
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

@@ -84,7 +84,7 @@ class SFT:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
+        return {"step": self.step, "run_id": self.logger.run_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]

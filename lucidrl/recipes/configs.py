@@ -13,6 +13,7 @@ from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.errors import ConfigError
 from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
+from lucidrl.recipes.tracking import TrackingConfig
 from lucidrl.utils.config import Config
 
 PRESETS = Path(str(files("lucidrl.recipes").joinpath("presets")))
@@ -47,15 +48,6 @@ class SFTCheckpointConfig(CheckpointConfig):
     """Validation metric whose best checkpoint is kept as well."""
     mode: Literal["max", "min"] = "min"
     """Whether more or less of it is better."""
-
-
-class TrackingConfig(Config):
-    """What is recorded beside `metrics.jsonl`."""
-
-    tensorboard: bool = True
-    """Write TensorBoard event files."""
-    dump_samples_every: NonNegativeInt = 20
-    """Steps between dumps of all conversations of a step to `samples/`; 0 = none."""
 
 
 class BaseRunConfig(Config):

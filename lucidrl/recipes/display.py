@@ -13,6 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from lucidrl.data.interfaces import LLMMessageLogType
+from lucidrl.utils.logger import print_message_log_samples
+
 SHOWN = {
     "reward": "reward {:.3f}",
     "accuracy": "accuracy {:.3f}",
@@ -22,6 +25,8 @@ SHOWN = {
 """Metrics of a step that the progress line shows."""
 HEADLINES = ("accuracy", "reward", "loss")
 """Validation metrics worth a line, the best known first."""
+NUM_SAMPLES = 3
+"""Conversations shown where samples are asked for."""
 INNER_PHASES = frozenset({"forward", "backward", "optimizer", "logprobs", "reference"})
 """Spans inside of another phase; the summary adds up the outer ones."""
 
@@ -75,6 +80,9 @@ class RunDisplay:
         self._validations[step] = dict(metrics)
         shown = "  ".join(f"{name} {metrics[name]:.3f}" for name in HEADLINES if name in metrics)
         self.announce(f"step {step}: held-out {shown}")
+
+    def on_samples(self, step: int, message_logs: list[LLMMessageLogType], rewards: list[float]) -> None:
+        print_message_log_samples(message_logs, rewards, num_samples=NUM_SAMPLES, step=step)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._num_steps += 1

@@ -16,6 +16,7 @@ from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.optim import PolicyOptimizer
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
 from lucidrl.recipes.run_folder import check_can_create
+from lucidrl.utils.logger.backends import check_trackers
 
 GIB = 2**30
 
@@ -47,12 +48,13 @@ class Preflight:
 
 
 def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
-    """Check run folder, model folder, tokenizer, environment and every prompt; loads no weights.
+    """Check run folder, trackers, model folder, tokenizer, environment and every prompt; loads no weights.
 
     Raises:
         LucidError: for the first thing that would stop the run.
     """
     check_can_create(config.run)
+    check_trackers(config.tracking.logger_config(config.run.root))
     policy = config.policy
     PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy)
     facts = model_facts(policy.model_name, policy.trust_remote_code)

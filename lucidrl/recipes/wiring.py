@@ -12,7 +12,7 @@ from lucidrl.algorithms.grpo import GRPO
 from lucidrl.algorithms.loop import Saver, Watcher
 from lucidrl.algorithms.sft import SFT
 from lucidrl.algorithms.validation import Validator
-from lucidrl.checkpoint.manager import CheckpointManager
+from lucidrl.checkpoint.manager import Checkpoint, CheckpointManager
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.text import TextCollector
 from lucidrl.data.datasets import Prompt, PromptOrder
@@ -33,7 +33,7 @@ from lucidrl.utils.logger import Logger
 def run_grpo(config: GRPORunConfig, folder: Path, watcher: Watcher, resume: bool = False) -> int:
     """Run GRPO in a run folder; returns the last completed step."""
     with ExitStack() as stack:
-        parts = _Parts(config, folder, stack, init_reference=config.grpo.loss.kl_coefficient > 0)
+        parts = _Parts(config, folder, stack, resume, init_reference=config.grpo.loss.kl_coefficient > 0)
         train, held_out = parts.prompts()
         collector = parts.collector(train, config.collector)
         collector.check([*train, *held_out])
@@ -49,16 +49,18 @@ def run_grpo(config: GRPORunConfig, folder: Path, watcher: Watcher, resume: bool
             pad_id=parts.pad_id,
             on_policy=config.updates_per_step == 1,
             dump_samples_every=config.tracking.dump_samples_every,
+            print_samples_every=config.tracking.print_samples_every,
+            plot_mismatch_every=config.tracking.plot_mismatch_every,
         )
         if resume:
-            loop.load_state_dict(parts.restore_newest_checkpoint())
+            loop.load_state_dict(parts.restore())
         return loop.run()
 
 
 def run_sft(config: SFTRunConfig, folder: Path, watcher: Watcher, resume: bool = False) -> int:
     """Run supervised fine-tuning in a run folder; returns the last completed step."""
     with ExitStack() as stack:
-        parts = _Parts(config, folder, stack, init_reference=False)
+        parts = _Parts(config, folder, stack, resume, init_reference=False)
         validator = None
         if config.data.file is not None:
             train, held_out = load_examples(config.data.file, config.data.validation_fraction)
@@ -86,14 +88,16 @@ def run_sft(config: SFTRunConfig, folder: Path, watcher: Watcher, resume: bool =
             pad_id=parts.pad_id,
         )
         if resume:
-            loop.load_state_dict(parts.restore_newest_checkpoint())
+            loop.load_state_dict(parts.restore())
         return loop.run()
 
 
 class _Parts:
     """What every run is made of; `stack` ends what has to be ended."""
 
-    def __init__(self, config: BaseRunConfig, folder: Path, stack: ExitStack, *, init_reference: bool):
+    def __init__(
+        self, config: BaseRunConfig, folder: Path, stack: ExitStack, resume: bool, *, init_reference: bool
+    ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self._config = config
@@ -104,17 +108,17 @@ class _Parts:
             config.policy.model_name, config.policy.pad_token, config.policy.trust_remote_code
         )
         self.pad_id: int = self.tokenizer.pad_token_id
-        self.logger = stack.enter_context(
-            Logger({"log_dir": str(folder), "tensorboard_enabled": config.tracking.tensorboard})
-        )
-        self.logger.log_hyperparams(config.model_dump(mode="json"))
-        worker = PolicyWorker(config.policy, self.tokenizer, init_reference_model=init_reference, seed=config.seed)
-        self._model = worker.model
-        self.policy = Policy(worker)
         checkpoint = config.checkpoint
         manager = CheckpointManager(
             folder / CHECKPOINTS_NAME, checkpoint.keep_last, metric=checkpoint.metric, mode=checkpoint.mode
         )
+        self._newest = _newest_checkpoint(manager) if resume else None
+        run_id = self._newest.state.get("run_id") if self._newest is not None else None
+        self.logger = stack.enter_context(Logger(config.tracking.logger_config(folder, run_id)))
+        self.logger.log_hyperparams(config.model_dump(mode="json"))
+        worker = PolicyWorker(config.policy, self.tokenizer, init_reference_model=init_reference, seed=config.seed)
+        self._model = worker.model
+        self.policy = Policy(worker)
         self.saver = Saver(manager, checkpoint.every, self.policy)
 
     def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
@@ -139,13 +143,16 @@ class _Parts:
         self._stack.callback(collector.shutdown)
         return collector
 
-    def restore_newest_checkpoint(self) -> dict[str, Any]:
+    def restore(self) -> dict[str, Any]:
         """Put the policy where the newest checkpoint left it; returns the state that was saved with it."""
-        checkpoint = self.saver.manager.latest()
-        if checkpoint is None:
-            raise CheckpointError(
-                f"{self.saver.manager.root} holds no valid checkpoint to resume from; start a new run"
-            )
-        self.policy.load(checkpoint.path)
+        assert self._newest is not None, "only a resumed run has something to restore"
+        self.policy.load(self._newest.path)
         update_run_config(self._folder, self._config)
-        return checkpoint.state
+        return self._newest.state
+
+
+def _newest_checkpoint(manager: CheckpointManager) -> Checkpoint:
+    checkpoint = manager.latest()
+    if checkpoint is None:
+        raise CheckpointError(f"{manager.root} holds no valid checkpoint to resume from; start a new run")
+    return checkpoint

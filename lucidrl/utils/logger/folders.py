@@ -7,11 +7,14 @@ from pathlib import Path
 
 from lucidrl.errors import ConfigError
 
-_EXPERIMENT = re.compile(r"exp_(\d+)")
+_EXPERIMENT = re.compile(r"exp_([0-9]{1,9})")  # longer ones are not ours, and counting on from them may end at any time
 
 
 def get_next_experiment_dir(base_log_dir: str) -> str:
-    """Make and return the next free `exp_001`, `exp_002`, … of a folder; two callers never get the same one."""
+    """Make and return the next free `exp_001`, `exp_002`, … of a folder; two callers never get the same one.
+
+    Only names in the folder itself count, whether of folders or files; the path that leads to it does not.
+    """
     base = Path(base_log_dir)
     base.mkdir(parents=True, exist_ok=True)
     taken = [int(match[1]) for path in base.iterdir() if (match := _EXPERIMENT.fullmatch(path.name))]

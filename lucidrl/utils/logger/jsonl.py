@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,31 +13,37 @@ from typing import Any, Optional
 
 import orjson
 
+from lucidrl.utils.logger.figures import png_of
 from lucidrl.utils.logger.flatten import flatten_dict
 from lucidrl.utils.logger.interface import LoggerInterface
+from lucidrl.utils.logger.redact import redacted
+from lucidrl.utils.logger.steps import StepOrder
 from lucidrl.utils.logger.values import WarnOnce, jsonable, plain_metrics
+from lucidrl.utils.logger.whole_records import WholeRecords
 
 log = logging.getLogger(__name__)
 
 _OWN_FIELDS = ("step", "time")
 _CHUNK_BYTES = 65536
+_UNSAFE = re.compile(r"[^\w.-]+")
 
 
 class JsonlLogger(LoggerInterface):
     """Appends `{"step": …, "time": unix seconds, "<prefix>/<name>": value, …}` to a file, one line a call.
 
-    NaN and infinities become null, with `"<name>.nonfinite"` saying which; inside lists they are null only.
-    Hyperparameters go to `hyperparams.json` beside the file. A line left unfinished by a killed process is removed
-    when the file is opened again. Lines may come from several threads.
+    Metrics that come with a step metric are found by that one, and have no `step`. NaN and infinities become null, with
+    `"<name>.nonfinite"` saying which; inside lists they are null only. Hyperparameters go to `hyperparams.json` beside
+    the file, figures to the folder `plots`. A line left unfinished by a killed process is removed when the file is
+    opened again.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _remove_torn_line(self._path)
-        self._file = self._path.open("ab")
-        self._lock = threading.Lock()
+        self._file = WholeRecords(self._path)
         self._warn_once = WarnOnce()
+        self._step_order = StepOrder(self._warn_once)
 
     def log_metrics(
         self,
@@ -46,27 +52,57 @@ class JsonlLogger(LoggerInterface):
         prefix: Optional[str] = "",  # noqa: UP045
         step_metric: Optional[str] = None,  # noqa: UP045
     ) -> None:
-        record: dict[str, Any] = {"step": int(step), "time": time.time()}
-        for name, value in plain_metrics(metrics, prefix, step_metric, self._warn_once).items():
+        plain = plain_metrics(metrics, prefix, step_metric, self._warn_once)
+        self._step_order.note(plain, int(step))
+        # What has an axis of its own (seconds, say) must not be mistaken for a training step.
+        record: dict[str, Any] = {} if step_metric in plain else {"step": int(step)}
+        record["time"] = time.time()
+        for name, value in plain.items():
             if name in _OWN_FIELDS:
                 self._warn_once(name, "metric %s is not logged: every line has its own; give it a prefix", name)
                 continue
             record[name] = value
             if isinstance(value, float) and not math.isfinite(value):
                 record[f"{name}.nonfinite"] = str(value)
-        line = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)  # writes non-finite numbers as null
-        with self._lock:
-            self._file.write(line)
-            self._file.flush()
+        # Non-finite numbers are written as null.
+        self._file.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        flat = jsonable(flatten_dict(params))
+        """Replace `hyperparams.json`; what a resumed run changes is shown in the log."""
+        flat = jsonable(flatten_dict(redacted(params)))
         path = self._path.with_name("hyperparams.json")
-        path.write_bytes(orjson.dumps(flat, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        _show_changes(_read_object(path), flat)
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_bytes(orjson.dumps(flat, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        unfinished.replace(path)
+
+    def log_plot(self, figure: Any, step: int, name: str) -> None:
+        folder = self._path.with_name("plots")
+        folder.mkdir(exist_ok=True)
+        (folder / f"{_UNSAFE.sub('_', name)}_{int(step)}.png").write_bytes(png_of(figure))
 
     def finish(self) -> None:
-        with self._lock:
-            self._file.close()
+        self._file.close()
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _show_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
+    if not before:
+        return
+    changes = [
+        f"{name}: {before.get(name, 'unset')} -> {now.get(name, 'unset')}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name, "unset") != now.get(name, "unset")
+    ]
+    if changes:
+        log.warning("settings changed since the run was last started: %s", "; ".join(changes))
 
 
 def _remove_torn_line(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard event files, written with tensorboard's own writer (neither tensorflow nor torch is needed)."""
+"""TensorBoard event files, in tensorboard's own record format (neither tensorflow nor torch is needed)."""
 
 # The classes of protocol buffers are made at run time, where no type checker sees them.
 # pyright: reportAttributeAccessIssue=false
@@ -6,21 +6,30 @@
 from __future__ import annotations
 
 import io
+import itertools
+import math
+import os
+import socket
 import struct
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from lucidrl.errors import ConfigError
 from lucidrl.utils.logger.config import TensorboardConfig, validated
+from lucidrl.utils.logger.figures import png_of
 from lucidrl.utils.logger.flatten import flatten_dict
+from lucidrl.utils.logger.histograms import finite_histogram
 from lucidrl.utils.logger.interface import LoggerInterface
+from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.logger.values import Scalar, WarnOnce, plain_metrics, printable
+from lucidrl.utils.logger.whole_records import WholeRecords
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-_FLUSH_INTERVAL_S = 5  # a killed run loses no more than this
-_NUM_BINS = 30
+_file_numbers = itertools.count()
 
 
 class TensorboardLogger(LoggerInterface):
@@ -32,11 +41,14 @@ class TensorboardLogger(LoggerInterface):
     """
 
     def __init__(self, cfg: TensorboardConfig, log_dir: Optional[str] = None) -> None:  # noqa: UP045
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
         cfg = validated(TensorboardConfig, cfg)
-        self._writer = EventFileWriter(log_dir or cfg["log_dir"], flush_secs=_FLUSH_INTERVAL_S)
+        folder = log_dir or cfg.get("log_dir")
+        if folder is None:
+            raise ConfigError("TensorboardConfig: log_dir is required for a logger on its own; add it")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._file = WholeRecords(Path(folder) / _event_file_name())
         self._warn_once = WarnOnce()
+        self._append(file_version="brain.Event:2")
 
     def log_metrics(
         self,
@@ -53,56 +65,58 @@ class TensorboardLogger(LoggerInterface):
                 _add_histogram(summary, name, value)
             else:
                 summary.value.add(tag=name, simple_value=value)
-        self._write(summary, step)
+        self._append(step=int(step), summary=summary)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
 
-        rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in flatten_dict(params).items()]
+        rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in flatten_dict(redacted(params)).items()]
         table = "\n".join(["| name | value |", "| --- | --- |", *rows])
         text = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[table.encode()])
         text.tensor_shape.dim.add(size=1)
         plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
         summary = summary_pb2.Summary()
         summary.value.add(tag="hyperparams", tensor=text, metadata=summary_pb2.SummaryMetadata(plugin_data=plugin))
-        self._write(summary, step=0)
+        self._append(step=0, summary=summary)
 
     def log_plot(self, figure: Any, step: int, name: str) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
-        png = buffer.getvalue()
+        png = png_of(figure)
         width, height = struct.unpack(">II", png[16:24])  # the first chunk of every PNG begins with its size
         summary = Summary()
         summary.value.add(
             tag=name, image=Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
         )
-        self._write(summary, step)
+        self._append(step=int(step), summary=summary)
 
     def finish(self) -> None:
-        self._writer.close()
+        self._file.close()
 
-    def _write(self, summary: Summary, step: int) -> None:
+    def _append(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._writer.add_event(Event(wall_time=time.time(), step=int(step), summary=summary))
+        record = io.BytesIO()
+        RecordWriter(record).write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.append(record.getvalue())
+
+
+def _event_file_name() -> str:
+    """As tensorboard recognises them and reads them in order; unique on a file system that several hosts share."""
+    return f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
 
 
 def _add_histogram(summary: Summary, name: str, values: list[Scalar]) -> None:
     """Add a histogram of the finite values, if there are any."""
-    import numpy as np
-
-    array = np.asarray(values, dtype=np.float64)
-    array = array[np.isfinite(array)]
-    if not array.size:
+    found = finite_histogram(values)
+    if found is None:
         return
-    low, high = array.min(), array.max()
-    # Explicit edges, because numpy refuses to choose them for values that are nearly equal.
-    counts, edges = np.histogram(array, bins=np.linspace(low, high, _NUM_BINS + 1))
+    counts, edges = found
+    finite = [value for value in values if math.isfinite(value)]
     histogram = summary.value.add(tag=name).histo
-    histogram.min, histogram.max, histogram.num = low, high, array.size
-    histogram.sum, histogram.sum_squares = array.sum(), np.square(array).sum()
+    histogram.min, histogram.max, histogram.num = min(finite), max(finite), len(finite)
+    histogram.sum, histogram.sum_squares = math.fsum(finite), math.fsum(float(value) ** 2 for value in finite)
     # The first bucket of the format begins at minus infinity: an empty one keeps the plot within the data.
     histogram.bucket_limit.extend(edges)
     histogram.bucket.extend([0, *counts])

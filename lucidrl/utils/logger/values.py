@@ -6,12 +6,14 @@ Tensors and arrays are recognised by what they offer, so this module imports nei
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 log = logging.getLogger(__name__)
 
 Scalar: TypeAlias = bool | int | float
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class WarnOnce:
@@ -26,18 +28,70 @@ class WarnOnce:
             log.warning(message, *args)
 
 
+class PlainMetrics(dict[str, Scalar | list[Scalar]]):
+    """Metrics with full names and plain values."""
+
+
+class MetricsRecord:
+    """The metrics of one call, safe from later changes; named and converted once, by the first back end that asks.
+
+    Taking them is all that the training loop pays for; the rest happens in the back ends' threads.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], prefix: str | None, step_metric: str | None) -> None:
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"a {type(metrics).__name__} is no mapping of names to values")
+        self._metrics = frozen(metrics)
+        self._prefix, self._step_metric = prefix, step_metric
+        self._own: dict[str, Scalar] = {}
+        self._lock = threading.Lock()
+        self._plain: PlainMetrics | None = None
+
+    def add(self, metrics: dict[str, Scalar]) -> None:
+        """Add metrics that have full names and plain values."""
+        self._own.update(metrics)
+
+    def plain(self, warn_once: WarnOnce) -> PlainMetrics:
+        with self._lock:
+            if self._plain is None:
+                self._plain = plain_metrics(self._metrics, self._prefix, self._step_metric, warn_once)
+                self._plain.update(self._own)
+            return self._plain
+
+
 def plain_metrics(
     metrics: Mapping[str, Any], prefix: str | None, step_metric: str | None, warn_once: WarnOnce
-) -> dict[str, Scalar | list[Scalar]]:
+) -> PlainMetrics:
     """Flatten `metrics` with "/" and convert every value; those that are no numbers are left out with one warning."""
-    plain: dict[str, Scalar | list[Scalar]] = {}
-    for name, value in _flattened(metrics):
-        full_name = name if not prefix or name == step_metric else f"{prefix}/{name}"
+    if isinstance(metrics, PlainMetrics) and not prefix:
+        return metrics
+    plain = PlainMetrics()
+    for inner_name, value in _leaves(metrics, ""):
+        name = f"{prefix}/{inner_name}" if prefix and inner_name != step_metric else inner_name
         try:
-            plain[full_name] = _plain_value(value)
+            plain[name] = value if type(value) is float else _plain_value(value)
         except Exception as error:  # also what reading a tensor may raise, such as on a device that is gone
-            warn_once(full_name, "metric %s is not logged: %s", full_name, error)
+            warn_once(name, "metric %s is not logged: %s", name, error)
     return plain
+
+
+def frozen(value: Any) -> Any:
+    """A copy of `value` that later changes do not reach; tensors are on the CPU and free of gradients.
+
+    What cannot be copied becomes the error that says why.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Mapping):
+        return {key: item if type(item) in _PLAIN else frozen(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [item if type(item) in _PLAIN else frozen(item) for item in value]
+    try:
+        if hasattr(value, "detach"):
+            return value.detach().to("cpu", copy=True) if value.ndim else value.detach().item()
+        return value.copy() if hasattr(value, "tolist") else value
+    except Exception as error:
+        return error
 
 
 def printable(text: str) -> str:
@@ -59,8 +113,8 @@ def jsonable(value: Any) -> Any:
         return {printable(str(key)): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [jsonable(item) for item in value]
-    if hasattr(value, "tolist"):
-        return jsonable(value.tolist())
+    if hasattr(value, "tolist") and type(plain := value.tolist()) is not type(value):  # as of a long double
+        return jsonable(plain)
     return printable(str(value))
 
 
@@ -74,6 +128,8 @@ def _plain_value(value: Any) -> Scalar | list[Scalar]:
 
 def _to_scalar(value: Any) -> Scalar:
     """A number, 0-d tensor or numpy scalar as a Python number of at most 64 bits."""
+    if isinstance(value, Exception):
+        raise value
     number = value.tolist() if getattr(value, "ndim", None) == 0 and hasattr(value, "tolist") else value
     if not isinstance(number, bool | int | float):
         raise TypeError(f"a {type(value).__name__} is neither a number nor a list of numbers")
@@ -84,12 +140,10 @@ def _fits_64_bits(number: int) -> bool:
     return -(2**63) <= number < 2**63
 
 
-def _flattened(metrics: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
+def _leaves(metrics: Mapping[str, Any], start: str) -> Iterator[tuple[str, Any]]:
     for key, value in metrics.items():
-        name = printable(str(key))
+        name = start + printable(str(key))
         if isinstance(value, Mapping):
-            flat.extend((f"{name}/{inner}", item) for inner, item in _flattened(value))
+            yield from _leaves(value, f"{name}/")
         else:
-            flat.append((name, value))
-    return flat
+            yield name, value

@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -37,9 +38,13 @@ class Watcher:
 
     interrupt_at: int | None = None
     messages: list[str] = field(default_factory=list)
+    samples_of: dict[int, Any] = field(default_factory=dict)
 
     def on_validation(self, step, metrics):
         pass
+
+    def on_samples(self, step, message_logs, rewards):
+        self.samples_of[step] = (message_logs, rewards)
 
     def on_step(self, step, metrics):
         if step == self.interrupt_at:
@@ -54,17 +59,19 @@ class RunFolder:
     """A run's folder, read back."""
 
     path: Path
+    watcher: Watcher
 
     def lines(self):
-        """The metrics, without what depends on the clock."""
+        """The metrics of steps, without what depends on the clock."""
         records = [orjson.loads(line) for line in (self.path / "metrics.jsonl").read_bytes().splitlines()]
         return [
             {
                 name: value
                 for name, value in record.items()
-                if name not in ("time", "train/tokens_per_s") and not name.startswith("time/")
+                if name not in ("time", "train/tokens_per_s") and not name.startswith(("time/", "logger/"))
             }
             for record in records
+            if "step" in record
         ]
 
     def train_metric(self, name):
@@ -95,6 +102,6 @@ def run(tmp_path):
             last_step = run_sft(
                 load_config(SFTRunConfig, SMALL, SMALL_SFT, overrides=overrides), folder, watcher, resume
             )
-        return RunFolder(folder), last_step
+        return RunFolder(folder, watcher), last_step
 
     return start

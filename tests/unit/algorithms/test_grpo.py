@@ -25,6 +25,32 @@ def test_a_run_records_training_time_validation_and_samples(run):
     assert rows[0]["messages"][0]["role"] == "user"
 
 
+def test_plots_and_shown_samples_come_at_the_steps_asked_for_and_change_nothing(run):
+    plain, _ = run("grpo", "plain", "tracking.plot_mismatch_every=0")
+    folder, _ = run("grpo", "run", "tracking.plot_mismatch_every=2", "tracking.print_samples_every=4")
+    plots = sorted(path.name for path in (folder.path / "plots").iterdir())
+    assert plots == ["train_token_mult_prob_error_2.png", "train_token_mult_prob_error_4.png"]
+    assert sorted(folder.watcher.samples_of) == [0, 4]
+    logs, rewards = folder.watcher.samples_of[4]
+    assert len(logs) == len(rewards) > 0
+    assert folder.lines() == plain.lines()
+    assert not (plain.path / "plots").exists()
+
+
+def test_the_machine_is_recorded_beside_the_steps(run):
+    folder, _ = run("grpo", "run", "tracking.monitor_interval_s=0.2")
+    records = [orjson.loads(line) for line in (folder.path / "metrics.jsonl").read_bytes().splitlines()]
+    assert [record for record in records if record.get("ray/node.0.mem_gb", 0) > 0 and "step" not in record]
+
+
+def test_what_logging_costs_is_recorded_at_every_step(run):
+    folder, _ = run("grpo", "run")
+    records = [orjson.loads(line) for line in (folder.path / "metrics.jsonl").read_bytes().splitlines()]
+    trained = [record for record in records if "train/reward" in record]
+    assert all(0 < record["logger/caller_s"] < record["time/step_s"] for record in trained)
+    assert [record["logger/lost_records"] for record in trained] == [0] * 4
+
+
 def test_one_update_a_step_is_on_policy_at_every_step(run):
     folder, _ = run("grpo", "run")
     assert folder.train_metric("ratio/min") == folder.train_metric("ratio/max") == [1.0] * 4

@@ -73,6 +73,13 @@ def test_the_step_metric_keeps_its_name(path):
     assert logged(path, metrics, prefix="ray", step_metric="ray/ray_step") == {"ray/ray_step": 3, "ray/util": 0.5}
 
 
+def test_only_metrics_without_a_step_metric_count_as_those_of_a_step(path):
+    logger = JsonlLogger(path)
+    logger.log_metrics({"seconds": 1.5, "x": 1}, step=1500, step_metric="seconds")
+    logger.log_metrics({"x": 1}, step=2, step_metric="seconds")
+    assert [record.get("step") for record in read(path)] == [None, 2]
+
+
 def test_non_finite_numbers_are_null_and_flagged(path):
     metrics = {"a": float("nan"), "b": float("-inf"), "c": torch.tensor(float("inf")), "d": [1.0, float("nan")]}
     assert logged(path, metrics, prefix="p") == {

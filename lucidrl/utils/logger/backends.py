@@ -1,0 +1,72 @@
+"""Which trackers and monitors there are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lucidrl.utils.imports import require_package
+from lucidrl.utils.logger.config import GPUMonitoringConfig, LoggerConfig
+from lucidrl.utils.logger.interface import LoggerInterface
+from lucidrl.utils.logger.local_monitor import LocalMonitorLogger
+from lucidrl.utils.logger.mlflow import MlflowLogger
+from lucidrl.utils.logger.monitor import Monitor
+from lucidrl.utils.logger.ray_monitor import RayGpuMonitorLogger
+from lucidrl.utils.logger.tensorboard import TensorboardLogger
+from lucidrl.utils.logger.trackio import TrackioLogger
+from lucidrl.utils.logger.wandb import WandbLogger
+
+TRACKERS: dict[str, Any] = {
+    "tensorboard": TensorboardLogger,
+    "wandb": WandbLogger,
+    "mlflow": MlflowLogger,
+    "trackio": TrackioLogger,
+}
+"""By the name of its package, of its keys in `LoggerConfig` and of its folder in the run's."""
+
+_MONITORING = GPUMonitoringConfig(collection_interval=10, flush_interval=10)
+
+
+def check_trackers(cfg: LoggerConfig) -> None:
+    """Refuse what would keep an enabled tracker from starting, as far as this machine can tell; nothing is started.
+
+    Raises:
+        ConfigError: if the package of one is not installed.
+    """
+    for name in _enabled(cfg):
+        require_package(name, f"{name}_enabled=True")
+
+
+def tracker_makers(cfg: LoggerConfig, log_dir: Path, run_id: str) -> dict[str, Callable[[], LoggerInterface]]:
+    """What makes each enabled tracker, by the name of its class."""
+    makers: dict[str, Callable[[], LoggerInterface]] = {}
+    for name in _enabled(cfg):
+        tracker = TRACKERS[name]
+        settings: Any = cfg.get(name, {})
+        if tracker is not TensorboardLogger:  # its files need no id to be continued
+            settings = {"id": run_id, **settings}
+        makers[tracker.__name__] = partial(tracker, settings, log_dir=str(log_dir / name))
+    return makers
+
+
+def _enabled(cfg: LoggerConfig) -> list[str]:
+    return [name for name in TRACKERS if cfg.get(f"{name}_enabled")]
+
+
+def make_monitor(cfg: LoggerConfig, parent: Any) -> Monitor | None:
+    """The monitor that `cfg` asks for: of all nodes where Ray runs, else of this machine."""
+    if not cfg.get("monitor_gpus"):
+        return None
+    ray = sys.modules.get("ray")
+    kind = RayGpuMonitorLogger if ray is not None and ray.is_initialized() else LocalMonitorLogger
+    intervals = cfg.get("gpu_monitoring", _MONITORING)
+    return kind(
+        collection_interval=intervals["collection_interval"],
+        flush_interval=intervals["flush_interval"],
+        metric_prefix="ray",
+        step_metric="ray/ray_step",
+        parent_logger=parent,
+    )

@@ -1,0 +1,101 @@
+"""What of a git work tree may be kept with a run: text files that git tracks, but nothing that holds secrets."""
+
+from __future__ import annotations
+
+import subprocess
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+
+_MOST_BYTES = 1_000_000
+_GIT_TIMEOUT_S = 30
+
+# Matched against every part of a path in lower case. Leaving out too much is the harmless mistake.
+_SECRETS = (
+    ".env*",
+    "*.env",
+    "*credential*",
+    "*secret*",
+    "*password*",
+    ".netrc",
+    "_netrc",
+    ".pypirc",
+    ".npmrc",
+    ".htpasswd",
+    ".ssh",
+    ".aws",
+    "kubeconfig*",
+    "id_rsa*",
+    "id_dsa*",
+    "id_ecdsa*",
+    "id_ed25519*",
+    "*.pem",
+    "*.key",
+    "*.p12",
+    "*.pfx",
+    "*.jks",
+    "*.keystore",
+    "*.kdbx",
+)
+
+
+def tracked_text_files(root: Path) -> dict[str, bytes]:
+    """Contents of the files below `root` that may be kept, by their path relative to it.
+
+    Left out are files that are not tracked, whose names speak of secrets, that are larger than 1 MB or not UTF-8
+    text, and everything behind a symbolic link.
+
+    Raises:
+        OSError, subprocess.SubprocessError: `root` is not in a git work tree, or git is missing or fails.
+    """
+    kept = {}
+    for name in _names(root, "ls-files"):
+        content = _text_of(root, name)
+        if content is not None:
+            kept[name] = content
+    return kept
+
+
+def uncommitted_diff(root: Path) -> bytes:
+    """The changes below `root` since the last commit, of the files that `tracked_text_files` keeps.
+
+    A deleted file appears without its old content. Raises as `tracked_text_files` does.
+    """
+    # Neither helper programs nor settings of the user's git may change what a diff is.
+    diff = ("diff", "HEAD", "--relative", "--no-renames", "--no-ext-diff", "--no-textconv", "--irreversible-delete")
+    changed = [name for name in _names(root, *diff, "--name-only") if _may_be_shown(root, name)]
+    if not changed:
+        return b""
+    return _git(root, "--literal-pathspecs", *diff, "--no-color", "--", *changed)
+
+
+def _may_be_shown(root: Path, name: str) -> bool:
+    if (root / name).is_symlink() or (root / name).exists():
+        return _text_of(root, name) is not None
+    return not _is_secret(name)
+
+
+def _text_of(root: Path, name: str) -> bytes | None:
+    """Content of the file `name`, or None if it may not be kept."""
+    path = root.resolve() / name
+    if _is_secret(name) or path.resolve() != path or not path.is_file() or path.stat().st_size > _MOST_BYTES:
+        return None
+    content = path.read_bytes()
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    return None if b"\0" in content else content
+
+
+def _is_secret(name: str) -> bool:
+    return any(fnmatch(part.lower(), pattern) for part in PurePosixPath(name).parts for pattern in _SECRETS)
+
+
+def _names(root: Path, *arguments: str) -> list[str]:
+    return [name.decode("utf-8", "surrogateescape") for name in _git(root, *arguments, "-z").split(b"\0") if name]
+
+
+def _git(root: Path, *arguments: str) -> bytes:
+    # Reading must not take locks that a command of the user would then find.
+    command = ["git", "-C", str(root), "--no-optional-locks", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, timeout=_GIT_TIMEOUT_S).stdout

@@ -1,0 +1,82 @@
+"""The use of this machine, without Ray."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+import psutil
+
+from lucidrl.utils.logger.monitor import BYTES_PER_GB, Monitor
+
+log = logging.getLogger(__name__)
+
+_FIRST_CPU_WINDOW_S = 0.1
+
+# What is read of a GPU: (pynvml, its handle) → value.
+_GPU_METRICS: dict[str, Callable[[Any, Any], Any]] = {
+    "util": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+    "mem_gb": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / BYTES_PER_GB,
+}
+_GPU_SKU: dict[str, Callable[[Any, Any], Any]] = {"type": lambda nvml, gpu: nvml.nvmlDeviceGetName(gpu)}
+
+
+class LocalMonitorLogger(Monitor):
+    """Looks at this machine, as node 0: CPU and memory always, NVIDIA GPUs where `pynvml` and a driver are installed.
+
+    All GPUs of the machine are seen, numbered as NVML numbers them, whichever of them this process may use.
+    """
+
+    _cpu_thread: int | None = None
+
+    def _collect(self, metrics: bool = False, sku: bool = False) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        readings = (_GPU_METRICS if metrics else {}) | (_GPU_SKU if sku else {})
+        if metrics:
+            memory = psutil.virtual_memory()
+            found["node.0.cpu.util"] = self._cpu_percent()
+            found["node.0.mem_gb"] = memory.used / BYTES_PER_GB
+            found["node.0.mem_total_gb"] = memory.total / BYTES_PER_GB
+        if self._nvml is not None:
+            for index in range(self._nvml.nvmlDeviceGetCount()):
+                found |= _read_gpu(self._nvml, index, readings)
+        return found
+
+    def _cpu_percent(self) -> float:
+        """Use of all cores since the last look.
+
+        psutil remembers a previous call for each thread; the first one of a thread has none, and measures a moment.
+        """
+        is_first = self._cpu_thread != threading.get_ident()
+        self._cpu_thread = threading.get_ident()
+        return psutil.cpu_percent(interval=_FIRST_CPU_WINDOW_S if is_first else None)
+
+    @cached_property
+    def _nvml(self) -> Any | None:
+        """The module `pynvml`, initialised; None where there are no NVIDIA GPUs to be read."""
+        try:
+            import pynvml
+        except ImportError as error:
+            log.debug("GPUs are not monitored: %s", error)
+            return None
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            log.debug("GPUs are not monitored: %s", error)
+            return None
+        return pynvml
+
+
+def _read_gpu(nvml: Any, index: int, readings: dict[str, Callable[[Any, Any], Any]]) -> dict[str, Any]:
+    """The readings of one GPU; those that it does not support (such as use under MIG) are left out."""
+    found: dict[str, Any] = {}
+    with suppress(nvml.NVMLError):
+        gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+        for name, read in readings.items():
+            with suppress(nvml.NVMLError):
+                found[f"node.0.gpu.{index}.{name}"] = read(nvml, gpu)
+    return found

@@ -1,0 +1,184 @@
+"""No secret of a configuration reaches a tracker, and nothing harmless is hidden."""
+
+import dataclasses
+import os
+import string
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lucidrl.utils.config import Config
+from lucidrl.utils.logger.redact import is_secret_name, redacted
+
+SECRET_NAMES = """
+    token TOKEN hf_token hfToken HFToken hftoken HF_TOKEN hf-token X-Auth-Token wandb_token_2 github_tokens
+    access_tokens
+    api_key apiKey apikey API-KEY wandb_api_key OPENAI_API_KEY api_keys AWS_ACCESS_KEY_ID accesskey private_key_pem
+    secret client_secret secrets password db.password dbPassword passwd passphrase auth basicAuth oauth2 Authorization
+    credential credentials GOOGLE_APPLICATION_CREDENTIALS
+""".split()  # noqa: SIM905
+HARMLESS_NAMES = """
+    pad_token eos_token bos_token unk_token mask_token stop_token cls_token image_token decoder_start_token eosToken
+    stop_token_ids pad_token_id max_new_tokens train_mb_tokens tokenizer num_tokens token_mask tokens_per_s tokens
+    token_ids token_level seconds_per_token author authors co-author keys key monkey primary_key key_size tokenization
+    accessor private public PWD HOME learning_rate
+""".split()  # noqa: SIM905
+
+SECRET = "Zq7-not+for.anyone"
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES)
+def test_a_name_of_a_secret_is_recognised_however_it_is_written(name):
+    assert redacted({"a": [{name: "x"}]}) == {"a": [{name: "<redacted>"}]}
+
+
+@pytest.mark.parametrize("name", HARMLESS_NAMES)
+def test_names_that_only_look_alike_keep_their_values(name):
+    assert redacted({name: "</s>"}) == {name: "</s>"}
+
+
+@pytest.mark.parametrize("value", [None, "", True, False])
+def test_one_still_sees_that_a_secret_is_unset(value):
+    assert redacted({"token": value}) == {"token": value}
+
+
+@pytest.mark.parametrize("value", ["x", 123456, 0.5, b"x", ["x"], {"sk-1": "owner"}, [None]])
+def test_everything_below_the_name_of_a_secret_is_hidden(value):
+    assert redacted({"credentials": value}) == {"credentials": "<redacted>"}
+
+
+def test_arrays_under_the_name_of_a_secret_are_hidden_too():
+    np = pytest.importorskip("numpy")
+    assert redacted({"secret": np.arange(3)}) == {"secret": "<redacted>"}
+
+
+def test_values_of_secret_variables_are_found_inside_any_text(monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", SECRET)
+    monkeypatch.setenv("LONGER_TOKEN", SECRET + "-longer")
+    monkeypatch.setenv("SHORT_TOKEN", "1")
+    monkeypatch.setenv("EOS_TOKEN", "</harmless>")
+    assert redacted(
+        {"url": f"https://x/?k={SECRET}&n=1", "list": [f"{SECRET}-longer"], f"key {SECRET}": "</harmless>"}
+    ) == {
+        "url": "https://x/?k=<redacted>&n=1",
+        "list": ["<redacted>"],
+        "key <redacted>": "</harmless>",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://user:pass@host/a?b=c", "https://<redacted>@host/a?b=c"),
+        ("postgresql://user:p@ss:word@host:5432/db", "postgresql://<redacted>@host:5432/db"),
+        ("see git+https://ghp_123@github.com/a/b and more", "see git+https://<redacted>@github.com/a/b and more"),
+        ("http://host:8080/path@v1?mail=a@b", "http://host:8080/path@v1?mail=a@b"),
+        ("someone@example.org", "someone@example.org"),
+        ("wandb.api_key=abc lr=1e-4", "wandb.api_key=<redacted> lr=1e-4"),
+        ("--hf-token='a b' --eos_token=</s>", "--hf-token=<redacted> --eos_token=</s>"),
+        ("https://host/x?a=1&access_token=abc&b=2", "https://host/x?a=1&access_token=<redacted>&b=2"),
+    ],
+)
+def test_credentials_written_into_text_are_replaced_and_the_rest_stays(text, shown):
+    assert redacted({"a": text}) == {"a": shown}
+
+
+@dataclasses.dataclass
+class Server:
+    host: str
+    password: str
+
+
+class Tracker(Config):
+    api_key: str
+    server: Server
+
+
+def test_config_objects_are_opened():
+    tracker = Tracker(api_key=SECRET, server=Server("h", SECRET))
+    assert redacted({"tracker": tracker}) == {
+        "tracker": {"api_key": "<redacted>", "server": {"host": "h", "password": "<redacted>"}}
+    }
+
+
+def test_the_copy_is_plain_and_the_original_untouched():
+    inner = {"password": "x", "ids": (1, 2)}
+    params = {"a": [inner], 3: {"token": "y"}, ("b", 1): {4}, "kind": Server}
+    result = redacted(params)
+    assert result == {
+        "a": [{"password": "<redacted>", "ids": [1, 2]}],
+        3: {"token": "<redacted>"},
+        ("b", 1): [4],
+        "kind": Server,
+    }
+    assert params == {"a": [{"password": "x", "ids": (1, 2)}], 3: {"token": "y"}, ("b", 1): {4}, "kind": Server}
+    result["a"][0]["ids"].append(3)
+    assert inner["ids"] == (1, 2)
+
+
+def test_a_name_that_is_no_text_may_name_a_secret():
+    assert redacted({b"password": "x", ("db", "secret"): "x"}) == {
+        b"password": "<redacted>",
+        ("db", "secret"): "<redacted>",
+    }
+
+
+def test_containers_that_contain_themselves_or_are_very_deep_end_somewhere():
+    params = {"lr": 1}
+    params["twice"] = [params, params]
+    assert "<contains itself>" in repr(redacted(params))
+    deep = "bottom"
+    for _ in range(50_000):
+        deep = [deep]
+    assert "<too deep>" in repr(redacted({"deep": deep, "lr": 1}))
+
+
+def test_long_text_takes_linear_time():
+    start = time.perf_counter()
+    for piece in ("a", "a.", "://", "a@", "=", "a=b", "http://a:", "_token", '="', "A", "aB"):
+        redacted({"text": piece * 100_000})
+    assert time.perf_counter() - start < 5
+
+
+secrets = st.text(string.ascii_letters + string.digits + "/+-_.:@ é\n\\", min_size=8, max_size=40).filter(
+    lambda text: len(text.strip()) >= 8 and text.strip() not in "<redacted>"
+)
+plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5))
+
+
+@st.composite
+def params_with(draw, hidden):
+    """Any nesting of containers, with `hidden` under secret names, inside of text and as a key."""
+    leaves = plain | st.tuples(st.text(max_size=5), st.text(max_size=5)).map(lambda around: hidden.join(around))
+    under_secret_names = st.dictionaries(st.sampled_from(SECRET_NAMES), st.just(hidden) | st.lists(st.just(hidden)))
+    values = st.recursive(
+        leaves | under_secret_names,
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.just(hidden), inner, max_size=3)
+        ),
+        max_leaves=10,
+    )
+    return draw(st.dictionaries(st.text(max_size=5), values, max_size=4))
+
+
+@given(st.data())
+def test_a_secret_of_the_environment_survives_nowhere(data):
+    secret = data.draw(secrets)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", {"MY_SERVICE_TOKEN": secret})
+        shown = repr(redacted(data.draw(params_with(secret))))
+    assert repr(secret.strip())[1:-1] not in shown
+
+
+@given(
+    st.dictionaries(st.sampled_from(SECRET_NAMES), st.just(SECRET) | st.just([{"a": SECRET}]) | st.just((SECRET, 1)))
+)
+def test_a_secret_under_a_secret_name_survives_nowhere(params):
+    assert SECRET not in repr(redacted({"a": {"b": [params]}}))
+
+
+@given(st.text())
+def test_any_name_can_be_judged(name):
+    assert isinstance(is_secret_name(name), bool)

@@ -1,0 +1,132 @@
+"""Rows of a batch become JSON lines, whatever they are made of, and fast."""
+
+import datetime
+import enum
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from lucidrl.utils.logger.rows import row_lines, write_rows
+from lucidrl.utils.logger.values import WarnOnce
+
+NAN, INF = float("nan"), float("inf")
+
+
+def rows(batch):
+    return [json.loads(line) for line in row_lines(batch, WarnOnce())]
+
+
+def column(value):
+    return [row["x"] for row in rows({"x": value})]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32]
+)
+def test_tensors_of_every_dtype_keep_their_values(dtype):
+    tensor = torch.tensor([[0, 1, 2.5], [3, 4, 5]]).to(dtype)
+    assert column(tensor) == tensor.tolist()
+    assert column(tensor[:, 0]) == tensor[:, 0].tolist()
+
+
+def test_float32_comes_back_to_the_bit():
+    tensor = torch.randn(4, 1000) * torch.logspace(-30, 30, 1000)
+    assert torch.equal(torch.tensor(column(tensor)), tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_numbers_that_are_not_finite_are_null(dtype):
+    assert column(torch.tensor([[NAN, 1], [INF, -INF]], dtype=dtype)) == [[None, 1], [None, None]]
+    assert column(torch.tensor([NAN, 1], dtype=dtype)) == [None, 1]
+    assert column([NAN, [INF, 1.0]]) == [None, [None, 1.0]]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6).reshape(3, 2).T,
+        torch.arange(12).reshape(2, 6)[:, ::2],
+        torch.arange(2).expand(3, 2),
+        torch.zeros(2, 0),
+        torch.zeros(0, 3),
+        torch.ones(2, 3, 4, requires_grad=True),
+        torch.ones(2, 3, dtype=torch.complex64).conj().real,
+        np.arange(6).reshape(3, 2)[::-1].T,
+        np.arange(6, dtype=">i4").reshape(2, 3),
+        np.ones((2, 2), dtype=np.longdouble),
+        np.ones((2, 2), dtype=np.float16),
+    ],
+)
+def test_any_layout_in_memory_is_read_right(tensor):
+    assert column(tensor) == tensor.tolist()
+
+
+def test_ragged_rows_and_tensors_inside_of_rows_are_written_whole():
+    ragged = [torch.tensor([1, 2]), torch.tensor([]), torch.tensor(3), np.arange(6).reshape(2, 3)[:, 1]]
+    messages = [[{"role": "user", "token_ids": torch.tensor([1, 2], dtype=torch.bfloat16)}], [], (), None]
+    assert rows({"x": ragged, "messages": messages}) == [
+        {"x": [1, 2], "messages": [{"role": "user", "token_ids": [1, 2]}], "idx": 0},
+        {"x": [], "messages": [], "idx": 1},
+        {"x": 3, "messages": [], "idx": 2},
+        {"x": [1, 4], "messages": None, "idx": 3},
+    ]
+
+
+@pytest.mark.parametrize("lengths", [[2, 0, 99, -1], torch.tensor([2, 0, 99, -1]), np.array([2, 0, 99, -1])])
+def test_token_columns_are_cut_to_lengths_of_any_kind(lengths):
+    batch = {
+        "input_ids": torch.ones(4, 3),
+        "input_lengths": lengths,
+        "hidden": torch.ones(4, 3, 2),
+        "other": torch.ones(4, 2),
+    }
+    assert [len(row["input_ids"]) for row in rows(batch)] == [2, 0, 3, 0]
+    assert [len(row["hidden"]) for row in rows(batch)] == [2, 0, 3, 0]
+    assert [len(row["other"]) for row in rows(batch)] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("lengths", [["a", None, NAN], torch.ones(3, 1)])
+def test_lengths_that_are_no_numbers_cut_nothing(lengths):
+    assert [row["input_ids"] for row in rows({"input_ids": torch.ones(3, 2), "input_lengths": lengths})] == [[1, 1]] * 3
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+@pytest.mark.parametrize(
+    "odd", ["lone \ud800", 2**70, {1: 2}, 1 + 2j, b"bytes", {3}, datetime.date(2020, 1, 1), Color.RED, np.array(["a"])]
+)
+def test_what_json_does_not_know_costs_no_row_nor_its_other_fields(odd):
+    first, second = rows({"odd": [odd, 1], "ids": torch.tensor([[1, 2], [3, 4]])})
+    assert first["ids"] == [1, 2]
+    assert first["odd"] not in (None, "")
+    assert second == {"odd": 1, "ids": [3, 4], "idx": 1}
+
+
+def test_columns_without_rows_are_left_out_and_named(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert rows({"a": [1, 2], "b": torch.tensor(1.0), "c": {"d": 1}, "e": "text", "f": torch.ones(3)}) == [
+            {"a": 1, "idx": 0},
+            {"a": 2, "idx": 1},
+        ]
+    assert {record.args[0] for record in caplog.records} == {"b", "c", "e", "f"}
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "samples" / "step_1.jsonl"
+    write_rows({"a": [1, 2]}, path, WarnOnce())
+    written = path.read_bytes()
+    assert written == b'{"a":1,"idx":0}\n{"a":2,"idx":1}\n'
+
+    class Broken:
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    with pytest.raises(RuntimeError, match="no text"):
+        write_rows({"a": [1, Broken()]}, path, WarnOnce())
+    assert path.read_bytes() == written
+    assert [entry.name for entry in path.parent.iterdir()] == ["step_1.jsonl"]

@@ -1,0 +1,345 @@
+"""What an offline run of Weights & Biases holds on disk, and what happens when there is no server."""
+
+import json
+import logging
+import math
+import os
+import pty
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from wandb.proto.wandb_internal_pb2 import Record
+
+from lucidrl.errors import ConfigError
+from lucidrl.utils.logger.wandb import WandbLogger
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "run_a" / "wandb"
+
+
+@pytest.fixture
+def make(folder):
+    """Makes offline loggers."""
+    loggers = []
+
+    def make(**cfg):
+        loggers.append(WandbLogger({"mode": "offline", **cfg}, log_dir=str(folder)))
+        return loggers[-1]
+
+    yield make
+    for logger in loggers:
+        logger.finish()
+
+
+@pytest.fixture
+def logger(make):
+    return make()
+
+
+def parsed(data):
+    """Records of a `.wandb` file: after 7 bytes, blocks of 32 KiB with chunks of (checksum, size, kind, data)."""
+    position, parts = 7, b""
+    while position < len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, position)
+        parts += data[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def records(logger):
+    """Everything that the run wrote; W&B's service writes the end of it a moment after `finish`."""
+    logger.finish()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        (file,) = Path(logger.run.dir).parent.glob("*.wandb")
+        found = list(parsed(file.read_bytes()))
+        if found and found[-1].HasField("exit"):
+            return found
+        time.sleep(0.02)
+    raise AssertionError("the run was not written to its end")
+
+
+def history(logger):
+    """What was logged, record by record, without W&B's own fields."""
+    rows = []
+    for record in records(logger):
+        if record.HasField("history"):
+            row = {}
+            for item in record.history.item:
+                *path, last = item.nested_key
+                place = row
+                for key in path:
+                    place = place.setdefault(key, {})
+                place[last] = json.loads(item.value_json)
+            rows.append({name: value for name, value in row.items() if not name.startswith("_")})
+    return rows
+
+
+def axes(logger):
+    """Step metric of each definition, in order."""
+    defined = [record.metric for record in records(logger) if record.HasField("metric")]
+    return [(metric.name or metric.glob_name, metric.step_metric) for metric in defined]
+
+
+def config(logger):
+    updates = [update for record in records(logger) for update in record.config.update]
+    return {update.key: json.loads(update.value_json) for update in updates}
+
+
+def test_scalars_of_every_kind_arrive_with_their_step(logger):
+    logger.log_metrics({"reward": 0.5, "ok": True, "t": torch.tensor(3), "deep": {"x": 2}}, step=4, prefix="train")
+    assert history(logger) == [
+        {"train/reward": 0.5, "train/ok": True, "train/t": 3, "train/deep/x": 2, "step": 4},
+    ]
+
+
+def test_numbers_that_are_not_finite_are_kept(logger):
+    logger.log_metrics({"nan": float("nan"), "inf": float("inf"), "minus": float("-inf")}, step=1)
+    (row,) = history(logger)
+    assert math.isnan(row["nan"])
+    assert (row["inf"], row["minus"]) == (math.inf, -math.inf)
+
+
+def test_steps_may_repeat_and_go_back(logger):
+    for step, value in [(5, 1), (5, 2), (3, 3)]:
+        logger.log_metrics({"x": value}, step)
+    assert history(logger) == [{"x": 1, "step": 5}, {"x": 2, "step": 5}, {"x": 3, "step": 3}]
+
+
+def test_everything_is_plotted_against_the_step_unless_a_step_metric_is_given(logger):
+    for seconds in (30, 40):
+        logger.log_metrics({"x": 1, "ray/ray_step": seconds}, step=2, prefix="ray", step_metric="ray/ray_step")
+    assert history(logger)[1] == {"ray/x": 1, "ray/ray_step": 40, "step": 2}
+    assert axes(logger) == [("*", "step"), ("ray/x", "ray/ray_step")]
+
+
+def test_definitions_are_passed_on(logger):
+    logger.define_metric("val/*", "val/epoch")
+    assert axes(logger)[1:] == [("val/*", "val/epoch")]
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0, 2.0, math.nan], [3.0, 3.0, 3.0], [1.0, 1.0, 1.0 + 2**-52], [1e20] * 3])
+def test_lists_become_histograms_of_their_finite_values(logger, values):
+    logger.log_metrics({"h": values, "none": [math.inf]}, step=1)
+    (row,) = history(logger)
+    assert set(row) == {"h", "step"}
+    assert row["h"]["_type"] == "histogram"
+    assert sum(row["h"]["values"]) == 3
+
+
+def test_what_cannot_be_logged_is_warned_about_once(logger, caplog):
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            logger.log_metrics({"text": "hello", "step": 7, "x": 1.0}, step)
+    assert len(caplog.records) == 2
+    assert history(logger) == [{"x": 1.0, "step": step} for step in range(3)]
+
+
+def test_hyperparameters_are_nested_and_without_secrets(logger):
+    logger.log_hyperparams({"policy": {"lr": 1e-4, "layers": [1, None]}, "judge": {"api_key": "sk-12345678"}})
+    content = config(logger)
+    assert content["policy"] == {"lr": 1e-4, "layers": [1, None]}
+    assert content["judge"] == {"api_key": "<redacted>"}
+
+
+def test_a_run_of_the_same_id_is_continued_also_with_another_config(make, folder):
+    for value in (1, 2):
+        logger = make(id="the-id")
+        logger.log_hyperparams({"lr": value})
+        logger.log_hyperparams({"lr": {"now": "nested"}})
+        logger.log_metrics({"x": value}, step=value)
+        (run,) = [record.run for record in records(logger) if record.HasField("run")]
+        assert (run.run_id, run.resume, run.display_name, run.project) == ("the-id", True, "run_a", "lucidrl")
+        assert folder in Path(logger.run.dir).parents
+        time.sleep(1)  # W&B names its folders by the second
+
+
+def test_a_figure_becomes_an_image(logger):
+    logger.log_plot(Figure(figsize=(1, 1)), step=9, name="plots/errors")
+    (row,) = history(logger)
+    assert (row["step"], row["plots/errors"]["_type"]) == (9, "image-file")
+    assert (Path(logger.run.dir) / row["plots/errors"]["path"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_is_told_of_the_machine_the_command_line_and_the_packages(logger):
+    kinds = {record.WhichOneof("record_type") for record in records(logger)}
+    assert not kinds & {"environment", "stats", "files", "output", "output_raw"}
+    assert list(Path(logger.run.dir).iterdir()) == []
+
+
+def test_finish_may_be_called_twice(logger):
+    logger.finish()
+    logger.finish()
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r'needs the package wandb; pip install "lucidrl\[wandb\]"'):
+        WandbLogger({})
+
+
+def test_what_wandb_refuses_is_a_config_error(make):
+    with pytest.raises(ConfigError, match="W&B refuses the run"):
+        make(id="no/slash")
+
+
+@pytest.fixture
+def work_tree(tmp_path, monkeypatch):
+    """A repository with a file that may be kept, and one of every kind that may not."""
+    root = tmp_path / "repository" / "project"
+    (root / "src").mkdir(parents=True)
+    (tmp_path / "outside.py").write_text("outside")
+    for name in ("src/main.py", "src/gone.py", "../above.py", ".env.local", "id_rsa", "deploy.pem", "my_credentials/a"):
+        path = root / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("first\n")
+    (root / "data.bin").write_bytes(b"\0\1")
+    (root / "latin.txt").write_bytes(b"\xe9")
+    (root / "large.txt").write_text("x" * 1_000_001)
+    (root / "link.py").symlink_to(tmp_path / "outside.py")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], cwd=root.parent, check=True)
+    (root / "untracked.py").write_text("untracked")
+    monkeypatch.chdir(root)
+    return root
+
+
+def kept_files(logger):
+    """Files that the run registered for sending, by their content."""
+    names = [file.path for record in records(logger) for file in record.files.files]
+    return {name: (Path(logger.run.dir) / name).read_bytes() for name in names}
+
+
+def test_code_is_the_tracked_text_without_secrets(make, work_tree):
+    logger = make(log_code=True)
+    (work_tree / "src" / "main.py").write_text("later")
+    assert kept_files(logger) == {"code/src/main.py": b"first\n", "code/src/gone.py": b"first\n"}
+
+
+def test_diffs_are_of_the_same_files(make, work_tree):
+    for name in ("src/main.py", ".env.local", "id_rsa", "../above.py", "my_credentials/a"):
+        (work_tree / name).write_text("second\n")
+    (work_tree / "src" / "gone.py").unlink()
+    (work_tree / "link.py").unlink()
+    (work_tree / "link.py").symlink_to("src/main.py")
+    files = kept_files(make(log_diffs=True))
+    assert list(files) == ["diff.patch"]
+    lines = files["diff.patch"].decode().splitlines()
+    assert [line for line in lines if line.startswith("diff")] == [
+        "diff --git a/src/gone.py b/src/gone.py",
+        "diff --git a/src/main.py b/src/main.py",
+    ]
+    assert [line for line in lines if line in ("-first", "+second")] == ["-first", "+second"]
+
+
+def test_without_changes_there_is_no_diff(make, work_tree):
+    assert kept_files(make(log_diffs=True)) == {}
+
+
+def test_outside_of_a_repository_there_is_one_warning(make, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert kept_files(make(log_code=True, log_diffs=True)) == {}
+    (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("lucidrl")]
+    assert message.startswith("the code is not kept with the run: git cannot read")
+
+
+def environment(tmp_path, **changes):
+    """Ours without W&B's variables and credentials."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    return plain | {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "TERM": "xterm"} | changes
+
+
+IN_A_THREAD = """
+import sys, threading
+from lucidrl.utils.logger.wandb import WandbLogger
+
+def work():
+    logger = WandbLogger({"mode": sys.argv[1], "id": "a"}, log_dir=sys.argv[2])
+    logger.log_metrics({"x": 1}, 1)
+    logger.finish()
+
+thread = threading.Thread(target=work, daemon=True)
+thread.start()
+thread.join(float(sys.argv[3]))
+sys.exit(3 if thread.is_alive() else 0)
+"""
+
+
+@pytest.fixture
+def silent_server():
+    """A server that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def url_of(server):
+    return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_an_offline_run_works_quietly_in_a_thread_and_reaches_for_nobody(tmp_path, silent_server):
+    command = [sys.executable, "-c", IN_A_THREAD, "offline", str(tmp_path / "run" / "wandb"), "30"]
+    env = environment(tmp_path, WANDB_BASE_URL=url_of(silent_server), WANDB_API_KEY="a" * 40)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    silent_server.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        silent_server.accept()
+
+
+def test_a_server_that_does_not_answer_does_not_keep_the_process(tmp_path, silent_server):
+    begin = time.monotonic()
+    processes = []
+    for number, url in enumerate(["http://127.0.0.1:9", url_of(silent_server)]):
+        env = environment(tmp_path, WANDB_BASE_URL=url, WANDB_API_KEY="a" * 40)
+        command = [sys.executable, "-c", IN_A_THREAD, "online", str(tmp_path / str(number) / "wandb"), "2"]
+        processes.append(subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL))
+    assert [process.wait(timeout=60) for process in processes] == [3, 3]
+    assert time.monotonic() - begin < 30  # 8 s on an idle machine; wandb by itself would take more than 90 s
+
+
+def test_a_run_whose_server_cannot_be_reached_is_kept_on_disk(tmp_path):
+    env = environment(tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="a" * 40, WANDB_INIT_TIMEOUT="1")
+    command = [sys.executable, "-c", IN_A_THREAD, "online", str(tmp_path / "run" / "wandb"), "30"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "W&B cannot be reached, the run is kept on disk; send it later with `wandb sync --id a " in done.stderr
+    (file,) = (tmp_path / "run" / "wandb").glob("wandb/offline-run-*/*.wandb")
+    assert any(record.HasField("history") for record in parsed(file.read_bytes()))
+
+
+def test_nobody_is_asked_for_a_key_not_even_on_a_terminal(tmp_path):
+    code = """
+import sys
+from lucidrl.utils.logger.wandb import WandbLogger
+assert sys.stdin.isatty() and sys.stderr.isatty()
+WandbLogger({}, log_dir=sys.argv[1])
+"""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "wandb")],
+        env=environment(tmp_path), stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    assert process.wait(timeout=60) == 1
+    said = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert "ConfigError: W&B refuses the run (No API key configured" in said
+    assert "WANDB_API_KEY" in said
+    assert 'mode="offline"' in said
