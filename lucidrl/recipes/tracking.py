@@ -36,7 +36,7 @@ class MlflowTracking(Config):
     enabled: bool = False
     """Send a copy to MLflow."""
     tracking_uri: str | None = None
-    """Server or store; by default a store in the run folder."""
+    """Server or store; by default what MLFLOW_TRACKING_URI says, else a store in the run folder."""
     experiment_name: str = "lucidrl"
     """Experiment of the run."""
     run_name: str | None = None

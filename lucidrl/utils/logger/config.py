@@ -51,7 +51,7 @@ class MlflowConfig(TypedDict):
     """Configuration of an `MlflowLogger`."""
 
     tracking_uri: NotRequired[str]
-    """Server or store; by default a store in the logger's own folder."""
+    """Server or store; by default what MLFLOW_TRACKING_URI says, else a store in the logger's own folder."""
     experiment_name: NotRequired[str]
     """Experiment of the run, "lucidrl" by default."""
     run_name: NotRequired[str]

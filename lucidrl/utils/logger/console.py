@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -92,9 +93,10 @@ def print_message_log_samples(
             title = f"{_rank(index, shown, numbers)}, reward {numbers[index]:.4g}, step {step}"
             console.print(_conversation(message_logs[index], title))
     try:
-        # A terminal of another encoding gets question marks in place of what it does not know.
-        console.file.write(capture.get().encode(console.encoding, "replace").decode(console.encoding))
-        console.file.flush()
+        # A terminal of another encoding gets question marks in place of what it does not know. Not to `console.file`,
+        # which would write across a progress bar: that one watches sys.stdout.
+        sys.stdout.write(capture.get().encode(console.encoding, "replace").decode(console.encoding))
+        sys.stdout.flush()
     except (OSError, ValueError) as error:  # also one that is closed
         log.warning("the samples of step %d cannot be printed: %r", step, error)
 

@@ -61,7 +61,7 @@ class MlflowLogger(LoggerInterface):
         cfg = validated(MlflowConfig, cfg)
         self._warn_once = WarnOnce()
         folder = Path(log_dir).absolute() if log_dir else None
-        store, artifacts = cfg.get("tracking_uri"), None
+        store, artifacts = cfg.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI"), None
         if folder and not store:
             folder.mkdir(parents=True, exist_ok=True)
             store, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()

@@ -39,9 +39,9 @@ _EXIT_GRACE_S = 5
 class WandbLogger(LoggerInterface):
     """Sends scalars, histograms (of lists), the nested configuration and figures to a run of Weights & Biases.
 
-    Every record has the field `step`, which everything is plotted against; W&B's own counter only numbers the
-    records, because it would drop a step that comes twice or goes back. A server that cannot be reached leaves the
-    run on disk, for `wandb sync`.
+    Records have the field `step` (or their step metric), which they are plotted against; W&B's own counter only numbers
+    them, because it would drop a step that comes twice or goes back. A server that cannot be reached leaves the run on
+    disk, for `wandb sync`.
 
     Args:
         cfg: see `WandbConfig`.
@@ -107,7 +107,9 @@ class WandbLogger(LoggerInterface):
                 self._add_histogram(record, name, value)
             else:
                 record[name] = value
-        self.run.log({**record, _STEP: int(step)})
+        if step_metric not in record:  # what has an axis of its own must not move this one
+            record[_STEP] = int(step)
+        self.run.log(record)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         self.run.config.update(jsonable(redacted(params)), allow_val_change=True)
@@ -232,4 +234,4 @@ class _ExitGuard:
         time.sleep(_EXIT_GRACE_S)
         for child in psutil.Process().children():
             if child.name().startswith("wandb-core"):
-                pass
+                child.kill()
