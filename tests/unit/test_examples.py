@@ -65,6 +65,27 @@ def test_grpo_in_python_trains(capsys, sort_digits):
     assert any(float(line.rpartition(" ")[2]) > 0 for line in lines), "no gradient, so nothing was trained"
 
 
+def test_own_tracker_prints_what_it_got(capsys, tmp_path):
+    main = runpy.run_path(str(ROOT / "examples" / "own_tracker.py"))["main"]
+    main(str(tmp_path))
+    settings, *steps = capsys.readouterr().out.splitlines()
+    assert settings == "settings: {'lr': 0.0001, 'judge': {'api_key': '<redacted>'}}"
+    assert steps == [f"step {n}: {{'train/reward': {n / 4}, 'train/tokens/mean': 8.5}}" for n in (1, 2, 3)]
+
+
+def test_the_logging_page_shows_programs_that_run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    send_again, own_program = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "logging.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    exec(own_program, {})
+    rows = [json.loads(line) for line in Path("runs/mine/exp_001/samples/step_3.jsonl").read_text().splitlines()]
+    assert [row["input_ids"] for row in rows] == [[5, 6], [7, 8, 9]]
+    exec(send_again.replace("runs/grpo/exp_001", "runs/mine/exp_001"), {})
+    assert len(list(Path("wandb").glob("offline-run-*/*.wandb"))) == 1
+
+
 def test_the_reference_of_settings_is_up_to_date():
     script = runpy.run_path(str(ROOT / "docs" / "make_reference.py"))
     committed = (ROOT / "docs" / "configuration-reference.md").read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ def check_trackers(cfg: LoggerConfig) -> None:
         ConfigError: if the package of one is not installed.
     """
     for name in _enabled(cfg):
-        require_package(name, f"{name}_enabled=True")
+        require_package(name, f"tracking by {name}")
 
 
 def tracker_makers(cfg: LoggerConfig, log_dir: Path, run_id: str) -> dict[str, Callable[[], LoggerInterface]]:

@@ -138,7 +138,8 @@ class BackgroundWriter(Generic[B]):
         try:
             backend = self._start()
         except BaseException as error:
-            log.warning("%s could not start, the run goes on without it: %s", self.name, error)
+            if not self._is_abandoned:  # else its loss was named already
+                log.warning("%s could not start, the run goes on without it: %s", self.name, str(error) or repr(error))
             self._lose_all(f"it could not start: {error!r}")
             return
         finally:
@@ -164,7 +165,8 @@ class BackgroundWriter(Generic[B]):
 
     def _lose(self, reason: str, step: int | None) -> None:
         if not self.losses.count:
-            log.warning("%s lost a record of step %s: %s; further losses are counted", self.name, step, reason)
+            what = "a record" if step is None else f"the record of step {step}"
+            log.warning("%s lost %s: %s; further losses are counted", self.name, what, reason)
         self.losses.add(reason, step)
 
     def _lose_all(self, reason: str) -> None:

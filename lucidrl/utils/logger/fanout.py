@@ -103,7 +103,8 @@ class Logger(LoggerInterface):
                 own_copy = PlainMetrics(record.plain(warn_once))
                 backend.log_metrics(own_copy, step, "", step_metric)
 
-            self._each(write, step)
+            # An axis of its own, such as seconds, would make no sense among the steps that a loss is told by.
+            self._each(write, step if step_metric is None else None)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         with self._guarded("hyperparameters"):

@@ -52,11 +52,13 @@ class MlflowLogger(LoggerInterface):
     """
 
     def __init__(self, cfg: MlflowConfig, log_dir: Optional[str] = None) -> None:  # noqa: UP045
-        require_package("mlflow", "mlflow_enabled=True")
+        require_package("mlflow", "tracking by mlflow")
         from mlflow import MlflowClient
 
         # It announces on the terminal that it makes tables, and prints where a run is; both have no other switch.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+        # Each try to reach a server that is down; that it failed in the end is told once, by whoever called.
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         cfg = validated(MlflowConfig, cfg)
         self._warn_once = WarnOnce()

@@ -34,7 +34,7 @@ class TrackioLogger(LoggerInterface):
     """
 
     def __init__(self, cfg: TrackioConfig, log_dir: Optional[str] = None) -> None:  # noqa: UP045
-        require_package("trackio", "trackio_enabled=True")
+        require_package("trackio", "tracking by trackio")
         from trackio.sqlite_storage import TRACKIO_DIR
 
         cfg = validated(TrackioConfig, cfg)

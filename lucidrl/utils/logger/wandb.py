@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _STEP = "step"
-_EXIT_GRACE_S = 5
+_EXIT_GRACE_S = 2
+_INIT_TIMEOUT_S = 30
 
 
 class WandbLogger(LoggerInterface):
@@ -56,7 +57,7 @@ class WandbLogger(LoggerInterface):
     """The run itself, for what is not offered here."""
 
     def __init__(self, cfg: WandbConfig, log_dir: Optional[str] = None) -> None:  # noqa: UP045
-        require_package("wandb", "wandb_enabled=True")
+        require_package("wandb", "tracking by wandb")
         # wandb's reports about itself, sent for offline runs too, keep the process from ending for ten seconds if the
         # server does not answer. This variable is their only switch.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -163,7 +164,8 @@ def _started_run(cfg: WandbConfig, log_dir: str | None) -> wandb.Run:
         return _init(cfg, log_dir, run_id, cfg.get("mode"))
     except (AuthenticationError, UsageError) as error:
         raise ConfigError(
-            f'W&B refuses the run ({error}); log in with `wandb login`, set WANDB_API_KEY, or choose mode="offline"'
+            f"W&B refuses the run ({error}); log in with `wandb login`, set WANDB_API_KEY, or choose the mode offline "
+            "(tracking.wandb.mode=offline)"
         ) from error
     except CommError as error:
         # Under another id, because wandb takes the first one to be in use until the process ends.
@@ -191,6 +193,8 @@ def _init(cfg: WandbConfig, log_dir: str | None, run_id: str, mode: Literal["onl
         settings=wandb.Settings(
             silent=True,
             console="off",
+            # Long enough for a slow network, and short enough that also a short run is kept offline without one.
+            init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", _INIT_TIMEOUT_S)),
             x_disable_stats=True,  # `monitor_gpus` records the machines, under the same names for every tracker
             # The command line, the packages and the repository are nobody else's business unless asked for.
             x_disable_meta=True,

@@ -48,7 +48,7 @@ def test_every_setting_of_a_tracker_is_one_of_the_logger(tmp_path):
 def test_a_tracker_that_is_not_installed_is_found_before_the_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     config = load_config(GRPORunConfig, overrides=["tracking.trackio.enabled=true"])
-    with pytest.raises(ConfigError, match="trackio_enabled=True needs the package trackio"):
+    with pytest.raises(ConfigError, match="tracking by trackio needs the package trackio"):
         preflight(config)
 
 

@@ -248,7 +248,7 @@ def test_a_figure_is_drawn_once_for_all_back_ends(cfg, tmp_path, monkeypatch):
 
 def test_a_missing_package_is_refused_at_once(cfg, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r'wandb_enabled=True needs the package wandb; pip install "lucidrl\[wandb\]"'):
+    with pytest.raises(ValueError, match=r'tracking by wandb needs the package wandb; pip install "lucidrl\[wandb\]"'):
         Logger(cfg | {"wandb_enabled": True})
 
 

@@ -344,4 +344,4 @@ WandbLogger({}, log_dir=sys.argv[1])
     os.close(ours)
     assert "ConfigError: W&B refuses the run (No API key configured" in said
     assert "WANDB_API_KEY" in said
-    assert 'mode="offline"' in said
+    assert "tracking.wandb.mode=offline" in said
