@@ -46,11 +46,9 @@ from lucidrl.data.datasets import Prompt
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.models.embedded import embedded_model, embedded_tokenizer
-from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.policy.config import OptimizerConfig, PolicyConfig
 from lucidrl.models.policy.policy import Policy
-from lucidrl.models.policy.worker import PolicyWorker
 from lucidrl.profiling.spans import recorder
 from lucidrl.utils.logger import Logger
 
@@ -81,10 +79,9 @@ class LucidSide:
             optimizer=OptimizerConfig(kwargs={"lr": LEARNING_RATE, "weight_decay": 0.0}),
             generation=GenerationConfig(max_new_tokens=NEW_TOKENS),
         )
-        worker = PolicyWorker(config, tokenizer)
-        policy = Policy(worker)
+        policy = Policy(config, tokenizer)
         collector = TextCollector(
-            BuiltinGenerator(worker.model, tokenizer, config.generation),
+            policy,
             EnvRunner(DigitEnv(), deadline_s=60, max_concurrency=8, on_error="fail"),
             tokenizer,
             prompts,

@@ -23,12 +23,14 @@ BENCHMARKS = (
     "logging_cost",
     "logprob_head",
     "train_vs_bare_loop",
+    "dynamic_batching",
+    "ranks",
     "group_sampling",
     "grpo_step_vs_trl",
     "demo",
     "smollm2_grpo",
 )
-WITH_MODEL = ("train_vs_bare_loop", "group_sampling", "smollm2_grpo")
+WITH_MODEL = ("train_vs_bare_loop", "ranks", "group_sampling", "smollm2_grpo")
 RECORDED_VERSIONS = ("torch", "transformers", "trl")
 
 

@@ -19,7 +19,7 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.models.embedded import embedded_model
 from lucidrl.models.loading import load_tokenizer
 from lucidrl.models.policy.config import OptimizerConfig, PolicyConfig, Precision, SequencePackingConfig
-from lucidrl.models.policy.worker import PolicyWorker
+from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 
 LEARNING_RATE = 1e-5
 
@@ -59,7 +59,7 @@ def our_step(case: Case, batch: BatchedDataDict, packed: bool) -> Callable[[], o
         sequence_packing=SequencePackingConfig(enabled=packed, train_mb_tokens=case.micro_batch * case.tokens),
         optimizer=OptimizerConfig(kwargs={"lr": LEARNING_RATE}),
     )
-    worker = PolicyWorker(config, load_tokenizer(case.model_name), init_reference_model=False)
+    worker = DTensorPolicyWorker(config, load_tokenizer(case.model_name), init_reference_model=False)
     return lambda: worker.train(batch, NLLLoss())
 
 

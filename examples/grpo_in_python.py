@@ -15,11 +15,10 @@ from lucidrl.algorithms.losses import ClippedPGLoss
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.text import TextCollector
 from lucidrl.envs.text.runner import EnvRunner
-from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.loading import context_length, load_tokenizer
+from lucidrl.models.loading import load_tokenizer, model_facts
 from lucidrl.models.policy.config import OptimizerConfig, PolicyConfig
-from lucidrl.models.policy.worker import PolicyWorker
+from lucidrl.models.policy.policy import Policy
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,15 +34,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         generation=GenerationConfig(max_new_tokens=8),
     )
     tokenizer = load_tokenizer(config.model_name)
-    policy = PolicyWorker(config, tokenizer, init_reference_model=False)
+    policy = Policy(config, tokenizer, init_reference_model=False)
     env = SortDigits()
     collector = TextCollector(
-        BuiltinGenerator(policy.model, tokenizer, config.generation),
+        policy,
         EnvRunner(env, deadline_s=10, max_concurrency=8, on_error="fail"),
         tokenizer,
         env.prompts(),
         TextCollectorConfig(prompts_per_step=16, samples_per_prompt=8),
-        context_length=context_length(policy.model.model.config),
+        context_length=model_facts(config.model_name).context_length,
     )
     # One optimizer step a batch: the policy that trains is the one that sampled.
     loss_fn = ClippedPGLoss(ClippedPGConfig(), on_policy=True)
@@ -55,12 +54,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 AdvantageConfig(), rollouts.rewards, rollouts.group_ids, rollouts.is_valid
             )
             result = policy.train(batch, loss_fn)
-            # The generator reads the policy's own weights; it only has to be told that they are new ones.
+            # The policy samples with its own weights; it only has to be told that they are new ones.
             collector.update_policy_weights_(version=step)
-            reward, norm = rollouts.metrics["reward"], float(result["grad_norm"])
+            reward, norm = rollouts.metrics["reward"], result.grad_norm
             print(f"step {step}: reward {reward:.3f}, gradient norm {norm:.3f}")
     finally:
         collector.shutdown()
+        policy.shutdown()
 
 
 if __name__ == "__main__":

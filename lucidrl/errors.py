@@ -26,3 +26,7 @@ class CheckpointError(LucidError, RuntimeError):
 
 class TrainingError(LucidError, RuntimeError):
     """Training cannot go on, for instance after too many steps with non-finite gradients."""
+
+
+class WorkerError(LucidError, RuntimeError):
+    """A worker raised, died or missed its deadline, or its group has ended; the message says which and where."""

@@ -4,6 +4,8 @@ The head is evaluated in chunks of tokens. Scoring holds one chunk at a time. Tr
 pass, two bytes for each: all chunks in half precision, every second one in float32, and evaluates the head again for
 the others; with `recompute` it keeps none.
 
+Where the vocabulary is split over ranks, all of this holds for a rank's part of it; see `vocab_parallel`.
+
 Shapes: N tokens, D hidden size, V vocabulary, C tokens of a chunk.
 """
 
@@ -13,8 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+
+from lucidrl.models.vocab_parallel import VocabShard, local
 
 CHUNK_ELEMENTS = 1 << 23
 """Logits in one chunk: small enough to stay near the caches, large enough for efficient matrix products."""
@@ -72,12 +77,24 @@ def token_logprobs(
     *,
     with_entropy: bool = False,
     recompute: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> HeadOutput:
-    """Log-probabilities of `targets` [N] after hidden states [N, D], differentiable in `hidden` and the head."""
+    """Log-probabilities of `targets` [N] after hidden states [N, D], differentiable in `hidden` and the head.
+
+    Args:
+        recompute: keep no logits for the backward pass.
+        group: the ranks over which the head's vocabulary is split: its parameters are DTensors sharded along dim 0, or
+            this rank's part of them. All ranks pass the same hidden states and targets, get the same results, and must
+            have the same gradient of these; then they get the same gradient of `hidden`.
+    """
     keep_logits = torch.is_grad_enabled() and not recompute
-    logprobs, entropy = _TokenLogprobs.apply(
-        hidden, head.weight, head.bias, targets, transform, with_entropy, keep_logits
-    )
+    weight: torch.Tensor = head.weight
+    bias: torch.Tensor | None = head.bias
+    shard = None
+    if group is not None:
+        weight, bias = local(weight), None if bias is None else local(bias)
+        shard = VocabShard.of_head(head, group)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, transform, with_entropy, keep_logits, shard)
     return HeadOutput(logprobs, entropy if with_entropy else None)
 
 
@@ -97,22 +114,26 @@ class _TokenLogprobs(torch.autograd.Function):
         transform: LogitTransform,
         with_entropy: bool,
         keep_logits: bool,
+        shard: VocabShard | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         accurate = torch.promote_types(hidden.dtype, torch.float32)
         normalizer, logprobs, entropy = (hidden.new_zeros(hidden.shape[0], dtype=accurate) for _ in range(3))
+        index = targets if shard is None else shard.index(targets)
         kept: list[torch.Tensor | None] = []
         for number, chunk in enumerate(_chunks(hidden.shape[0], weight.shape[0])):
             raw = F.linear(hidden[chunk], weight, bias)
             logits = transform(raw)
-            chosen = logits.gather(1, targets[chunk, None])[:, 0]
+            chosen = logits.gather(1, index[chunk, None])[:, 0]
             log_p = torch.log_softmax(logits, dim=-1)
-            logprobs[chunk] = log_p.gather(1, targets[chunk, None])[:, 0]
+            logprobs[chunk] = log_p.gather(1, index[chunk, None])[:, 0]
             normalizer[chunk] = chosen - logprobs[chunk]
             if with_entropy:
                 entropy[chunk] = -torch.exp(log_p).mul_(log_p).sum(-1)
             kept.append(raw if keep_logits and number % (raw.itemsize // 2) == 0 else None)
+        if shard is not None:
+            normalizer, logprobs, entropy = shard.combined(normalizer, logprobs, entropy, targets)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, *kept)
-        ctx.transform, ctx.with_entropy = transform, with_entropy
+        ctx.transform, ctx.with_entropy, ctx.shard = transform, with_entropy, shard
         return logprobs, entropy
 
     @staticmethod
@@ -124,7 +145,7 @@ class _TokenLogprobs(torch.autograd.Function):
         accurate = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=accurate) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=accurate) if bias is not None and ctx.needs_input_grad[2] else None
-        upstream = (grad_logprobs, grad_entropy if ctx.with_entropy else None)
+        upstream = _Upstream.of(grad_logprobs, grad_entropy if ctx.with_entropy else None, targets, ctx.shard)
         chunks = _chunks(hidden.shape[0], weight.shape[0])
         together = CHUNKS_PER_SUM if hidden.dtype != accurate else 1
         for first in range(0, len(chunks), together):
@@ -135,7 +156,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits = transform(raw)
                 # Raw logits may be asked for again, by a second backward pass.
                 log_p = torch.sub(logits, normalizer[chunk, None], out=None if logits is raw else logits)
-                grad_chunk = _grad_logits(log_p, targets, entropy, upstream, chunk)
+                grad_chunk = _grad_logits(log_p, entropy, upstream, chunk)
                 grad[chunk.start - group.start : chunk.stop - group.start] = transform.chain(grad_chunk, raw)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[group])
@@ -143,34 +164,49 @@ class _TokenLogprobs(torch.autograd.Function):
                 _add_product(grad_weight, grad, hidden[group])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=accurate)
+        if ctx.shard is not None and grad_hidden is not None:
+            dist.all_reduce(grad_hidden, group=ctx.shard.group)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(weight.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
-def _grad_logits(
-    log_p: torch.Tensor,
-    targets: torch.Tensor,
-    entropy: torch.Tensor,
-    upstream: tuple[torch.Tensor, torch.Tensor | None],
-    chunk: slice,
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class _Upstream:
+    """Gradients [N] that come from behind the head, and where the targets are in the vocabulary, or this part of it."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None
+    target_index: torch.Tensor
+    target_logprobs: torch.Tensor
+    """The gradient of the log-probabilities; 0 where the target is in another rank's part of the vocabulary."""
+
+    @classmethod
+    def of(
+        cls, logprobs: torch.Tensor, entropy: torch.Tensor | None, targets: torch.Tensor, shard: VocabShard | None
+    ) -> _Upstream:
+        if shard is None:
+            return cls(logprobs, entropy, targets, logprobs)
+        return cls(logprobs, entropy, shard.index(targets), logprobs * shard.owns(targets))
+
+
+def _grad_logits(log_p: torch.Tensor, entropy: torch.Tensor, upstream: _Upstream, chunk: slice) -> torch.Tensor:
     """d logprob / d logit = onehot - p;   d entropy / d logit = -p (log p + entropy). Overwrites `log_p` [C, V].
 
     Args:
-        upstream: [N] gradients of log-probabilities and, if it was asked for, of the entropy.
         chunk: the tokens that `log_p` belongs to.
     """
-    grad_logprobs = upstream[0][chunk, None]
-    if upstream[1] is None:
+    grad_logprobs = upstream.logprobs[chunk, None]
+    if upstream.entropy is None:
         grad = log_p.exp_().mul_(-grad_logprobs)
     else:
-        grad_entropy = upstream[1][chunk, None]
+        grad_entropy = upstream.entropy[chunk, None]
         grad = torch.exp(log_p).mul_(log_p.add_(entropy[chunk, None]).mul_(-grad_entropy).sub_(grad_logprobs))
-    return grad.scatter_add_(1, targets[chunk, None], grad_logprobs.to(grad.dtype))
+    at_target = upstream.target_logprobs[chunk, None].to(grad.dtype)
+    return grad.scatter_add_(1, upstream.target_index[chunk, None], at_target)
 
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:

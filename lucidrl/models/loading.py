@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,13 +25,18 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from lucidrl.errors import ConfigError
 from lucidrl.models import attention, embedded
 from lucidrl.models.logprobs import LogprobModel
-from lucidrl.models.policy.config import EMBEDDED_MODELS
+from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
 
 logger = logging.getLogger(__name__)
 
 UNUSABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, SafetensorError)
 """What a damaged folder, or an architecture that was not written for other attention functions, raises."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,11 @@ def load_tokenizer(
     return tokenizer
 
 
+def policy_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer that a policy's config names."""
+    return load_tokenizer(config.tokenizer or config.model_name, config.pad_token, config.trust_remote_code)
+
+
 def _own_tokenizer(model_name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     if model_name in EMBEDDED_MODELS:
         return embedded.embedded_tokenizer()
@@ -107,16 +118,20 @@ def load_model(
     return model
 
 
+def empty_model(model_name: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model that `load_model` gives, with shapes but without weights; only config.json is read."""
+    with _refused(f"the model {model_name} cannot be read"), torch.device("meta"):
+        config = _model_config(model_name, trust_remote_code)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust_remote_code
+        )
+    return model.eval()
+
+
 def model_facts(model_name: str, trust_remote_code: bool = False) -> ModelFacts:
     """Built on the meta device: reads config.json only."""
     with _refused(f"the model {model_name} cannot be read"), torch.device("meta"):
-        config: Any = (
-            embedded.embedded_config()
-            if model_name in EMBEDDED_MODELS
-            else AutoConfig.from_pretrained(
-                model_folder(model_name), trust_remote_code=trust_remote_code, local_files_only=True
-            )
-        )
+        config = _model_config(model_name, trust_remote_code)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -130,6 +145,20 @@ def model_facts(model_name: str, trust_remote_code: bool = False) -> ModelFacts:
         num_layers=text.num_hidden_layers,
         kv_elements_per_token=2 * heads * head_size * text.num_hidden_layers,
     )
+
+
+def _model_config(model_name: str, trust_remote_code: bool) -> Any:
+    if model_name in EMBEDDED_MODELS:
+        return embedded.embedded_config()
+    return AutoConfig.from_pretrained(
+        model_folder(model_name), trust_remote_code=trust_remote_code, local_files_only=True
+    )
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of a model, each of them what transformers says should not be taken apart."""
+    kinds = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
 def context_length(config: Any) -> int:

@@ -13,25 +13,46 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from lucidrl.algorithms.interfaces import Need, TokenOutputs
+from lucidrl.distributed.batching import round_up
 from lucidrl.distributed.packing import PackedRows, gather_rows, pack_rows
 from lucidrl.errors import ConfigError
 from lucidrl.models.attention import AttentionLayout, PackedLayout, PaddedLayout
+from lucidrl.models.context_parallel import ContextParallel
 from lucidrl.models.head import LogitTransform, token_logprobs
+from lucidrl.models.vocab_parallel import gathered_logits
 
 SUPPORTED_NEEDS = frozenset({"logprobs", "entropy", "logits"})
 
 
 class LogprobModel(nn.Module):
-    """A causal language model that answers with log-probabilities instead of logits."""
+    """A causal language model that answers with log-probabilities instead of logits.
 
-    def __init__(self, model: PreTrainedModel, temperature: float, recompute_head: bool = False):
+    Args:
+        tp_group: ranks that hold parts of the vocabulary each, if the model is tensor parallel.
+        context: splits the tokens of a row over ranks; all get the results of all tokens.
+        length_multiple: the model takes rows of a multiple of so many tokens; shorter ones are padded here.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        temperature: float,
+        recompute_head: bool = False,
+        tp_group: ProcessGroup | None = None,
+        context: ContextParallel | None = None,
+        length_multiple: int = 1,
+    ):
         super().__init__()
         self.model = model
         self.transform = logit_transform(model.config, temperature)
         self.recompute_head = recompute_head
+        self.tp_group = tp_group
+        self.context = context
+        self.length_multiple = length_multiple * (context.multiple if context is not None else 1)
         self.train(model.training)  # a new module is in training mode, whatever it is made of
 
     def forward(
@@ -66,23 +87,29 @@ class LogprobModel(nn.Module):
         wanted = (position > 0) & (position < input_lengths[:, None])
         if selected is not None:
             wanted &= selected
+        # The hidden state that predicts a token is the one before it; it may be another rank's.
+        slot_of_position = self._slots(input_ids.shape[1], input_ids.device)
+        wanted[:, 1:] &= slot_of_position[:-1] >= 0
         row_N, position_N = wanted.nonzero(as_tuple=True)
-        token_N = row_N * input_ids.shape[1] + position_N
-        # The hidden state that predicts a token is the one before it.
-        predictor_N = (token_N if rows is None else rows.cu_seqlens[row_N].to(torch.int64) + position_N) - 1
+        if rows is not None:
+            predictor_N = rows.cu_seqlens[row_N].to(torch.int64) + position_N - 1
+        else:
+            predictor_N = row_N * (len(hidden) // len(input_ids)) + slot_of_position[position_N - 1]
         scored = token_logprobs(
             gather_rows(hidden, predictor_N),
             self.head,
-            input_ids.flatten()[token_N],
+            input_ids[row_N, position_N],
             self.transform,
             with_entropy="entropy" in needs,
             recompute=self.recompute_head,
+            group=self.tp_group,
         )
 
         def laid_out(values_N: torch.Tensor | None) -> torch.Tensor | None:
             if values_N is None:
                 return None
-            return values_N.new_zeros(input_ids.numel()).index_copy(0, token_N, values_N).view(input_ids.shape)
+            values_BT = values_N.new_zeros(input_ids.shape).index_put((row_N, position_N), values_N)
+            return values_BT if self.context is None else self.context.sum(values_BT)
 
         return TokenOutputs(logprobs=laid_out(scored.logprobs), entropy=laid_out(scored.entropy), logits=logits)
 
@@ -100,17 +127,45 @@ class LogprobModel(nn.Module):
 
     def next_token_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, D] → [N, V] in at least float32, scaled, capped and divided by the temperature."""
-        return self.transform(self.head(hidden))
+        if self.tp_group is None:
+            return self.transform(self.head(hidden))
+        return self.transform(gathered_logits(hidden, self.head))
 
     def _hidden(self, input_ids: torch.Tensor, rows: PackedRows | None) -> torch.Tensor:
+        """Last hidden states of this rank's tokens, [tokens, D]."""
         if rows is not None:
             return self.hidden_states(rows.input_ids, rows.position_ids, PackedLayout(rows))
-        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        return self.hidden_states(input_ids, position_ids, PaddedLayout())
+        padded = nn.functional.pad(input_ids, (0, -input_ids.shape[1] % self.length_multiple))
+        position_ids = self._own_positions(padded.shape[1], padded.device).expand(len(padded), -1)
+        if self.context is None:
+            return self.hidden_states(padded, position_ids, PaddedLayout())
+        return self.hidden_states(padded.gather(1, position_ids), position_ids, self.context.layout(padded.shape[1]))
+
+    def _own_positions(self, length: int, device: torch.device) -> torch.Tensor:
+        """Positions of padded rows that this rank computes."""
+        if self.context is None:
+            return torch.arange(length, device=device)
+        return self.context.positions(length, device)
+
+    def _slots(self, length: int, device: torch.device) -> torch.Tensor:
+        """[T] where this rank's hidden states have the one of a position, -1 if it is another rank's."""
+        padded_length = round_up(length, self.length_multiple)
+        own = self._own_positions(padded_length, device)
+        slots = torch.full((padded_length,), -1, device=device)
+        slots[own] = torch.arange(len(own), device=device)
+        return slots[:length]
 
     def _logits_of_rows(self, hidden: torch.Tensor, rows: PackedRows | None, shape: torch.Size) -> torch.Tensor:
+        """[B, T, V]"""
         logits = self.next_token_logits(hidden)
-        return logits.view(*shape, -1) if rows is None else rows.unpack(logits)
+        if rows is not None:
+            return rows.unpack(logits)
+        logits = logits.unflatten(0, (shape[0], -1))
+        if self.context is None:
+            return logits[:, : shape[1]]
+        whole = logits.new_zeros(shape[0], round_up(shape[1], self.length_multiple), logits.shape[-1])
+        own = self._own_positions(whole.shape[1], whole.device)
+        return self.context.sum(whole.index_copy(1, own, logits))[:, : shape[1]]
 
 
 def logit_transform(config: Any, temperature: float) -> LogitTransform:

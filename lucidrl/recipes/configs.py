@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from lucidrl.algorithms.config import GRPOConfig, SFTConfig, ValidationConfig
 from lucidrl.collectors.config import TextCollectorConfig
+from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.errors import ConfigError
 from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
@@ -61,6 +62,8 @@ class BaseRunConfig(Config):
     """Where the run writes."""
     policy: PolicyConfig = PolicyConfig()
     """The model that is trained."""
+    cluster: ClusterConfig = ClusterConfig()
+    """The processes that share the work."""
     env: EnvConfig = EnvConfig()
     """The environment that judges answers."""
     validation: ValidationConfig = ValidationConfig()

@@ -11,9 +11,10 @@ from lucidrl.data.examples import answered, load_examples
 from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.envs.text.registry import make_env, split_prompts
 from lucidrl.errors import ConfigError, DataError
-from lucidrl.models.loading import DTYPES, ModelFacts, load_tokenizer, model_facts
+from lucidrl.models.loading import DTYPES, ModelFacts, model_facts, policy_tokenizer
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.optim import PolicyOptimizer
+from lucidrl.models.policy.policy import worker_class_of
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
 from lucidrl.recipes.run_folder import check_can_create
 from lucidrl.utils.logger.backends import check_trackers
@@ -58,7 +59,8 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
     policy = config.policy
     PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy)
     facts = model_facts(policy.model_name, policy.trust_remote_code)
-    tokenizer = load_tokenizer(policy.model_name, policy.pad_token, policy.trust_remote_code)
+    tokenizer = policy_tokenizer(policy)
+    worker_class_of(policy).layout_of(policy, config.cluster.num_workers)
     env = make_env(config.env.name, config.env.kwargs)
     if isinstance(config, SFTRunConfig):
         if config.data.file is not None:

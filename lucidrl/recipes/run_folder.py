@@ -15,7 +15,7 @@ from lucidrl.recipes.configs import BaseRunConfig, RunConfig
 from lucidrl.utils.config import dump_yaml, load_config
 from lucidrl.utils.logger.folders import get_next_experiment_dir
 
-CONFIG_NAME, CHECKPOINTS_NAME = "config.yaml", "checkpoints"
+CONFIG_NAME, CHECKPOINTS_NAME, LOGS_NAME = "config.yaml", "checkpoints", "logs"
 
 C = TypeVar("C", bound=BaseRunConfig)
 

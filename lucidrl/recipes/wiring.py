@@ -21,12 +21,10 @@ from lucidrl.data.messages import supervised_example
 from lucidrl.envs.text.registry import make_env, split_prompts
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import CheckpointError
-from lucidrl.models.generation.builtin import BuiltinGenerator
-from lucidrl.models.loading import context_length, load_tokenizer
+from lucidrl.models.loading import model_facts, policy_tokenizer
 from lucidrl.models.policy.policy import Policy
-from lucidrl.models.policy.worker import PolicyWorker
 from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.run_folder import CHECKPOINTS_NAME, update_run_config
+from lucidrl.recipes.run_folder import CHECKPOINTS_NAME, LOGS_NAME, update_run_config
 from lucidrl.utils.logger import Logger
 
 
@@ -104,9 +102,7 @@ class _Parts:
         self._folder = folder
         self._stack = stack
         self._env = make_env(config.env.name, config.env.kwargs)
-        self.tokenizer = load_tokenizer(
-            config.policy.model_name, config.policy.pad_token, config.policy.trust_remote_code
-        )
+        self.tokenizer = policy_tokenizer(config.policy)
         self.pad_id: int = self.tokenizer.pad_token_id
         checkpoint = config.checkpoint
         manager = CheckpointManager(
@@ -116,9 +112,16 @@ class _Parts:
         run_id = self._newest.state.get("run_id") if self._newest is not None else None
         self.logger = stack.enter_context(Logger(config.tracking.logger_config(folder, run_id)))
         self.logger.log_hyperparams(config.model_dump(mode="json"))
-        worker = PolicyWorker(config.policy, self.tokenizer, init_reference_model=init_reference, seed=config.seed)
-        self._model = worker.model
-        self.policy = Policy(worker)
+        self.policy = stack.enter_context(
+            Policy(
+                config.policy,
+                self.tokenizer,
+                cluster=config.cluster,
+                log_dir=folder / LOGS_NAME,
+                init_reference_model=init_reference,
+                seed=config.seed,
+            )
+        )
         self.saver = Saver(manager, checkpoint.every, self.policy)
 
     def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
@@ -130,14 +133,14 @@ class _Parts:
 
     def collector(self, prompts: list[Prompt], config: TextCollectorConfig) -> TextCollector:
         env = self._config.env
-        generator = BuiltinGenerator(self._model, self.tokenizer, self._config.policy.generation, self._config.seed)
+        facts = model_facts(self._config.policy.model_name, self._config.policy.trust_remote_code)
         collector = TextCollector(
-            generator,
+            self.policy,
             EnvRunner(self._env, env.deadline_s, env.max_concurrency, env.on_error),
             self.tokenizer,
             prompts,
             config,
-            context_length=context_length(self._model.model.config),
+            context_length=facts.context_length,
             seed=self._config.seed,
         )
         self._stack.callback(collector.shutdown)

@@ -20,7 +20,9 @@ from lucidrl.utils.config import Config
 EMBEDDED_MODELS = ("embedded", "embedded-untrained")
 """Model names that need no folder; see `lucidrl.models.embedded`."""
 
-Precision = Literal["float32", "bfloat16", "float64"]
+Precision = Literal["float32", "bfloat16", "float16", "float64"]
+HALF_PRECISIONS = ("bfloat16", "float16")
+"""Those in which the optimizer keeps float32 weights beside the model's."""
 
 
 class OptimizerConfig(Config):
@@ -75,6 +77,25 @@ class SequencePackingConfig(Config):
     """The same for scoring."""
 
 
+class DTensorConfig(Config):
+    """How `DTensorPolicyWorker` lays a model over several ranks; what these sizes leave is data parallel."""
+
+    enabled: bool = True
+    """Use `DTensorPolicyWorker`; otherwise `FSDP1PolicyWorker`, which is data parallel only."""
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks that share every layer."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share the tokens of every row."""
+    sequence_parallel: bool = False
+    """Between layers, tensor parallel ranks hold different tokens instead of copies of all."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer in host memory and bring weights to the device as they are needed."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of layers for the backward pass and compute the rest again."""
+    custom_parallel_plan: str | None = None
+    """Import path of a tensor parallel plan, for a model that brings none."""
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, dict | SchedulerConfig) else value
 
@@ -84,18 +105,23 @@ class PolicyConfig(Config):
 
     model_name: str = "embedded"
     """A Hugging Face model folder on disk, or `embedded` (tiny, warm-started), or `embedded-untrained`."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer; by default that of the model."""
     pad_token: str | None = None
     """The token that pads; by default the tokenizer's own or, where it names none, its end-of-sequence token."""
     trust_remote_code: bool = False
     """Run Python code that lies in the model folder."""
     precision: Precision = "float32"
-    """What the model computes in. In bfloat16 the optimizer works on float32 master weights."""
+    """What the model computes in. In bfloat16 and float16 the optimizer works on float32 master weights; in float16
+    losses are scaled up for the backward pass, as far as gradients stay finite."""
     train_global_batch_size: PositiveInt | None = None
     """Rows of one optimizer step, over all ranks; by default all rows of a `train` call, so one step a call."""
     train_micro_batch_size: PositiveInt = 32
     """Rows that run at a time in training when neither dynamic batching nor packing is on."""
     logprob_batch_size: PositiveInt = 64
     """The same for scoring."""
+    dtensor_cfg: DTensorConfig = DTensorConfig()
+    """The model over several ranks."""
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     """Rows of similar length together, up to a token budget."""
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
@@ -122,6 +148,7 @@ class PolicyConfig(Config):
                 "dynamic_batching.enabled and sequence_packing.enabled are both true; turn one of them off "
                 "(packing needs no padding and is usually faster)"
             )
+        self._check_parallelism()
         expected = max(0, len(self.scheduler) - 1)
         if len(self.scheduler_milestones) != expected:
             raise ValueError(
@@ -129,3 +156,20 @@ class PolicyConfig(Config):
                 f"not {len(self.scheduler_milestones)}; give the steps at which the next one takes over"
             )
         return self
+
+    def _check_parallelism(self) -> None:
+        parallel = self.dtensor_cfg
+        if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
+            raise ValueError(
+                "dtensor_cfg.sequence_parallel=true with tensor_parallel_size=1 has no ranks to share tokens; "
+                "raise tensor_parallel_size, or turn it off"
+            )
+        for name, is_on in (
+            (f"context_parallel_size={parallel.context_parallel_size}", parallel.context_parallel_size > 1),
+            ("sequence_parallel=true", parallel.sequence_parallel),
+        ):
+            if is_on and self.sequence_packing.enabled:
+                raise ValueError(
+                    f"dtensor_cfg.{name} splits rows over ranks, which packed rows are not made for; "
+                    "set sequence_packing.enabled=false (and dynamic_batching.enabled=true)"
+                )

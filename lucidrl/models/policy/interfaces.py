@@ -23,6 +23,16 @@ class ReferenceLogprobOutputSpec(TypedDict):
 
 
 @dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker may be told beside its config."""
+
+    seed: int = 0
+    """Of the weights of an untrained model, and of draws."""
+    timeout_s: float = 600.0
+    """Longest that a rank waits for the others in one exchange."""
+
+
+@dataclass(frozen=True)
 class TrainResult:
     """What one call of `train` did."""
 

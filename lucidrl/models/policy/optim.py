@@ -2,60 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from lucidrl.errors import ConfigError
-from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.config import HALF_PRECISIONS, PolicyConfig
 from lucidrl.utils.imports import import_object
 
+_FIRST_LOSS_SCALE, _LARGEST_LOSS_SCALE, _STEPS_PER_LOSS_SCALE = 2.0**12, 2.0**16, 200
 FUSED_BY_DEFAULT = ("torch.optim.AdamW", "torch.optim.Adam")
+
+
+def plain_norm(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Norm of the gradients of a model that one rank holds; those of parameters without one count as 0."""
+    return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
 
 
 class PolicyOptimizer:
     """Owns what turns gradients into new weights.
 
-    With half-precision parameters the optimizer works on float32 copies: each micro-batch's gradient is added to the
-    copy's float32 gradient as soon as it is complete, and the parameters are rounded from the copies after the step.
+    It works on the plain tensors of this rank, so that every torch optimizer can be used. With half-precision
+    parameters these are float32 copies: each micro-batch's gradient is added to the copy's float32 gradient as soon as
+    it is complete, and the parameters are rounded from the copies after the step.
+
+    Args:
+        parameters: those to train, as this rank holds them.
+        local: the plain tensor behind a parameter or its gradient.
+        total_norm: of the gradient of the whole model, over all ranks.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], config: PolicyConfig):
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        config: PolicyConfig,
+        local: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        total_norm: Callable[[Sequence[torch.Tensor | None]], torch.Tensor] = plain_norm,
+    ):
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._local, self._total_norm = local, total_norm
         self._max_grad_norm = config.max_grad_norm
-        self._masters = self._parameters
-        if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in self._parameters):
-            self._masters = [nn.Parameter(parameter.detach().float()) for parameter in self._parameters]
-            for parameter, master in zip(self._parameters, self._masters, strict=True):
+        self._trained = [local(parameter.detach()) for parameter in self._parameters]
+        """What the optimizer changes: the parameters' own memory, or float32 copies of it."""
+        self.has_masters = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in self._trained)
+        if self.has_masters:
+            self._trained = [tensor.float() for tensor in self._trained]
+            for parameter, master in zip(self._parameters, self._trained, strict=True):
                 parameter.register_post_accumulate_grad_hook(_adder_to(master))
-        self._optimizer = _make_optimizer(self._masters, config)
+        # Sharded parameters are float32 themselves, but what is saved of them is rounded.
+        self._keeps_masters = self.has_masters or config.precision in HALF_PRECISIONS
+        self.loss_scale = _FIRST_LOSS_SCALE if config.precision == "float16" else 1.0
+        """What losses are multiplied with before the backward pass; gradients are divided by it again."""
+        self._is_scaled = self.loss_scale != 1.0
+        self._good_steps = 0
+        self._optimizer = _make_optimizer(self._trained, config)
         self._scheduler = _make_scheduler(self._optimizer, config)
 
     @property
     def learning_rate(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
 
-    @property
-    def has_masters(self) -> bool:
-        return self._masters is not self._parameters
-
     def step(self) -> float:
         """Clip and step, unless a gradient is NaN or infinite; returns the norm before clipping, which then tells."""
-        gradients = [master.grad for master in self._masters if master.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        if not self.has_masters:
+            for parameter, tensor in zip(self._parameters, self._trained, strict=True):
+                tensor.grad = None if parameter.grad is None else self._local(parameter.grad)
+        gradients = [tensor.grad for tensor in self._trained]
+        for gradient in gradients if self._is_scaled else ():
+            if gradient is not None:
+                gradient.div_(self.loss_scale)
+        norm = self._total_norm(gradients)
         if is_finite := bool(torch.isfinite(norm)):
             if self._max_grad_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(self._masters, self._max_grad_norm, norm)
+                torch.nn.utils.clip_grads_with_norm_(self._trained, self._max_grad_norm, norm)
             self._optimizer.step()
         self.zero_grad()
         if is_finite and self.has_masters:
             self._publish()
+        if self._is_scaled:
+            self._adapt_loss_scale(is_finite)
         return norm.item()
 
+    def _adapt_loss_scale(self, is_finite: bool) -> None:
+        """Small gradients vanish in float16 unless they are scaled up, large ones overflow if they are."""
+        self._good_steps = self._good_steps + 1 if is_finite else 0
+        if not is_finite:
+            self.loss_scale = max(1.0, self.loss_scale / 2)
+        elif self._good_steps % _STEPS_PER_LOSS_SCALE == 0:
+            self.loss_scale = min(_LARGEST_LOSS_SCALE, self.loss_scale * 2)
+
     def zero_grad(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        for tensor in (*self._parameters, *self._trained):
+            tensor.grad = None
 
     def schedule(self) -> None:
         """Advance the learning-rate schedule by one call of `train`."""
@@ -66,8 +106,10 @@ class PolicyOptimizer:
         state: dict[str, Any] = {"optimizer": self._optimizer.state_dict()}
         if self._scheduler is not None:
             state["scheduler"] = self._scheduler.state_dict()
-        if self.has_masters:
-            state["masters"] = [master.detach() for master in self._masters]
+        if self._keeps_masters:
+            state["masters"] = list(self._trained)
+        if self._is_scaled:
+            state["loss_scale"] = self.loss_scale
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -85,17 +127,20 @@ class PolicyOptimizer:
                     group[rate] *= factor
             for scheduler in self._schedulers() if factor != 1 else ():
                 scheduler.base_lrs = [group["initial_lr"]]
-        if self.has_masters:
+        if self._is_scaled:
+            self.loss_scale = state["loss_scale"]
+        if self._keeps_masters:
             with torch.no_grad():
-                for master, saved in zip(self._masters, state["masters"], strict=True):
+                for master, saved in zip(self._trained, state["masters"], strict=True):
                     master.copy_(saved)
+        if self.has_masters:
             self._publish()
 
     def take_weights(self) -> None:
         """Start over from the model's current weights (after they were loaded from elsewhere)."""
         with torch.no_grad():
-            for parameter, master in zip(self._parameters, self._masters, strict=True):
-                master.copy_(parameter)
+            for parameter, tensor in zip(self._parameters, self._trained, strict=True):
+                tensor.copy_(self._local(parameter))
 
     def _schedulers(self) -> list[Any]:
         if self._scheduler is None:
@@ -104,11 +149,11 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def _publish(self) -> None:
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            parameter.copy_(master)
+        for parameter, tensor in zip(self._parameters, self._trained, strict=True):
+            self._local(parameter).copy_(tensor)
 
 
-def _adder_to(master: nn.Parameter) -> Any:
+def _adder_to(master: torch.Tensor) -> Any:
     def add(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
@@ -121,7 +166,7 @@ def _adder_to(master: nn.Parameter) -> Any:
     return add
 
 
-def _make_optimizer(parameters: list[nn.Parameter], config: PolicyConfig) -> torch.optim.Optimizer:
+def _make_optimizer(parameters: list[torch.Tensor], config: PolicyConfig) -> torch.optim.Optimizer:
     factory = import_object(config.optimizer.name, "policy.optimizer.name")
     kwargs = dict(config.optimizer.kwargs)
     if config.optimizer.name in FUSED_BY_DEFAULT and not kwargs.keys() & {"foreach", "capturable", "differentiable"}:

@@ -1,12 +1,24 @@
-"""`Policy`: what algorithms hold. It passes the work to its worker and gives results with names."""
+"""`Policy`: what algorithms hold. It gives each worker its share of the work and puts the results together."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedTokenizerBase
 
 from lucidrl.algorithms.interfaces import LossFunction
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.distributed.batching import shard_plan
+from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
 from lucidrl.models.policy.interfaces import TrainResult
 from lucidrl.models.policy.worker import PolicyWorker
 from lucidrl.profiling.spans import span
@@ -15,16 +27,55 @@ WEIGHTS, OPTIMIZER = "policy", "optimizer"
 """Folders of a checkpoint; the first is a complete Hugging Face model with its tokenizer."""
 
 
-class Policy:
-    """A policy in this process."""
+def worker_class_of(config: PolicyConfig) -> type[PolicyWorker]:
+    """The kind of worker that a config asks for."""
+    return DTensorPolicyWorker if config.dtensor_cfg.enabled else FSDP1PolicyWorker
 
-    def __init__(self, worker: PolicyWorker):
-        self.worker = worker
+
+class Policy:
+    """A policy on one or many ranks; also the generator of its own samples.
+
+    Rows are shared out over data parallel ranks, in order; ranks of one context or tensor parallel group get the same.
+
+    Args:
+        cluster: how many workers there are; by default one, in this process.
+        log_dir: where several workers write their logs.
+
+    Other arguments are those of `PolicyWorker`.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        cluster: ClusterConfig | None = None,
+        log_dir: Path | None = None,
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+        seed: int = 0,
+    ):
+        cluster = cluster or ClusterConfig()
+        worker_class = worker_class_of(config)
+        self.layout = worker_class.layout_of(config, cluster.num_workers)
+        self.weight_version = 0
+        """Version of the weights, as whoever trains them counts."""
+        self._gbs = config.train_global_batch_size
+        self._pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type] # always set by `load_tokenizer`
+        options = {
+            "init_optimizer": init_optimizer,
+            "init_reference_model": init_reference_model,
+            "seed": seed,
+            "timeout_s": cluster.call_timeout_s,
+        }
+        self.group = WorkerGroup(worker_class, (config, tokenizer), options, cluster=cluster, log_dir=log_dir)
 
     def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction, eval_mode: bool = False) -> TrainResult:
         """One pass over the rows; see `PolicyWorker.train`. In `eval_mode` they are one global batch."""
+        gbs = data.size if eval_mode else self._gbs or data.size
         with span("train"):
-            result = self.worker.train(data, loss_fn, eval_mode=eval_mode, gbs=data.size if eval_mode else None)
+            shards = self._shards(data, gbs)
+            result = self._run_sharded("train", shards, loss_fn, eval_mode, gbs)[0]
         return TrainResult(
             loss=float(result["global_loss"].mean()),
             grad_norm=float(result["grad_norm"]),
@@ -36,19 +87,54 @@ class Policy:
         """Add the columns `prev_logprobs` and `reference_policy_logprobs`, where asked for."""
         if not (previous or reference):
             return data
+        scored = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
         with span("score"):
+            shards = self._shards(scored, None)
             if previous:
-                data["prev_logprobs"] = self.worker.get_logprobs(data)["logprobs"]
+                parts = self._run_sharded("get_logprobs", shards)
+                data["prev_logprobs"] = torch.cat([part["logprobs"] for part in parts])
             if reference:
-                scored = self.worker.get_reference_policy_logprobs(data)
-                data["reference_policy_logprobs"] = scored["reference_logprobs"]
+                parts = self._run_sharded("get_reference_policy_logprobs", shards)
+                data["reference_policy_logprobs"] = torch.cat([part["reference_logprobs"] for part in parts])
         return data
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Complete every prompt with the current weights; see `GenerationDatumSpec` and `GenerationOutputSpec`."""
+        parts = self._run_sharded("generate", self._shards(data, None), greedy)
+        return parts[0] if len(parts) == 1 else BatchedDataDict.from_batches(parts, {"output_ids": self._pad_id})
 
     def save(self, folder: Path) -> None:
         """Write weights, tokenizer and optimizer below a checkpoint's folder."""
         weights = str(folder / WEIGHTS)
-        self.worker.save_checkpoint(weights, str(folder / OPTIMIZER), tokenizer_path=weights)
+        self.group.run_all("save_checkpoint", weights, str(folder / OPTIMIZER), tokenizer_path=weights)
 
     def load(self, folder: Path) -> None:
         """Take weights and optimizer from a checkpoint's folder."""
-        self.worker.load_checkpoint(str(folder / WEIGHTS), str(folder / OPTIMIZER))
+        self.group.run_all("load_checkpoint", str(folder / WEIGHTS), str(folder / OPTIMIZER))
+
+    def shutdown(self) -> None:
+        """End the workers; may be called twice."""
+        self.group.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _shards(self, data: BatchedDataDict[Any], gbs: int | None) -> list[BatchedDataDict[Any]]:
+        """The rows of each data parallel rank: its share of every global batch."""
+        if self.layout.dp == 1:
+            return [data]
+        plan = shard_plan(data.size, self.layout.dp, gbs, allow_uneven=True)
+        return [data.select_indices([row for batch in plan for row in batch[rank]]) for rank in range(self.layout.dp)]
+
+    def _run_sharded(self, method: str, shards: Sequence[BatchedDataDict[Any]], *args: Any) -> list[Any]:
+        """Call a method on every rank with its share; the results of each data parallel rank, in order."""
+        ranks = range(self.layout.size)
+        results = self.group.run_each(method, [(shards[self.layout.data_rank(rank)], *args) for rank in ranks])
+        return results[:: self.layout.cp * self.layout.tp]

@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+
+_BUFFER_ELEMENTS = 1 << 22
 
 
 class ReferencePolicy:
-    """Holds a copy of a model's weights."""
+    """Holds a copy of a model's weights, in pinned memory where the model is on an accelerator.
 
-    def __init__(self, model: nn.Module):
-        self._weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    Args:
+        weights: the memory that the model computes with; it stays the same memory.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor]):
+        self._weights = list(weights)
+        self._kept = [_host_copy(tensor) for tensor in weights]
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        for tensor in self._kept:
+            size = min(tensor.numel(), _BUFFER_ELEMENTS)
+            known = self._buffers.get(tensor.dtype)
+            if known is None or known.numel() < size:
+                self._buffers[tensor.dtype] = torch.empty(size, dtype=tensor.dtype, pin_memory=tensor.is_pinned())
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Inside, the model has the reference weights; afterwards, also on an exception, its own again.
 
-        Nothing is copied: parameter and snapshot trade their memory.
+        The two are exchanged piece by piece through one small buffer: no second copy of the model is ever made.
         """
-        traded = 0
+        exchanged = 0
         try:
-            for parameter, weights in self._weights:
-                _trade(parameter, weights)
-                traded += 1
+            for weights, kept in zip(self._weights, self._kept, strict=True):
+                self._exchange(weights, kept)
+                exchanged += 1
             yield
         finally:
-            for parameter, weights in self._weights[:traded]:
-                _trade(parameter, weights)
+            for weights, kept in zip(self._weights[:exchanged], self._kept[:exchanged], strict=True):
+                self._exchange(weights, kept)
+
+    @torch.no_grad()
+    def _exchange(self, weights: torch.Tensor, kept: torch.Tensor) -> None:
+        buffer = self._buffers[kept.dtype]
+        for ours, theirs in zip(
+            weights.view(-1).split(_BUFFER_ELEMENTS), kept.view(-1).split(_BUFFER_ELEMENTS), strict=True
+        ):
+            held = buffer[: ours.numel()]
+            held.copy_(ours)
+            ours.copy_(theirs)
+            theirs.copy_(held)
 
 
-def _trade(parameter: nn.Parameter, weights: torch.Tensor) -> None:
-    parameter.data, weights.data = weights.data, parameter.data
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor)

@@ -1,40 +1,47 @@
-"""The policy worker: trains, scores and saves one language model.
+"""The policy worker: trains, scores and samples from one language model, alone or as one of many ranks.
 
-`PolicyWorker` runs on one rank, on the unwrapped model; the parts it is composed of live in modules of their own.
+What all workers do is here, composed of parts that live in modules of their own; how the model lies over the ranks is
+the business of a `Sharding`, which each documented class chooses.
 """
 
 from __future__ import annotations
 
-import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lucidrl.algorithms.interfaces import LossFunction, reduce_metrics
-from lucidrl.checkpoint.tensors import flatten_state, load_tensors, save_tensors, unflatten_state
+from lucidrl.algorithms.interfaces import LossFunction
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.batching import Plan, dynamic_plan, fixed_plan, inverse_permutation, packed_plan
-from lucidrl.errors import CheckpointError, ConfigError, DataError, TrainingError
-from lucidrl.models.loading import DTYPES, load_model
-from lucidrl.models.logprobs import LogprobModel
+from lucidrl.distributed.collectives import gather_over, largest_over
+from lucidrl.distributed.mesh import Layout, RankMesh
+from lucidrl.distributed.process_group import init_process_group_from_environment, leave_process_group
+from lucidrl.errors import ConfigError, DataError, TrainingError
+from lucidrl.models.generation.builtin import BuiltinGenerator
+from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
+from lucidrl.models.policy.checkpoint import load_optimizer, load_weights, save_optimizer, save_weights
 from lucidrl.models.policy.config import PolicyConfig
-from lucidrl.models.policy.interfaces import LogprobOutputSpec, ReferenceLogprobOutputSpec
+from lucidrl.models.policy.interfaces import LogprobOutputSpec, ReferenceLogprobOutputSpec, WorkerOptions
+from lucidrl.models.policy.introspection import Introspection, add_noise, state_dict_of
 from lucidrl.models.policy.optim import PolicyOptimizer
 from lucidrl.models.policy.reference import ReferencePolicy
-from lucidrl.models.policy.train_step import StepOutcome, run_micro_batches
+from lucidrl.models.policy.sharding import Sharding
+from lucidrl.models.policy.train_step import StepOutcome, merged_outcomes, run_micro_batches, with_empty_rounds
 from lucidrl.profiling.spans import span
 from lucidrl.utils.config import validate
 from lucidrl.utils.device import default_device
 
-WEIGHTS_FILE, OPTIMIZER_TENSORS, OPTIMIZER_STRUCTURE = "model.safetensors", "optimizer.safetensors", "optimizer.json"
 
+class PolicyWorker(ABC):
+    """One rank of a policy.
 
-class PolicyWorker:
-    """One rank's policy.
+    Started by a worker group or by torchrun it joins the other ranks; otherwise it is the only one. Methods that work
+    on the model are to be called on every rank, each with its own rows (those of a context or tensor parallel group
+    with the same).
 
     Args:
         config: a `PolicyConfig`, or a mapping of its fields.
@@ -43,7 +50,7 @@ class PolicyWorker:
         optimizer_path: the optimizer's folder that goes with them.
         init_optimizer: without one the worker scores and evaluates, but does not train.
         init_reference_model: keep the weights of the model as loaded, before any checkpoint, as the reference policy.
-        seed: of the weights of an untrained model.
+        **kwargs: fields of `WorkerOptions`.
     """
 
     def __init__(
@@ -54,27 +61,37 @@ class PolicyWorker:
         optimizer_path: str | None = None,
         init_optimizer: bool = True,
         init_reference_model: bool = True,
-        *,
-        seed: int = 0,
+        **kwargs: Any,
     ):
+        options = WorkerOptions(**kwargs)
         self.config = validate(PolicyConfig, config)
         self.tokenizer = tokenizer
-        self.rank = 0
-        model = load_model(
-            self.config.model_name,
-            DTYPES[self.config.precision],
-            seed=seed,
-            trust_remote_code=self.config.trust_remote_code,
-        )
+        world = init_process_group_from_environment(options.timeout_s)
+        self.rank = world.rank
         self.device = default_device()
-        # In evaluation mode, also in training: with dropout, the policy that is trained would be another one than the
-        # policy that sampled and scored.
-        self.model = LogprobModel(model.to(self.device), self.config.generation.temperature, self.config.recompute_head)
-        self.reference = ReferencePolicy(self.model) if init_reference_model else None
-        self.optimizer = PolicyOptimizer(self.model.parameters(), self.config) if init_optimizer else None
+        self.mesh = RankMesh(self.layout_of(self.config, world.world_size), self.device.type)
+        self.sharding = self._load_sharded(options.seed)
+        self.model = self.sharding.model
+        self._introspection = Introspection(world, self.device, self.sharding)
+        weights = [self.sharding.local(parameter.detach()) for parameter in self.sharding.parameters()]
+        self.reference = ReferencePolicy(weights) if init_reference_model else None
+        self.optimizer: PolicyOptimizer | None = None
+        if init_optimizer:
+            sharding = self.sharding
+            self.optimizer = PolicyOptimizer(sharding.parameters(), self.config, sharding.local, sharding.total_norm)
+        self._generator = BuiltinGenerator(self.model, tokenizer, self.config.generation, options.seed)
         self._nonfinite_steps_in_a_row = 0
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
+
+    @staticmethod
+    @abstractmethod
+    def layout_of(config: PolicyConfig, world_size: int) -> Layout:
+        """How this kind of worker arranges so many ranks; refused with a sentence if it cannot."""
+
+    @abstractmethod
+    def _load_sharded(self, seed: int) -> Sharding:
+        """The model of the config, over the ranks of `self.mesh`."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}[rank={self.rank}]"
@@ -87,26 +104,23 @@ class PolicyWorker:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Walk the rows in global batches of `gbs`, one optimizer step each (none in `eval_mode`).
+        """Walk this rank's rows in global batches of `gbs` rows over all ranks, one optimizer step each.
+
+        In `eval_mode` nothing changes but the numbers returned. Ranks may have different numbers of rows, also none.
 
         Returns:
-            `global_loss` (one value a global batch), `grad_norm`, `rank`, `all_mb_metrics` (metric → one value a
-            micro-batch), `metrics` (the same, reduced as the loss declared) and `num_skipped_steps`.
+            `global_loss` (one value a global batch, of all ranks), `grad_norm`, `rank`, `all_mb_metrics` (metric → one
+            value a micro-batch of this rank), `metrics` (of all ranks, reduced as the loss declared) and
+            `num_skipped_steps`.
         """
         self._check_batch(data)
         optimizer = None if eval_mode else self._optimizer_for_training()
-        rows = gbs or self.config.train_global_batch_size or data.size
-        if data.size == 0 or data.size % rows:
-            raise DataError(
-                f"{data.size} rows do not split into global batches of {rows}; "
-                "make the number of rows a multiple of train_global_batch_size"
-            )
+        batches = self._global_batches(data, gbs)
         outcomes, grad_norm, num_skipped = [], 0.0, 0
         rate = self.optimizer.learning_rate if self.optimizer is not None else 0.0
         try:
-            for start in range(0, data.size, rows):
-                batch = data.slice(start, start + rows)
-                with nullcontext() if optimizer else torch.no_grad():
+            for batch in batches:
+                with torch.set_grad_enabled(optimizer is not None):
                     outcome = self._run(batch, loss_fn, mbs, backward=optimizer is not None)
                 outcomes.append(outcome)
                 if optimizer is not None:
@@ -118,7 +132,12 @@ class PolicyWorker:
                 optimizer.zero_grad()  # after an exception in the loss, some of the gradient is there
         if optimizer is not None:
             optimizer.schedule()
-        return self._train_result(outcomes, grad_norm, num_skipped, rate)
+        return {
+            **merged_outcomes(outcomes, rate, self.mesh.dp_group),
+            "grad_norm": torch.tensor(grad_norm),
+            "rank": self.rank,
+            "num_skipped_steps": num_skipped,
+        }
 
     @torch.no_grad()
     def get_logprobs(
@@ -126,15 +145,17 @@ class PolicyWorker:
     ) -> BatchedDataDict[LogprobOutputSpec]:
         """Score every token of every row; leaves the model as it was."""
         plan, order = self._plan(data, micro_batch_size or self.config.logprob_batch_size, for_training=False)
+        rounds = largest_over(len(plan), self.mesh.world)
+        micro_batches = data.microbatches(plan, length_multiple=self._length_multiple)
         logprobs = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
         scored = []
         with span("logprobs"):
-            for micro in data.microbatches(plan, length_multiple=self._length_multiple):
+            for micro, is_real in with_empty_rounds(micro_batches, data, rounds):
                 tokens, lengths = micro["input_ids"].to(self.device), micro["input_lengths"].to(self.device)
-                outputs = self.model(tokens, lengths, packed=self._packs)
-                assert outputs.logprobs is not None
-                missing = logprobs.shape[1] - outputs.logprobs.shape[1]
-                scored.append(torch.nn.functional.pad(outputs.logprobs.float().cpu(), (0, missing)))
+                outputs = self.sharding.root(tokens, lengths, packed=self._packs)
+                if is_real:
+                    missing = logprobs.shape[1] - outputs.logprobs.shape[1]
+                    scored.append(torch.nn.functional.pad(outputs.logprobs.float().cpu(), (0, missing)))
         result = BatchedDataDict({"logprobs": torch.cat(scored) if scored else logprobs})
         result.reorder_data(order)
         return result
@@ -155,41 +176,72 @@ class PolicyWorker:
             scored = self.get_logprobs(data, micro_batch_size)
         return BatchedDataDict({"reference_logprobs": scored["logprobs"]})
 
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Complete this rank's prompts with the current weights; see `BuiltinGenerator`."""
+        with self.sharding.gathered():
+            return self._generator.generate(data, greedy)
+
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
     ) -> None:
         """Write the weights as a Hugging Face folder, and optimizer and tokenizer where a path is given."""
-        # One file, whatever its size: that is what `load_checkpoint` reads.
-        self.model.model.save_pretrained(weights_path, max_shard_size="1000GB")
-        if tokenizer_path is not None:
+        save_weights(self.sharding, self.config.precision, weights_path)
+        if tokenizer_path is not None and self.rank == 0:
             self.tokenizer.save_pretrained(tokenizer_path)
         if optimizer_path is not None:
-            folder = Path(optimizer_path)
-            folder.mkdir(parents=True, exist_ok=True)
-            tensors, structure = flatten_state(self._optimizer_for_training().state_dict())
-            save_tensors(folder / OPTIMIZER_TENSORS, tensors)
-            (folder / OPTIMIZER_STRUCTURE).write_text(json.dumps(structure))
+            save_optimizer(self.sharding, self._optimizer_for_training(), optimizer_path)
 
-    @torch.no_grad()
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Take weights, and the optimizer's state if its path is given, from what `save_checkpoint` wrote."""
-        saved = load_tensors(Path(weights_path) / WEIGHTS_FILE)
-        self._check_same_model(saved, weights_path)
-        for name, parameter in self.model.model.named_parameters():
-            parameter.copy_(saved[name])
+        load_weights(self.sharding, weights_path)
         if self.optimizer is not None:
             self.optimizer.take_weights()
-        if optimizer_path is None:
-            return
-        optimizer, folder = self._optimizer_for_training(), Path(optimizer_path)
+        if optimizer_path is not None:
+            load_optimizer(self.sharding, self._optimizer_for_training(), optimizer_path)
+
+    def shutdown(self) -> None:
+        """Stop profiling and leave the other ranks; may be called twice."""
         try:
-            structure = json.loads((folder / OPTIMIZER_STRUCTURE).read_text())
-            optimizer.load_state_dict(unflatten_state(load_tensors(folder / OPTIMIZER_TENSORS), structure))
-        except (OSError, KeyError, ValueError) as error:
-            raise CheckpointError(
-                f"{optimizer_path} holds no state of this policy's optimizer ({type(error).__name__}: {error}); "
-                "resume with the policy.optimizer, policy.scheduler and policy.precision it was saved with"
-            ) from error
+            self.stop_gpu_profiling()
+        finally:
+            leave_process_group()
+
+    def is_alive(self) -> bool:
+        """True, from any worker that can answer."""
+        return True
+
+    def get_gpu_info(self) -> dict[str, Any]:
+        """`rank`, `world_size`, `device`, `memory_{allocated,reserved,peak,total}_mb` (see `HostMemory` for CPUs),
+        `environment` (the rank variables; None where unset) and `parameter_devices` (of some parameters)."""
+        return self._introspection.gpu_info()
+
+    def reset_peak_memory_stats(self) -> None:
+        """Restart the peak that `get_gpu_info` reports."""
+        self._introspection.memory.reset_peak()
+
+    def report_device_id(self) -> str:
+        """A name of this worker's device that other processes know it by too; see `device_id`."""
+        return self._introspection.device_id()
+
+    def return_state_dict(self) -> dict[str, Any]:
+        """The model's state dict, sharded where the back end can; see `state_dict_of`."""
+        return state_dict_of(self.sharding)
+
+    def start_gpu_profiling(self) -> None:
+        """Begin a profile of this worker; see `DeviceProfiler`."""
+        self._introspection.profiler.start()
+
+    def stop_gpu_profiling(self) -> None:
+        """End it; harmless if none was begun."""
+        self._introspection.profiler.stop()
+
+    def _add_noise_to_weights(self) -> None:
+        """Add N(0, 0.01) to the trainable weights, for tests; to be called on every rank."""
+        add_noise(self.sharding)
+        if self.optimizer is not None:
+            self.optimizer.take_weights()
 
     @property
     def _packs(self) -> bool:
@@ -204,6 +256,24 @@ class PolicyWorker:
         if self.optimizer is None:
             raise ConfigError("this policy was made with init_optimizer=False; it can score but not train")
         return self.optimizer
+
+    def _global_batches(self, data: BatchedDataDict[Any], gbs: int | None) -> list[BatchedDataDict[Any]]:
+        """This rank's share of each global batch."""
+        sizes = gather_over(data.size, self.mesh.dp_group)
+        rows = gbs or self.config.train_global_batch_size or sum(sizes)
+        number = sum(sizes) // rows if rows else 0
+        if number == 0 or sum(sizes) % rows:
+            raise DataError(
+                f"{sum(sizes)} rows do not split into global batches of {rows}; "
+                "make the number of rows a multiple of train_global_batch_size"
+            )
+        if any(size % number for size in sizes):
+            raise DataError(
+                f"shards of {sizes} rows do not split into {number} global batches; "
+                "give every rank the same share of each (see shard_by_batch_size)"
+            )
+        share = data.size // number
+        return [data.slice(start, start + share) for start in range(0, share * number, share or 1)] or [data] * number
 
     def _plan(self, data: BatchedDataDict[Any], mbs: int, *, for_training: bool) -> tuple[Plan, list[int]]:
         """Which rows run together, and the permutation that puts their results back in order."""
@@ -224,58 +294,32 @@ class PolicyWorker:
         # Rows that are masked out as a whole take no part in the loss, and cost nothing.
         batch = batch.select_indices(batch["sample_mask"].nonzero()[:, 0]).to(self.device)
         plan, _ = self._plan(batch, mbs or self.config.train_micro_batch_size, for_training=True)
+        rounds = largest_over(len(plan), self.mesh.world)
         micro_batches = batch.microbatches(plan, length_multiple=self._length_multiple)
-        return run_micro_batches(self.model, batch, micro_batches, loss_fn, packed=self._packs, backward=backward)
+        return run_micro_batches(
+            self.sharding,
+            batch,
+            micro_batches,
+            rounds,
+            loss_fn,
+            packed=self._packs,
+            backward=backward,
+            loss_scale=self.optimizer.loss_scale if self.optimizer is not None else 1.0,
+        )
 
     def _note_step(self, grad_norm: float, outcome: StepOutcome) -> bool:
-        """Count a skipped step; too many in a row end the training."""
+        """Count a skipped step; too many in a row end the training. All ranks see the same norm, and do the same."""
         is_skipped = not torch.isfinite(torch.tensor(grad_norm))
         self._nonfinite_steps_in_a_row = self._nonfinite_steps_in_a_row + 1 if is_skipped else 0
         if self._nonfinite_steps_in_a_row >= self.config.max_nonfinite_steps:
-            suspects = ", ".join(str(name) for name in outcome.suspects()[:8])
+            named = [name for names in gather_over(outcome.suspects(), self.mesh.dp_group) for name in names]
             raise TrainingError(
                 f"gradients were NaN or infinite in {self._nonfinite_steps_in_a_row} optimizer steps in a row "
-                f"(last in samples {suspects}); lower the learning rate or look at those samples"
+                f"(last in samples {', '.join(map(str, named[:8]))}); lower the learning rate or look at those samples"
             )
         return is_skipped
-
-    def _train_result(
-        self, outcomes: list[StepOutcome], grad_norm: float, num_skipped: int, rate: float
-    ) -> dict[str, Any]:
-        parts = [part for outcome in outcomes for part in outcome.parts]
-        per_micro_batch: dict[str, list[float]] = {}
-        for outcome in outcomes:
-            common = {
-                "lr": rate,
-                "global_valid_seqs": float(outcome.global_valid_seqs),
-                "global_valid_toks": float(outcome.global_valid_toks),
-            }
-            for metrics, num_valid_samples in outcome.parts:
-                values = {name: float(getattr(metric, "value", metric)) for name, metric in metrics.items()}
-                for name, value in {**values, **common, "num_valid_samples": float(num_valid_samples)}.items():
-                    per_micro_batch.setdefault(name, []).append(value)
-        return {
-            "global_loss": torch.stack([outcome.loss.cpu() for outcome in outcomes]),
-            "grad_norm": torch.tensor(grad_norm),
-            "rank": self.rank,
-            "all_mb_metrics": per_micro_batch,
-            "metrics": reduce_metrics((metrics, float(samples)) for metrics, samples in parts) | {"lr": rate},
-            "num_skipped_steps": num_skipped,
-        }
 
     def _check_batch(self, data: BatchedDataDict[Any]) -> None:
         missing = {"input_ids", "input_lengths", "token_mask", "sample_mask"} - set(data.keys())
         if missing:
             raise DataError(f"the batch has no {', '.join(sorted(missing))}; train needs them (see BatchedDataDict)")
-
-    def _check_same_model(self, saved: Mapping[str, torch.Tensor], path: str) -> None:
-        """Refuse weights that differ in name or shape, before any of them is taken."""
-        expected = {name: list(parameter.shape) for name, parameter in self.model.model.named_parameters()}
-        unknown = sorted(saved.keys() - expected.keys() - dict(self.model.model.named_buffers()).keys())
-        for name in [*expected, *unknown]:
-            found = list(saved[name].shape) if name in saved else None
-            if found != expected.get(name):
-                raise CheckpointError(
-                    f"{path} is of another model: {name} should have shape {expected.get(name, 'none')}, "
-                    f"found {found or 'nothing'}; resume with the policy.model_name it was saved from"
-                )

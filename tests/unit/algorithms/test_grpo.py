@@ -28,8 +28,8 @@ def test_a_run_records_training_time_validation_and_samples(run):
 def test_plots_and_shown_samples_come_at_the_steps_asked_for_and_change_nothing(run):
     plain, _ = run("grpo", "plain", "tracking.plot_mismatch_every=0")
     folder, _ = run("grpo", "run", "tracking.plot_mismatch_every=2", "tracking.print_samples_every=4")
-    plots = sorted(path.name for path in (folder.path / "plots").iterdir())
-    assert plots == ["train_token_mult_prob_error_2.png", "train_token_mult_prob_error_4.png"]
+    plots = sorted(path.name for path in (folder.path / "plots" / "train").iterdir())
+    assert plots == ["token_mult_prob_error_2.png", "token_mult_prob_error_4.png"]
     assert sorted(folder.watcher.samples_of) == [0, 4]
     logs, rewards = folder.watcher.samples_of[4]
     assert len(logs) == len(rewards) > 0

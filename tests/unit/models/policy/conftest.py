@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.worker import PolicyWorker
 
 BATCHINGS: dict[str, dict[str, Any]] = {
@@ -37,7 +38,7 @@ def make_worker(tiny_model, tokenizer) -> Callable[..., PolicyWorker]:
     def make(architecture: str = "llama", **options: Any) -> PolicyWorker:
         arguments = {name: options.pop(name) for name in own_arguments if name in options}
         name = architecture if architecture.startswith("embedded") else tiny_model(architecture)
-        return PolicyWorker(PolicyConfig(model_name=name, **options), tokenizer, **arguments)
+        return DTensorPolicyWorker(PolicyConfig(model_name=name, **options), tokenizer, **arguments)
 
     return make
 

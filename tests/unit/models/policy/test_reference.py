@@ -7,7 +7,7 @@ import torch
 
 from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.errors import ConfigError
-from lucidrl.models.policy import reference as reference_module
+from lucidrl.models.policy.reference import ReferencePolicy
 
 SGD = {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}}}
 
@@ -57,15 +57,15 @@ def test_own_weights_come_back_after_an_exception(trained_worker, weights_of):
 
 def test_own_weights_come_back_when_the_exchange_fails_half_way(monkeypatch, trained_worker, weights_of):
     own = weights_of(trained_worker)
-    trade, calls = reference_module._trade, []
+    exchange, calls = ReferencePolicy._exchange, []
 
-    def failing(parameter, weights):
-        calls.append(parameter)
+    def failing(self, weights, kept):
+        calls.append(weights)
         if len(calls) == 4:
             raise MemoryError("no more")
-        trade(parameter, weights)
+        exchange(self, weights, kept)
 
-    monkeypatch.setattr(reference_module, "_trade", failing)
+    monkeypatch.setattr(ReferencePolicy, "_exchange", failing)
     with pytest.raises(MemoryError), trained_worker.use_reference_model():
         pytest.fail("the block must not run with a mixture of weights")
     assert same(weights_of(trained_worker), own)

@@ -283,7 +283,7 @@ def test_bfloat16_trains_on_float32_masters(make_worker, make_rows, weights_of):
 
 
 def test_names_class_and_rank(make_worker):
-    assert repr(make_worker()) == "PolicyWorker[rank=0]"
+    assert repr(make_worker()) == "DTensorPolicyWorker[rank=0]"
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])

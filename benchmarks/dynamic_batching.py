@@ -1,0 +1,85 @@
+"""Training on rows of very different lengths: dynamic micro-batches against fixed ones padded to the batch maximum.
+
+Lengths are log-uniform in 16-512. Both sides run the same model, loss and optimizer of ours, with as many tokens in the
+largest micro-batch; what counts is how many real tokens are trained on in a second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from harness import Claim, arguments, report, take_turns
+
+from lucidrl.algorithms.losses import NLLLoss
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.models.loading import load_tokenizer
+from lucidrl.models.policy.config import (
+    DynamicBatchingConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+)
+from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from lucidrl.models.policy.train_step import run_micro_batches
+
+ROWS, SHORTEST, LONGEST = 64, 16, 512
+ROWS_AT_A_TIME = 8
+
+
+def make_batch() -> BatchedDataDict[Any]:
+    torch.manual_seed(0)
+    exponents = torch.rand(ROWS) * torch.tensor(LONGEST / SHORTEST).log()
+    lengths = (SHORTEST * exponents.exp()).long()
+    lengths[0] = LONGEST
+    within = torch.arange(LONGEST) < lengths[:, None]
+    return BatchedDataDict(
+        {
+            "input_ids": torch.randint(6, 100, (ROWS, LONGEST)) * within,
+            "input_lengths": lengths,
+            "token_mask": within.float(),
+            "sample_mask": torch.ones(ROWS),
+        }
+    )
+
+
+def make_worker(**batching: Any) -> DTensorPolicyWorker:
+    optimizer = OptimizerConfig(kwargs={"lr": 1e-5})
+    config = PolicyConfig(model_name="embedded-untrained", optimizer=optimizer, **batching)
+    return DTensorPolicyWorker(config, load_tokenizer("embedded"), init_reference_model=False)
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    torch.set_num_threads(options.threads)
+    batch, loss_fn = make_batch(), NLLLoss()
+    off = SequencePackingConfig(enabled=False)
+    budget = DynamicBatchingConfig(enabled=True, train_mb_tokens=ROWS_AT_A_TIME * LONGEST)
+    dynamic, packed = make_worker(sequence_packing=off, dynamic_batching=budget), make_worker()
+    fixed = make_worker(sequence_packing=off)
+
+    def fixed_step() -> None:
+        """Every micro-batch as wide as the batch; `train` would cut each to its own longest row."""
+        assert fixed.optimizer is not None
+        rounds = ROWS // ROWS_AT_A_TIME
+        micro_batches = (batch.slice(start, start + ROWS_AT_A_TIME) for start in range(0, ROWS, ROWS_AT_A_TIME))
+        run_micro_batches(fixed.sharding, batch, micro_batches, rounds, loss_fn, packed=False, backward=True)
+        fixed.optimizer.step()
+
+    times = take_turns(
+        {
+            "dynamic": lambda: dynamic.train(batch, loss_fn),
+            "packed": lambda: packed.train(batch, loss_fn),
+            "fixed": fixed_step,
+        }
+    )
+    tokens = int(batch["input_lengths"].sum())
+    for name in ("fixed", "dynamic", "packed"):
+        print(f"{name}: {tokens / times.median(name):,.0f} real tokens/s")
+    print(f"packing, the default, is {times.speedup('packed', 'fixed'):.2f} times as fast as fixed")
+    text = f"dynamic micro-batches, lengths {SHORTEST}-{LONGEST}: tokens/s against fixed ones"
+    report([Claim(text, 2.0, times.speedup("dynamic", "fixed"))], options.json)
+
+
+if __name__ == "__main__":
+    main()

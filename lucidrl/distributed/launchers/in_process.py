@@ -1,0 +1,29 @@
+"""One worker in this process: calls are plain method calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lucidrl.distributed.launchers.interfaces import Arguments, Worker
+from lucidrl.errors import WorkerError
+
+
+class InProcess:
+    """A single rank; what it raises is raised as it is, and it is not interrupted at a deadline."""
+
+    size = 1
+
+    def __init__(self, worker_class: type[Worker], arguments: Arguments):
+        self._worker: Worker | None = worker_class(*arguments.args, **arguments.kwargs)
+
+    def run(self, method: str, calls: Sequence[Arguments], timeout_s: float) -> list[Any]:
+        if self._worker is None:
+            raise WorkerError(f"{method} was called after shutdown; start another worker group")
+        (call,) = calls
+        return [getattr(self._worker, method)(*call.args, **call.kwargs)]
+
+    def shutdown(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown()

@@ -1,0 +1,96 @@
+"""Objects on their way between driver and ranks: a pickle, and beside it the memory of tensors and arrays, uncopied.
+
+Both ends of the connection are processes of one program that trust each other.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+SMALLEST_OWN_PART_BYTES = 1 << 14
+"""Smaller buffers stay in the pickle: a part of their own would cost more than the copy."""
+
+_COUNT = struct.Struct(">Q")
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """An object as its parts: the pickle first, then the buffers that it refers to."""
+
+    parts: Sequence[Any]
+
+    @classmethod
+    def of(cls, content: Any) -> Message:
+        """Refers to the memory of `content`, which must not change before the message is sent."""
+        pickled, buffers = io.BytesIO(), []
+
+        def keep_in_pickle(buffer: pickle.PickleBuffer) -> bool:
+            if buffer.raw().nbytes < SMALLEST_OWN_PART_BYTES:
+                return True
+            buffers.append(buffer.raw())
+            return False
+
+        _Pickler(pickled, protocol=5, buffer_callback=keep_in_pickle).dump(content)
+        return cls([pickled.getbuffer(), *buffers])
+
+    def content(self) -> Any:
+        """The object; its tensors use the memory of the message."""
+        return pickle.loads(self.parts[0], buffers=self.parts[1:])
+
+
+def send(connection: socket.socket, message: Message) -> None:
+    """Blocks until the other end has taken it; OSError if that is gone."""
+    sizes = [len(message.parts), *(len(part) for part in message.parts)]
+    connection.sendall(b"".join(map(_COUNT.pack, sizes)))
+    for part in message.parts:
+        connection.sendall(part)
+
+
+def receive(connection: socket.socket) -> Message:
+    """Blocks until a message has come whole; EOFError if the other end is gone."""
+    (num_parts,) = _COUNT.unpack(_read(connection, _COUNT.size))
+    sizes = [size for (size,) in _COUNT.iter_unpack(_read(connection, num_parts * _COUNT.size))]
+    return Message([_read(connection, size) for size in sizes])
+
+
+def _read(connection: socket.socket, size_bytes: int) -> memoryview:
+    memory = np.empty(size_bytes, np.uint8).data  # a bytearray would be filled with zeros first
+    filled = 0
+    while filled < size_bytes:
+        received = connection.recv_into(memory[filled:], flags=socket.MSG_WAITALL)
+        if received == 0:
+            raise EOFError("the other end closed the connection")
+        filled += received
+    return memory
+
+
+class _Pickler(pickle.Pickler):
+    """Offers the memory of ordinary CPU tensors as buffers; torch's own way copies it several times."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or not _is_plain(value):
+            return NotImplemented
+        memory = value.contiguous().view(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(memory.data), value.dtype, tuple(value.shape))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

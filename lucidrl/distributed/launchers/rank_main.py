@@ -1,0 +1,142 @@
+"""What a rank's process runs: makes the worker, then calls its methods as the driver asks.
+
+Nothing here imports torch at import time, so that the environment is complete when it comes in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from lucidrl.errors import LucidError
+
+_DRIVER_GONE_GRACE_S = 3.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What the driver decides about a rank's process."""
+
+    rank: int
+    environment: Mapping[str, str]
+    num_threads: int
+    log_path: Path
+    die_with_starting_thread: bool
+    """Linux can end a process with the thread that started it, which is only meant if that is the main thread."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A call came to its end."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A call raised."""
+
+    summary: str
+    """Type and message."""
+    trace: str
+    lucid_error: LucidError | None
+    """The exception itself, if it is one of ours and can be pickled."""
+
+
+def serve(connection: socket.socket, settings: RankSettings) -> None:
+    """Answer the driver's messages until it closes the connection; the first one makes the worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the driver decides
+    _end_with_driver(settings.die_with_starting_thread)
+    _redirect_output(settings.log_path)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the driver asks where this rank hangs
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    os.environ.update(settings.environment)
+
+    import torch
+
+    from lucidrl.distributed.launchers.messages import Message, receive, send
+
+    torch.set_num_threads(settings.num_threads)
+    worker: Any = None
+
+    def answer(message: Message) -> Returned:
+        nonlocal worker
+        if worker is None:
+            worker_class, call = message.content()
+            worker = worker_class(*call.args, **call.kwargs)
+            return Returned(None)
+        method, call = message.content()
+        return Returned(getattr(worker, method)(*call.args, **call.kwargs))
+
+    with suppress(EOFError, OSError):  # the driver closed the connection, or is gone
+        while True:
+            request = receive(connection)
+            try:
+                reply = Message.of(answer(request))
+            except BaseException as error:  # SystemExit too: the driver learns of everything, and ends this process
+                traceback.print_exc()
+                reply = Message.of(describe_error(error))
+            send(connection, reply)
+            del request, reply  # a worker at rest holds no batch
+    if worker is not None:
+        worker.shutdown()
+
+
+def describe_error(error: BaseException) -> Raised:
+    """What the driver needs to tell of an exception, which may itself refuse to be pickled."""
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    trace = "".join(traceback.format_exception(error))
+    return Raised(summary, trace, error if isinstance(error, LucidError) and _can_be_pickled(error) else None)
+
+
+def _can_be_pickled(error: LucidError) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # for instance a constructor that takes more than the message
+        return False
+    return True
+
+
+def _end_with_driver(die_with_starting_thread: bool) -> None:
+    """Leave nothing behind if the driver dies without a word, whatever this process is busy with."""
+    if die_with_starting_thread and sys.platform == "linux":
+        # Also ends a process that is stopped, or stuck in native code.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        driver = multiprocessing.parent_process()
+        assert driver is not None
+        driver.join()
+        time.sleep(_DRIVER_GONE_GRACE_S)  # an idle worker sees the end of the connection, and ends in order
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="driver-watch", daemon=True).start()
+
+
+def _redirect_output(path: Path) -> None:
+    """Send what Python and native code write to the log, line by line."""
+    with path.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.stdout, sys.stderr = (_line_buffered(descriptor) for descriptor in (1, 2))
+
+
+def _line_buffered(descriptor: int) -> TextIO:
+    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)

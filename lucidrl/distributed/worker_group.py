@@ -1,0 +1,97 @@
+"""`WorkerGroup`: what a driver holds of its workers, wherever they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.launchers.in_process import InProcess
+from lucidrl.distributed.launchers.interfaces import Arguments, Launcher, Worker
+from lucidrl.distributed.launchers.local import LocalProcesses
+from lucidrl.errors import DataError
+
+
+class WorkerGroup:
+    """One instance of a worker class a rank.
+
+    A single one lives in this process: calls are plain method calls, what it raises is raised as it is, and deadlines
+    do not interrupt it. Several live in processes of this machine, with torchrun's variables in their environment (see
+    `init_process_group_from_environment`): arguments and results are copies, what the workers print and log goes to
+    `rank_N.log`, and after any failure all of them are killed and the group has ended. One thread at a time may call.
+
+    Example:
+        >>> with WorkerGroup(Counter, args=(10,), cluster=ClusterConfig(num_workers=2)) as group:
+        ...     group.run_all("add", 5)
+        [15, 15]
+
+    Args:
+        worker_class: any class with a `shutdown` method; for several ranks it must be importable by name.
+        args: of its constructor, as `kwargs`; the same on every rank.
+        cluster: number of ranks, their threads and deadlines.
+        log_dir: for `rank_N.log`; by default a temporary folder that is kept only if something goes wrong.
+
+    Raises:
+        WorkerError: here and in calls, if one of several ranks raises, dies or misses its deadline. Errors of ours
+            that a worker raises (`LucidError`) keep their type.
+    """
+
+    def __init__(
+        self,
+        worker_class: type[Worker],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        cluster: ClusterConfig | None = None,
+        log_dir: Path | None = None,
+    ):
+        cluster = cluster or ClusterConfig()
+        self._call_timeout_s = cluster.call_timeout_s
+        arguments = Arguments(args, kwargs or {})
+        self._launcher: Launcher = (
+            InProcess(worker_class, arguments)
+            if cluster.num_workers == 1
+            else LocalProcesses(worker_class, arguments, cluster, log_dir)
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._launcher.size
+
+    def run_all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call the method on every rank with the same arguments; the results, by rank.
+
+        Args:
+            timeout_s: deadline; `cluster.call_timeout_s` by default.
+        """
+        return self._run(method, [Arguments(args, kwargs)] * self.size, timeout_s)
+
+    def run_each(self, method: str, args_by_rank: Sequence[Sequence[Any]], timeout_s: float | None = None) -> list[Any]:
+        """Call the method on every rank with its own arguments; the results, by rank.
+
+        Ranks whose arguments are the same objects share one copy on the way.
+        """
+        if len(args_by_rank) != self.size:
+            raise DataError(
+                f"{method} was given arguments for {len(args_by_rank)} ranks, but there are {self.size}; "
+                "give one tuple of arguments a rank"
+            )
+        return self._run(method, [Arguments(args) for args in args_by_rank], timeout_s)
+
+    def shutdown(self) -> None:
+        """Shut every worker down and end its process; may be called twice."""
+        self._launcher.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _run(self, method: str, calls: Sequence[Arguments], timeout_s: float | None) -> list[Any]:
+        return self._launcher.run(method, calls, self._call_timeout_s if timeout_s is None else timeout_s)

@@ -1,0 +1,111 @@
+"""How a policy's model lies over the ranks; everything else about a worker is the same for one rank and for many."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from lucidrl.distributed.mesh import RankMesh
+from lucidrl.models.logprobs import LogprobModel
+from lucidrl.models.policy.optim import plain_norm
+
+FullTensors = Callable[[str], torch.Tensor]
+"""The whole tensor of a parameter, by its Hugging Face name."""
+
+
+class Sharding(ABC):
+    """What a back end states: how weights are cut, gathered and measured.
+
+    `model` is the module with the model's own methods; `root` is what is called, so that the back end can gather the
+    weights that a forward pass needs. Parameters are those of this rank: each holds a part of the model.
+    """
+
+    mesh: RankMesh
+    model: LogprobModel
+    root: nn.Module
+    gradient_scale: float = 1.0
+    """What a loss is multiplied with, where the back end averages gradients over ranks instead of adding them up."""
+
+    @abstractmethod
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters as this rank holds them."""
+
+    @abstractmethod
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The plain tensor of this rank behind a parameter or its gradient; shares its memory."""
+
+    @abstractmethod
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around one micro-batch: gradients are exchanged between ranks at the last one only."""
+
+    @abstractmethod
+    def total_norm(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Norm of the whole model's gradient, from this rank's part of it (in the order of `parameters`)."""
+
+    @abstractmethod
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, `model` has all its weights on every rank and can be called in parts, as generation does."""
+
+    @abstractmethod
+    def full_tensors(self, parts: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors, one at a time, from the parts of all ranks; every rank has to walk through them.
+
+        Args:
+            parts: tensors of this rank, shaped as `local` of `parameters`: weights, or moments of an optimizer.
+
+        Yields:
+            Hugging Face names and tensors; weights that are tied appear once.
+        """
+
+    @abstractmethod
+    def parts_of(self, full: FullTensors) -> Iterator[torch.Tensor]:
+        """The inverse: this rank's parts of whole tensors, in the order of `parameters`."""
+
+    @abstractmethod
+    def shapes(self) -> dict[str, list[int]]:
+        """Hugging Face name → shape of every whole trainable tensor, in the order of the model; tied ones once."""
+
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.full_tensors([self.local(parameter.detach()) for parameter in self.parameters()])
+
+    @torch.no_grad()
+    def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for parameter, part in zip(self.parameters(), self.parts_of(weights.__getitem__), strict=True):
+            self.local(parameter).copy_(part)
+
+
+class Unsharded(Sharding):
+    """One rank holds everything."""
+
+    def __init__(self, model: LogprobModel, mesh: RankMesh):
+        self.model = self.root = model
+        self.mesh = mesh
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def total_norm(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        return plain_norm(gradients)
+
+    def gathered(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def full_tensors(self, parts: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        return zip(self.shapes(), parts, strict=True)
+
+    def parts_of(self, full: FullTensors) -> Iterator[torch.Tensor]:
+        return (full(name) for name in self.shapes())
+
+    def shapes(self) -> dict[str, list[int]]:
+        named = self.model.model.named_parameters()
+        return {name: list(parameter.shape) for name, parameter in named if parameter.requires_grad}

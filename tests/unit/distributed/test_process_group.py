@@ -1,0 +1,55 @@
+"""A worker finds the other ranks by what whoever started it left in the environment."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from lucidrl.distributed.process_group import RankInfo, init_process_group_from_environment, leave_process_group
+from lucidrl.errors import ConfigError
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_alone_there_is_no_group():
+    assert init_process_group_from_environment(10) == RankInfo(rank=0, local_rank=0, world_size=1)
+    assert not dist.is_initialized()
+    leave_process_group()
+
+
+def test_an_incomplete_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"RANK=1 is set, but LOCAL_RANK and MASTER_ADDR and MASTER_PORT not;.*torch"):
+        init_process_group_from_environment(10)
+
+
+def test_an_existing_group_is_used(two_ranks):
+    def join():
+        return init_process_group_from_environment(10)
+
+    assert two_ranks(join) == [RankInfo(0, 0, 2), RankInfo(1, 1, 2)]
+
+
+def test_under_torchrun_a_worker_needs_no_worker_group(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, '.')\n"
+        "from tests.unit.distributed.toy_workers import Joined\n"
+        "worker = Joined()\n"
+        "open(f'{sys.argv[1]}/{worker.info.rank}', 'w').write(str(worker.sum_of_ranks()))\n"
+        "worker.shutdown()\n"
+        "worker.shutdown()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    subprocess.run([*command, str(tmp_path)], check=True, timeout=90, capture_output=True)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["1.0", "1.0"]
