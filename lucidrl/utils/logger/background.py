@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic, Literal, NamedTuple, TypeVar
 
+from lucidrl.utils.logger.values import described, message_of
+
 B = TypeVar("B")
 
 log = logging.getLogger(__name__)
@@ -93,6 +95,7 @@ class BackgroundWriter(Generic[B]):
         self._busy: _Call | None = _Call(time.monotonic(), None, "start")
         self.is_closed = False
         self._is_abandoned = False
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"lucidrl-{name}", daemon=True)
         self._thread.start()
 
@@ -115,10 +118,14 @@ class BackgroundWriter(Generic[B]):
 
         A back end that is already stuck in one call gets what remains of `timeout_s` since that call began.
         """
-        if self._busy is not None:
-            deadline = min(deadline, self._busy.since + timeout_s)
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
+        busy = self._busy
+        if busy is not None:
+            deadline = min(deadline, busy.since + timeout_s)
+        # A forgotten logger may be collected, and ended, in any thread, also this one. Not by joining the thread, which
+        # counts as ended for Python 3.11 once a signal has interrupted that.
+        if self._thread is not threading.current_thread():
+            self._is_over.wait(max(0.0, deadline - time.monotonic()))
+        if not self._is_over.is_set():
             self._abandon(timeout_s)
         if self.losses.count:
             total = next(self._num_put)
@@ -136,11 +143,17 @@ class BackgroundWriter(Generic[B]):
 
     def _run(self) -> None:
         try:
+            self._serve()
+        finally:
+            self._is_over.set()
+
+    def _serve(self) -> None:
+        try:
             backend = self._start()
         except BaseException as error:
             if not self._is_abandoned:  # else its loss was named already
-                log.warning("%s could not start, the run goes on without it: %s", self.name, str(error) or repr(error))
-            self._lose_all(f"it could not start: {error!r}")
+                log.warning("%s could not start, the run goes on without it: %s", self.name, message_of(error))
+            self._lose_all(f"it could not start: {described(error)}")
             return
         finally:
             self._rest()
@@ -150,13 +163,13 @@ class BackgroundWriter(Generic[B]):
             try:
                 call(backend)
             except BaseException as error:
-                self._lose(f"it raised {error!r}", step)
+                self._lose(f"it raised {described(error)}", step)
             self._rest()
         self._busy = _Call(time.monotonic(), None, "finish")
         try:
             self._finish(backend)
         except BaseException as error:
-            log.warning("%s failed at its end: %r", self.name, error)
+            log.warning("%s failed at its end: %s", self.name, described(error))
         self._rest()
 
     def _rest(self) -> None:

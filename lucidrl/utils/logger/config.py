@@ -83,7 +83,7 @@ class GPUMonitoringConfig(TypedDict):
 class LoggerConfig(TypedDict):
     """Configuration of `Logger`."""
 
-    log_dir: str
+    log_dir: Annotated[str, Field(min_length=1)]
     """Folder of the run; `metrics.jsonl` is always written there."""
     wandb_enabled: NotRequired[bool]
     """Whether Weights & Biases gets a copy."""

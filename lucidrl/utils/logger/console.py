@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lucidrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
 
@@ -38,6 +39,8 @@ _ACTED_ON = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 def configure_rich_logging(level: str = "INFO", show_time: bool = True, show_path: bool = True) -> None:
     """Show log records of this process in the terminal with rich; the first call decides, later ones do nothing.
 
+    A terminal that is gone is no error.
+
     Args:
         level: lowest level shown, such as "DEBUG" or "WARNING".
         show_time: whether each line has its time.
@@ -49,18 +52,27 @@ def configure_rich_logging(level: str = "INFO", show_time: bool = True, show_pat
         raise ConfigError(f"log level {level!r} is not known; use one of {', '.join(levels)}")
     if _rich_logging_configured:
         return
-    from rich.console import Console
     from rich.logging import RichHandler
 
     root = logging.getLogger()
     # A plain handler on the terminal would print every record a second time; handlers on files are left alone.
     for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
         root.removeHandler(handler)
-    rich_handler = RichHandler(console=Console(stderr=True), show_time=show_time, show_path=show_path)
+    rich_handler = RichHandler(console=_log_console(), show_time=show_time, show_path=show_path)
     rich_handler.setFormatter(logging.Formatter("%(message)s", datefmt="[%X]"))
     root.addHandler(rich_handler)
     root.setLevel(levels[level.upper()])
     _rich_logging_configured = True
+
+
+def _log_console() -> Console:
+    from rich.console import Console
+
+    class LogConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """Go on; rich would end the program, but a run matters more than who reads of it."""
+
+    return LogConsole(stderr=True)
 
 
 def print_message_log_samples(
@@ -155,7 +167,7 @@ def _histogram(rewards: Sequence[float], width: int) -> list[str]:
     counts = [0] * min(_MAX_BINS, len(set(halves)))
     for half in halves:
         counts[min(int((half - lowest) / span * len(counts)), len(counts) - 1)] += 1
-    starts = [f"{2 * (lowest + span * k / len(counts)):.4g}" for k in range(len(counts))]
+    starts = [f"{2 * (lowest + span * (k / len(counts))):.4g}" for k in range(len(counts))]
     label_chars = max(map(len, starts))
     bar_chars = max(1, min(_MAX_BAR_CHARS, width - label_chars - len(str(max(counts))) - len("from   ")))
     return [

@@ -13,17 +13,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional
 
-from lucidrl.utils.logger.backends import check_trackers, make_monitor, tracker_makers
+from lucidrl.errors import ConfigError
+from lucidrl.utils.logger.backends import TRACKERS, check_trackers, make_monitor, tracker_makers
 from lucidrl.utils.logger.background import BackgroundWriter
 from lucidrl.utils.logger.config import LoggerConfig, validated
 from lucidrl.utils.logger.figures import DrawnFigure
 from lucidrl.utils.logger.folders import path_inside
 from lucidrl.utils.logger.interface import LoggerInterface
 from lucidrl.utils.logger.jsonl import JsonlLogger
+from lucidrl.utils.logger.lifetime import end_with_process
 from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.logger.rows import write_rows
 from lucidrl.utils.logger.token_error import token_error_figure
-from lucidrl.utils.logger.values import MetricsRecord, PlainMetrics, WarnOnce, frozen
+from lucidrl.utils.logger.values import MetricsRecord, PlainMetrics, WarnOnce, described, frozen
 
 if TYPE_CHECKING:
     from lucidrl.utils.logger.monitor import Monitor
@@ -33,6 +35,9 @@ _MOST_WAITING_RECORDS = 10_000
 _MOST_WAITING_LINES, _PATIENCE_S = 1000, 0.002
 _MOST_WAITING_BATCHES = 16  # of rows or curves, which may be many megabytes each
 _FINISH_TIMEOUT_S = 10.0
+_OWN_NAMES = frozenset(
+    {"metrics.jsonl", "hyperparams.json", "config.yaml", "checkpoints", "plots", *TRACKERS}
+)  # what a run folder has beside rows
 
 
 class Logger(LoggerInterface):
@@ -65,8 +70,13 @@ class Logger(LoggerInterface):
         self._lock = threading.Lock()
         check_trackers(cfg)
         # The run folder first: without the record that all others are copies of, no run starts.
-        jsonl = JsonlLogger(self._log_dir / "metrics.jsonl")
-        self._writers: list[BackgroundWriter[LoggerInterface]] = [
+        try:
+            jsonl = JsonlLogger(self._log_dir / "metrics.jsonl")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"log_dir={cfg['log_dir']!r} cannot be written ({error}); choose another folder"
+            ) from error
+        self._writers: list[BackgroundWriter[Any]] = [
             BackgroundWriter("metrics.jsonl", lambda: jsonl, _finish, _MOST_WAITING_LINES, _PATIENCE_S)
         ]
         for name, make in tracker_makers(cfg, self._log_dir, self.run_id).items():
@@ -81,6 +91,7 @@ class Logger(LoggerInterface):
         # Threads that knew the logger would keep it alive for ever: the monitor has a proxy, the writers nothing.
         monitor = make_monitor(cfg, weakref.proxy(self))
         self._end = weakref.finalize(self, _end_parts, monitor, self._batches, self._writers, self._timeout_s)
+        end_with_process(self)
         if monitor is not None:
             monitor.start()
 
@@ -92,7 +103,7 @@ class Logger(LoggerInterface):
         step_metric: Optional[str] = None,  # noqa: UP045
     ) -> None:
         with self._guarded("metrics", step):
-            step = int(step)
+            step = _whole_number(step)
             record = MetricsRecord(metrics, prefix, step_metric)
             if step_metric is None and step > self._newest_step:
                 self._newest_step = step
@@ -126,10 +137,19 @@ class Logger(LoggerInterface):
             ConfigError: if the file name leads out of the log folder.
         """
         path = path_inside(self._log_dir, filename)
+        if path.relative_to(self._log_dir.resolve()).parts[0] in _OWN_NAMES:
+            raise ConfigError(f"file name {filename!r} is one that the run itself uses; choose another, as in samples/")
         with self._guarded(f"rows of {filename}"):
             batch, warn_once = frozen(to_log), self._warn_once
+
+            def write(_: None) -> None:
+                try:
+                    write_rows(batch, path, warn_once)
+                except Exception as error:
+                    raise RuntimeError(f"{filename}: {described(error)}") from error
+
             if not self._is_finished():
-                self._batches.put(lambda _: write_rows(batch, path, warn_once))
+                self._batches.put(write)
 
     def log_plot_token_mult_prob_error(self, data: dict[str, Any], step: int, name: str) -> None:
         """Plot the sample whose token probabilities differ most between generation and training.
@@ -153,6 +173,12 @@ class Logger(LoggerInterface):
         """Write what is pending and close every back end, each within its deadline; may be called twice."""
         self._end()
 
+    def forget(self) -> None:
+        """In a forked process, which has none of the threads: record nothing, and leave the files to the other one."""
+        self._end.detach()
+        for writer in self._all_writers():
+            writer.is_closed = True
+
     def __enter__(self) -> Logger:
         return self
 
@@ -173,7 +199,8 @@ class Logger(LoggerInterface):
         try:
             yield
         except Exception as error:  # the run matters more than its record
-            self._warn_once(f"{what}: {error!r}", "the %s of step %s are not logged: %r", what, step, error)
+            reason = described(error)
+            self._warn_once(f"{what}: {reason}", "the %s of step %s are not logged: %s", what, step, reason)
         with self._lock:
             self._caller_s += time.perf_counter() - start
 
@@ -201,9 +228,12 @@ class Logger(LoggerInterface):
         self._warn_once("finished", "nothing is recorded any more: the logger is finished")
         return True
 
+    def _all_writers(self) -> list[BackgroundWriter[Any]]:
+        return [self._batches, *self._writers]
+
     def _own_cost(self) -> dict[str, float]:
         """What logging cost since this was last asked."""
-        writers: list[BackgroundWriter[Any]] = [*self._writers, self._batches]
+        writers = self._all_writers()
         with self._lock:
             caller_s, self._caller_s = self._caller_s, 0.0
             cpu_s = sum(writer.cpu_s for writer in writers)
@@ -213,6 +243,13 @@ class Logger(LoggerInterface):
             "logger/background_cpu_s": background_s,
             "logger/lost_records": sum(writer.losses.count for writer in writers),
         }
+
+
+def _whole_number(step: Any) -> int:
+    number = int(step)
+    if number != step:
+        raise ValueError(f"step={step!r} is no whole number")
+    return number
 
 
 def _itself(backend: LoggerInterface) -> LoggerInterface:
@@ -225,17 +262,23 @@ def _finish(backend: LoggerInterface) -> None:
 
 def _end_parts(
     monitor: Monitor | None,
-    batches: BackgroundWriter[None],
-    writers: list[BackgroundWriter[LoggerInterface]],
+    batches: BackgroundWriter[Any],
+    writers: list[BackgroundWriter[Any]],
     timeout_s: float,
 ) -> None:
     """End the parts of a logger; also called when it is forgotten, or the interpreter exits."""
-    if monitor is not None:
-        monitor.stop()
-    # Plots that are still being drawn go to the back ends, so these close later.
-    for closing in ([batches], writers):
-        for writer in closing:
+    try:
+        if monitor is not None:
+            monitor.stop()
+        # Plots that are still being drawn go to the back ends, so these close later.
+        for closing in ([batches], writers):
+            for writer in closing:
+                writer.close()
+            deadline = time.monotonic() + timeout_s
+            for writer in closing:
+                writer.join(deadline, timeout_s)
+    except BaseException:  # another Ctrl-C: nothing is waited for any more, but what is lost is still named
+        for writer in (batches, *writers):
             writer.close()
-        deadline = time.monotonic() + timeout_s
-        for writer in closing:
-            writer.join(deadline, timeout_s)
+            writer.join(deadline=0.0, timeout_s=0.0)
+        raise

@@ -30,9 +30,12 @@ def get_next_experiment_dir(base_log_dir: str) -> str:
 
 
 def path_inside(folder: Path, filename: str) -> Path:
-    """`folder / filename`, refused if that (or a link on the way) leads outside of `folder`."""
-    path = (folder / filename).resolve()
-    root = folder.resolve()
+    """`folder / filename`, refused if that (or a link on the way) leads outside of `folder`, or cannot be a file."""
+    try:
+        path = (folder / filename).resolve()
+        root = folder.resolve()
+    except (OSError, ValueError, RuntimeError, TypeError) as error:
+        raise ConfigError(f"file name {filename!r} cannot be used ({error}); give a plain relative name") from error
     if path == root or not path.is_relative_to(root):
         raise ConfigError(f"file name {filename!r} leaves the log folder {folder}; give a relative name without '..'")
     return path

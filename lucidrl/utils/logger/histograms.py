@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,16 +16,17 @@ _NUM_BINS = 64
 
 
 def finite_histogram(values: Sequence[Scalar]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Counts and bin edges of the finite values, or None if there are none."""
+    """Counts and bin edges of the finite values, or None if there are none; any values, however far apart."""
     import numpy as np
 
     array = np.asarray(values, dtype=np.float64)
     array = array[np.isfinite(array)]
     if not array.size:
         return None
-    low, high = array.min(), array.max()
+    low, high = float(array.min()), float(array.max())
     if low == high:
-        low, high = low - 0.5, high + 0.5
+        margin = max(0.5, abs(low) * 2**-20)  # visible also beside a large number
+        low, high = max(low - margin, -sys.float_info.max), min(high + margin, sys.float_info.max)
+    unit = 2 if math.isinf(high - low) else 1  # the distance of two halves is always a float
     # Explicit edges, because numpy refuses to choose them for values that are nearly equal.
-    counts, edges = np.histogram(array, bins=np.linspace(low, high, _NUM_BINS + 1))
-    return counts, edges
+    return np.histogram(array, bins=unit * np.linspace(low / unit, high / unit, _NUM_BINS + 1))

@@ -77,9 +77,10 @@ class JsonlLogger(LoggerInterface):
         unfinished.replace(path)
 
     def log_plot(self, figure: Any, step: int, name: str) -> None:
-        folder = self._path.with_name("plots")
-        folder.mkdir(exist_ok=True)
-        (folder / f"{_UNSAFE.sub('_', name)}_{int(step)}.png").write_bytes(png_of(figure))
+        *folders, stem = (_UNSAFE.sub("_", part).strip(".") or "_" for part in name.split("/"))
+        folder = self._path.with_name("plots").joinpath(*folders)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{stem}_{int(step)}.png").write_bytes(png_of(figure))
 
     def finish(self) -> None:
         self._file.close()

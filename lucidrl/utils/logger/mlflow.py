@@ -53,13 +53,9 @@ class MlflowLogger(LoggerInterface):
 
     def __init__(self, cfg: MlflowConfig, log_dir: Optional[str] = None) -> None:  # noqa: UP045
         require_package("mlflow", "tracking by mlflow")
+        _keep_quiet()
         from mlflow import MlflowClient
 
-        # It announces on the terminal that it makes tables, and prints where a run is; both have no other switch.
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-        # Each try to reach a server that is down; that it failed in the end is told once, by whoever called.
-        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
-        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         cfg = validated(MlflowConfig, cfg)
         self._warn_once = WarnOnce()
         folder = Path(log_dir).absolute() if log_dir else None
@@ -120,6 +116,22 @@ class MlflowLogger(LoggerInterface):
         if not self._is_finished:
             self._is_finished = True
             self._client.set_terminated(self.run_id)
+
+
+def _keep_quiet() -> None:
+    """Keep MLflow from the terminal and from the network, as far as it is not asked; call this before its import."""
+    # It would report the use of its functions to its makers, with an id that it stores in the home folder.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # It prints where a run is, announces that it makes tables, and shows a traceback for each error of the database,
+    # all of which it raises too.
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    logging.getLogger("urllib3.connectionpool").addFilter(_is_no_retry)
+
+
+def _is_no_retry(record: logging.LogRecord) -> bool:
+    """False of a further try to reach an MLflow server; that it failed in the end is told once, by whoever called."""
+    return not (str(record.msg).startswith("Retrying (") and "/mlflow" in record.getMessage().rpartition(": ")[2])
 
 
 def _experiment_id(client: MlflowClient, name: str, artifacts: str | None) -> str:

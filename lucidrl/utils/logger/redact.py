@@ -3,97 +3,180 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence, Set
+from itertools import pairwise
+from pathlib import PurePath
 from typing import Any
+from urllib.parse import quote
 
 REDACTED = "<redacted>"
 
 _MIN_SECRET_CHARS = 8  # shorter values of variables ("1", "yes") would be found in harmless text
 _MAX_DEPTH = 100  # no configuration is deeper, and what records it may recurse
 
+# Which names are those of secrets, with words in lower case and "_" between them.
 _CAMEL_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _SECRET_NAME = re.compile(
-    r"secret|passw(or)?d|passphrase|credential|(api|access|private|ssh)_?keys?\d*(_|$)"
+    r"secret|passw(or)?d|passphrase|passcode|credential|pwd\d*(_|$)|(^|_)(pw|pat)\d*$"
     r"|(^|_)(o?auth2?|authorization|bearer)(_|$)|(^|_)(api|access|refresh|hf|github|wandb)_?tokens$"
+    r"|(api|access|private|ssh)_?keys?\d*(_|$)"
+    # Any other key is a secret only if it says what it opens: most of them sort, join or name something.
+    r"|(^|_)(account|admin|aes|anthropic|aws|azure|client|cohere|comet|decryption|deepseek|deploy|encryption|gcp|gemini"
+    r"|github|gitlab|google|gpg|groq|hf|hmac|huggingface|jwt|license|master|mistral|neptune|ngc|nvidia|openai|openrouter"
+    r"|root|rsa|s3|service|session|shared|signing|slack|ssl|stripe|subscription|tls|wandb|webhook)_?keys?\d*$"
 )
+_WORKING_DIRECTORIES = ("PWD", "OLDPWD")  # what every shell sets
 # A token is a secret unless it is one of a vocabulary (`eos_token`) or one that is counted (`loss_per_token`).
 _TOKEN_NAME = re.compile(r"(?:^|_)([^_]*?)_?token_?\d*$")
 _HARMLESS_TOKEN_NAME = re.compile(
     "pad|eos|bos|unk|unknown|mask|stop|cls|sep|sos|eot|eom|bot|boi|eoi|start|begin|end|special|image|video|audio|think|"
     "thinking|newline|prefix|suffix|middle|first|last|next|prev|new|num|max|min|per|every|each"
 )
+
+# Where secrets stand in a text.
 _URL_CREDENTIALS = re.compile(r"(?<=://)[^\s/?#]+(?=@)")
-_ASSIGNMENT = re.compile(r"""(?<![\w.-])([\w.-]++)=("[^"]*"|'[^']*'|[^\s&,;]+)""")
+# "Basic" is also an ordinary word: after it only what looks like base64.
+_HTTP_CREDENTIALS = re.compile(r"""\b((?i:bearer)\s+|(?i:basic)\s+(?=\S*(?:[0-9=]|[a-z][A-Z])))[^\s,;"']+""")
+_NAME_OF_VALUE = re.compile(
+    r"""(?<![\w.-])(?:([\w.-]++)(?:["']?(?:=|\s+=\s+)|["']\s*:\s*|:[ \t]+)"""  # name=X, "name": X, name: X
+    r"""|(--?[\w.-]++)\s++(?!-))"""  # --name X
+)
+_VALUE = re.compile(
+    r"""b?"(?:[^"\\]++|\\.)*+"|b?'(?:[^'\\]++|\\.)*+'"""
+    r"""|(?:["']|[^\s&,;([{]*[([{]).*"""  # a quotation or bracket whose end is hard to tell: all the rest
+    r"""|[^\s&,;]*[^\s&,;)\]}"']""",
+    re.DOTALL,
+)
+_UNSET = ("''", '""', "None", "null", "True", "true", "False", "false")
 
 
 def redacted(params: Mapping[str, Any]) -> dict[str, Any]:
     """A deep copy of `params` in dicts and lists, with "<redacted>" in place of secrets.
 
-    Replaced are: all that is under a key which names a secret (`hfToken`, `OPENAI_API_KEY`), unless it is None, "" or
-    a bool, so that one still sees what is unset; and in any text the values of environment variables with such names,
-    the credentials of URLs, and the right side of assignments such as `wandb.api_key=...`. Dataclasses and pydantic
-    models are opened like mappings. Other objects are passed on as they are.
+    Replaced are: all that belongs to a name of a secret (`hfToken`, `OPENAI_API_KEY`), as a key, the first of a pair, a
+    command-line option or inside of a text, unless it is None, "" or a bool, so that one still sees what is unset; the
+    values of environment variables with such names, wherever they occur; and the credentials of URLs and HTTP headers.
+    Dataclasses, named tuples and pydantic models are opened like mappings. Arrays of numbers are passed on as they are;
+    other objects become text, which is cleaned too.
     """
     return _copy(dict(params), _environment_secrets(), ancestors=())
 
 
 def is_secret_name(name: str) -> bool:
     """Whether a key or variable of this name is taken to hold a secret."""
+    if name in _WORKING_DIRECTORIES:
+        return False
     words = re.sub(r"[\W_]+", "_", _CAMEL_CASE.sub("_", name)).lower().strip("_")
     token = _TOKEN_NAME.search(words)
     return bool(_SECRET_NAME.search(words)) or (token is not None and not _HARMLESS_TOKEN_NAME.fullmatch(token[1]))
 
 
 def _environment_secrets() -> re.Pattern[str] | None:
-    """What finds the value of any environment variable with a secret name."""
-    values = {value.strip() for name, value in os.environ.items() if is_secret_name(name)}
-    longest_first = sorted((value for value in values if len(value) >= _MIN_SECRET_CHARS), key=len, reverse=True)
+    """What finds the value of any environment variable with a secret name, also where it is quoted."""
+    found = set()
+    for value in (value.strip() for name, value in os.environ.items() if is_secret_name(name)):
+        as_bytes = value.encode("utf-8", "surrogateescape")
+        found |= {value, repr(value)[1:-1], repr(as_bytes)[2:-1], json.dumps(value)[1:-1], quote(as_bytes, safe="")}
+        found.add(str(PurePath(value)))
+    longest_first = sorted((text for text in found if len(text) >= _MIN_SECRET_CHARS), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def _copy(value: Any, secrets: re.Pattern[str] | None, ancestors: tuple[int, ...]) -> Any:
-    if isinstance(value, str):
-        return _clean_text(value, secrets)
+    if value is None or isinstance(value, bool | int | float) or _is_array_of_numbers(value):
+        return value
     content = _opened(value)
     if content is None:
-        return value
+        return _clean_text(_text(value), secrets)
     if id(value) in ancestors:
         return "<contains itself>"
     if len(ancestors) == _MAX_DEPTH:
         return "<too deep>"
     ancestors = (*ancestors, id(value))
     if not isinstance(content, Mapping):
-        return [_copy(item, secrets, ancestors) for item in content]
+        names = _names_of_items(content)
+        return [
+            _hidden(item) if name is not None and is_secret_name(name) else _copy(item, secrets, ancestors)
+            for name, item in zip(names, content, strict=False)
+        ]
     copy = {}
     for key, item in content.items():
-        shown_key = _clean_text(key, secrets) if isinstance(key, str) else key
-        copy[shown_key] = _hidden(item) if is_secret_name(str(key)) else _copy(item, secrets, ancestors)
+        shown_key = key if key is None or isinstance(key, bool | int | float) else _clean_text(_text(key), secrets)
+        copy[shown_key] = _hidden(item) if is_secret_name(_text(key)) else _copy(item, secrets, ancestors)
     return copy
 
 
-def _opened(value: Any) -> Mapping[Any, Any] | Sequence[Any] | Set[Any] | None:
+def _is_array_of_numbers(value: Any) -> bool:
+    """Whether this is a tensor or array, of any number of dimensions, that cannot hold text."""
+    kind = type(value)  # asked itself, since some objects claim to have every attribute
+    if hasattr(kind, "__array_interface__"):
+        return value.dtype.kind in "biufcmM"
+    return hasattr(kind, "detach") and hasattr(kind, "tolist")
+
+
+def _opened(value: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
     """The content of a container; None of what is none."""
-    if isinstance(value, Mapping | Set):
+    if isinstance(value, Mapping):
         return value
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview | range):
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return value._asdict()
+    if isinstance(value, Set):
+        return list(value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview | range):
         return value
     if isinstance(value, type):
         return None
+    if hasattr(type(value), "__array_interface__") and value.ndim:
+        return value.tolist()
     if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return dict(value) if hasattr(value, "model_dump") else None  # a pydantic model iterates over its fields
+        names = (field.name for field in dataclasses.fields(value))
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return dict(value) if hasattr(type(value), "model_dump") else None  # a pydantic model iterates over its fields
+
+
+def _names_of_items(items: Sequence[Any]) -> list[str | None]:
+    """What the item before each one calls it: the first of a pair names the second, an option what follows it."""
+    names: list[str | None] = [None]
+    for name, item in pairwise(items):
+        is_name = isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)
+        is_option = is_name and name.startswith("-") and not (isinstance(item, str) and item.startswith("-"))
+        names.append(name if is_option or (is_name and len(items) == 2) else None)
+    return names
 
 
 def _hidden(value: Any) -> Any:
-    """`value` of a secret key: hidden as a whole, since names inside of it may be telling too."""
+    """`value` of a secret name: hidden as a whole, since names inside of it may be telling too."""
     is_unset = value is None or isinstance(value, bool) or (isinstance(value, str) and not value)
     return value if is_unset else REDACTED
+
+
+def _text(value: Any) -> str:
+    """`value` as text; of a text with a class of its own, the plain one."""
+    try:
+        return str.__str__(value) if isinstance(value, str) else str(value)
+    except Exception:  # nothing that a configuration holds may keep it from being recorded
+        return f"<{type(value).__name__}>"
 
 
 def _clean_text(text: str, secrets: re.Pattern[str] | None) -> str:
     if secrets is not None:
         text = secrets.sub(REDACTED, text)
     text = _URL_CREDENTIALS.sub(REDACTED, text)
-    return _ASSIGNMENT.sub(lambda found: f"{found[1]}={REDACTED}" if is_secret_name(found[1]) else found[0], text)
+    text = _HTTP_CREDENTIALS.sub(rf"\1{REDACTED}", text)
+    return _without_named_values(text)
+
+
+def _without_named_values(text: str) -> str:
+    """`text` with what it says to be the value of a secret name replaced."""
+    pieces, end = [], 0
+    for name in _NAME_OF_VALUE.finditer(text):
+        if name.start() < end or not is_secret_name(name[1] or name[2]):
+            continue
+        value = _VALUE.match(text, name.end())
+        if value and value[0] not in _UNSET:
+            pieces += [text[end : name.end()], REDACTED]
+            end = value.end()
+    return "".join([*pieces, text[end:]])

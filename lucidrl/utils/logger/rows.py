@@ -7,24 +7,33 @@ Tensors and arrays are recognised by what they offer, so this module imports nei
 from __future__ import annotations
 
 import math
+import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
-from lucidrl.utils.logger.values import WarnOnce, jsonable, printable
+from lucidrl.utils.logger.values import WarnOnce, described, jsonable, printable
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
 _WRITTEN_AS = {"float16": "float32", "float128": "float64"}
 
 
+class _Column(NamedTuple):
+    rows: Sequence[Any]
+    width: int | None
+    """T of a [B, T, …] tensor."""
+
+
 def write_rows(batch: Mapping[str, Any], path: Path, warn_once: WarnOnce) -> None:
     """Write the lines of `batch` to a file; it appears complete or not at all, and replaces what was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    # A name of its own, so that two loggers never write to the same file, and short enough wherever `path` is.
+    unfinished = path.with_name(f".{uuid.uuid4().hex}.unfinished")
     try:
-        with unfinished.open("wb") as file:
+        with unfinished.open("xb") as file:
             file.writelines(row_lines(batch, warn_once))
         unfinished.replace(path)
     finally:
@@ -35,51 +44,75 @@ def row_lines(batch: Mapping[str, Any], warn_once: WarnOnce) -> Iterator[bytes]:
     """One line for each row, with its fields and its number as `idx`.
 
     Token-aligned tensors (as wide as `input_ids`, or as the widest [B, T] column where there is none) are cut to the
-    row's `input_lengths`, if the batch has them. Columns without B rows are left out with a warning. Numbers that are
-    not finite are written as null, and what JSON does not know (a complex number) as text.
+    row's `input_lengths`, if the batch has them. B is what most columns have as rows; others are left out with a
+    warning, and so are those that cannot be read. Numbers that are not finite are written as null, what JSON does not
+    know (a complex number) as text.
     """
-    columns = {printable(str(name)): column for name, column in batch.items()}
-    num_rows = next((count for count in map(_num_rows, columns.values()) if count is not None), 0)
-    for name in [name for name, column in columns.items() if _num_rows(column) != num_rows]:
+    columns = _columns(batch, warn_once)
+    num_rows = _agreed_num_rows(columns)
+    for name in [name for name, column in columns.items() if len(column.rows) != num_rows]:
         del columns[name]
         warn_once(name, "column %s is not logged: it does not have %d rows as the others", name, num_rows)
     width = _token_width(columns)
-    token_aligned = {name for name, column in columns.items() if _width(column) == width}
-    rows_by_name = {name: _rows(column) for name, column in columns.items()}
-    lengths = [_length(value) for value in rows_by_name.get("input_lengths", [None] * num_rows)]
+    lengths_column = columns.get("input_lengths")
+    lengths = [_length(value) for value in lengths_column.rows] if lengths_column else [None] * num_rows
     for index in range(num_rows):
         fields = {
-            name: rows[index][: lengths[index]] if name in token_aligned else rows[index]
-            for name, rows in rows_by_name.items()
+            name: column.rows[index][: lengths[index]] if column.width == width else column.rows[index]
+            for name, column in columns.items()
         }
-        yield _line({**fields, "idx": index})
+        yield _line({**fields, "idx": index}, warn_once)
 
 
-def _line(fields: dict[str, Any]) -> bytes:
+def _columns(batch: Mapping[str, Any], warn_once: WarnOnce) -> dict[str, _Column]:
+    """The columns that have rows which can be read."""
+    columns = {}
+    for name, column in ((printable(str(key)), value) for key, value in batch.items()):
+        try:
+            columns[name] = _read(column)
+        except Exception as error:  # sparse, nested and quantized tensors refuse in ways of their own
+            warn_once(name, "column %s is not logged: %s", name, described(error))
+    return columns
+
+
+def _read(column: Any) -> _Column:
+    if isinstance(column, Exception):  # why it could not even be copied
+        raise column
+    if isinstance(column, list | tuple):
+        return _Column(column, width=None)
+    if not hasattr(column, "tolist") or not column.ndim:
+        raise TypeError(f"a {type(column).__name__} has no rows")
+    return _Column(_writable(column), column.shape[1] if column.ndim > 1 else None)
+
+
+def _agreed_num_rows(columns: Mapping[str, _Column]) -> int:
+    """What most columns have; where opinions are even, what the tokens or their lengths have, else the first."""
+    votes = Counter(len(column.rows) for column in columns.values())
+    named = [len(columns[name].rows) for name in ("input_lengths", "input_ids") if name in columns]
+    return max(votes, key=lambda count: (votes[count], named.index(count) if count in named else -1), default=0)
+
+
+def _token_width(columns: Mapping[str, _Column]) -> int:
+    if "input_ids" in columns and columns["input_ids"].width is not None:
+        return columns["input_ids"].width
+    return max((column.width or 0 for column in columns.values()), default=0)
+
+
+def _line(fields: dict[str, Any], warn_once: WarnOnce) -> bytes:
     try:
         return orjson.dumps(fields, default=_writable, option=_OPTIONS)
     except orjson.JSONEncodeError:  # lone surrogates, numbers beyond 64 bits, keys that are no text: rare, but data
-        return orjson.dumps(jsonable(fields), option=orjson.OPT_APPEND_NEWLINE)
+        written = {name: _field(name, value, warn_once) for name, value in fields.items()}
+        return orjson.dumps(written, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def _num_rows(column: Any) -> int | None:
-    if hasattr(column, "tolist"):
-        return column.shape[0] if column.ndim else None
-    return len(column) if isinstance(column, list | tuple) else None
-
-
-def _width(column: Any) -> int | None:
-    """T of a [B, T, …] tensor."""
-    return column.shape[1] if hasattr(column, "tolist") and column.ndim >= 2 else None
-
-
-def _token_width(columns: Mapping[str, Any]) -> int:
-    named = _width(columns.get("input_ids"))
-    return named if named is not None else max((_width(column) or 0 for column in columns.values()), default=0)
-
-
-def _rows(column: Any) -> Sequence[Any]:
-    return _writable(column) if hasattr(column, "tolist") else column
+def _field(name: str, value: Any, warn_once: WarnOnce) -> Any:
+    """`value` as JSON; or the reason why it has none, in place of the one field."""
+    try:
+        return orjson.Fragment(orjson.dumps(jsonable(value)))
+    except Exception as error:
+        warn_once(name, "column %s has a field that cannot be logged: %s", name, described(error))
+        return printable(f"<cannot be logged: {described(error)}>")
 
 
 def _length(value: Any) -> int | None:

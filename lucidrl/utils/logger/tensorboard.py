@@ -116,7 +116,8 @@ def _add_histogram(summary: Summary, name: str, values: list[Scalar]) -> None:
     finite = [value for value in values if math.isfinite(value)]
     histogram = summary.value.add(tag=name).histo
     histogram.min, histogram.max, histogram.num = min(finite), max(finite), len(finite)
-    histogram.sum, histogram.sum_squares = math.fsum(finite), math.fsum(float(value) ** 2 for value in finite)
+    # Products and plain sums, which become infinite where powers and exact sums would raise.
+    histogram.sum, histogram.sum_squares = sum(map(float, finite)), sum(float(value) * value for value in finite)
     # The first bucket of the format begins at minus infinity: an empty one keeps the plot within the data.
     histogram.bucket_limit.extend(edges)
     histogram.bucket.extend([0, *counts])

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 log = logging.getLogger(__name__)
 
 Scalar: TypeAlias = bool | int | float
+_MOST_DEPTH = 50
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
@@ -26,6 +27,22 @@ class WarnOnce:
         if subject not in self._seen:
             self._seen.add(subject)
             log.warning(message, *args)
+
+
+def described(error: BaseException) -> str:
+    """`repr(error)`, of an error that may not even be able to say what it is."""
+    try:
+        return repr(error)
+    except Exception:
+        return type(error).__name__
+
+
+def message_of(error: BaseException) -> str:
+    """What an error says or, if it says nothing, what it is."""
+    try:
+        return str(error) or repr(error)
+    except Exception:
+        return type(error).__name__
 
 
 class PlainMetrics(dict[str, Scalar | list[Scalar]]):
@@ -68,24 +85,28 @@ def plain_metrics(
     plain = PlainMetrics()
     for inner_name, value in _leaves(metrics, ""):
         name = f"{prefix}/{inner_name}" if prefix and inner_name != step_metric else inner_name
+        if name in plain:
+            warn_once(f"{name} twice", "metric %s comes twice in one call; the last value is logged", name)
         try:
             plain[name] = value if type(value) is float else _plain_value(value)
         except Exception as error:  # also what reading a tensor may raise, such as on a device that is gone
-            warn_once(name, "metric %s is not logged: %s", name, error)
+            warn_once(name, "metric %s is not logged: %s", name, message_of(error))
     return plain
 
 
-def frozen(value: Any) -> Any:
+def frozen(value: Any, depth: int = 0) -> Any:
     """A copy of `value` that later changes do not reach; tensors are on the CPU and free of gradients.
 
-    What cannot be copied becomes the error that says why.
+    What cannot be copied becomes the error that says why, and so does what lies deeper than anybody nests on purpose.
     """
     if type(value) in _PLAIN:
         return value
+    if depth > _MOST_DEPTH:
+        return ValueError(f"it is nested more than {_MOST_DEPTH} levels deep")
     if isinstance(value, Mapping):
-        return {key: item if type(item) in _PLAIN else frozen(item) for key, item in value.items()}
+        return {key: item if type(item) in _PLAIN else frozen(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [item if type(item) in _PLAIN else frozen(item) for item in value]
+        return [item if type(item) in _PLAIN else frozen(item, depth + 1) for item in value]
     try:
         if hasattr(value, "detach"):
             return value.detach().to("cpu", copy=True) if value.ndim else value.detach().item()
@@ -133,7 +154,10 @@ def _to_scalar(value: Any) -> Scalar:
     number = value.tolist() if getattr(value, "ndim", None) == 0 and hasattr(value, "tolist") else value
     if not isinstance(number, bool | int | float):
         raise TypeError(f"a {type(value).__name__} is neither a number nor a list of numbers")
-    return number if isinstance(number, float) or _fits_64_bits(number) else float(number)
+    if isinstance(number, bool):
+        return number
+    # By type, so that no subclass comes through, which not every back end writes.
+    return int(number) if isinstance(number, int) and _fits_64_bits(number) else float(number)
 
 
 def _fits_64_bits(number: int) -> bool:
@@ -142,8 +166,15 @@ def _fits_64_bits(number: int) -> bool:
 
 def _leaves(metrics: Mapping[str, Any], start: str) -> Iterator[tuple[str, Any]]:
     for key, value in metrics.items():
-        name = start + printable(str(key))
+        name = start + _key_name(key)
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{name}/")
         else:
             yield name, value
+
+
+def _key_name(key: Any) -> str:
+    try:
+        return printable(str(key))
+    except Exception:
+        return f"<{type(key).__name__}>"

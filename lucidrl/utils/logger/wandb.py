@@ -11,7 +11,8 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional, TypeVar
 
@@ -66,8 +67,9 @@ class WandbLogger(LoggerInterface):
         cfg = validated(WandbConfig, cfg)
         self._warn_once = WarnOnce()
         self._axis_of: dict[str, str] = {}
-        # Silent for the whole process: what wandb says (and asks) before a run exists knows no settings of a run.
-        wandb.setup(settings=wandb.Settings(silent=True))
+        with _service_files_in(log_dir):
+            # Silent for the whole process: what wandb says (and asks) before a run exists knows no settings of a run.
+            wandb.setup(settings=wandb.Settings(silent=True))
         self._exit_guard = _ExitGuard()
         self.run = _started_run(cfg, log_dir)
         self.run.define_metric("*", step_metric=_STEP)
@@ -153,6 +155,22 @@ class WandbLogger(LoggerInterface):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         self.run.save(glob.escape(str(path)), base_path=self.run.dir, policy="now")
+
+
+@contextmanager
+def _service_files_in(log_dir: str | None) -> Iterator[None]:
+    """Have the service, if it starts meanwhile, keep its own log below `log_dir` and not in the home folder.
+
+    Only meanwhile: the variable also moves the cache of artifacts, which the user's own code may rely on.
+    """
+    if log_dir is None or "WANDB_CACHE_DIR" in os.environ:
+        yield
+        return
+    os.environ["WANDB_CACHE_DIR"] = str(Path(log_dir).absolute() / "cache")
+    try:
+        yield
+    finally:
+        os.environ.pop("WANDB_CACHE_DIR", None)
 
 
 def _started_run(cfg: WandbConfig, log_dir: str | None) -> wandb.Run:

@@ -57,6 +57,14 @@ def test_rewards_that_are_not_finite_are_counted_apart_and_never_best(capsys):
     assert "nan-one" not in out
 
 
+@pytest.mark.parametrize("largest", [1e308, 1.7e308])
+def test_bins_of_enormous_rewards_start_at_finite_numbers(capsys, largest):
+    rewards = [largest * (k / 10 - 1) for k in range(21)]
+    print_message_log_samples([conversation("x")] * 21, rewards, num_samples=0)
+    starts = [float(start) for start in re.findall(r"from (\S+)", capsys.readouterr().out)]
+    assert starts == pytest.approx([largest * (k / 5 - 1) for k in range(10)], rel=1e-3, abs=largest * 1e-9)
+
+
 @pytest.mark.parametrize("num_samples", range(8))
 def test_as_many_different_samples_as_asked_for_are_chosen(num_samples):
     chosen = console._spread_by_reward([0.5, 0.1, 0.9, 0.3, 0.2], num_samples)
@@ -203,6 +211,25 @@ def test_a_pipe_that_nobody_reads_does_not_end_the_run():
     result = subprocess.run([sys.executable, "-c", PRINT_ONE], check=False, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert b"still running" in result.stderr
+
+
+def test_a_log_record_that_nobody_reads_does_not_end_the_run():
+    code = """
+import logging
+from lucidrl.utils.logger import configure_rich_logging
+configure_rich_logging()
+for _ in range(3):
+    logging.warning("x")
+print("still running")
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    gone = subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.PIPE, stderr=writer)
+    os.close(writer)
+    closed = subprocess.run(
+        ["sh", "-c", '"$0" -c "$1" 2>&-', sys.executable, code], check=False, stdout=subprocess.PIPE
+    )
+    assert [(done.returncode, done.stdout) for done in (gone, closed)] == [(0, b"still running\n")] * 2
 
 
 def test_rich_logging_is_set_up_once_and_the_flag_says_so():

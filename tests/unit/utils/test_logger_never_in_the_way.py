@@ -13,7 +13,9 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from lucidrl.errors import ConfigError
 from lucidrl.utils.logger import Logger, LoggerInterface
+from lucidrl.utils.logger.background import BackgroundWriter
 
 
 class Memory(LoggerInterface):
@@ -145,14 +147,141 @@ def test_rubbish_is_one_warning_and_never_an_exception(cfg, caplog, metrics, ste
     assert "are not logged" in caplog.text
 
 
-def test_a_metric_that_contains_itself_is_a_warning(cfg, caplog, tmp_path):
-    endless = {}
-    endless["again"] = endless
+class UnspeakableError(Exception):
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+    __str__ = __repr__
+
+
+class Measured(float):
+    pass
+
+
+ENDLESS: dict = {}
+ENDLESS["again"] = ENDLESS
+
+
+@pytest.mark.parametrize(
+    "value", [ENDLESS, "text", object(), torch.zeros(2, 2), torch.empty(1, device="meta"), 1j, UnspeakableError()]
+)
+def test_a_value_that_cannot_be_logged_takes_no_other_with_it(cfg, tmp_path, caplog, value):
+    with Logger(cfg | {"tensorboard_enabled": True}) as logger:
+        logger.log_metrics({"bad": value, "x": 1, UnspeakableError(): 3}, 2)
+    (line,) = lines(tmp_path / "run")
+    assert (line["x"], line["<UnspeakableError>"]) == (1, 3)
+    assert [record.args[0].split("/")[0] for record in caplog.records] == ["bad"]
+
+
+def test_numbers_of_unusual_kinds_and_sizes_are_logged(cfg, tmp_path, caplog):
+    values = {"own": Measured(0.5), "yes": True, "wide": [-1.7e308, 1.7e308], "huge": [1e200, 1.0]}
+    with Logger(cfg | {"tensorboard_enabled": True}) as logger:
+        logger.log_metrics(values, 1)
+    (line,) = lines(tmp_path / "run")
+    assert {name: line[name] for name in values} == values
+    assert not caplog.records
+
+
+def test_a_name_that_comes_twice_in_a_call_is_said(cfg, tmp_path, caplog):
     with Logger(cfg) as logger:
-        logger.log_metrics(endless, 1)
-        logger.log_metrics({"x": 1}, 2)
-    assert "are not logged: RecursionError" in caplog.text
-    assert [line["x"] for line in lines(tmp_path / "run")] == [1]
+        logger.log_metrics({"a": {"b": 1}, "a/b": 2}, 1)
+    assert lines(tmp_path / "run")[0]["a/b"] == 2
+    assert "metric a/b comes twice in one call" in caplog.text
+
+
+def test_a_back_end_whose_errors_cannot_be_told_goes_on(cfg, caplog):
+    class Odd(Memory):
+        def log_metrics(self, metrics, step, prefix="", step_metric=None):
+            super().log_metrics(metrics, step)
+            if step < 3:
+                raise UnspeakableError
+
+    odd = Odd()
+    with Logger(cfg, extra_backends=[odd]) as logger:
+        for step in range(5):
+            logger.log_metrics({"x": 1}, step)
+    assert [step for step, _ in odd.metrics] == [0, 1, 2, 3, 4]
+    assert odd.num_finished == 1
+    assert "Odd lost 3 of 5 records: steps 0 to 2: it raised UnspeakableError (3)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "./config.yaml", "hyperparams.json", "tensorboard/x", "plots/a"])
+def test_rows_cannot_replace_what_belongs_to_the_run(cfg, name):
+    with Logger(cfg) as logger, pytest.raises(ConfigError, match="is one that the run itself uses"):
+        logger.log_batched_dict_as_jsonl({"a": [1]}, name)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", None, 3])
+def test_a_name_that_no_file_can_have_is_refused(cfg, name):
+    with Logger(cfg) as logger, pytest.raises(ConfigError, match=r"cannot be used|leaves the log folder"):
+        logger.log_batched_dict_as_jsonl({"a": [1]}, name)
+
+
+def test_an_interrupted_end_names_what_is_lost_and_closes_the_rest(tmp_path):
+    code = """
+import signal, sys, threading, time, os
+from lucidrl.utils.logger import Logger, LoggerInterface
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Slow(LoggerInterface):
+    def log_metrics(self, metrics, step, prefix="", step_metric=None): time.sleep(60)
+    def log_hyperparams(self, params): pass
+logger = Logger({"log_dir": sys.argv[1]}, extra_backends=[Slow()])
+for step in range(10): logger.log_metrics({"x": 1}, step)
+threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    logger.finish()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    result = run_script(code, tmp_path)
+    assert result.stdout == "interrupted\n"
+    assert len(lines(tmp_path)) == 10
+    assert "Slow lost 10 of 10 records: steps 0 to 9" in result.stderr
+
+
+def test_a_forked_process_records_nothing_and_says_so(tmp_path):
+    code = (
+        START
+        + """
+import os
+logger.log_metrics({"x": 0}, 0)
+if os.fork() == 0:
+    logger.log_metrics({"x": 1}, 1)
+    logger.finish()
+    sys.exit()
+os.wait()
+logger.log_metrics({"x": 2}, 2)
+"""
+    )
+    result = run_script(code, tmp_path)
+    assert [line["x"] for line in lines(tmp_path)] == [0, 2]
+    assert result.stderr.count("nothing is recorded any more: the logger is finished") == 1
+
+
+def test_a_short_program_that_forgets_to_finish_loses_nothing_of_any_tracker(tmp_path):
+    code = """
+import sys
+from lucidrl.utils.logger import Logger
+logger = Logger({"log_dir": sys.argv[1], "tensorboard_enabled": True, "trackio_enabled": True, "finish_timeout_s": 30})
+for step in range(10): logger.log_metrics({"x": step}, step)
+"""
+    result = run_script(code, tmp_path)
+    assert "lost" not in result.stderr
+    assert len(lines(tmp_path)) == 10
+
+
+def test_a_slow_disk_costs_the_caller_little(cfg):
+    class SlowDisk(Memory):
+        def log_metrics(self, metrics, step, prefix="", step_metric=None):
+            time.sleep(0.2)
+
+    writer = BackgroundWriter("disk", SlowDisk, lambda backend: backend.finish(), capacity=5, patience_s=0.002)
+    start = time.monotonic()
+    for step in range(200):
+        writer.put(lambda backend: backend.log_metrics({}, 0), step)
+    assert time.monotonic() - start < 1.5
+    writer.close()
+    writer.join(deadline=0.0, timeout_s=0.0)
 
 
 def test_a_value_that_is_no_number_is_one_warning_for_all_back_ends(cfg, caplog):
@@ -214,8 +343,8 @@ def test_the_worst_sample_is_plotted_into_the_run_folder_and_every_tracker(cfg, 
     with Logger(cfg | {"finish_timeout_s": 20}, extra_backends=[memory]) as logger:
         logger.log_plot_token_mult_prob_error(CURVES, 7, "train/token_mult_prob_error")
     assert [plot[:2] for plot in memory.plots] == [(7, "train/token_mult_prob_error")]
-    (picture,) = (tmp_path / "run" / "plots").iterdir()
-    assert picture.name == "train_token_mult_prob_error_7.png"
+    (picture,) = (tmp_path / "run" / "plots" / "train").iterdir()
+    assert picture.name == "token_mult_prob_error_7.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -269,10 +398,15 @@ def test_a_process_that_forgets_to_finish_loses_nothing(tmp_path, ending):
 def test_ctrl_c_loses_nothing(tmp_path):
     code = START + "step = 0\nwith logger:\n  while True:\n    logger.log_metrics({'x': step}, step); step += 1\n"
     code += "    if step == 500: print('ready', flush=True); time.sleep(60)"
+    # Also where the tests run in the background of a shell, which has their processes ignore the signal.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + code
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    process.wait(20)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        process.wait(20)
+    finally:
+        process.kill()
     assert [line["x"] for line in lines(tmp_path)] == list(range(500))
 
 

@@ -1,11 +1,17 @@
 """No secret of a configuration reaches a tracker, and nothing harmless is hidden."""
 
 import dataclasses
+import json
 import os
 import string
 import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,12 +24,16 @@ SECRET_NAMES = """
     api_key apiKey apikey API-KEY wandb_api_key OPENAI_API_KEY api_keys AWS_ACCESS_KEY_ID accesskey private_key_pem
     secret client_secret secrets password db.password dbPassword passwd passphrase auth basicAuth oauth2 Authorization
     credential credentials GOOGLE_APPLICATION_CREDENTIALS
+    pwd dbPwd DB_PWD pw db_pw passcode wandb_key hf_key openai_key OPENAI_KEY account_key AccountKey encryption_key
+    signing_key PAT GITHUB_PAT githubPat
 """.split()  # noqa: SIM905
 HARMLESS_NAMES = """
     pad_token eos_token bos_token unk_token mask_token stop_token cls_token image_token decoder_start_token eosToken
     stop_token_ids pad_token_id max_new_tokens train_mb_tokens tokenizer num_tokens token_mask tokens_per_s tokens
     token_ids token_level seconds_per_token author authors co-author keys key monkey primary_key key_size tokenization
-    accessor private public PWD HOME learning_rate
+    accessor private public PWD OLDPWD HOME learning_rate
+    num_key_value_heads sort_key metric_key answer_key key_dim key_proj keyboard cache_key path pattern patience
+    dispatch power pwm account service_name openai_model
 """.split()  # noqa: SIM905
 
 SECRET = "Zq7-not+for.anyone"
@@ -50,7 +60,6 @@ def test_everything_below_the_name_of_a_secret_is_hidden(value):
 
 
 def test_arrays_under_the_name_of_a_secret_are_hidden_too():
-    np = pytest.importorskip("numpy")
     assert redacted({"secret": np.arange(3)}) == {"secret": "<redacted>"}
 
 
@@ -85,6 +94,36 @@ def test_credentials_written_into_text_are_replaced_and_the_rest_stays(text, sho
     assert redacted({"a": text}) == {"a": shown}
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("run --api-key abc --lr 1", "run --api-key <redacted> --lr 1"),
+        ("run --token=abc --lr 1", "run --token=<redacted> --lr 1"),
+        ("run --use-auth --lr 1", "run --use-auth --lr 1"),
+        ("curl -H 'Authorization: Bearer ab.c' x", "curl -H 'Authorization: <redacted> <redacted>' x"),
+        ("Bearer ab.c-d", "Bearer <redacted>"),
+        ("Basic dXNlcjpwYXNz", "Basic <redacted>"),
+        ("Basic arithmetic for beginners", "Basic arithmetic for beginners"),
+        ('{"api_key": "a, b", "lr": 1}', '{"api_key": <redacted>, "lr": 1}'),
+        ('{"api_key":"abc","eos_token":"</s>"}', '{"api_key":<redacted>,"eos_token":"</s>"}'),
+        (r'{"password": "a\"b", "lr": 1}', '{"password": <redacted>, "lr": 1}'),
+        ("{'api_key': None, 'token': ''}", "{'api_key': None, 'token': ''}"),
+        ("Name=x;AccountKey=abc+/==;Suffix=y", "Name=x;AccountKey=<redacted>;Suffix=y"),
+        ("password: abc", "password: <redacted>"),
+        ("password='a token=b c' lr=1", "password=<redacted> lr=1"),
+        ("Server(password=b'a b', api_key=abc)", "Server(password=<redacted>, api_key=<redacted>)"),
+        ("Server(api_keys=['a', 'b'], lr=1)", "Server(api_keys=<redacted>"),
+        ("Server(password='a b", "Server(password=<redacted>"),
+        ("""command="export API_KEY='abc'; run" lr=1""", """command="export API_KEY=<redacted>; run" lr=1"""),
+        ("mypackage.auth:make", "mypackage.auth:make"),
+        ("max_tokens=5 key=reward sort_key: id", "max_tokens=5 key=reward sort_key: id"),
+    ],
+)
+def test_values_that_a_text_gives_to_the_name_of_a_secret_are_replaced(text, shown):
+    assert redacted({"a": text}) == {"a": shown}
+    assert redacted({"a": shown}) == {"a": shown}  # each back end redacts again
+
+
 @dataclasses.dataclass
 class Server:
     host: str
@@ -110,8 +149,8 @@ def test_the_copy_is_plain_and_the_original_untouched():
     assert result == {
         "a": [{"password": "<redacted>", "ids": [1, 2]}],
         3: {"token": "<redacted>"},
-        ("b", 1): [4],
-        "kind": Server,
+        "('b', 1)": [4],
+        "kind": str(Server),
     }
     assert params == {"a": [{"password": "x", "ids": (1, 2)}], 3: {"token": "y"}, ("b", 1): {4}, "kind": Server}
     result["a"][0]["ids"].append(3)
@@ -120,9 +159,91 @@ def test_the_copy_is_plain_and_the_original_untouched():
 
 def test_a_name_that_is_no_text_may_name_a_secret():
     assert redacted({b"password": "x", ("db", "secret"): "x"}) == {
-        b"password": "<redacted>",
-        ("db", "secret"): "<redacted>",
+        "b'password'": "<redacted>",
+        "('db', 'secret')": "<redacted>",
     }
+
+
+class Login(NamedTuple):
+    user: str
+    password: str
+
+
+class Client:
+    """No container of any kind; what it is shows in its text only."""
+
+    def __str__(self):
+        return f"Client(api_key='{SECRET} and more', lr=1)"
+
+
+class Unprintable:
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_the_fields_of_a_named_tuple_are_names():
+    assert redacted({"login": Login("me", SECRET)}) == {"login": {"user": "me", "password": "<redacted>"}}
+
+
+def test_other_objects_become_text_and_that_is_cleaned():
+    assert redacted({"client": Client(), "range": range(3), "none": Unprintable(), Unprintable(): 1}) == {
+        "client": "Client(api_key=<redacted>, lr=1)",
+        "range": "range(0, 3)",
+        "none": "<Unprintable>",
+        "<Unprintable>": 1,
+    }
+
+
+@pytest.mark.parametrize("secret", [SECRET, "quo'te\"d \\ Zq7", "zürich-ключ", "ab//cd/./ef=="])
+def test_values_of_secret_variables_are_found_in_values_that_are_no_text(monkeypatch, secret):
+    monkeypatch.setenv("SOME_API_KEY", secret)
+    hidden = redacted(
+        {
+            "path": Path("/data") / secret,
+            "bytes": f"x{secret}".encode(),
+            "set": {secret},
+            "object": SimpleNamespace(name=secret),
+            "json": json.dumps({"name": secret}),
+            "array": np.array([f"x{secret}", 3], dtype=object),
+            "words": np.array([secret]),
+            ("a", secret): 1,
+            Path(secret): 2,
+        }
+    )
+    assert hidden == {
+        "path": "/data/<redacted>",
+        "bytes": "b'x<redacted>'" if '"' in secret or "'" not in secret else 'b"x<redacted>"',
+        "set": ["<redacted>"],
+        "object": "namespace(name='<redacted>')",
+        "json": '{"name": "<redacted>"}',
+        "array": ["x<redacted>", 3],
+        "words": ["<redacted>"],
+        "('a', '<redacted>')": 1,
+        "<redacted>": 2,
+    }
+
+
+def test_arrays_of_numbers_stay_as_they_are():
+    params = {"a": np.arange(3), "b": np.float32(1), "c": np.array(2), "d": torch.ones(2), "e": torch.tensor(1)}
+    assert all(redacted(params)[name] is value for name, value in params.items())
+
+
+@pytest.mark.parametrize(
+    ("items", "shown"),
+    [
+        (["password", "x"], ["password", "<redacted>"]),
+        ([("password", "x"), ("lr", 1)], [["password", "<redacted>"], ["lr", 1]]),
+        (["run.py", "--api-key", "x", "--lr", "1"], ["run.py", "--api-key", "<redacted>", "--lr", "1"]),
+        (["run.py", "--use-auth", "--lr", "1"], ["run.py", "--use-auth", "--lr", "1"]),
+        (["password", None], ["password", None]),
+        (["password", "x", "y"], ["password", "x", "y"]),
+        (["eos_token", "</s>"], ["eos_token", "</s>"]),
+        (["What is a secret?", "Something hidden."], ["What is a secret?", "Something hidden."]),
+        ([], []),
+    ],
+)
+def test_an_item_may_be_named_by_the_one_before_it(items, shown):
+    assert redacted({"a": items}) == {"a": shown}
 
 
 def test_containers_that_contain_themselves_or_are_very_deep_end_somewhere():
@@ -137,8 +258,10 @@ def test_containers_that_contain_themselves_or_are_very_deep_end_somewhere():
 
 def test_long_text_takes_linear_time():
     start = time.perf_counter()
-    for piece in ("a", "a.", "://", "a@", "=", "a=b", "http://a:", "_token", '="', "A", "aB"):
-        redacted({"text": piece * 100_000})
+    pieces = ["a", "a.", "://", "a@", "=", " =", "a=b", "http://a:", "_token", '="', "A", "aB", "a ", "-", "--a "]
+    pieces += ["Bearer ", "Basic ", "token=", "token = ", "token=)", "token=( ", "token: ", "token='", "token='\\"]
+    for piece in pieces:
+        redacted({"text": piece * 40_000})
     assert time.perf_counter() - start < 5
 
 
@@ -151,7 +274,8 @@ plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(
 @st.composite
 def params_with(draw, hidden):
     """Any nesting of containers, with `hidden` under secret names, inside of text and as a key."""
-    leaves = plain | st.tuples(st.text(max_size=5), st.text(max_size=5)).map(lambda around: hidden.join(around))
+    texts = st.tuples(st.text(max_size=5), st.text(max_size=5)).map(lambda around: hidden.join(around))
+    leaves = plain | texts | texts.map(str.encode) | texts.map(lambda text: SimpleNamespace(text=text))
     under_secret_names = st.dictionaries(st.sampled_from(SECRET_NAMES), st.just(hidden) | st.lists(st.just(hidden)))
     values = st.recursive(
         leaves | under_secret_names,

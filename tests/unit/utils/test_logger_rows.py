@@ -4,11 +4,13 @@ import datetime
 import enum
 import json
 import logging
+import warnings
 
 import numpy as np
 import pytest
 import torch
 
+from lucidrl.utils.logger import rows as rows_module
 from lucidrl.utils.logger.rows import row_lines, write_rows
 from lucidrl.utils.logger.values import WarnOnce
 
@@ -116,17 +118,102 @@ def test_columns_without_rows_are_left_out_and_named(caplog):
     assert {record.args[0] for record in caplog.records} == {"b", "c", "e", "f"}
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path):
+def test_the_number_of_rows_is_what_most_columns_have():
+    assert rows({"odd": [1, 2, 3], "a": [1, 2], "b": torch.tensor([3, 4])}) == [
+        {"a": 1, "b": 3, "idx": 0},
+        {"a": 2, "b": 4, "idx": 1},
+    ]
+
+
+@pytest.mark.parametrize("deciding", ["input_ids", "input_lengths"])
+def test_where_opinions_are_even_the_tokens_decide(deciding):
+    assert rows({"odd": [1, 2, 3], deciding: [5]}) == [{deciding: 5, "idx": 0}]
+    assert [row["input_ids"] for row in rows({"input_lengths": [1, 2, 3], "input_ids": [5]})] == [5]
+    assert len(rows({"first": [1, 2], "second": [1, 2, 3]})) == 2
+
+
+class Unprintable:
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]),
+        lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8),
+        lambda: torch.ones(2, device="meta"),
+        lambda: ValueError("it cannot be copied"),
+    ],
+    ids=["sparse", "nested", "quantized", "meta", "error"],
+)
+def test_a_column_that_cannot_be_read_is_left_out_and_named(make, caplog):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces that some kinds may change or go
+        batch = {"odd": make(), "a": torch.tensor([[1, 2], [3, 4]])}
+    assert rows(batch) == [{"a": [1, 2], "idx": 0}, {"a": [3, 4], "idx": 1}]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("column odd is not logged: ")
+
+
+def deep():
+    value = []
+    for _ in range(400):
+        value = [value]
+    return value
+
+
+def circular():
+    value = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize("make", [Unprintable, lambda: torch.eye(2).to_sparse(), deep, circular])
+def test_a_field_that_cannot_be_written_is_an_error_text_in_its_place(make, caplog):
+    first, second, third = rows({"odd": [make(), 1, make()], "a": [1, "lone \ud800", 3]})
+    assert first["odd"].startswith("<cannot be logged: ")
+    assert (first["a"], second, third["a"]) == (1, {"odd": 1, "a": "lone ?", "idx": 1}, 3)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("column odd has a field that cannot be logged: ")
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "samples" / "step_1.jsonl"
     write_rows({"a": [1, 2]}, path, WarnOnce())
     written = path.read_bytes()
     assert written == b'{"a":1,"idx":0}\n{"a":2,"idx":1}\n'
 
-    class Broken:
-        def __str__(self):
-            raise RuntimeError("no text")
+    def broken_lines(batch, warn_once):
+        yield b"half"
+        raise OSError("disk full")
 
-    with pytest.raises(RuntimeError, match="no text"):
-        write_rows({"a": [1, Broken()]}, path, WarnOnce())
+    monkeypatch.setattr(rows_module, "row_lines", broken_lines)
+    with pytest.raises(OSError, match="disk full"):
+        write_rows({"a": [3]}, path, WarnOnce())
     assert path.read_bytes() == written
     assert [entry.name for entry in path.parent.iterdir()] == ["step_1.jsonl"]
+
+
+def test_a_name_may_be_as_long_as_the_disk_allows_and_is_readable_by_all_who_may_read(tmp_path):
+    path = tmp_path / ("x" * 255)
+    write_rows({"a": [1]}, path, WarnOnce())
+    (tmp_path / "ordinary").touch()
+    assert path.stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+
+
+def test_two_who_write_the_same_file_never_meet(tmp_path, monkeypatch):
+    path = tmp_path / "step_1.jsonl"
+    real_lines = row_lines
+
+    def lines_with_another_writer_between(batch, warn_once):
+        yield from real_lines(batch, warn_once)
+        if batch == {"a": [1]}:
+            write_rows({"a": [2]}, path, warn_once)
+            assert path.read_bytes() == b'{"a":2,"idx":0}\n'
+
+    monkeypatch.setattr(rows_module, "row_lines", lines_with_another_writer_between)
+    write_rows({"a": [1]}, path, WarnOnce())
+    assert path.read_bytes() == b'{"a":1,"idx":0}\n'
+    assert list(tmp_path.iterdir()) == [path]

@@ -184,6 +184,15 @@ def test_nothing_is_told_of_the_machine_the_command_line_and_the_packages(logger
     assert list(Path(logger.run.dir).iterdir()) == []
 
 
+def test_the_users_own_cache_of_artifacts_stays_where_it_is(make, monkeypatch):
+    monkeypatch.delenv("WANDB_CACHE_DIR", raising=False)
+    make()
+    assert "WANDB_CACHE_DIR" not in os.environ
+    monkeypatch.setenv("WANDB_CACHE_DIR", "mine")
+    make()
+    assert os.environ["WANDB_CACHE_DIR"] == "mine"
+
+
 def test_finish_may_be_called_twice(logger):
     logger.finish()
     logger.finish()
@@ -295,11 +304,12 @@ def url_of(server):
     return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_an_offline_run_works_quietly_in_a_thread_and_reaches_for_nobody(tmp_path, silent_server):
+def test_an_offline_run_works_quietly_in_a_thread_within_its_folder_and_reaches_for_nobody(tmp_path, silent_server):
     command = [sys.executable, "-c", IN_A_THREAD, "offline", str(tmp_path / "run" / "wandb"), "30"]
     env = environment(tmp_path, WANDB_BASE_URL=url_of(silent_server), WANDB_API_KEY="a" * 40)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     silent_server.setblocking(False)
     with pytest.raises(BlockingIOError):
         silent_server.accept()
