@@ -27,12 +27,14 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.size = size
         context = multiprocessing.get_context("spawn")
-        self._store = tempfile.NamedTemporaryFile(prefix="lucidrl-ranks-")
+        self._folder = tempfile.TemporaryDirectory(prefix="lucidrl-ranks-")
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, self._store.name), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, size, f"{self._folder.name}/store"), daemon=True
+            )
             process.start()
             self._connections.append(ours)
             self._processes.append(process)
@@ -56,7 +58,7 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
-        self._store.close()
+        self._folder.cleanup()
 
 
 def _serve(connection: Connection, rank: int, size: int, store: str) -> None:

@@ -121,7 +121,7 @@ def load_model(
 def empty_model(model_name: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model that `load_model` gives, with shapes but without weights; only config.json is read."""
     with _refused(f"the model {model_name} cannot be read"), torch.device("meta"):
-        config = _model_config(model_name, trust_remote_code)
+        config = model_config(model_name, trust_remote_code)
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust_remote_code
         )
@@ -131,7 +131,7 @@ def empty_model(model_name: str, dtype: torch.dtype, trust_remote_code: bool = F
 def model_facts(model_name: str, trust_remote_code: bool = False) -> ModelFacts:
     """Built on the meta device: reads config.json only."""
     with _refused(f"the model {model_name} cannot be read"), torch.device("meta"):
-        config = _model_config(model_name, trust_remote_code)
+        config = model_config(model_name, trust_remote_code)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -147,7 +147,7 @@ def model_facts(model_name: str, trust_remote_code: bool = False) -> ModelFacts:
     )
 
 
-def _model_config(model_name: str, trust_remote_code: bool) -> Any:
+def model_config(model_name: str, trust_remote_code: bool) -> Any:
     if model_name in EMBEDDED_MODELS:
         return embedded.embedded_config()
     return AutoConfig.from_pretrained(

@@ -91,6 +91,15 @@ class GRPORunConfig(BaseRunConfig):
         return self.rows_per_step // (self.policy.train_global_batch_size or self.rows_per_step)
 
     @model_validator(mode="after")
+    def _can_generate(self) -> GRPORunConfig:
+        if self.policy.dtensor_cfg.sequence_parallel:
+            raise ValueError(
+                "policy.dtensor_cfg.sequence_parallel=true shares the tokens of rows, but generation adds single ones; "
+                "turn it off for grpo"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rows_divide(self) -> GRPORunConfig:
         collector = self.collector
         _check_divides(

@@ -11,10 +11,11 @@ from lucidrl.data.examples import answered, load_examples
 from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.envs.text.registry import make_env, split_prompts
 from lucidrl.errors import ConfigError, DataError
-from lucidrl.models.loading import DTYPES, ModelFacts, model_facts, policy_tokenizer
+from lucidrl.models.loading import DTYPES, ModelFacts, model_config, model_facts, policy_tokenizer
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.optim import PolicyOptimizer
 from lucidrl.models.policy.policy import worker_class_of
+from lucidrl.models.tensor_parallel import check_tensor_parallel_size
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
 from lucidrl.recipes.run_folder import check_can_create
 from lucidrl.utils.logger.backends import check_trackers
@@ -60,7 +61,8 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
     PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy)
     facts = model_facts(policy.model_name, policy.trust_remote_code)
     tokenizer = policy_tokenizer(policy)
-    worker_class_of(policy).layout_of(policy, config.cluster.num_workers)
+    layout = worker_class_of(policy).layout_of(policy, config.cluster.num_workers)
+    check_tensor_parallel_size(model_config(policy.model_name, policy.trust_remote_code), layout.tp)
     env = make_env(config.env.name, config.env.kwargs)
     if isinstance(config, SFTRunConfig):
         if config.data.file is not None:

@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.data.messages import render_prompt
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.distributed.config import ClusterConfig
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.loading import load_model, load_tokenizer, stop_token_ids
 from lucidrl.models.logprobs import LogprobModel
+from lucidrl.models.policy.config import OptimizerConfig, PolicyConfig
+from lucidrl.models.policy.policy import Policy
 
 pytestmark = pytest.mark.smollm2
 
@@ -97,3 +101,23 @@ def test_logprobs_equal_those_of_transformers(model, prompts):
             assert torch.allclose(ours[row, 1 : len(prompt)], theirs, rtol=0, atol=1e-5)
     finally:
         model.config._attn_implementation = "lucidrl"
+
+
+def test_two_ranks_train_it_as_one_does(folder, tokenizer, prompts):
+    config = PolicyConfig(
+        model_name=folder, optimizer=OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1e-3}), max_grad_norm=None
+    )
+    results = []
+    for num_workers in (1, 2):
+        batch = batch_of(prompts, samples=2)
+        batch["token_mask"] = torch.arange(batch["input_ids"].shape[1]) < batch["input_lengths"][:, None]
+        batch["sample_mask"] = torch.ones(batch.size)
+        cluster = ClusterConfig(num_workers=num_workers)
+        with Policy(config, tokenizer, cluster=cluster, init_reference_model=False) as policy:
+            trained = [policy.train(batch, NLLLoss()) for _ in range(2)]
+            scored = policy.with_scores(batch, previous=True, reference=False)["prev_logprobs"]
+        results.append(([result.loss for result in trained], [result.grad_norm for result in trained], scored))
+    (losses, norms, alone), (shared_losses, shared_norms, shared) = results
+    assert shared_losses == pytest.approx(losses, rel=5e-5)
+    assert shared_norms == pytest.approx(norms, rel=5e-4)
+    torch.testing.assert_close(shared, alone, rtol=0, atol=5e-4)

@@ -29,6 +29,7 @@ def save_weights(sharding: Sharding, precision: str, folder: str) -> None:
         if sharding.mesh.rank == 0:
             weights[name] = tensor.to("cpu", DTYPES[precision])
     if sharding.mesh.rank == 0:
+        sharding.model.model.config.dtype = DTYPES[precision]  # sharded parameters are of another one than is saved
         # One file, whatever its size: that is what `load_weights` reads.
         sharding.model.model.save_pretrained(folder, state_dict=weights, max_shard_size="1000GB")
 
@@ -116,8 +117,8 @@ def _numbers(sharding: Sharding) -> dict[str, int]:
 def _check_same_model(sharding: Sharding, saved: Mapping[str, torch.Tensor], path: str) -> None:
     """Refuse weights that differ in name or shape, before any of them is taken."""
     expected = sharding.shapes()
-    buffers = dict(sharding.model.model.named_buffers())
-    unknown = sorted(saved.keys() - expected.keys() - buffers.keys())
+    buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in sharding.model.model.named_buffers()}
+    unknown = sorted(saved.keys() - expected.keys() - buffers)
     for name in [*expected, *unknown]:
         found = list(saved[name].shape) if name in saved else None
         if found != expected.get(name):

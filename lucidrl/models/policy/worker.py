@@ -180,6 +180,11 @@ class PolicyWorker(ABC):
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete this rank's prompts with the current weights; see `BuiltinGenerator`."""
+        if self.config.dtensor_cfg.sequence_parallel:
+            raise ConfigError(
+                "policy.dtensor_cfg.sequence_parallel=true shares the tokens of rows, but generation adds single ones; "
+                "turn it off where the policy generates"
+            )
         with self.sharding.gathered():
             return self._generator.generate(data, greedy)
 
