@@ -19,7 +19,8 @@ rows = BatchedDataDict({
     "sample_mask": torch.ones(2),
 })
 result = worker.train(rows, NLLLoss())
-print(f"{worker} {result['global_loss'].item():.6f} {int(result['all_mb_metrics']['global_valid_seqs'][0])}", flush=True)
+sequences = int(result["all_mb_metrics"]["global_valid_seqs"][0])
+print(f"{worker} {result['global_loss'].item():.6f} {sequences}", flush=True)
 worker.shutdown()
 """
 
