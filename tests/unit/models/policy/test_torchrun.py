@@ -4,6 +4,8 @@ import subprocess
 import sys
 
 SCRIPT = """
+import pathlib
+import sys
 import torch
 from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
@@ -20,7 +22,8 @@ rows = BatchedDataDict({
 })
 result = worker.train(rows, NLLLoss())
 sequences = int(result["all_mb_metrics"]["global_valid_seqs"][0])
-print(f"{worker} {result['global_loss'].item():.6f} {sequences}", flush=True)
+line = f"{worker} {result['global_loss'].item():.6f} {sequences}"
+pathlib.Path(sys.argv[1], f"rank_{worker.rank}").write_text(line)
 worker.shutdown()
 """
 
@@ -28,9 +31,10 @@ worker.shutdown()
 def test_torchrun_starts_ranks_that_train_together(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    done = subprocess.run([*command, str(tmp_path / "train.py")], capture_output=True, text=True, timeout=120)
+    command += [str(tmp_path / "train.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    first, second = sorted(done.stdout.split("\n")[:-1])
+    first, second = ((tmp_path / f"rank_{rank}").read_text() for rank in range(2))
     assert first.startswith("DTensorPolicyWorker[rank=0] ")
     assert second.startswith("DTensorPolicyWorker[rank=1] ")
     assert first.split()[1:] == second.split()[1:]
