@@ -7,6 +7,8 @@ import importlib
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,13 +78,17 @@ def test_own_tracker_prints_what_it_got(capsys, tmp_path):
 def test_the_logging_page_shows_programs_that_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
+
+    def run(program):  # in a process of its own: wandb reads its settings once in a process
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
     send_again, own_program = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / "logging.md").read_text(encoding="utf-8"), flags=re.DOTALL
     )
-    exec(own_program, {})
+    run(own_program)
     rows = [json.loads(line) for line in Path("runs/mine/exp_001/samples/step_3.jsonl").read_text().splitlines()]
     assert [row["input_ids"] for row in rows] == [[5, 6], [7, 8, 9]]
-    exec(send_again.replace("runs/grpo/exp_001", "runs/mine/exp_001"), {})
+    run(send_again.replace("runs/grpo/exp_001", "runs/mine/exp_001"))
     assert len(list(Path("wandb").glob("offline-run-*/*.wandb"))) == 1
 
 

@@ -24,7 +24,11 @@ _COUNT = struct.Struct(">Q")
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """An object as its parts: the pickle first, then the buffers that it refers to."""
+    """An object as its parts: the pickle first, then the buffers that it refers to.
+
+    Arrays and not memoryviews: one of these that looks at another must not be cleared by the garbage collector, which
+    is what happens to a message in the frames of an error.
+    """
 
     parts: Sequence[Any]
 
@@ -36,11 +40,11 @@ class Message:
         def keep_in_pickle(buffer: pickle.PickleBuffer) -> bool:
             if buffer.raw().nbytes < SMALLEST_OWN_PART_BYTES:
                 return True
-            buffers.append(buffer.raw())
+            buffers.append(np.frombuffer(buffer.raw(), np.uint8))
             return False
 
         _Pickler(pickled, protocol=5, buffer_callback=keep_in_pickle).dump(content)
-        return cls([pickled.getbuffer(), *buffers])
+        return cls([pickled.getvalue(), *buffers])
 
     def content(self) -> Any:
         """The object; its tensors use the memory of the message."""
@@ -62,11 +66,11 @@ def receive(connection: socket.socket) -> Message:
     return Message([_read(connection, size) for size in sizes])
 
 
-def _read(connection: socket.socket, size_bytes: int) -> memoryview:
-    memory = np.empty(size_bytes, np.uint8).data  # a bytearray would be filled with zeros first
+def _read(connection: socket.socket, size_bytes: int) -> Any:
+    memory: Any = np.empty(size_bytes, np.uint8)  # a bytearray would be filled with zeros first
     filled = 0
     while filled < size_bytes:
-        received = connection.recv_into(memory[filled:], flags=socket.MSG_WAITALL)
+        received = connection.recv_into(memory[filled:].data, flags=socket.MSG_WAITALL)
         if received == 0:
             raise EOFError("the other end closed the connection")
         filled += received
@@ -79,8 +83,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or not _is_plain(value):
             return NotImplemented
-        memory = value.contiguous().view(-1).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(memory.data), value.dtype, tuple(value.shape))
+        memory: Any = value.contiguous().view(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(memory), value.dtype, tuple(value.shape))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
