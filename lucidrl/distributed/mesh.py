@@ -36,7 +36,7 @@ class Layout:
         if world_size % (cp * tp):
             raise ConfigError(
                 f"{world_size} ranks do not split into groups of context_parallel_size={cp} x "
-                f"tensor_parallel_size={tp}; start a multiple of {cp * tp} ranks, or lower one of them"
+                f"tensor_parallel_size={tp}; set cluster.num_workers to a multiple of {cp * tp}, or lower one of them"
             )
         return cls(world_size // (cp * tp), cp, tp)
 

@@ -194,4 +194,16 @@ def arithmetic_of(config: GRPORunConfig | SFTRunConfig) -> list[tuple[str, Any, 
         ("rows an optimizer step", global_batch, "policy.train_global_batch_size"),
         ("optimizer steps a step", rows_per_step // global_batch, "rows a step / rows an optimizer step"),
         micro_batch,
+        *_ranks_of(config),
+    ]
+
+
+def _ranks_of(config: BaseRunConfig) -> list[tuple[str, Any, str]]:
+    if config.cluster.num_workers == 1:
+        return []
+    parallel = config.policy.dtensor_cfg
+    shared = parallel.context_parallel_size * parallel.tensor_parallel_size
+    return [
+        ("ranks", config.cluster.num_workers, "cluster.num_workers"),
+        ("ranks with rows of their own", config.cluster.num_workers // shared, "ranks / (context x tensor parallel)"),
     ]

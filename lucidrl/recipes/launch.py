@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -41,6 +42,11 @@ def launch(
     resume: Path | None,
 ) -> None:
     """Start or continue a run and show it."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set, as by torchrun, but this command starts its ranks itself; "
+            "run it without torchrun, with cluster.num_workers=..."
+        )
     configure_rich_logging(level="WARNING", show_path=False)
     silence_progress_bars()
     console = Console()

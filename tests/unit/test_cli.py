@@ -98,6 +98,28 @@ def without_clock(folder: Path) -> list[dict]:
 
 
 MISTAKES = {
+    "ranks that do not split": (
+        ["grpo", "cluster.num_workers=3", "policy.dtensor_cfg.tensor_parallel_size=2"],
+        ["3 ranks do not split", "cluster.num_workers to a multiple of 2"],
+    ),
+    "a cut through heads": (
+        ["grpo", "cluster.num_workers=3", "policy.dtensor_cfg.tensor_parallel_size=3"],
+        ["tensor_parallel_size=3 does not divide", "num_attention_heads=4"],
+    ),
+    "packed rows split over ranks": (
+        ["grpo", "cluster.num_workers=2", "policy.dtensor_cfg.context_parallel_size=2"],
+        ["context_parallel_size=2", "sequence_packing.enabled=false"],
+    ),
+    "tensor parallel with FSDP1": (
+        [
+            "grpo",
+            "cluster.num_workers=2",
+            "policy.dtensor_cfg.enabled=false",
+            "policy.dtensor_cfg.tensor_parallel_size=2",
+        ],
+        ["tensor_parallel_size=2"],
+    ),
+    "unknown precision": (["grpo", "policy.precision=int8"], ["policy.precision", "int8", "bfloat16"]),
     "unknown key": (["grpo", "polcy.model_name=x"], ["unknown key polcy", "did you mean policy?"]),
     "negative learning rate": (["grpo", "policy.optimizer.kwargs.lr=-1"], ["lr=-1", "positive number"]),
     "no equals sign": (["grpo", "fast"], ["'fast'", "key=value"]),
