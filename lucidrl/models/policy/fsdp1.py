@@ -21,11 +21,10 @@ from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.fsdp._runtime_utils import _reshard, _unshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from lucidrl.distributed.collectives import sum_over
 from lucidrl.distributed.mesh import RankMesh
 from lucidrl.models.loading import decoder_layers
 from lucidrl.models.logprobs import LogprobModel
-from lucidrl.models.policy.sharding import FullTensors, Sharding
+from lucidrl.models.policy.sharding import FullTensors, Sharding, norm_over_ranks
 
 
 @dataclass(frozen=True)
@@ -126,12 +125,8 @@ class FSDP1Sharding(Sharding):
             raise
 
     def total_norm(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        device = self._units[0].parameter.device
-        square = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
-        for gradient in gradients:
-            if gradient is not None:  # what fills up the last piece is 0
-                square += gradient.to(square.dtype).square().sum()
-        return sum_over(square, self.mesh.world).sqrt()
+        # What fills up the last piece is 0.
+        return norm_over_ranks(gradients, [1] * len(gradients), self._units[0].parameter.device, self.mesh.world)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

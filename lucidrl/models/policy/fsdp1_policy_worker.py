@@ -10,14 +10,12 @@ from transformers import PreTrainedModel
 
 from lucidrl.distributed.mesh import Layout
 from lucidrl.errors import ConfigError
-from lucidrl.models.activation_checkpointing import checkpoint_activations
-from lucidrl.models.loading import DTYPES, empty_model, load_model
-from lucidrl.models.logprobs import LogprobModel
-from lucidrl.models.policy.config import HALF_PRECISIONS, PolicyConfig
-from lucidrl.models.policy.fill import fill_from_rank_0
+from lucidrl.models.loading import DTYPES
+from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.fsdp1 import FSDP1Sharding
+from lucidrl.models.policy.model_on_ranks import with_logprobs
 from lucidrl.models.policy.offload import HostMemory
-from lucidrl.models.policy.sharding import Sharding, Unsharded
+from lucidrl.models.policy.sharding import Sharding
 from lucidrl.models.policy.worker import PolicyWorker
 
 __all__ = ["FSDP1PolicyWorker"]
@@ -59,31 +57,9 @@ class FSDP1PolicyWorker(PolicyWorker):
     def _host_memory(self) -> HostMemory:
         return HostMemory()
 
-    def _load_sharded(self, seed: int) -> Sharding:
-        config = self.config
-        name, trust = config.model_name, config.trust_remote_code
-        if self.mesh.layout.size == 1:
-            model = load_model(name, DTYPES[config.precision], seed=seed, trust_remote_code=trust)
-            return Unsharded(self._with_logprobs(model).to(self.device), self.mesh)
-        # Flat parameters are the optimizer's float32 weights; layers compute with a rounded copy of them.
-        dtype = torch.float32 if config.precision in HALF_PRECISIONS else DTYPES[config.precision]
-        source = load_model(name, dtype, seed=seed, trust_remote_code=trust) if self.rank == 0 else None
-        sharding = FSDP1Sharding(
-            self._with_logprobs(empty_model(name, dtype, trust)),
-            self.mesh,
-            self.device,
-            DTYPES[config.precision],
-            config.dtensor_cfg.cpu_offload,
-        )
-        fill_from_rank_0(sharding, source)
-        return sharding
-
-    def _with_logprobs(self, model: PreTrainedModel) -> LogprobModel:
-        """The module that is sharded. In evaluation mode, also in training: with dropout, the policy that is trained
-        would be another one than the policy that sampled and scored."""
-        if self.config.dtensor_cfg.activation_checkpointing:
-            checkpoint_activations(model)
-        return LogprobModel(model.eval(), self.config.generation.temperature, self.config.recompute_head)
+    def _shard(self, model: PreTrainedModel) -> Sharding:
+        dtype, offloads = DTYPES[self.config.precision], self.config.dtensor_cfg.cpu_offload
+        return FSDP1Sharding(with_logprobs(self.config, model), self.mesh, self.device, dtype, offloads)
 
 
 def _tensors_of(model: nn.Module) -> list[torch.Tensor]:

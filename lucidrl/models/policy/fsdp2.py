@@ -12,11 +12,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lucidrl.distributed.collectives import sum_over
 from lucidrl.distributed.mesh import RankMesh
 from lucidrl.models.loading import decoder_layers
 from lucidrl.models.logprobs import LogprobModel
-from lucidrl.models.policy.sharding import FullTensors, Sharding
+from lucidrl.models.policy.sharding import FullTensors, Sharding, norm_over_ranks
 
 
 @contextmanager
@@ -102,14 +101,9 @@ class FSDP2Sharding(Sharding):
 
     def total_norm(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         parameters = self.parameters()
-        device = self.local(parameters[0]).device
-        square = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                # What tensor parallel ranks hold copies of counts once.
-                copies = 1 if _is_tensor_parallel(parameter) else self.mesh.layout.tp
-                square += gradient.to(square.dtype).square().sum() / copies
-        return sum_over(square, self.mesh.world).sqrt()
+        # What tensor parallel ranks hold copies of counts once.
+        copies = [1 if _is_tensor_parallel(parameter) else self.mesh.layout.tp for parameter in parameters]
+        return norm_over_ranks(gradients, copies, self.local(parameters[0]).device, self.mesh.world)
 
     def gathered(self) -> AbstractContextManager[None]:
         return unshard_fsdp2_model(self.model)

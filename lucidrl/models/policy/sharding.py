@@ -8,13 +8,26 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from lucidrl.distributed.collectives import sum_over
 from lucidrl.distributed.mesh import RankMesh
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.policy.optim import plain_norm
 
 FullTensors = Callable[[str], torch.Tensor]
 """The whole tensor of a parameter, by its Hugging Face name."""
+
+
+def norm_over_ranks(
+    gradients: Sequence[torch.Tensor | None], copies: Sequence[int], device: torch.device, group: ProcessGroup | None
+) -> torch.Tensor:
+    """Norm of gradients of which each rank has a part; of each part, so many ranks hold copies."""
+    square = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+    for gradient, num_copies in zip(gradients, copies, strict=True):
+        if gradient is not None:
+            square += gradient.to(square.dtype).square().sum() / num_copies
+    return sum_over(square, group).sqrt()
 
 
 class Sharding(ABC):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lucidrl.algorithms.interfaces import LossFunction
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
@@ -27,6 +27,7 @@ from lucidrl.models.policy.checkpoint import load_optimizer, load_weights, save_
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.interfaces import LogprobOutputSpec, ReferenceLogprobOutputSpec, WorkerOptions
 from lucidrl.models.policy.introspection import Introspection, add_noise, state_dict_of
+from lucidrl.models.policy.model_on_ranks import load_sharded
 from lucidrl.models.policy.optim import PolicyOptimizer
 from lucidrl.models.policy.reference import ReferencePolicy
 from lucidrl.models.policy.sharding import Sharding
@@ -70,7 +71,7 @@ class PolicyWorker(ABC):
         self.rank = world.rank
         self.device = default_device()
         self.mesh = RankMesh(self.layout_of(self.config, world.world_size), self.device.type)
-        self.sharding = self._load_sharded(options.seed)
+        self.sharding = load_sharded(self.config, self.mesh, self.device, options.seed, self._shard)
         self.model = self.sharding.model
         self._introspection = Introspection(world, self.device, self.sharding)
         weights = [self.sharding.local(parameter.detach()) for parameter in self.sharding.parameters()]
@@ -90,8 +91,8 @@ class PolicyWorker(ABC):
         """How this kind of worker arranges so many ranks; refused with a sentence if it cannot."""
 
     @abstractmethod
-    def _load_sharded(self, seed: int) -> Sharding:
-        """The model of the config, over the ranks of `self.mesh`."""
+    def _shard(self, model: PreTrainedModel) -> Sharding:
+        """Lay a model without weights over the ranks of `self.mesh`, of which there are several."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}[rank={self.rank}]"

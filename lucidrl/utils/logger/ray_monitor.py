@@ -8,13 +8,13 @@ import math
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from http.client import parse_headers
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from lucidrl.errors import ConfigError
 from lucidrl.utils.imports import require_package
-from lucidrl.utils.logger.interface import LoggerInterface
 from lucidrl.utils.logger.monitor import BYTES_PER_GB, Monitor
 
 if TYPE_CHECKING:
@@ -43,16 +43,10 @@ class RayGpuMonitorLogger(Monitor):
     left out of that look, and warned about once.
     """
 
-    def __init__(
-        self,
-        collection_interval: int | float,
-        flush_interval: int | float,
-        metric_prefix: str,
-        step_metric: str,
-        parent_logger: Optional[LoggerInterface] = None,  # noqa: UP045 - the documented signature
-    ) -> None:
-        super().__init__(collection_interval, flush_interval, metric_prefix, step_metric, parent_logger)
-        self._indices: dict[str, int] = {}
+    @cached_property
+    def _indices(self) -> dict[str, int]:
+        """Numbers of the nodes seen so far, by their ids."""
+        return {}
 
     def _check(self) -> None:
         for package in ("ray", "prometheus_client"):
