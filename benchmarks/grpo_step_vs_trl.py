@@ -36,8 +36,8 @@ from trl import GRPOTrainer
 
 from lucidrl.algorithms.config import ClippedPGConfig, GRPOConfig, ValidationConfig
 from lucidrl.algorithms.grpo import GRPO
-from lucidrl.algorithms.loop import Saver
 from lucidrl.algorithms.losses import ClippedPGLoss
+from lucidrl.algorithms.saver import Saver
 from lucidrl.algorithms.validation import Validator
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.collectors.config import TextCollectorConfig
@@ -95,7 +95,7 @@ class LucidSide:
             collector=collector,
             validator=Validator(collector, []),
             logger=Logger({"log_dir": str(folder), "tensorboard_enabled": False}),
-            saver=Saver(CheckpointManager(folder / "checkpoints"), 0, policy),
+            saver=Saver(CheckpointManager(folder / "checkpoints"), 0, policy, lambda message: None),
             watcher=Unwatched(),
             pad_id=int(tokenizer.pad_token_id),  # type: ignore[arg-type]
             on_policy=True,

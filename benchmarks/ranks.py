@@ -1,7 +1,8 @@
 """A training step and a scoring pass on several local ranks beside one, and the memory each rank needs at most.
 
 Nothing is claimed: on one machine the ranks share its cores. The table shows what a layout costs in time (its
-collectives and its smaller matrix products) and saves in memory.
+collectives and its smaller matrix products) and saves in memory. The weights of CPU ranks are in host memory anyway:
+there, the rows of CPU offload show what it costs to ask for it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "FSDP2, dp=2": (2, {}),
     "FSDP2, cp=2": (2, {"dtensor_cfg": {"context_parallel_size": 2}}),
+    # 3 divides SmolLM2's 9 attention heads and 3 key-value heads; 2 does not.
+    "FSDP2, tp=3 (three ranks)": (3, {"dtensor_cfg": {"tensor_parallel_size": 3}}),
     "FSDP2, dp=2, activation checkpointing": (2, {"dtensor_cfg": {"activation_checkpointing": True}}),
+    "FSDP2, dp=2, CPU offload": (2, {"dtensor_cfg": {"cpu_offload": True}}),
     "FSDP1, dp=2": (2, {"dtensor_cfg": {"enabled": False}}),
+    "FSDP1, dp=2, CPU offload": (2, {"dtensor_cfg": {"enabled": False, "cpu_offload": True}}),
 }
 
 

@@ -25,12 +25,13 @@ BENCHMARKS = (
     "train_vs_bare_loop",
     "dynamic_batching",
     "ranks",
+    "checkpoint_stall",
     "group_sampling",
     "grpo_step_vs_trl",
     "demo",
     "smollm2_grpo",
 )
-WITH_MODEL = ("train_vs_bare_loop", "ranks", "group_sampling", "smollm2_grpo")
+WITH_MODEL = ("train_vs_bare_loop", "ranks", "checkpoint_stall", "group_sampling", "smollm2_grpo")
 RECORDED_VERSIONS = ("torch", "transformers", "trl")
 
 

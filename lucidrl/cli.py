@@ -23,6 +23,8 @@ app = typer.Typer(
     epilog="Start with `lucidrl grpo`: it trains the embedded model on arithmetic in a few minutes, on a CPU.",
 )
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 OVERRIDES_HELP = "Settings as `key=value`, such as `grpo.max_steps=50`. `lucidrl check` prints all of them."
 Overrides = Annotated[
     list[str] | None, typer.Argument(help=OVERRIDES_HELP, metavar="[KEY=VALUE]...", show_default=False)
@@ -126,8 +128,13 @@ def main() -> None:
     try:
         app()
     except LucidError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
+        notes = "".join(f"\n({note})" for note in getattr(error, "__notes__", ()))  # for instance which rank raised
+        typer.secho(f"error: {error}{notes}", fg="red", err=True)
         sys.exit(2)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            typer.secho("interrupted: what was not saved before is lost", fg="red", err=True)
+        raise
 
 
 if __name__ == "__main__":

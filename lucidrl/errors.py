@@ -30,3 +30,7 @@ class TrainingError(LucidError, RuntimeError):
 
 class WorkerError(LucidError, RuntimeError):
     """A worker raised, died or missed its deadline, or its group has ended; the message says which and where."""
+
+
+class RefitError(LucidError, RuntimeError):
+    """Weights did not come from the policy to a generator; the generator still has the version it had."""

@@ -7,12 +7,15 @@ from typing import Any
 
 from lucidrl.algorithms.advantages import compute_advantages, has_signal
 from lucidrl.algorithms.config import GRPOConfig, ValidationConfig
-from lucidrl.algorithms.loop import Saver, StepClock, StopRequest, Watcher
+from lucidrl.algorithms.loop import StepClock, StopRequest, Watcher
 from lucidrl.algorithms.losses import ClippedPGLoss
+from lucidrl.algorithms.resume import processes_state, restore_processes
+from lucidrl.algorithms.saver import Saver
 from lucidrl.algorithms.validation import Validator
 from lucidrl.collectors.rollouts import Rollouts
 from lucidrl.collectors.text import TextCollector
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.errors import RefitError
 from lucidrl.models.policy.interfaces import TrainResult
 from lucidrl.models.policy.policy import Policy
 from lucidrl.utils.logger import Logger
@@ -52,22 +55,34 @@ class GRPO:
             for step in range(self.step + 1, self.config.max_steps + 1):
                 clock.restart()
                 rollouts = self.collector.collect()
+                self.saver.settle()
                 batch = self.prepare(rollouts, is_plotted=_is_due(self.plot_mismatch_every, step))
                 result = self.policy.train(batch, loss_fn)
                 self.step = step
                 self.collector.update_policy_weights_(version=step)
                 self.record(rollouts, batch, result, clock)
                 validation = self.validate()
+                self.saver.settle()
                 # Read once: a signal between the two questions must not end the run unsaved.
                 is_last = stop.is_set
                 if is_last or self.saver.is_due(self.step, self.config.max_steps):
                     self.saver.save(self.step, self.state_dict(), validation)
                 if is_last:
                     break
+            self.saver.finish()
         return self.step
 
     def prepare(self, rollouts: Rollouts, is_plotted: bool = False) -> BatchedDataDict[Any]:
-        """The training batch: advantages from rewards, and the log-probabilities that loss or plot compare with."""
+        """The training batch: advantages from rewards, and the log-probabilities that loss or plot compare with.
+
+        Raises:
+            RefitError: if other weights made the samples than those that are to learn from them.
+        """
+        if rollouts.weight_version != self.policy.weight_version:
+            raise RefitError(
+                f"samples made by weights of version {rollouts.weight_version} meet a policy of version "
+                f"{self.policy.weight_version}; update the collector's weights after every step"
+            )
         batch = rollouts.to_batch(self.pad_id)
         batch["advantages"] = compute_advantages(
             self.config.advantages, rollouts.rewards, rollouts.group_ids, rollouts.is_valid
@@ -88,6 +103,7 @@ class GRPO:
             "grad_norm": result.grad_norm,
             "skipped_optimizer_steps": float(result.num_skipped_steps),
             "weight_version": float(rollouts.weight_version),
+            "weight_age": float(self.step - 1 - rollouts.weight_version),
         }
         timings = clock.lap()
         metrics["tokens_per_s"] = metrics["sampled_tokens"] / timings["step_s"]
@@ -119,12 +135,19 @@ class GRPO:
         return rollouts.metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "run_id": self.logger.run_id, "collector": self.collector.state_dict()}
+        """Where the run stands, beside weights and optimizer; plain values."""
+        return {
+            "step": self.step,
+            "run_id": self.logger.run_id,
+            "collector": self.collector.state_dict(),
+            **processes_state(self.policy),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
         self.collector.load_state_dict(state["collector"])
         self.collector.update_policy_weights_(version=self.step)
+        restore_processes(self.policy, state, self.watcher.announce)
 
 
 def _is_due(every: int, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""What the training loops share: the watcher, the end on request, the clock, saving."""
+"""What the training loops share: the watcher, the end on request, the clock."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.data.interfaces import LLMMessageLogType
-from lucidrl.errors import ConfigError
-from lucidrl.models.policy.policy import Policy
-from lucidrl.profiling.spans import recorder, span
+from lucidrl.profiling.spans import recorder
 
 
 class Watcher(Protocol):
@@ -78,28 +74,3 @@ class StepClock:
         now = time.perf_counter()
         elapsed, self._start = now - self._start, now
         return {"step_s": elapsed, **{f"{name}_s": total.seconds for name, total in recorder.drain().items()}}
-
-
-@dataclass(frozen=True)
-class Saver:
-    """Commits checkpoints of a run: the policy as a Hugging Face folder, its optimizer, and plain state."""
-
-    manager: CheckpointManager
-    every: int
-    """Steps between checkpoints; 0 = only at the end."""
-    policy: Policy
-
-    def is_due(self, step: int, max_steps: int) -> bool:
-        return step == max_steps or (self.every > 0 and step % self.every == 0)
-
-    def check_metric(self, metrics: Mapping[str, float]) -> None:
-        """Refuse a metric for the best checkpoint that validation does not measure."""
-        if self.manager.metric is not None and self.manager.metric not in metrics:
-            raise ConfigError(
-                f"checkpoint.metric={self.manager.metric!r} is not measured in validation; "
-                f"choose one of {', '.join(sorted(metrics))}"
-            )
-
-    def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        with span("save"), self.manager.saving(step, state=state, metrics=metrics) as folder:
-            self.policy.save(folder)

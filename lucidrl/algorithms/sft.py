@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lucidrl.algorithms.config import SFTConfig, ValidationConfig
-from lucidrl.algorithms.loop import Saver, StepClock, StopRequest, Watcher
+from lucidrl.algorithms.loop import StepClock, StopRequest, Watcher
 from lucidrl.algorithms.losses import NLLLoss
+from lucidrl.algorithms.resume import processes_state, restore_processes
+from lucidrl.algorithms.saver import Saver
 from lucidrl.algorithms.validation import Validator
 from lucidrl.data.datasets import PromptOrder
 from lucidrl.data.interfaces import LLMMessageLogType
@@ -36,6 +38,8 @@ class SFT:
     pad_id: int
     step: int = 0
     """The last completed step."""
+    position: int = 0
+    """Examples used so far."""
 
     def run(self) -> int:
         """Train until `max_steps`, or until asked to stop; returns the last completed step, which is saved."""
@@ -46,8 +50,7 @@ class SFT:
                 self.validate(loss_fn)
             for step in range(self.step + 1, self.config.max_steps + 1):
                 clock.restart()
-                size = self.config.examples_per_step
-                chosen = self.order.take((step - 1) * size, size)
+                chosen = self._next_examples()
                 batch = collate([self.examples[index] for index in chosen], self.pad_id, supervised=True)
                 batch["idx"] = [f"example {index + 1}" for index in chosen]
                 result = self.policy.train(batch, loss_fn)
@@ -63,19 +66,24 @@ class SFT:
                 self.logger.log_metrics({"train": metrics, "time": timings}, self.step)
                 self.watcher.on_step(self.step, {**metrics, **{f"time/{name}": v for name, v in timings.items()}})
                 validation = self.validate(loss_fn)
+                self.saver.settle()
                 # Read once: a signal between the two questions must not end the run unsaved.
                 is_last = stop.is_set
                 if is_last or self.saver.is_due(self.step, self.config.max_steps):
                     self.saver.save(self.step, self.state_dict(), validation)
                 if is_last:
                     break
+            self.saver.finish()
         return self.step
 
     def validate(self, loss_fn: NLLLoss) -> dict[str, float]:
         """Loss on the held-out examples and rewards on the held-out prompts, where a validation is due."""
         if not self.held_out or not self.validation.is_due(self.step, self.config.max_steps):
             return {}
-        metrics = self.validator.run().metrics if self.validator is not None else {}
+        metrics = {}
+        if self.validator is not None:
+            self.validator.collector.update_policy_weights_(version=self.step)
+            metrics = self.validator.run().metrics
         batch = collate(self.held_out, self.pad_id, supervised=True)
         metrics = {**metrics, "loss": self.policy.train(batch, loss_fn, eval_mode=True).loss}
         self.logger.log_metrics(metrics, self.step, prefix="validation")
@@ -84,7 +92,22 @@ class SFT:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "run_id": self.logger.run_id}
+        """Where the run stands, beside weights and optimizer; plain values."""
+        return {
+            "step": self.step,
+            "position": self.position,
+            "run_id": self.logger.run_id,
+            **(self.validator.state_dict() if self.validator is not None else {}),
+            **processes_state(self.policy),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
+        self.step, self.position = state["step"], state["position"]
+        if self.validator is not None:
+            self.validator.load_state_dict(state)
+        restore_processes(self.policy, state, self.watcher.announce)
+
+    def _next_examples(self) -> list[int]:
+        chosen = self.order.take(self.position, self.config.examples_per_step)
+        self.position += len(chosen)
+        return chosen

@@ -1,38 +1,40 @@
 """Saves, finds, verifies and prunes the checkpoints of a run.
 
-A checkpoint is a folder `step_N` with whatever its writer put there, `state.json` and `manifest.json`. It is written
-under a hidden name and renamed when complete, so a `step_N` folder is either whole or was damaged afterwards. A hidden
-folder in use is locked by its process: what is found unlocked at a start was left by a killed one.
+A checkpoint is a folder `step_N` with whatever its writer put there, `state.json` and `manifest.json`. It gets its name
+when it is complete, so a `step_N` folder is either whole or was damaged afterwards.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import logging
 import math
-import os
 import re
 import shutil
-import stat
-import tempfile
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lucidrl.checkpoint.manifest import verify_manifest, write_manifest
-from lucidrl.checkpoint.tensors import flatten_state, unflatten_state
+from lucidrl.checkpoint.manifest import FileDigest, read_json, verify_manifest, write_manifest
+from lucidrl.checkpoint.staging import (
+    clean_up_after_killed_processes,
+    disk_full,
+    is_disk_full,
+    is_hidden,
+    locked,
+    make_hidden_folder,
+    put_in_place,
+    remove_folder,
+)
+from lucidrl.checkpoint.state import flatten_state, unflatten_state
 from lucidrl.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
 
 STATE_NAME = "state.json"
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
-_SAVING, _REMOVED, _REPLACED = ".saving-", ".removed-", ".replaced-"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,49 @@ class Checkpoint:
     metrics: dict[str, float]
 
 
+class PendingCheckpoint:
+    """A checkpoint that is being written: a hidden folder to fill, and then to commit or to discard."""
+
+    def __init__(self, step: int, root: Path, record: str, on_commit: Callable[[], None]) -> None:
+        self.step = step
+        self._target, self._record, self._on_commit = root / f"step_{step}", record, on_commit
+        self.folder = make_hidden_folder(self._target)
+        self._lock = ExitStack()
+        self._lock.enter_context(locked(self.folder))
+
+    def commit(self, digests: Mapping[Path, FileDigest] | None = None) -> None:
+        """Make it a checkpoint; from then on it survives a crash of the machine.
+
+        Args:
+            digests: of files in the folder that were hashed while they were written; the others are read.
+        """
+        try:
+            (self.folder / STATE_NAME).write_text(self._record)
+            write_manifest(self.folder, digests)
+            put_in_place(self.folder, self._target)
+        except BaseException as error:
+            self.discard()
+            if is_disk_full(error):
+                raise self.disk_full() from error
+            raise
+        self._lock.close()
+        self._on_commit()
+
+    def discard(self) -> None:
+        """Remove what was written; earlier checkpoints are as they were. May be called twice."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+
+    def disk_full(self) -> CheckpointError:
+        """The error of a disk that filled up meanwhile."""
+        steps = [path for path in self._target.parent.iterdir() if _STEP.fullmatch(path.name)]
+        newest = max(steps, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+        if newest is None:
+            return disk_full(self._target, "the bytes needed are not known")
+        size_bytes = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
+        return disk_full(self._target, f"{newest.name} takes {size_bytes} bytes")
+
+
 class CheckpointManager:
     """The checkpoints below one folder.
 
@@ -57,7 +102,7 @@ class CheckpointManager:
 
     Example:
         >>> with manager.saving(step, state={"epoch": 1}, metrics={"reward": 0.7}) as folder:
-        ...     save_tensors(folder / "model.safetensors", weights)
+        ...     policy.save(folder)
     """
 
     def __init__(
@@ -71,43 +116,46 @@ class CheckpointManager:
         self._keep_last = keep_last
         self.metric = metric
         self._sign = 1 if mode == "max" else -1
-        self._clean_up_after_killed_processes()
+        clean_up_after_killed_processes(self.root)
 
-    @contextmanager
-    def saving(
+    def begin(
         self, step: int, state: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
-    ) -> Iterator[Path]:
-        """Give a new folder to fill; leaving the block commits it as `step_N`, an exception discards it.
+    ) -> PendingCheckpoint:
+        """Give a new folder to fill and then to commit as `step_N`.
 
         An existing checkpoint of that step is replaced, and stays whole until the new one is. Old ones are pruned
         after the commit.
 
         Args:
             step: step that the checkpoint belongs to, 0 or more.
-            state: plain values (no tensors) to keep beside the files; taken when the block is entered.
+            state: plain values (no tensors) to keep beside the files; taken now.
             metrics: numbers of that step; the one named by `metric` ranks the checkpoint.
 
         Raises:
-            CheckpointError: if the state cannot be written as JSON or the disk is full.
+            CheckpointError: if the state cannot be written as JSON.
         """
         record = _encode_record(step, state or {}, metrics or {})
         self.root.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"{_SAVING}step_{step}-", dir=self.root))
+        return PendingCheckpoint(step, self.root, record, on_commit=lambda: self._prune(just_saved=step))
+
+    @contextmanager
+    def saving(
+        self, step: int, state: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
+    ) -> Iterator[Path]:
+        """`begin` as a block: leaving it commits, an exception discards.
+
+        Raises:
+            CheckpointError: as `begin`, and if the disk is full.
+        """
+        pending = self.begin(step, state, metrics)
         try:
-            with _locked(folder):
-                yield folder
-                (folder / STATE_NAME).write_text(record)
-                write_manifest(folder)
-                _sync_tree(folder)
-                # A temporary folder is private; a checkpoint is as readable as the folder that holds it.
-                folder.chmod(stat.S_IMODE(self.root.stat().st_mode))
-                self._commit(folder, self.root / f"step_{step}")
+            yield pending.folder
         except BaseException as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise self._disk_full(step) from error
+            pending.discard()
+            if is_disk_full(error):
+                raise pending.disk_full() from error
             raise
-        self._prune(just_saved=step)
+        pending.commit()
 
     def latest(self) -> Checkpoint | None:
         """The newest valid checkpoint, or None; damaged ones are skipped with a warning."""
@@ -121,19 +169,24 @@ class CheckpointManager:
         """Verify and open the checkpoint of a step of this run, or the one at a path.
 
         Raises:
-            CheckpointError: if there is none, or if a file of it is missing, changed or unexpected.
+            CheckpointError: if there is none, or if a file of it is missing, changed or unexpected; names the newest
+                valid one.
         """
         folder = self.root / f"step_{which}" if isinstance(which, int) else Path(which)
         if not folder.is_dir():
             known = ", ".join(str(step) for step in self._folders()) or "none"
             raise CheckpointError(f"there is no checkpoint {folder}; steps saved in {self.root}: {known}")
-        verify_manifest(folder)
-        return _read_record(folder)
+        try:
+            return _open_checkpoint(folder)
+        except CheckpointError as error:
+            newest = self.latest()
+            valid = newest.path if newest is not None else "none"
+            raise CheckpointError(f"{error} (newest valid checkpoint in {self.root}: {valid})") from error
 
     def _first_valid(self, folders: Iterator[Path]) -> Checkpoint | None:
         for folder in folders:
             try:
-                return self.load(folder)
+                return _open_checkpoint(folder)
             except (CheckpointError, OSError) as error:
                 log.warning("skipping a checkpoint: %s", error)
         return None
@@ -168,56 +221,19 @@ class CheckpointManager:
         metrics_by_step = self._metrics_by_step()
         keep = {just_saved, *list(metrics_by_step)[-self._keep_last :], *self._ranked(metrics_by_step)[:1]}
         for step in metrics_by_step.keys() - keep:
-            self._remove(self.root / f"step_{step}")
+            remove_folder(self.root / f"step_{step}")
 
-    def _commit(self, folder: Path, target: Path) -> None:
-        if not target.exists():
-            folder.rename(target)
-            _sync(self.root)
-            return
-        # No call replaces a full folder in one go: step aside, and let the next start undo it if we die in between.
-        aside = self.root / f"{_REPLACED}{target.name}-{uuid.uuid4().hex}"
-        with _locked(target):
-            target.rename(aside)
-            try:
-                folder.rename(target)
-            except BaseException:
-                aside.rename(target)
-                raise
-            _sync(self.root)
-            shutil.rmtree(aside, ignore_errors=True)
 
-    def _remove(self, folder: Path) -> None:
-        """Delete a checkpoint; a process killed half-way leaves a hidden folder, not a damaged checkpoint."""
-        try:
-            shutil.rmtree(folder.rename(self.root / f"{_REMOVED}{folder.name}-{uuid.uuid4().hex}"))
-        except OSError as error:
-            log.warning("cannot remove the old checkpoint %s: %s", folder, error)
-
-    def _clean_up_after_killed_processes(self) -> None:
-        if not self.root.is_dir():
-            return
-        for path in sorted(self.root.iterdir()):
-            if not path.name.startswith((_SAVING, _REMOVED, _REPLACED)) or not path.is_dir() or path.is_symlink():
-                continue
-            with _locked(path) as unused:
-                if not unused:
-                    log.info("leaving %s alone: another process may be using it", path)
-                    continue
-                target = self.root / path.name.removeprefix(_REPLACED).rpartition("-")[0]
-                if path.name.startswith(_REPLACED) and not target.exists():
-                    path.rename(target)
-                else:
-                    shutil.rmtree(path, ignore_errors=True)
-
-    def _disk_full(self, step: int) -> CheckpointError:
-        free_bytes = shutil.disk_usage(self.root).free
-        newest = next(reversed(self._folders().values()), None)
-        needed = f"the newest checkpoint takes {_size_bytes(newest)} bytes" if newest else "the size needed is unknown"
-        return CheckpointError(
-            f"no space left to save step {step} in {self.root}: {free_bytes} bytes are free, {needed}; "
-            "free some space or lower keep_last (earlier checkpoints are untouched)"
-        )
+def _open_checkpoint(folder: Path) -> Checkpoint:
+    if folder.is_symlink():
+        raise _unusable(folder, "it is a symbolic link")
+    if is_hidden(folder):
+        raise _unusable(folder, "it was not committed")
+    verify_manifest(folder)
+    checkpoint = _read_record(folder)
+    if _STEP.fullmatch(folder.name) and folder.name != f"step_{checkpoint.step}":
+        raise _unusable(folder, f"its {STATE_NAME} is of step {checkpoint.step}")
+    return checkpoint
 
 
 def _encode_record(step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
@@ -226,54 +242,18 @@ def _encode_record(step: int, state: Mapping[str, Any], metrics: Mapping[str, fl
     numbers = {name: float(value) for name, value in metrics.items()}
     tensors, record = flatten_state({"step": step, "metrics": numbers, "state": dict(state)})
     if tensors:
-        raise CheckpointError(f"{next(iter(tensors))} is a tensor; write it to a file of the folder with save_tensors")
+        raise CheckpointError(f"{next(iter(tensors))} is a tensor; write it to a file of the folder")
     return json.dumps(record, indent=1, allow_nan=False) + "\n"
 
 
 def _read_record(folder: Path) -> Checkpoint:
     try:
-        record = unflatten_state({}, json.loads((folder / STATE_NAME).read_text()))
+        record = unflatten_state({}, read_json(folder, STATE_NAME))
         metrics = {name: float(value) for name, value in dict(record["metrics"]).items()}
         return Checkpoint(step=int(record["step"]), path=folder, state=dict(record["state"]), metrics=metrics)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"checkpoint {folder} cannot be used: {STATE_NAME}: {error!r}; use another one"
-        ) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _unusable(folder, f"{STATE_NAME}: {error!r}") from error
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder; the lock ends with the process, however that ends. False if another has it.
-
-    Also False where the file system has no such locks: saving goes on, and nothing found there is taken for unused.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = True
-        except OSError:
-            locked = False
-        yield locked
-    finally:
-        os.close(descriptor)
-
-
-def _size_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _sync_tree(folder: Path) -> None:
-    """Make files before folders, and inner folders before outer ones, durable."""
-    for parent, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            _sync(Path(parent, name))
-        _sync(Path(parent))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _unusable(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint {folder} cannot be used: {reason}; use another one")

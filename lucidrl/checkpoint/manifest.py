@@ -5,47 +5,67 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lucidrl.errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
-def write_manifest(folder: Path) -> None:
+@dataclass(frozen=True)
+class FileDigest:
+    """What a file has to be."""
+
+    size_bytes: int
+    sha256: str
+
+
+def write_manifest(folder: Path, digests: Mapping[Path, FileDigest] | None = None) -> None:
     """Describe every file below `folder` in its `manifest.json`.
 
+    Args:
+        digests: of files below `folder` that were hashed while they were written; the others are read.
+
     Raises:
-        CheckpointError: for a symbolic link or special file; only regular files and folders may be kept.
+        CheckpointError: for a symbolic link or special file, or for a file that is not as long as its digest says.
     """
-    files = {
-        str(name): {"size_bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for name, path in sorted(_regular_files(folder))
-    }
+    known = {PurePosixPath(path.relative_to(folder).as_posix()): digest for path, digest in (digests or {}).items()}
+    files = {}
+    for name, path in sorted(_regular_files(folder)):
+        digest = known.pop(name, None) or FileDigest(path.stat().st_size, _sha256(path))
+        _check_size(folder, str(name), path, digest.size_bytes)
+        files[str(name)] = asdict(digest)
+    for name in known:
+        raise _damage(folder, str(name), "it was written, but is gone")
     content = {"format_version": FORMAT_VERSION, "files": files}
     (folder / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def verify_manifest(folder: Path) -> None:
+def verify_manifest(folder: Path, below: str = "") -> None:
     """Check that `folder` holds exactly the files of its manifest, unchanged.
+
+    Args:
+        below: a folder inside of it; the files elsewhere are not looked at.
 
     Raises:
         CheckpointError: names the first file that is wrong and says why.
     """
+    # Before the manifest is opened: a link or a pipe in its place is named, not followed.
+    present = {name: path for name, path in _regular_files(folder) if name.is_relative_to(below)}
     listed = _read_manifest(folder)
-    present = dict(_regular_files(folder))
     for name, expected in listed.items():
         relative = PurePosixPath(name)
         if relative.is_absolute() or ".." in relative.parts:
             raise _damage(folder, name, "its listed path leaves the folder")
+        if not relative.is_relative_to(below):
+            continue
         if relative not in present:
             raise _damage(folder, name, "it is missing")
-        size_bytes = present[relative].stat().st_size
-        if size_bytes != expected["size_bytes"]:
-            raise _damage(folder, name, f"it has {size_bytes} bytes instead of {expected['size_bytes']}")
+        _check_size(folder, name, present[relative], expected["size_bytes"])
         if _sha256(present[relative]) != expected["sha256"]:
             raise _damage(folder, name, "its content does not match its SHA-256")
     for relative in present:
@@ -53,15 +73,28 @@ def verify_manifest(folder: Path) -> None:
             raise _damage(folder, str(relative), "it is not listed in the manifest")
 
 
-def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
+def read_json(folder: Path, name: str) -> Any:
+    """The content of a JSON file that somebody else may have written.
+
+    Raises:
+        CheckpointError: if it is missing, is no regular file, or is not JSON.
+    """
+    path = folder / name
+    if not path.is_file():
+        raise _damage(folder, name, "it is not a regular file" if path.exists() else "it is missing")
     try:
-        content = json.loads((folder / MANIFEST_NAME).read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damage(folder, name, f"it is not readable JSON ({error!r})") from error
+
+
+def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    content = read_json(folder, MANIFEST_NAME)
+    try:
         version, files = content["format_version"], content["files"]
         well_formed = all(isinstance(entry["size_bytes"], int) and "sha256" in entry for entry in files.values())
-    except FileNotFoundError:
-        raise _damage(folder, MANIFEST_NAME, "it is missing") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damage(folder, MANIFEST_NAME, f"it is not a readable manifest ({error!r})") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _damage(folder, MANIFEST_NAME, f"it is not a manifest ({error!r})") from error
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"checkpoint {folder} has format version {version!r}, this release reads {FORMAT_VERSION}; "
@@ -70,6 +103,12 @@ def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     if not well_formed:
         raise _damage(folder, MANIFEST_NAME, "an entry has no whole number as its size")
     return files
+
+
+def _check_size(folder: Path, name: str, path: Path, expected_bytes: int) -> None:
+    size_bytes = path.stat().st_size
+    if size_bytes != expected_bytes:
+        raise _damage(folder, name, f"it has {size_bytes} bytes instead of {expected_bytes}")
 
 
 def _regular_files(folder: Path) -> Iterator[tuple[PurePosixPath, Path]]:

@@ -1,164 +1,112 @@
-"""Tensors as safetensors files, and nested states (of an optimizer, say) as tensors plus strict JSON.
+"""The content of one safetensors file in host memory, laid out as on disk: filled in place, then written and hashed.
 
-Nothing here pickles or unpickles. What comes back is on the CPU and equal to what went in, to the bit.
+The library's own writer holds the interpreter while it writes, which would stop the training beside it.
 """
 
 from __future__ import annotations
 
-import errno
+import hashlib
 import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 
+from lucidrl.checkpoint.manifest import FileDigest
 from lucidrl.errors import CheckpointError
 
-_ALIASES = "lucidrl.aliases"  # metadata key: JSON of {tied name: name it is stored under}
+_DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_CHUNK_BYTES = 1 << 24
 
 
-def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write the tensors to one safetensors file.
+@dataclass(frozen=True)
+class TensorSpec:
+    """What has to be known of a tensor to give it a place."""
 
-    Tied tensors (same memory, same shape) are stored once and come back tied; tensors that merely overlap, and
-    non-contiguous ones, are stored in full.
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """Tensors that will be one file.
 
     Args:
-        path: file to write; its folder must exist.
-        tensors: dense tensors on any device.
-        metadata: text kept in the header of the file, see `read_metadata`.
-
-    Raises:
-        CheckpointError: for a tensor that safetensors cannot hold.
-        OSError: if the file cannot be written.
-    """
-    stored, aliases = _without_ties(tensors)
-    header = {"format": "pt", **(metadata or {}), _ALIASES: json.dumps(aliases)}
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        save_file(stored, path, metadata=header)
-    except SafetensorError as error:
-        if f"os error {errno.ENOSPC}" in str(error):  # the library has no error of its own for a full disk
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
-        raise OSError(f"cannot write {path}: {error}") from error
-    # The library renames a private file into place, which only its owner may read; keep what the umask allows.
-    path.chmod(mode)
-
-
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file by name, on the CPU; tied names give the very same tensor."""
-    try:
-        tensors = load_file(path)
-        aliases = json.loads(read_metadata(path).get(_ALIASES, "{}"))
-        return tensors | {name: tensors[stored] for name, stored in aliases.items()}
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file ({error}); use another checkpoint") from error
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """The text in the header of a safetensors file, without reading its tensors."""
-    with safe_open(path, framework="pt") as file:
-        return dict(file.metadata() or {})
-
-
-def flatten_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Take a nested state apart into its tensors and a structure that is strict JSON.
-
-    Dictionaries (with keys of any plain type), lists, tuples, strings, ints, floats (NaN and infinities too), bools
-    and None are kept as they are; tensors are named by their path, such as `state/0/exp_avg`.
+        specs: of the tensors, by name.
+        memory: bytes to use, such as those of an earlier file of the same size; new ones by default.
+        pin_memory: of new memory, for copies from an accelerator.
 
     Example:
-        >>> tensors, structure = flatten_state(optimizer.state_dict())
-        >>> save_tensors(folder / "optimizer.safetensors", tensors)
-        >>> (folder / "optimizer.json").write_text(json.dumps(structure))
-
-    Raises:
-        CheckpointError: names the path and type of a value that is none of these.
+        >>> file = TensorFile({"bias": TensorSpec(torch.float32, (4,))})
+        >>> file.fill("bias", layer.bias)
+        >>> file.write(folder / "model.safetensors").sha256
     """
-    tensors: dict[str, torch.Tensor] = {}
-    return tensors, _encode(state, (), tensors)
 
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], memory: torch.Tensor | None = None, *, pin_memory: bool = False
+    ) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._places: dict[str, tuple[int, TensorSpec]] = {}
+        end = 0
+        # Wide elements first: then every tensor is aligned to its elements.
+        for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
+            if spec.dtype not in _DTYPE_NAMES:
+                raise CheckpointError(f"{name} has dtype {spec.dtype}, which safetensors cannot hold; convert it")
+            start, end = end, end + spec.size_bytes
+            header[name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [start, end]}
+            self._places[name] = (start, spec)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text
+        if memory is None or memory.nbytes != end:
+            memory = torch.empty(end, dtype=torch.uint8, pin_memory=pin_memory and end > 0)
+        self.memory = memory
 
-def unflatten_state(tensors: Mapping[str, torch.Tensor], structure: Any) -> Any:
-    """Put together again what `flatten_state` took apart."""
-    if isinstance(structure, list):
-        return [unflatten_state(tensors, item) for item in structure]
-    if not isinstance(structure, dict):
-        return structure
-    match structure:
-        case {"$tensor": name}:
-            if name not in tensors:
-                raise CheckpointError(f"tensor {name!r} of the saved state is missing from its safetensors file")
-            return tensors[name]
-        case {"$float": text}:
-            return float(text)
-        case {"$tuple": items}:
-            return tuple(unflatten_state(tensors, item) for item in items)
-        case {"$dict": pairs}:
-            return {unflatten_state(tensors, key): unflatten_state(tensors, value) for key, value in pairs}
-    return {key: unflatten_state(tensors, value) for key, value in structure.items()}
+    @property
+    def names(self) -> list[str]:
+        return list(self._places)
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the file."""
+        return len(self._header) + self.memory.nbytes
 
-def _encode(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` as JSON; what JSON lacks becomes an object with one key that starts with a dollar sign."""
-    if isinstance(value, torch.Tensor):
-        name = _free_name("/".join(path) or "tensor", tensors)
-        tensors[name] = value
-        return {"$tensor": name}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"$float": str(float(value))}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [_encode(item, (*path, str(i)), tensors) for i, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"$tuple": [_encode(item, (*path, str(i)), tensors) for i, item in enumerate(value)]}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _encode(item, (*path, key), tensors) for key, item in value.items()}
-        pairs = [
-            (_encode(key, path, tensors), _encode(item, (*path, str(key)), tensors)) for key, item in value.items()
-        ]
-        return {"$dict": [list(pair) for pair in pairs]}
-    raise CheckpointError(
-        f"{'/'.join(path) or 'the state'} is a {type(value).__name__}, which a checkpoint cannot hold; "
-        "convert it to tensors, numbers, strings, lists or dictionaries of these"
-    )
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor to its place, in the dtype of its spec; from an accelerator when its stream comes to it."""
+        start, spec = self._places[name]
+        place = self.memory[start : start + spec.size_bytes]
+        source = tensor.detach()
+        if source.is_cpu and source.dtype == spec.dtype and source.is_contiguous() and not source.is_complex():
+            # Memory is the limit, not threads: torch would wait for all of its own at each of many small tensors.
+            place.numpy()[:] = source.view(-1).view(torch.uint8).numpy()
+        else:
+            place.view(spec.dtype).view(spec.shape).copy_(source, non_blocking=True)
 
-
-def _free_name(name: str, taken: Mapping[str, Any]) -> str:
-    """`name`, or a variant not in `taken`: the keys 0 and "0" have the same path."""
-    candidate, count = name, 1
-    while candidate in taken:
-        count += 1
-        candidate = f"{name}~{count}"
-    return candidate
-
-
-def _without_ties(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """CPU tensors that share no memory, and {tied name: stored name} for those that are the same tensor."""
-    stored: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    first_name: dict[tuple[Any, ...], str] = {}
-    claimed: set[tuple[torch.device, int]] = set()
-    for name, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.dtype == torch.complex128:
-            kind = f"{tensor.dtype} tensor with layout {tensor.layout} on {tensor.device}"
-            raise CheckpointError(f"{name} is a {kind}; safetensors holds dense tensors of up to 64 bits an element")
-        storage = (tensor.device, tensor.untyped_storage().data_ptr())
-        view = (*storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.is_conj())
-        if tensor.numel() and view in first_name:
-            aliases[name] = first_name[view]
-            continue
-        first_name[view] = name
-        dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        shares_memory = dense.data_ptr() == tensor.data_ptr() and storage in claimed
-        stored[name] = dense.clone() if shares_memory else dense
-        claimed.add(storage)
-    return stored, aliases
+    def write(self, path: Path) -> FileDigest:
+        """Write a new file, down to the disk."""
+        content: Any = self.memory.numpy()
+        chunks = (content[start : start + _CHUNK_BYTES] for start in range(0, len(content), _CHUNK_BYTES))
+        digest = hashlib.sha256()
+        with path.open("xb") as file:
+            for chunk in (self._header, *chunks):
+                file.write(chunk)
+                digest.update(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        return FileDigest(self.size_bytes, digest.hexdigest())

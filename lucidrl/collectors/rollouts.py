@@ -88,6 +88,7 @@ class Rollouts:
                 for conversation in self.conversations
             ],
             "reward": self.rewards.tolist(),
+            "weight_version": [self.weight_version] * len(self.conversations),
             "truncated": self.is_truncated.tolist(),
             "dropped": (~self.is_valid).tolist(),
         }

@@ -17,7 +17,7 @@ from lucidrl.data.messages import render_prompt, render_reply, sampled_message, 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.envs.text.interfaces import EnvRequest
 from lucidrl.envs.text.runner import EnvRunner
-from lucidrl.errors import DataError, EnvironmentFailure
+from lucidrl.errors import DataError, EnvironmentFailure, RefitError
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface
 from lucidrl.models.generation.sampling import draw_key
 from lucidrl.profiling.spans import span
@@ -45,7 +45,7 @@ class TextCollector:
         seed: int = 0,
     ):
         self._generator = generator
-        self._runner = runner
+        self.runner = runner
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._config = config
@@ -90,7 +90,7 @@ class TextCollector:
         if all(conversation.is_dropped for group in groups for conversation in group):
             raise EnvironmentFailure(
                 f"the environment could judge none of the step's {wanted * self._config.samples_per_prompt} samples "
-                f"(dropped so far: {dict(self._runner.counts)}); mend it, or raise env.deadline_s if it is slow"
+                f"(dropped so far: {dict(self.runner.counts)}); mend it, or raise env.deadline_s if it is slow"
             )
         return self._rollouts(groups, extra)
 
@@ -99,8 +99,7 @@ class TextCollector:
         return self._rollouts(self._run_groups(prompts, 1, Counter(), greedy), extra={})
 
     def update_policy_weights_(self, version: int) -> None:
-        """The generator shares the policy's weights, so only their version has to be told."""
-        self._generator.weight_version = version
+        self._generator.update_weights(version)
 
     def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """This process is the only worker."""
@@ -109,13 +108,15 @@ class TextCollector:
         return [getattr(self, name)(*list_of_args[0])]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self._position, "batches": self._batches}
+        """Position in the prompts, and what the environment keeps; no conversation is open between two batches."""
+        return {"position": self._position, "batches": self._batches, **self.runner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._position, self._batches = state["position"], state["batches"]
+        self.runner.load_state_dict(state)
 
     def shutdown(self) -> None:
-        self._runner.close()
+        self.runner.close()
 
     def _next_prompts(self, count: int) -> list[Prompt]:
         chosen = self._order.take(self._position, count)
@@ -179,14 +180,15 @@ class TextCollector:
         texts = self._tokenizer.batch_decode(answers, skip_special_tokens=True)
         for row, conversation in enumerate(conversations):
             logprobs = output["logprobs"][row, lengths[row] : ends[row]]
-            conversation.log.append(sampled_message(texts[row], answers[row], logprobs))
+            version = int(output["weight_versions"][row])
+            conversation.log.append(sampled_message(texts[row], answers[row], logprobs, version))
             conversation.is_truncated |= bool(output["truncated"][row])
             conversation.turns = turn
 
     def _judge(self, conversations: list[Conversation], turn: int) -> None:
         """Let the environment reward each answer and, where it is not done, append its reply."""
         requests = [EnvRequest(c.name, c.log, c.info, turn) for c in conversations]
-        for conversation, reply in zip(conversations, self._runner.step(requests), strict=True):
+        for conversation, reply in zip(conversations, self.runner.step(requests), strict=True):
             if reply is None:
                 conversation.is_dropped = conversation.is_done = True
                 conversation.reward = 0.0
@@ -219,7 +221,19 @@ class TextCollector:
             **extra,
         }
         group_ids = torch.tensor([number for number, group in enumerate(groups) for _ in group], dtype=torch.int64)
-        return Rollouts(conversations, group_ids, self._generator.weight_version, metrics)
+        return Rollouts(conversations, group_ids, self._version_of(conversations), metrics)
+
+    def _version_of(self, conversations: Sequence[Conversation]) -> int:
+        """The one version that made all answers: samples of different policies must not be taken for those of one."""
+        expected = self._generator.weight_version
+        messages = [message for conversation in conversations for message in conversation.log]
+        versions = {message["weight_version"] for message in messages if "weight_version" in message}
+        if others := sorted(versions - {expected}):
+            raise RefitError(
+                f"answers were made by weights of version {others[0]}, but the collector asked for version {expected}; "
+                "update the weights between batches, and those of all generators"
+            )
+        return expected
 
 
 def _has_signal(group: Sequence[Conversation]) -> bool:

@@ -77,13 +77,16 @@ def with_tokens(messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int])
     return [{**message, "token_ids": part} for message, part in zip(messages, parts, strict=True)]
 
 
-def sampled_message(content: str, token_ids: torch.Tensor, generation_logprobs: torch.Tensor) -> dict[str, Any]:
-    """The log entry of an answer, with the log-probabilities its tokens were sampled at."""
+def sampled_message(
+    content: str, token_ids: torch.Tensor, generation_logprobs: torch.Tensor, weight_version: int
+) -> dict[str, Any]:
+    """The log entry of an answer, with the log-probabilities its tokens were sampled at, and by which weights."""
     return {
         "role": "assistant",
         "content": content,
         "token_ids": token_ids,
         "generation_logprobs": generation_logprobs,
+        "weight_version": weight_version,
     }
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from lucidrl.errors import ConfigError
 
@@ -20,6 +21,8 @@ class RankInfo:
     local_rank: int = 0
     """Its number on this machine, and that of its GPU."""
     world_size: int = 1
+    own_group: ProcessGroup | None = field(default=None, compare=False, repr=False)
+    """The default process group, if it was made for this place; somebody else's is not to be ended here."""
 
 
 def init_process_group_from_environment(timeout_s: float) -> RankInfo:
@@ -48,13 +51,27 @@ def init_process_group_from_environment(timeout_s: float) -> RankInfo:
         torch.cuda.set_device(info.local_rank)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    return info
+    return replace(info, own_group=dist.group.WORLD)
 
 
-def leave_process_group() -> None:
-    """End the default process group, if there is one; may be called twice."""
-    if dist.is_initialized():
+def leave_process_group(info: RankInfo) -> None:
+    """End the default process group, if it was made by the call that gave `info`; may be called twice."""
+    if info.own_group is not None and dist.group.WORLD is info.own_group:
         dist.destroy_process_group()
+
+
+def check_exchanges_cpu_tensors(why: str) -> None:
+    """Refuse a default group that exchanges tensors of GPUs only, as one that a user made may be.
+
+    Args:
+        why: the setting for which CPU tensors are exchanged, at the beginning of the sentence.
+    """
+    backend = dist.get_backend_config()
+    if "cpu:" not in backend:
+        raise ConfigError(
+            f"{why} exchanges tensors in host memory, but the process group that exists already has {backend} only; "
+            "make it with the backend cpu:gloo,cuda:nccl, or leave it to the worker"
+        )
 
 
 def _info_from_environment() -> RankInfo:

@@ -18,9 +18,10 @@ class WorkerGroup:
     """One instance of a worker class a rank.
 
     A single one lives in this process: calls are plain method calls, what it raises is raised as it is, and deadlines
-    do not interrupt it. Several live in processes of this machine, with torchrun's variables in their environment (see
-    `init_process_group_from_environment`): arguments and results are copies, what the workers print and log goes to
-    `rank_N.log`, and after any failure all of them are killed and the group has ended. One thread at a time may call.
+    do not interrupt it. Several, or one that asks for it, live in processes of this machine, with torchrun's variables
+    in their environment (see `init_process_group_from_environment`): arguments and results are copies, what the workers
+    print and log goes to `rank_N.log`, and after any failure all of them are killed and the group has ended. One thread
+    at a time may call.
 
     Example:
         >>> with WorkerGroup(Counter, args=(10,), cluster=ClusterConfig(num_workers=2)) as group:
@@ -32,6 +33,7 @@ class WorkerGroup:
         args: of its constructor, as `kwargs`; the same on every rank.
         cluster: number of ranks, their threads and deadlines.
         log_dir: for `rank_N.log`; by default a temporary folder that is kept only if something goes wrong.
+        own_processes: a single worker, too, lives in a process of its own.
 
     Raises:
         WorkerError: here and in calls, if one of several ranks raises, dies or misses its deadline. Errors of ours
@@ -46,13 +48,14 @@ class WorkerGroup:
         *,
         cluster: ClusterConfig | None = None,
         log_dir: Path | None = None,
+        own_processes: bool = False,
     ):
         cluster = cluster or ClusterConfig()
         self._call_timeout_s = cluster.call_timeout_s
         arguments = Arguments(args, kwargs or {})
         self._launcher: Launcher = (
             InProcess(worker_class, arguments)
-            if cluster.num_workers == 1
+            if cluster.num_workers == 1 and not own_processes
             else LocalProcesses(worker_class, arguments, cluster, log_dir)
         )
 

@@ -13,4 +13,5 @@ from lucidrl.models.loading import decoder_layers
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Have every decoder layer of the model do so; to be called before the model is sharded."""
     for layer in decoder_layers(model):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        # The state of random numbers is not kept for the second pass: a policy has dropout off, and draws none.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -186,6 +186,8 @@ def create_context_parallel_ctx(
 ) -> Iterator[None]:
     """Inside, each buffer holds this rank's tokens only, in the order of `ContextParallel.positions`.
 
+    For training loops of your own: policy workers split rows inside of `LogprobModel` and need no such context.
+
     Afterwards, also after an exception, a buffer has its own memory back, as it was on entry: what was written into the
     shard is gone with it.
 
@@ -224,6 +226,8 @@ def create_context_parallel_ctx(
 @contextmanager
 def train_context(cp_context: AbstractContextManager[None] | None = None) -> Iterator[None]:
     """Enter the context-parallel context, if any, with the attention kernels that support it.
+
+    For training loops of your own, as `create_context_parallel_ctx`; policy workers leave the choice to torch.
 
     On CUDA these are the flash and the memory-efficient kernel, then plain matrix products for what neither knows (for
     instance grouped heads in float32); on CPU there is no choice to make.

@@ -16,11 +16,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from lucidrl.errors import ConfigError
 from lucidrl.models import attention, embedded
@@ -119,12 +121,17 @@ def load_model(
 
 
 def empty_model(model_name: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model that `load_model` gives, with shapes but without weights; only config.json is read."""
-    with _refused(f"the model {model_name} cannot be read"), torch.device("meta"):
+    """The model that `load_model` gives, with shapes but without weights; only its two configs are read."""
+    with _refused(f"the model {model_name} cannot be read"):
         config = model_config(model_name, trust_remote_code)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust_remote_code
-        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust_remote_code
+            )
+        if model_name not in EMBEDDED_MODELS:
+            folder = model_folder(model_name)
+            if (folder / GENERATION_CONFIG_NAME).is_file():  # it may name further tokens that end an answer
+                model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model.eval()
 
 
@@ -156,9 +163,20 @@ def model_config(model_name: str, trust_remote_code: bool) -> Any:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers of a model, each of them what transformers says should not be taken apart."""
+    """The layers of a model, each of them what transformers says should not be taken apart.
+
+    Raises:
+        ConfigError: if it says so of none. To shard or to checkpoint the model as one piece would save nothing.
+    """
     kinds = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in kinds]
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    if not layers:
+        raise ConfigError(
+            f"{type(model).__name__} does not say which of its modules are layers (_no_split_modules), which several "
+            "ranks and activation checkpointing need; set cluster.num_workers=1 and "
+            "policy.dtensor_cfg.activation_checkpointing=false, or take another model"
+        )
+    return layers
 
 
 def context_length(config: Any) -> int:

@@ -81,19 +81,37 @@ def apply_tensor_parallel(
             that returns one. What it says of embedding and head is passed over: these are always split by vocabulary.
             With `sequence_parallel`, norms that it does not name are seen to.
     """
-    check_tensor_parallel_size(model.config, tp_mesh.size())
-    between = TIME if sequence_parallel else Replicate()
-    plan = _plan(model, sequence_parallel, custom_plan)
-    styles = _planned_styles(model, plan, between, is_custom=custom_plan is not None)
-    blocks = _blocks(model, styles, tp_mesh.size())
-    around = _norm_styles(model, styles, blocks) if sequence_parallel else []
-    entrances = [(block, _BlockInput(between)) for block in blocks if block not in styles]
-    _split_by_vocabulary(model, tp_mesh, between)
-    for name, style in [*styles.items(), *around, *entrances]:
+    styles = check_tensor_parallel(model, tp_mesh.size(), sequence_parallel=sequence_parallel, custom_plan=custom_plan)
+    _split_by_vocabulary(model, tp_mesh, _between(sequence_parallel))
+    for name, style in styles:
         parallelize_module(model.get_submodule(name), tp_mesh, style, src_data_rank=None)
 
 
-def check_tensor_parallel_size(config: Any, size: int) -> None:
+def check_tensor_parallel(
+    model: PreTrainedModel, size: int, *, sequence_parallel: bool = False, custom_plan: str | None = None
+) -> list[tuple[str, ParallelStyle]]:
+    """How `apply_tensor_parallel` would split the modules of a model over so many ranks; changes nothing.
+
+    Raises:
+        ConfigError: if it cannot be split, naming what is in the way.
+    """
+    between = _between(sequence_parallel)
+    plan = _plan(model, sequence_parallel, custom_plan)
+    styles = _planned_styles(model, plan, between, is_custom=custom_plan is not None)
+    if any("Attention" in type(model.get_submodule(_parent(name))).__name__ for name in _split_matrices(styles)):
+        _check_heads(model.config, size)
+    blocks = _blocks(model, styles, size)
+    around = _norm_styles(model, styles, blocks) if sequence_parallel else []
+    entrances = [(block, _BlockInput(between)) for block in blocks if block not in styles]
+    return [*styles.items(), *around, *entrances]
+
+
+def _between(sequence_parallel: bool) -> Placement:
+    """How activations lie over the ranks between blocks."""
+    return TIME if sequence_parallel else Replicate()
+
+
+def _check_heads(config: Any, size: int) -> None:
     """Refuse a size that would cut through a head."""
     text = config.get_text_config()
     heads = text.num_attention_heads
@@ -156,7 +174,14 @@ def _plan(model: PreTrainedModel, sequence_parallel: bool, custom_plan: str | No
     """Patterns of module names, as seen from `model`, with a style or the word for one."""
     if custom_plan is not None:
         plan = import_object(custom_plan, CUSTOM_PLAN_KEY)
-        plan = plan(model, sequence_parallel) if callable(plan) else plan
+        if callable(plan):
+            try:
+                plan = plan(model, sequence_parallel)
+            except Exception as error:  # a user's function may raise anything
+                raise ConfigError(
+                    f"{CUSTOM_PLAN_KEY}={custom_plan!r} raised {type(error).__name__}: {error}; "
+                    "a function is called with the model and whether it is sequence parallel, and returns the plan"
+                ) from error
         if not isinstance(plan, Mapping):
             raise ConfigError(
                 f"{CUSTOM_PLAN_KEY}={custom_plan!r} gives a {type(plan).__name__}; "
@@ -219,7 +244,7 @@ def _example_name(model: PreTrainedModel) -> str:
 
 def _blocks(model: PreTrainedModel, styles: Mapping[str, ParallelStyle], size: int) -> list[str]:
     """The modules that hold the split matrices, such as attention and feed-forward of every layer."""
-    split = [name for name, style in styles.items() if isinstance(style, ColwiseParallel | RowwiseParallel)]
+    split = _split_matrices(styles)
     if not split:
         raise ConfigError(
             f"the tensor-parallel plan splits no matrix of {type(model).__name__}; "
@@ -227,7 +252,7 @@ def _blocks(model: PreTrainedModel, styles: Mapping[str, ParallelStyle], size: i
         )
     for name in split:
         _check_split(name, model.get_submodule(name), styles[name], size)
-    blocks = list(dict.fromkeys(name.rpartition(".")[0] for name in split))
+    blocks = list(dict.fromkeys(map(_parent, split)))
     for block in blocks:
         # What has no style would see a part of the features or heads, and nobody would add up its gradient.
         for name in _with_parameters(model, block):
@@ -237,6 +262,15 @@ def _blocks(model: PreTrainedModel, styles: Mapping[str, ParallelStyle], size: i
                     f"name a plan of yours that does as {CUSTOM_PLAN_KEY}, or set tensor_parallel_size=1"
                 )
     return blocks
+
+
+def _split_matrices(styles: Mapping[str, ParallelStyle]) -> list[str]:
+    return [name for name, style in styles.items() if isinstance(style, ColwiseParallel | RowwiseParallel)]
+
+
+def _parent(name: str) -> str:
+    """The name of the module that a module is part of."""
+    return name.rpartition(".")[0]
 
 
 def _check_split(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
@@ -258,9 +292,9 @@ def _norm_styles(
 ) -> list[tuple[str, ParallelStyle]]:
     """For sequence parallelism: norms between the blocks work on a part of the times, the last one gathers them."""
     modules = dict(model.named_modules())
-    layers = dict.fromkeys(block.rpartition(".")[0] for block in blocks)
-    stack = next(iter(layers)).rpartition(".")[0]
-    decoder = stack.rpartition(".")[0]
+    layers = dict.fromkeys(map(_parent, blocks))
+    stack = _parent(next(iter(layers)))
+    decoder = _parent(stack)
     inner = [name for layer in layers for name in _with_parameters(model, layer) if name not in blocks]
     known = (modules[stack], model.get_input_embeddings())
     outer = [name for name in _with_parameters(model, decoder) if modules.get(name) not in known]

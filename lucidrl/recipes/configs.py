@@ -40,6 +40,8 @@ class CheckpointConfig(Config):
     """Validation metric whose best checkpoint is kept as well."""
     mode: Literal["max", "min"] = "max"
     """Whether more or less of it is better."""
+    background: bool = True
+    """Write while training goes on; costs host memory for one copy of weights and optimizer."""
 
 
 class SFTCheckpointConfig(CheckpointConfig):
@@ -92,10 +94,10 @@ class GRPORunConfig(BaseRunConfig):
 
     @model_validator(mode="after")
     def _can_generate(self) -> GRPORunConfig:
-        if self.policy.dtensor_cfg.sequence_parallel:
+        if self.policy.dtensor_cfg.sequence_parallel and self.policy.generation.placement == "policy":
             raise ValueError(
                 "policy.dtensor_cfg.sequence_parallel=true shares the tokens of rows, but generation adds single ones; "
-                "turn it off for grpo"
+                "turn it off, or set policy.generation.placement=separate"
             )
         return self
 

@@ -42,7 +42,7 @@ def launch(
     resume: Path | None,
 ) -> None:
     """Start or continue a run and show it."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
         raise ConfigError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set, as by torchrun, but this command starts its ranks itself; "
             "run it without torchrun, with cluster.num_workers=..."

@@ -11,11 +11,11 @@ from lucidrl.data.examples import answered, load_examples
 from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.envs.text.registry import make_env, split_prompts
 from lucidrl.errors import ConfigError, DataError
-from lucidrl.models.loading import DTYPES, ModelFacts, model_config, model_facts, policy_tokenizer
+from lucidrl.models.loading import DTYPES, ModelFacts, empty_model, model_facts, policy_tokenizer
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.optim import PolicyOptimizer
 from lucidrl.models.policy.policy import worker_class_of
-from lucidrl.models.tensor_parallel import check_tensor_parallel_size
+from lucidrl.models.tensor_parallel import check_tensor_parallel
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
 from lucidrl.recipes.run_folder import check_can_create
 from lucidrl.utils.logger.backends import check_trackers
@@ -62,7 +62,14 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
     facts = model_facts(policy.model_name, policy.trust_remote_code)
     tokenizer = policy_tokenizer(policy)
     layout = worker_class_of(policy).layout_of(policy, config.cluster.num_workers)
-    check_tensor_parallel_size(model_config(policy.model_name, policy.trust_remote_code), layout.tp)
+    if layout.tp > 1:
+        parallel = policy.dtensor_cfg
+        check_tensor_parallel(
+            empty_model(policy.model_name, DTYPES[policy.precision], policy.trust_remote_code),
+            layout.tp,
+            sequence_parallel=parallel.sequence_parallel,
+            custom_plan=parallel.custom_parallel_plan,
+        )
     env = make_env(config.env.name, config.env.kwargs)
     if isinstance(config, SFTRunConfig):
         if config.data.file is not None:
@@ -122,6 +129,9 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
         size_bytes["key-value cache"] = cached * facts.kv_elements_per_token * width
         if config.grpo.loss.kl_coefficient > 0:
             size_bytes["reference weights"] = parameters * width
+        if policy.generation.placement == "separate":
+            # Each generator puts the next version together beside the one in use.
+            size_bytes["generators"] = 2 * policy.generation.num_workers * parameters * width
     return {what: size / GIB for what, size in size_bytes.items()}
 
 

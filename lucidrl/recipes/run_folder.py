@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
+
+import orjson
 
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import BaseRunConfig, RunConfig
 from lucidrl.utils.config import dump_yaml, load_config
 from lucidrl.utils.logger.folders import get_next_experiment_dir
 
-CONFIG_NAME, CHECKPOINTS_NAME, LOGS_NAME = "config.yaml", "checkpoints", "logs"
+log = logging.getLogger(__name__)
+
+CONFIG_NAME, CHECKPOINTS_NAME, LOGS_NAME, LOCK_NAME = "config.yaml", "checkpoints", "logs", "run.lock"
+_MAX_LOCK_BYTES = 4096
 
 C = TypeVar("C", bound=BaseRunConfig)
 
@@ -45,17 +53,66 @@ def create_run_folder(config: BaseRunConfig, algorithm: str) -> Path:
 def occupied(folder: Path) -> Iterator[None]:
     """Hold the run folder for this process; the hold ends with the process, however that ends.
 
+    Meanwhile the folder's `run.lock` says who holds it. One that is found unlocked was left by a process that was
+    killed, and is taken over.
+
     Raises:
-        ConfigError: if another process holds it.
+        ConfigError: if another process holds the folder, naming it.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    path = folder / LOCK_NAME
+    descriptor = _locked_file(path)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if left := os.pread(descriptor, _MAX_LOCK_BYTES, 0):
+            log.info("taking over %s from %s, which has ended without a word", folder, _owner(left))
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, _own_entry(), 0)
         yield
-    except BlockingIOError as error:
-        raise ConfigError(f"{folder} is in use by another process; wait for it to end, or start another run") from error
     finally:
+        path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def _locked_file(path: Path) -> int:
+    """Lock the file, made if there is none; the lock ends when the descriptor is closed."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written ({error}); give a run folder that can be") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = _owner(os.pread(descriptor, _MAX_LOCK_BYTES, 0))
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                problem = f"{path.parent} is in use by {owner}; wait for it to end, or start another run"
+            else:
+                problem = f"{path} cannot be locked ({error}); put runs on a file system with locks"
+            raise ConfigError(problem) from error
+        if _is_at(descriptor, path):
+            return descriptor
+        os.close(descriptor)  # whoever held it removed it just now; another one has its name, or none
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _own_entry() -> bytes:
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    return orjson.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
+
+
+def _owner(entry: bytes) -> str:
+    """Who wrote an entry, in words; a lock is held for a moment before its entry is there."""
+    try:
+        found = orjson.loads(entry)
+        return f"process {found['pid']} on {found['host']} since {found['since']}"
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return "another process"
 
 
 def check_run_name(run: RunConfig) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lucidrl.algorithms.grpo import GRPO
-from lucidrl.algorithms.loop import Saver, Watcher
+from lucidrl.algorithms.loop import Watcher
+from lucidrl.algorithms.saver import Saver
 from lucidrl.algorithms.sft import SFT
 from lucidrl.algorithms.validation import Validator
 from lucidrl.checkpoint.manager import Checkpoint, CheckpointManager
@@ -21,17 +21,20 @@ from lucidrl.data.messages import supervised_example
 from lucidrl.envs.text.registry import make_env, split_prompts
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import CheckpointError
+from lucidrl.models.generation.interfaces import GenerationInterface
+from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.loading import model_facts, policy_tokenizer
 from lucidrl.models.policy.policy import Policy
 from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, SFTRunConfig
 from lucidrl.recipes.run_folder import CHECKPOINTS_NAME, LOGS_NAME, update_run_config
 from lucidrl.utils.logger import Logger
+from lucidrl.utils.random_state import seed_everything
 
 
 def run_grpo(config: GRPORunConfig, folder: Path, watcher: Watcher, resume: bool = False) -> int:
     """Run GRPO in a run folder; returns the last completed step."""
     with ExitStack() as stack:
-        parts = _Parts(config, folder, stack, resume, init_reference=config.grpo.loss.kl_coefficient > 0)
+        parts = _Parts(config, folder, stack, watcher, resume, init_reference=config.grpo.loss.kl_coefficient > 0)
         train, held_out = parts.prompts()
         collector = parts.collector(train, config.collector)
         collector.check([*train, *held_out])
@@ -51,14 +54,14 @@ def run_grpo(config: GRPORunConfig, folder: Path, watcher: Watcher, resume: bool
             plot_mismatch_every=config.tracking.plot_mismatch_every,
         )
         if resume:
-            loop.load_state_dict(parts.restore())
+            parts.restore(loop)
         return loop.run()
 
 
 def run_sft(config: SFTRunConfig, folder: Path, watcher: Watcher, resume: bool = False) -> int:
     """Run supervised fine-tuning in a run folder; returns the last completed step."""
     with ExitStack() as stack:
-        parts = _Parts(config, folder, stack, resume, init_reference=False)
+        parts = _Parts(config, folder, stack, watcher, resume, init_reference=False)
         validator = None
         if config.data.file is not None:
             train, held_out = load_examples(config.data.file, config.data.validation_fraction)
@@ -86,7 +89,7 @@ def run_sft(config: SFTRunConfig, folder: Path, watcher: Watcher, resume: bool =
             pad_id=parts.pad_id,
         )
         if resume:
-            loop.load_state_dict(parts.restore())
+            parts.restore(loop)
         return loop.run()
 
 
@@ -94,10 +97,19 @@ class _Parts:
     """What every run is made of; `stack` ends what has to be ended."""
 
     def __init__(
-        self, config: BaseRunConfig, folder: Path, stack: ExitStack, resume: bool, *, init_reference: bool
+        self,
+        config: BaseRunConfig,
+        folder: Path,
+        stack: ExitStack,
+        watcher: Watcher,
+        resume: bool,
+        *,
+        init_reference: bool,
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        # Before the environment is made, which may draw its prompts.
+        seed_everything(config.seed)
         self._config = config
         self._folder = folder
         self._stack = stack
@@ -122,7 +134,9 @@ class _Parts:
                 seed=config.seed,
             )
         )
-        self.saver = Saver(manager, checkpoint.every, self.policy)
+        self.saver = stack.enter_context(
+            Saver(manager, checkpoint.every, self.policy, watcher.announce, background=checkpoint.background)
+        )
 
     def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
         """Training prompts, and the held-out ones that validation asks: the same in every run."""
@@ -134,9 +148,11 @@ class _Parts:
     def collector(self, prompts: list[Prompt], config: TextCollectorConfig) -> TextCollector:
         env = self._config.env
         facts = model_facts(self._config.policy.model_name, self._config.policy.trust_remote_code)
+        runner = EnvRunner(self._env, env.deadline_s, env.max_concurrency, env.on_error)
+        runner.state_dict()  # one that cannot be saved is refused now, and not at the first checkpoint
         collector = TextCollector(
-            self.policy,
-            EnvRunner(self._env, env.deadline_s, env.max_concurrency, env.on_error),
+            self._generator(),
+            runner,
             self.tokenizer,
             prompts,
             config,
@@ -146,12 +162,33 @@ class _Parts:
         self._stack.callback(collector.shutdown)
         return collector
 
-    def restore(self) -> dict[str, Any]:
-        """Put the policy where the newest checkpoint left it; returns the state that was saved with it."""
+    def _generator(self) -> GenerationInterface:
+        """What answers prompts: the policy itself, or processes of their own."""
+        config = self._config
+        if config.policy.generation.placement == "policy":
+            return self.policy
+        generator = SeparateGenerator(
+            self.policy,
+            config.policy,
+            self.tokenizer,
+            cluster=config.cluster,
+            log_dir=self._folder / LOGS_NAME,
+            seed=config.seed,
+        )
+        return self._stack.enter_context(generator)
+
+    def restore(self, loop: GRPO | SFT) -> None:
+        """Put the policy and the loop where the newest checkpoint left them."""
         assert self._newest is not None, "only a resumed run has something to restore"
         self.policy.load(self._newest.path)
+        try:
+            loop.load_state_dict(self._newest.state)
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._newest.path} holds no state of such a run ({type(error).__name__}: {error}); "
+                "resume with the command and the version that saved it"
+            ) from error
         update_run_config(self._folder, self._config)
-        return self._newest.state
 
 
 def _newest_checkpoint(manager: CheckpointManager) -> Checkpoint:

@@ -283,4 +283,5 @@ def test_ctrl_c_twice_stops_at_once(slow_run):
     _, errors = process.communicate(timeout=40)
     assert time.monotonic() - start < 20
     assert process.returncode == 130
+    assert "interrupted: what was not saved before is lost" in errors
     assert "Traceback" not in errors

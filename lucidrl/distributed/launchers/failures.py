@@ -9,7 +9,7 @@ from lucidrl.distributed.launchers.rank_main import Raised
 from lucidrl.distributed.launchers.rank_process import Died, Outcome, RankProcess
 from lucidrl.errors import LucidError, WorkerError
 
-START = "its start"
+START = "the start"
 """The phase before the first call."""
 
 

@@ -103,7 +103,7 @@ class LocalProcesses:
             if code != 0:
                 how = "took too long" if code is None else f"ended with exit code {code}"
                 _log.warning("rank %d %s in its shutdown; its output is in %s", rank.rank, how, rank.log.path)
-        if self._temporary_dir is not None and not any(codes):
+        if self._temporary_dir is not None and codes == [0] * self.size:
             shutil.rmtree(self._temporary_dir, ignore_errors=True)
 
     def _run(self, phase: str, messages: Sequence[Message], timeout_s: float) -> list[Any]:

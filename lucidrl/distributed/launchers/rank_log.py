@@ -11,6 +11,7 @@ from pathlib import Path
 from lucidrl.distributed.launchers import rank_main
 
 _TAIL_LINES = 15
+_LINE_CHARACTERS = 300
 _TAIL_BYTES = 1 << 16
 _STACK_FRAMES = 12
 _DUMP_DEADLINE_S = 2.0
@@ -30,7 +31,9 @@ class RankLog:
     def tail(self) -> str:
         """The last lines."""
         text = self._text_from(max(self._start, self.size_bytes() - _TAIL_BYTES))
-        return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
+        lines = text.rstrip().splitlines()[-_TAIL_LINES:]
+        # A fatal signal makes Python name every extension module that was loaded, on one line.
+        return "\n".join(f"{line[:_LINE_CHARACTERS]}…" if len(line) > _LINE_CHARACTERS else line for line in lines)
 
     def stack_from(self, offset: int) -> str:
         """Where the worker was, innermost frame first, as faulthandler wrote it after `offset`; empty if it did not."""

@@ -41,7 +41,7 @@ class EnvReply:
 
 
 class TextEnv(Protocol):
-    """Judges answers. Requests carry all state, so that any batch may be asked in any order.
+    """Judges answers. Requests carry all state of a conversation, so that any batch may be asked in any order.
 
     `step` returns one reply for each request, in their order. Calls overlap on one event loop: blocking work belongs
     in `asyncio.to_thread`. A call that failed may be asked again, row by row.
@@ -55,3 +55,16 @@ class PromptSource(Protocol):
     """An environment that brings its own prompts; any other takes them from a file."""
 
     def prompts(self) -> Sequence[Prompt]: ...
+
+
+@runtime_checkable
+class StatefulEnv(Protocol):
+    """An environment that keeps something over a run, such as the level of a curriculum; checkpoints hold it.
+
+    Both are called between steps, when no conversation is open. The state is what JSON can hold: numbers,
+    texts, None, and lists and dictionaries of these.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

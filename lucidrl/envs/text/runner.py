@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import numbers
@@ -14,9 +15,9 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from lucidrl.envs.text.config import OnError
-from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, TextEnv
+from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, StatefulEnv, TextEnv
 from lucidrl.envs.text.loop_thread import LoopThread
-from lucidrl.errors import EnvironmentFailure
+from lucidrl.errors import CheckpointError, EnvironmentFailure
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,45 @@ class EnvRunner:
             if isinstance(verdict, _Failure):
                 self._count_dropped(verdict)
         return [verdict if isinstance(verdict, EnvReply) else None for verdict in verdicts]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the environment keeps over a run, as `env`; empty for one that keeps nothing.
+
+        Raises:
+            EnvironmentFailure: if the environment raises, or gives what a checkpoint cannot hold.
+        """
+        if not isinstance(self._env, StatefulEnv):
+            return {}
+        try:
+            state = self._env.state_dict()
+            json.dumps(state)
+        except Exception as error:
+            raise EnvironmentFailure(
+                f"{self._env_name}.state_dict gives no state that can be saved ({type(error).__name__}: {error}); "
+                "return numbers, texts, None, and lists and dictionaries of these"
+            ) from error
+        return {"env": state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the environment back what `state_dict` found.
+
+        Raises:
+            CheckpointError: if it was another environment's, by whether there is one or because this one raises.
+        """
+        if isinstance(self._env, StatefulEnv) != ("env" in state):
+            kept, keeps = ("a", "keeps none") if "env" in state else ("no", "keeps one")
+            raise CheckpointError(
+                f"the checkpoint has {kept} state of the environment, but {self._env_name} {keeps}; "
+                "resume with the env.name it was saved with"
+            )
+        if isinstance(self._env, StatefulEnv):
+            try:
+                self._env.load_state_dict(state["env"])
+            except Exception as error:
+                raise CheckpointError(
+                    f"{self._env_name}.load_state_dict raised {type(error).__name__}: {error}; "
+                    "resume with the environment it was saved with"
+                ) from error
 
     def close(self) -> None:
         """Cancel what runs and end the event loop."""

@@ -44,9 +44,14 @@ class BuiltinGenerator:
         self.config = config
         self.weight_version = 0
         self._seed = seed
-        self._calls = 0
+        self.calls = 0
+        """How often it was asked; draws of rows without keys of their own depend on it."""
         stop_ids = stop_token_ids(model.model, tokenizer) | set(config.stop_token_ids)
         self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64)
+
+    def update_weights(self, version: int) -> None:
+        """The weights are the owner's own; there is only their version to be told."""
+        self.weight_version = version
 
     @torch.no_grad()
     def generate(
@@ -59,13 +64,13 @@ class BuiltinGenerator:
             device = next(self.model.parameters()).device
             prompts = _Prompts.of(data, device, context_length(self.model.model.config))
             keys_B = self._draw_keys(data, prompts)
-            self._calls += 1
+            self.calls += 1
             answers = _Answers.empty(prompts, self._max_new_tokens(prompts))
             own_stops = data["stop_strings"] if "stop_strings" in data else [None] * data.size
             stops = StopStrings(self.tokenizer, self.config.stop_strings, own_stops)
             for rows in prompts.batches(self.config.max_concurrent_rows):
                 self._decode(prompts, rows, keys_B, answers, stops, greedy)
-            return answers.joined_to(prompts, pad_id=int(self.tokenizer.pad_token_id))
+            return answers.joined_to(prompts, int(self.tokenizer.pad_token_id), self.weight_version)
         finally:
             self.model.train(was_training)
 
@@ -74,7 +79,7 @@ class BuiltinGenerator:
             return data["draw_keys"].cpu()
         occurrence = prompts.occurrence_of_row()
         keys = [
-            draw_key(self._seed, self._calls, prompts.fingerprints[prompt], sample)
+            draw_key(self._seed, self.calls, prompts.fingerprints[prompt], sample)
             for prompt, sample in zip(prompts.prompt_of_row_B.tolist(), occurrence, strict=True)
         ]
         return torch.tensor(keys, dtype=torch.int64)
@@ -220,7 +225,7 @@ class _Answers:
         self.logprobs[rows, position] = logprobs.to(torch.float32)
         self.lengths[rows] = position + 1
 
-    def joined_to(self, prompts: _Prompts, pad_id: int) -> BatchedDataDict[GenerationOutputSpec]:
+    def joined_to(self, prompts: _Prompts, pad_id: int, weight_version: int) -> BatchedDataDict[GenerationOutputSpec]:
         prompt_lengths = prompts.lengths[prompts.prompt_of_row_B]
         total = prompt_lengths + self.lengths
         rows, width = len(total), int(total.max()) if len(total) else 0
@@ -241,5 +246,6 @@ class _Answers:
                 "unpadded_sequence_lengths": total,
                 "logprobs": logprobs,
                 "truncated": self.truncated,
+                "weight_versions": torch.full_like(self.lengths, weight_version),
             }
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -26,3 +26,14 @@ class GenerationConfig(Config):
     """Tokens that end a completion, beside those the model declares itself."""
     max_concurrent_rows: PositiveInt = 512
     """Completions decoded at a time; bounds the memory of the key-value cache and changes no result."""
+    placement: Literal["policy", "separate"] = "policy"
+    """Where completions are made: by the policy's own workers, or in processes of their own with a copy of the
+    weights, which get the policy's after every step."""
+    num_workers: PositiveInt = 1
+    """Processes that share the prompts, where they are separate."""
+    refit: Literal["ipc", "collective"] = "ipc"
+    """How weights reach separate processes: through memory shared within one machine, or over the network."""
+    refit_bucket_mb: PositiveInt = 64
+    """Most of the weights that travel together; two such buckets are under way at a time."""
+    verify_refit: bool = False
+    """Compare checksums of the weights on both sides of every refit."""

@@ -36,13 +36,19 @@ class GenerationOutputSpec(TypedDict):
     """[B, T'] float32, 0 on the prompt and on padding; of the full distribution at the configured temperature."""
     truncated: torch.Tensor
     """[B] bool, True where the answer was cut at the token limit."""
+    weight_versions: torch.Tensor
+    """[B] int64, the version of the weights that made the answer, as whoever computed it knows it."""
 
 
 class GenerationInterface(Protocol):
     """An engine that completes prompts with one version of the policy's weights."""
 
     weight_version: int
-    """The version of the weights that the next call will use."""
+    """The version of the weights that the next call is to use."""
+
+    def update_weights(self, version: int) -> None:
+        """From the next call on, use the policy's current weights; they are this version."""
+        ...
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PreTrainedModel
 
 from lucidrl.distributed.mesh import Layout
@@ -10,7 +11,7 @@ from lucidrl.models.context_parallel import ContextParallel
 from lucidrl.models.loading import DTYPES
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.fsdp2 import FSDP2Sharding, get_cpu_state_dict, unshard_fsdp2_model
-from lucidrl.models.policy.model_on_ranks import with_logprobs
+from lucidrl.models.policy.model_on_ranks import give_memory, with_logprobs
 from lucidrl.models.policy.sharding import Sharding
 from lucidrl.models.policy.worker import PolicyWorker
 from lucidrl.models.tensor_parallel import apply_tensor_parallel
@@ -46,5 +47,5 @@ class DTensorPolicyWorker(PolicyWorker):
             length_multiple=mesh.layout.tp if parallel.sequence_parallel else 1,
         )
         sharding = FSDP2Sharding(scorer, mesh, DTYPES[self.config.precision], parallel.cpu_offload)
-        model.to_empty(device="cpu" if parallel.cpu_offload else self.device)
+        give_memory(model, torch.device("cpu") if parallel.cpu_offload else self.device, self.device)
         return sharding

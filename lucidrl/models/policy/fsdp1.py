@@ -7,7 +7,7 @@ gives each rank an equal piece of it. The optimizer and the reference policy wor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp._flat_param import FlatParameter
-from torch.distributed.fsdp._runtime_utils import _reshard, _unshard
+from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback, _reshard, _unshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from lucidrl.distributed.mesh import RankMesh
@@ -120,8 +120,7 @@ class FSDP1Sharding(Sharding):
             with self.root.no_sync() if waits else nullcontext():
                 yield
         except BaseException:
-            for unit in self._units:
-                _forget_forward(unit.parameter)
+            self._forget_pass()
             raise
 
     def total_norm(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -136,13 +135,22 @@ class FSDP1Sharding(Sharding):
                 stack.enter_context(_gathered(unit.module))
             yield
 
-    def full_tensors(self, parts: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_tensors(
+        self, parts: Sequence[torch.Tensor], names: Collection[str] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for unit, part in zip(self._units, parts, strict=True):
+            slots = [slot for slot in unit.slots if names is None or slot.name in names]
+            if not slots:
+                continue
+            part = part.to(dtype or part.dtype).contiguous()
             whole = part.new_empty(part.numel() * self.mesh.layout.size)
-            dist.all_gather_into_tensor(whole, part.contiguous(), group=self.mesh.dp_group)
-            for slot in unit.slots:
+            dist.all_gather_into_tensor(whole, part, group=self.mesh.dp_group)
+            for slot in slots:
                 # A copy: who keeps one tensor should not keep the whole unit.
                 yield slot.name, whole[slot.start : slot.stop].view(slot.shape).clone()
+
+    def gather_order(self) -> list[str]:
+        return [slot.name for unit in self._units for slot in unit.slots]
 
     def parts_of(self, full: FullTensors) -> Iterator[torch.Tensor]:
         for unit in self._units:
@@ -162,6 +170,12 @@ class FSDP1Sharding(Sharding):
     def shapes(self) -> dict[str, list[int]]:
         return dict(self._shapes)
 
+    def _forget_pass(self) -> None:
+        """Have FSDP clean up after a pass that failed, as it does at the end of one; gradients may be in any state."""
+        for unit in self._units:
+            unit.parameter._post_backward_called = False  # it has none that is fit for the optimizer
+        _post_backward_final_callback(self.root, self.root)
+
 
 def _slots(flat: FlatParameter, name_of_module: dict[nn.Module, str]) -> list[_Slot]:
     """The tensors in a flat parameter, in their order; of tied ones the first."""
@@ -170,13 +184,6 @@ def _slots(flat: FlatParameter, name_of_module: dict[nn.Module, str]) -> list[_S
         name = f"{name_of_module[info.module]}.{info.param_name}".removeprefix(".")
         slots.append(_Slot(name, shape, slots[-1].stop if slots else 0))
     return slots
-
-
-def _forget_forward(parameter: nn.Parameter) -> None:
-    """Have FSDP prepare the next backward pass anew, after a forward pass that was not followed by one."""
-    state = parameter.__dict__.pop("_post_backward_hook_state", None)
-    if state is not None:
-        state[-1].remove()
 
 
 @contextmanager

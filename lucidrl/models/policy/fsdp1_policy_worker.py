@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -14,7 +11,6 @@ from lucidrl.models.loading import DTYPES
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.fsdp1 import FSDP1Sharding
 from lucidrl.models.policy.model_on_ranks import with_logprobs
-from lucidrl.models.policy.offload import HostMemory
 from lucidrl.models.policy.sharding import Sharding
 from lucidrl.models.policy.worker import PolicyWorker
 
@@ -43,26 +39,12 @@ class FSDP1PolicyWorker(PolicyWorker):
 
         It cannot be used until `manual_load_to_gpu`. On a CPU everything is in host memory and stays as it is.
         """
-        if self.device.type != "cpu":
-            self._host_memory.put_away(_tensors_of(model))
-            torch.cuda.empty_cache()  # others on this device are to have it
-        return model
+        return self.move_to_cpu(model)
 
     def manual_load_to_gpu(self, model: nn.Module) -> nn.Module:
         """Undo `manual_offload_to_cpu`; returns the model."""
-        self._host_memory.bring_back(_tensors_of(model))
-        return model
-
-    @cached_property
-    def _host_memory(self) -> HostMemory:
-        return HostMemory()
+        return self.move_to_cuda(model)
 
     def _shard(self, model: PreTrainedModel) -> Sharding:
         dtype, offloads = DTYPES[self.config.precision], self.config.dtensor_cfg.cpu_offload
         return FSDP1Sharding(with_logprobs(self.config, model), self.mesh, self.device, dtype, offloads)
-
-
-def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [*parameters, *gradients, *model.buffers()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -25,21 +25,36 @@ def unshard_fsdp2_model(model: nn.Module) -> Generator[None, None, None]:
     Inside, the modules may be called in parts: forward passes leave the parameters gathered.
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    # What a forward pass does with the parameters when it is through; `set_reshard_after_forward` cannot be read back.
+    settings = [group.post_forward_mesh_info for group in groups]
     try:
+        for group in groups:
+            group.post_forward_mesh_info = None
         for module in modules:
-            module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
         yield
+    except BaseException:
+        for module in modules:
+            if module._get_fsdp_state()._is_root:
+                module.reset_iter_state()  # a forward pass that was cut short would not let go of its parameters
+        raise
     finally:
         for module in modules:
             module.reshard()
-            module.set_reshard_after_forward(True, recurse=False)
+        for group, setting in zip(groups, settings, strict=True):
+            group.post_forward_mesh_info = setting
 
 
 def get_cpu_state_dict(
     state_generator: Iterable[tuple[str, torch.Tensor | DTensor]], pin_memory: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Copies of this rank's parts in (pinned) CPU memory; nothing is shared with what they were made from."""
+    """Copies of this rank's parts in CPU memory; nothing is shared with what they were made from.
+
+    Args:
+        pin_memory: for fast copies to a GPU. Where there is none, memory is as it always is.
+    """
+    pin_memory = pin_memory and torch.cuda.is_available()
     copies = {}
     for name, tensor in state_generator:
         part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -48,6 +63,11 @@ def get_cpu_state_dict(
     if pin_memory:
         torch.cuda.synchronize()
     return copies
+
+
+def offload_policy(device: torch.device) -> CPUOffloadPolicy:
+    """Weights wait in host memory: pinned where they travel to a GPU, so that copies overlap with computing."""
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
 
 class FSDP2Sharding(Sharding):
@@ -71,7 +91,7 @@ class FSDP2Sharding(Sharding):
                 reduce_dtype=dtype if compute_dtype != dtype else None,
                 cast_forward_inputs=False,
             ),
-            "offload_policy": CPUOffloadPolicy(pin_memory=False) if cpu_offload else OffloadPolicy(),
+            "offload_policy": offload_policy(mesh.device) if cpu_offload else OffloadPolicy(),
         }
         for layer in decoder_layers(model.model):
             fully_shard(layer, **options)
@@ -90,14 +110,15 @@ class FSDP2Sharding(Sharding):
         return tensor.to_local()
 
     @contextmanager
-    def _synchronising(self, is_last: bool) -> Iterator[None]:
+    def accumulating(self, is_last: bool) -> Iterator[None]:
         for module in self._modules:
             module.set_requires_gradient_sync(is_last, recurse=False)
             module.set_is_last_backward(is_last)
-        yield
-
-    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
-        return self._synchronising(is_last)
+        try:
+            yield
+        except BaseException:
+            self._forget_pass()
+            raise
 
     def total_norm(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         parameters = self.parameters()
@@ -108,10 +129,14 @@ class FSDP2Sharding(Sharding):
     def gathered(self) -> AbstractContextManager[None]:
         return unshard_fsdp2_model(self.model)
 
-    def full_tensors(self, parts: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_tensors(
+        self, parts: Sequence[torch.Tensor], names: Collection[str] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for (name, parameter), part in zip(self._named_parameters(), parts, strict=True):
+            if names is not None and name not in names:
+                continue
             whole = DTensor.from_local(
-                part,
+                part.to(dtype or part.dtype),
                 parameter.device_mesh,
                 parameter.placements,
                 run_check=False,
@@ -119,6 +144,9 @@ class FSDP2Sharding(Sharding):
                 stride=parameter.stride(),
             )
             yield name, whole.full_tensor()
+
+    def gather_order(self) -> list[str]:
+        return list(self.shapes())
 
     def parts_of(self, full: FullTensors) -> Iterator[torch.Tensor]:
         for name, parameter in self._named_parameters():
@@ -129,6 +157,16 @@ class FSDP2Sharding(Sharding):
 
     def shapes(self) -> dict[str, list[int]]:
         return {name: list(parameter.shape) for name, parameter in self._named_parameters()}
+
+    def _forget_pass(self) -> None:
+        """Leave nothing of a pass that failed, nor of the micro-batches before it."""
+        self._modules[0].reset_iter_state()  # of the root, and all below it
+        # Gradients that wait for the last micro-batch are kept with the gathered weights, where no optimizer sees them.
+        for module in self._modules:
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    parameter._unsharded_param.grad = None
 
     def _named_parameters(self) -> Iterator[tuple[str, DTensor]]:
         for name, parameter in self.model.model.named_parameters():

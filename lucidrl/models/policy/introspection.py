@@ -73,7 +73,7 @@ class CudaMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-class HostMemory:
+class ProcessMemory:
     """Resident memory of this process, whoever allocated it; nothing is reserved beyond it.
 
     The operating system keeps the peak, and Linux restarts it on request. Where it does not (another system, or a
@@ -151,7 +151,7 @@ class Introspection:
 
     def __init__(self, rank: RankInfo, device: torch.device, sharding: Sharding):
         self._rank, self._device, self._sharding = rank, device, sharding
-        self.memory = CudaMemory(device) if device.type == "cuda" else HostMemory()
+        self.memory = CudaMemory(device) if device.type == "cuda" else ProcessMemory()
         self.profiler = DeviceProfiler(device, rank.rank)
 
     def gpu_info(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lucidrl.distributed.mesh import RankMesh
+from lucidrl.distributed.process_group import check_exchanges_cpu_tensors
 from lucidrl.models.activation_checkpointing import checkpoint_activations
 from lucidrl.models.loading import DTYPES, empty_model, load_model
 from lucidrl.models.logprobs import LogprobModel
@@ -32,6 +33,8 @@ def load_sharded(
     if mesh.layout.size == 1:
         model = load_model(name, DTYPES[config.precision], seed=seed, trust_remote_code=trust)
         return Unsharded(with_logprobs(config, model).to(device), mesh)
+    if config.dtensor_cfg.cpu_offload:
+        check_exchanges_cpu_tensors("policy.dtensor_cfg.cpu_offload=true")
     # Sharded parameters are the optimizer's float32 weights; layers compute with a rounded copy of them.
     dtype = torch.float32 if config.precision in HALF_PRECISIONS else DTYPES[config.precision]
     source = load_model(name, dtype, seed=seed, trust_remote_code=trust) if mesh.rank == 0 else None
@@ -50,6 +53,17 @@ def with_logprobs(config: PolicyConfig, model: PreTrainedModel, **parallel: Any)
     if config.dtensor_cfg.activation_checkpointing:
         checkpoint_activations(model)
     return LogprobModel(model.eval(), config.generation.temperature, config.recompute_head, **parallel)
+
+
+def give_memory(model: nn.Module, parameters_device: torch.device, buffers_device: torch.device) -> None:
+    """Make the tensors of a model that is on the meta device, without values.
+
+    The two devices differ where parameters wait in host memory: FSDP brings these to the device, but never buffers.
+    """
+    model.to_empty(device=parameters_device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(buffers_device)
 
 
 @torch.no_grad()

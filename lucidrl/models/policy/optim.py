@@ -102,14 +102,20 @@ class PolicyOptimizer:
         if self._scheduler is not None:
             self._scheduler.step()
 
+    def own_tensors(self) -> list[torch.Tensor]:
+        """What the optimizer holds beside the model's parameters: its state, and the float32 copies if there are."""
+        states = self._optimizer.state.values()
+        held = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return [*held, *(self._trained if self.has_masters else ())]
+
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"optimizer": self._optimizer.state_dict()}
+        state: dict[str, Any] = {"kind": type(self._optimizer).__name__, "optimizer": self._optimizer.state_dict()}
         if self._scheduler is not None:
             state["scheduler"] = self._scheduler.state_dict()
         if self._keeps_masters:
             state["masters"] = list(self._trained)
         if self._is_scaled:
-            state["loss_scale"] = self.loss_scale
+            state |= {"loss_scale": self.loss_scale, "good_steps": self._good_steps}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -128,7 +134,7 @@ class PolicyOptimizer:
             for scheduler in self._schedulers() if factor != 1 else ():
                 scheduler.base_lrs = [group["initial_lr"]]
         if self._is_scaled:
-            self.loss_scale = state["loss_scale"]
+            self.loss_scale, self._good_steps = state["loss_scale"], state["good_steps"]
         if self._keeps_masters:
             with torch.no_grad():
                 for master, saved in zip(self._trained, state["masters"], strict=True):
@@ -168,6 +174,11 @@ def _adder_to(master: torch.Tensor) -> Any:
 
 def _make_optimizer(parameters: list[torch.Tensor], config: PolicyConfig) -> torch.optim.Optimizer:
     factory = import_object(config.optimizer.name, "policy.optimizer.name")
+    if not callable(factory):
+        raise ConfigError(
+            f"policy.optimizer.name={config.optimizer.name!r} is a {type(factory).__name__}; "
+            "give the import path of an optimizer class, such as torch.optim.AdamW"
+        )
     kwargs = dict(config.optimizer.kwargs)
     if config.optimizer.name in FUSED_BY_DEFAULT and not kwargs.keys() & {"foreach", "capturable", "differentiable"}:
         kwargs.setdefault("fused", True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lucidrl.algorithms.interfaces import LossFunction
+from lucidrl.checkpoint.manifest import FileDigest
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.batching import shard_plan
 from lucidrl.distributed.config import ClusterConfig
@@ -22,6 +23,7 @@ from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
 from lucidrl.models.policy.interfaces import TrainResult
 from lucidrl.models.policy.worker import PolicyWorker
 from lucidrl.profiling.spans import span
+from lucidrl.utils.config import validate
 
 WEIGHTS, OPTIMIZER = "policy", "optimizer"
 """Folders of a checkpoint; the first is a complete Hugging Face model with its tokenizer."""
@@ -46,7 +48,7 @@ class Policy:
 
     def __init__(
         self,
-        config: PolicyConfig,
+        config: PolicyConfig | Mapping[str, Any],
         tokenizer: PreTrainedTokenizerBase,
         *,
         cluster: ClusterConfig | None = None,
@@ -55,9 +57,12 @@ class Policy:
         init_reference_model: bool = True,
         seed: int = 0,
     ):
+        config = validate(PolicyConfig, config)
         cluster = cluster or ClusterConfig()
         worker_class = worker_class_of(config)
         self.layout = worker_class.layout_of(config, cluster.num_workers)
+        device = "GPU" if torch.cuda.is_available() else "CPU"
+        self._arrangement = f"{worker_class.__name__} {self.layout} on {device}"
         self.weight_version = 0
         """Version of the weights, as whoever trains them counts."""
         self._gbs = config.train_global_batch_size
@@ -66,7 +71,8 @@ class Policy:
             "init_optimizer": init_optimizer,
             "init_reference_model": init_reference_model,
             "seed": seed,
-            "timeout_s": cluster.call_timeout_s,
+            # Ranks wait for each other in a start too. The deadlines themselves are the group's business.
+            "timeout_s": max(cluster.start_timeout_s, cluster.call_timeout_s),
         }
         self.group = WorkerGroup(worker_class, (config, tokenizer), options, cluster=cluster, log_dir=log_dir)
 
@@ -105,14 +111,45 @@ class Policy:
         parts = self._run_sharded("generate", self._shards(data, None), greedy)
         return parts[0] if len(parts) == 1 else BatchedDataDict.from_batches(parts, {"output_ids": self._pad_id})
 
+    def update_weights(self, version: int) -> None:
+        """The samples are made by the very weights that are trained; there is only their version to be told."""
+        self.group.run_all("set_weight_version", version)
+        self.weight_version = version
+
     def save(self, folder: Path) -> None:
         """Write weights, tokenizer and optimizer below a checkpoint's folder."""
+        self.begin_save(folder)
+        self.finish_save()
+
+    def begin_save(self, folder: Path) -> int:
+        """Copy what `save` writes, and write it while training goes on; returns how many bytes that will be."""
         weights = str(folder / WEIGHTS)
-        self.group.run_all("save_checkpoint", weights, str(folder / OPTIMIZER), tokenizer_path=weights)
+        return sum(self.group.run_all("begin_checkpoint", weights, str(folder / OPTIMIZER), tokenizer_path=weights))
+
+    def is_save_written(self) -> bool:
+        """Whether all workers have written what was begun."""
+        return all(self.group.run_all("is_checkpoint_written"))
+
+    def finish_save(self) -> dict[Path, FileDigest]:
+        """Wait until all is on disk; the files that are large, and what they have to be."""
+        written = self.group.run_all("finish_checkpoint")
+        return {path: digest for files in written for path, digest in files.items()}
 
     def load(self, folder: Path) -> None:
-        """Take weights and optimizer from a checkpoint's folder."""
-        self.group.run_all("load_checkpoint", str(folder / WEIGHTS), str(folder / OPTIMIZER))
+        """Take weights and optimizer from a checkpoint's folder, which was verified when it was found."""
+        self.group.run_all("load_verified_checkpoint", str(folder / WEIGHTS), str(folder / OPTIMIZER))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The arrangement of the ranks, and what each keeps beside weights and optimizer; plain values."""
+        return {"layout": self._arrangement, "ranks": self.group.run_all("state_dict")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give every rank back what it kept; on another layout only what is the same on all, and no random state."""
+        ranks = state["ranks"]
+        if state["layout"] != self._arrangement:
+            common = {name: value for name, value in ranks[0].items() if name != "process"}
+            ranks = [common] * self.group.size
+        self.group.run_each("load_state_dict", [(rank,) for rank in ranks])
 
     def shutdown(self) -> None:
         """End the workers; may be called twice."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -64,15 +64,26 @@ class Sharding(ABC):
         """Inside, `model` has all its weights on every rank and can be called in parts, as generation does."""
 
     @abstractmethod
-    def full_tensors(self, parts: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_tensors(
+        self,
+        parts: Sequence[torch.Tensor],
+        names: Collection[str] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, one at a time, from the parts of all ranks; every rank has to walk through them.
 
         Args:
             parts: tensors of this rank, shaped as `local` of `parameters`: weights, or moments of an optimizer.
+            names: only these are gathered; all by default.
+            dtype: what parts are rounded to before they travel; by default they are as they are.
 
         Yields:
-            Hugging Face names and tensors; weights that are tied appear once.
+            Hugging Face names and tensors, in the order of `gather_order`; weights that are tied appear once.
         """
+
+    @abstractmethod
+    def gather_order(self) -> list[str]:
+        """Hugging Face names in the order in which whole tensors are gathered; neighbours cost least together."""
 
     @abstractmethod
     def parts_of(self, full: FullTensors) -> Iterator[torch.Tensor]:
@@ -82,8 +93,12 @@ class Sharding(ABC):
     def shapes(self) -> dict[str, list[int]]:
         """Hugging Face name → shape of every whole trainable tensor, in the order of the model; tied ones once."""
 
-    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.full_tensors([self.local(parameter.detach()) for parameter in self.parameters()])
+    def local_weights(self) -> list[torch.Tensor]:
+        """What this rank holds of the weights, in the order of `parameters`; shares their memory."""
+        return [self.local(parameter.detach()) for parameter in self.parameters()]
+
+    def full_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.full_tensors(self.local_weights(), dtype=dtype)
 
     @torch.no_grad()
     def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -97,9 +112,12 @@ class Unsharded(Sharding):
     def __init__(self, model: LogprobModel, mesh: RankMesh):
         self.model = self.root = model
         self.mesh = mesh
+        named = model.model.named_parameters()
+        # Once: a walk through all modules takes longer than the copy of many a weight.
+        self._named = {name: parameter for name, parameter in named if parameter.requires_grad}
 
     def parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return list(self._named.values())
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -113,12 +131,18 @@ class Unsharded(Sharding):
     def gathered(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def full_tensors(self, parts: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        return zip(self.shapes(), parts, strict=True)
+    def full_tensors(
+        self, parts: Sequence[torch.Tensor], names: Collection[str] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, part in zip(self._named, parts, strict=True):
+            if names is None or name in names:
+                yield name, part.to(dtype or part.dtype)
+
+    def gather_order(self) -> list[str]:
+        return list(self._named)
 
     def parts_of(self, full: FullTensors) -> Iterator[torch.Tensor]:
-        return (full(name) for name in self.shapes())
+        return (full(name) for name in self._named)
 
     def shapes(self) -> dict[str, list[int]]:
-        named = self.model.model.named_parameters()
-        return {name: list(parameter.shape) for name, parameter in named if parameter.requires_grad}
+        return {name: list(parameter.shape) for name, parameter in self._named.items()}

@@ -42,11 +42,9 @@ class StepOutcome:
 
     @property
     def loss(self) -> torch.Tensor:
-        return (
-            torch.stack(self.losses).sum()
-            if self.losses
-            else torch.zeros_like(self.global_valid_toks, dtype=torch.float32)
-        )
+        """In float64, whatever the model computes in: ranks without a micro-batch add theirs to that of the others."""
+        zero = torch.zeros_like(self.global_valid_toks, dtype=torch.float64)
+        return sum(self.losses, start=zero)
 
     def plain_parts(self) -> list[tuple[Metrics, float]]:
         """`parts` in plain numbers, which can be sent to other ranks."""
@@ -56,9 +54,9 @@ class StepOutcome:
         ]
 
     def suspects(self) -> list[Any]:
-        """The rows of micro-batches whose loss is not finite; all rows if every loss is (the gradient is not)."""
+        """The rows of micro-batches whose loss is not finite; none if only gradients are not."""
         bad = [names for names, loss in zip(self.names, self.losses, strict=True) if not torch.isfinite(loss)]
-        return [name for names in (bad or self.names) for name in names]
+        return [name for names in bad for name in names]
 
 
 def run_micro_batches(
@@ -93,9 +91,11 @@ def run_micro_batches(
                     selected=valid_token_mask(micro),
                     packed=packed,
                 )
-                loss, metrics = loss_fn(
-                    _as_declared(outputs, loss_fn), micro, outcome.global_valid_seqs, outcome.global_valid_toks
-                )
+                if is_real:
+                    counts = outcome.global_valid_seqs, outcome.global_valid_toks
+                    loss, metrics = loss_fn(_as_declared(outputs, loss_fn), micro, *counts)
+                else:
+                    loss = _nothing(outputs)
             if backward:
                 with span("backward"):
                     (loss * (sharding.gradient_scale * loss_scale)).backward()
@@ -164,6 +164,12 @@ def _in_numbers(metric: Any) -> Any:
     if not isinstance(metric, Sum | Mean | Min | Max):
         return float(metric)
     return replace(metric, **{field.name: float(getattr(metric, field.name)) for field in fields(metric)})
+
+
+def _nothing(outputs: TokenOutputs) -> torch.Tensor:
+    """A loss of 0 that reaches all that was computed; the loss function is not asked about rows that do not exist."""
+    computed = [getattr(outputs, field.name) for field in fields(outputs)]
+    return torch.stack([tensor.sum() for tensor in computed if tensor is not None]).sum() * 0.0
 
 
 def _as_declared(outputs: TokenOutputs, loss_fn: LossFunction) -> TokenOutputs | torch.Tensor:

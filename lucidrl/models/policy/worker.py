@@ -7,34 +7,41 @@ the business of a `Sharding`, which each documented class chooses.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lucidrl.algorithms.interfaces import LossFunction
+from lucidrl.checkpoint.manifest import FileDigest
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.batching import Plan, dynamic_plan, fixed_plan, inverse_permutation, packed_plan
-from lucidrl.distributed.collectives import gather_over, largest_over
 from lucidrl.distributed.mesh import Layout, RankMesh
 from lucidrl.distributed.process_group import init_process_group_from_environment, leave_process_group
-from lucidrl.errors import ConfigError, DataError, TrainingError
+from lucidrl.errors import ConfigError
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
-from lucidrl.models.policy.checkpoint import load_optimizer, load_weights, save_optimizer, save_weights
+from lucidrl.models.loading import DTYPES
+from lucidrl.models.policy.checkpoint import PolicyCheckpoints
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.interfaces import LogprobOutputSpec, ReferenceLogprobOutputSpec, WorkerOptions
 from lucidrl.models.policy.introspection import Introspection, add_noise, state_dict_of
 from lucidrl.models.policy.model_on_ranks import load_sharded
+from lucidrl.models.policy.offload import Offload, tensors_of
 from lucidrl.models.policy.optim import PolicyOptimizer
 from lucidrl.models.policy.reference import ReferencePolicy
+from lucidrl.models.policy.refit import WeightExport
+from lucidrl.models.policy.row_plans import RowPlans
+from lucidrl.models.policy.scoring import score_rows
 from lucidrl.models.policy.sharding import Sharding
-from lucidrl.models.policy.train_step import StepOutcome, merged_outcomes, run_micro_batches, with_empty_rounds
+from lucidrl.models.policy.training import Training
 from lucidrl.profiling.spans import span
 from lucidrl.utils.config import validate
 from lucidrl.utils.device import default_device
+from lucidrl.utils.random_state import random_state, seed_everything, set_random_state
 
 
 class PolicyWorker(ABC):
@@ -67,12 +74,16 @@ class PolicyWorker(ABC):
         options = WorkerOptions(**kwargs)
         self.config = validate(PolicyConfig, config)
         self.tokenizer = tokenizer
-        world = init_process_group_from_environment(options.timeout_s)
+        self._world = world = init_process_group_from_environment(options.timeout_s)
         self.rank = world.rank
         self.device = default_device()
         self.mesh = RankMesh(self.layout_of(self.config, world.world_size), self.device.type)
+        if self.mesh.layout.size > 1:  # ranks that work on the same rows draw the same
+            seed_everything(options.seed, stream=1 + self.mesh.layout.data_rank(self.rank))
         self.sharding = load_sharded(self.config, self.mesh, self.device, options.seed, self._shard)
         self.model = self.sharding.model
+        self._row_plans = RowPlans(self.config, self.mesh.dp_group)
+        self._training = Training(self.sharding, self._row_plans, self.device, self.config.max_nonfinite_steps)
         self._introspection = Introspection(world, self.device, self.sharding)
         weights = [self.sharding.local(parameter.detach()) for parameter in self.sharding.parameters()]
         self.reference = ReferencePolicy(weights) if init_reference_model else None
@@ -80,8 +91,10 @@ class PolicyWorker(ABC):
         if init_optimizer:
             sharding = self.sharding
             self.optimizer = PolicyOptimizer(sharding.parameters(), self.config, sharding.local, sharding.total_norm)
+        self._offload = Offload(self.sharding, self.optimizer, self.device)
+        self._checkpoints = PolicyCheckpoints(self.sharding, self._offload, self.optimizer, tokenizer, self.config)
+        self._export = WeightExport(self.sharding, DTYPES[self.config.precision], self.device, world.local_rank)
         self._generator = BuiltinGenerator(self.model, tokenizer, self.config.generation, options.seed)
-        self._nonfinite_steps_in_a_row = 0
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
 
@@ -108,64 +121,35 @@ class PolicyWorker(ABC):
         """Walk this rank's rows in global batches of `gbs` rows over all ranks, one optimizer step each.
 
         In `eval_mode` nothing changes but the numbers returned. Ranks may have different numbers of rows, also none.
+        Micro-batches are as configured or, given `mbs`, of that many rows.
 
         Returns:
             `global_loss` (one value a global batch, of all ranks), `grad_norm`, `rank`, `all_mb_metrics` (metric → one
             value a micro-batch of this rank), `metrics` (of all ranks, reduced as the loss declared) and
             `num_skipped_steps`.
         """
-        self._check_batch(data)
         optimizer = None if eval_mode else self._optimizer_for_training()
-        batches = self._global_batches(data, gbs)
-        outcomes, grad_norm, num_skipped = [], 0.0, 0
+        self._offload.check_weights("train")
         rate = self.optimizer.learning_rate if self.optimizer is not None else 0.0
-        try:
-            for batch in batches:
-                with torch.set_grad_enabled(optimizer is not None):
-                    outcome = self._run(batch, loss_fn, mbs, backward=optimizer is not None)
-                outcomes.append(outcome)
-                if optimizer is not None:
-                    with span("optimizer"):
-                        grad_norm = optimizer.step()
-                    num_skipped += self._note_step(grad_norm, outcome)
-        finally:
-            if optimizer is not None:
-                optimizer.zero_grad()  # after an exception in the loss, some of the gradient is there
-        if optimizer is not None:
-            optimizer.schedule()
-        return {
-            **merged_outcomes(outcomes, rate, self.mesh.dp_group),
-            "grad_norm": torch.tensor(grad_norm),
-            "rank": self.rank,
-            "num_skipped_steps": num_skipped,
-        }
+        return {"rank": self.rank, **self._training.run(data, loss_fn, optimizer, rate, gbs, mbs)}
 
-    @torch.no_grad()
     def get_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[LogprobOutputSpec]:
-        """Score every token of every row; leaves the model as it was."""
-        plan, order = self._plan(data, micro_batch_size or self.config.logprob_batch_size, for_training=False)
-        rounds = largest_over(len(plan), self.mesh.world)
-        micro_batches = data.microbatches(plan, length_multiple=self._length_multiple)
-        logprobs = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
-        scored = []
+        """Score every token of every row; leaves the model as it was.
+
+        Micro-batches are as configured or, given `micro_batch_size`, of that many rows.
+        """
+        self._offload.check_weights("get_logprobs")
         with span("logprobs"):
-            for micro, is_real in with_empty_rounds(micro_batches, data, rounds):
-                tokens, lengths = micro["input_ids"].to(self.device), micro["input_lengths"].to(self.device)
-                outputs = self.sharding.root(tokens, lengths, packed=self._packs)
-                if is_real:
-                    missing = logprobs.shape[1] - outputs.logprobs.shape[1]
-                    scored.append(torch.nn.functional.pad(outputs.logprobs.float().cpu(), (0, missing)))
-        result = BatchedDataDict({"logprobs": torch.cat(scored) if scored else logprobs})
-        result.reorder_data(order)
-        return result
+            return score_rows(self.sharding, self._row_plans, data, micro_batch_size, self.device)
 
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
         """Inside, the worker's model is the reference policy."""
         if self.reference is None:
             raise ConfigError("this policy was made with init_reference_model=False; it has no reference policy to use")
+        self._offload.check_weights("use_reference_model")
         with self.reference.swapped_in():
             yield
 
@@ -184,42 +168,148 @@ class PolicyWorker(ABC):
         if self.config.dtensor_cfg.sequence_parallel:
             raise ConfigError(
                 "policy.dtensor_cfg.sequence_parallel=true shares the tokens of rows, but generation adds single ones; "
-                "turn it off where the policy generates"
+                "turn it off where the policy generates, or set policy.generation.placement=separate"
             )
+        self._offload.check_weights("generate")
         with self.sharding.gathered():
             return self._generator.generate(data, greedy)
+
+    def set_weight_version(self, version: int) -> None:
+        """What the weights are called from now on; answers carry it."""
+        self._generator.update_weights(version)
 
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
     ) -> None:
-        """Write the weights as a Hugging Face folder, and optimizer and tokenizer where a path is given."""
-        save_weights(self.sharding, self.config.precision, weights_path)
-        if tokenizer_path is not None and self.rank == 0:
-            self.tokenizer.save_pretrained(tokenizer_path)
-        if optimizer_path is not None:
-            save_optimizer(self.sharding, self._optimizer_for_training(), optimizer_path)
+        """Write the weights as a Hugging Face folder, and optimizer and tokenizer where a path is given.
+
+        Folders saved before are replaced when the new ones are complete. Returns when all is on disk.
+        """
+        self._checkpoints.save(weights_path, optimizer_path, tokenizer_path)
+
+    def begin_checkpoint(
+        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
+    ) -> int:
+        """Copy what `save_checkpoint` writes, and write it to new folders while training goes on.
+
+        It is there after `finish_checkpoint` on every rank. Returns the bytes that this rank writes.
+        """
+        return self._checkpoints.begin(weights_path, optimizer_path, tokenizer_path)
+
+    def is_checkpoint_written(self) -> bool:
+        """Whether this rank has written what it began; the others are not asked."""
+        return self._checkpoints.is_written()
+
+    def finish_checkpoint(self) -> dict[Path, FileDigest]:
+        """Wait for this rank's files; what they are, or the error that stopped them."""
+        return self._checkpoints.finish()
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Take weights, and the optimizer's state if its path is given, from what `save_checkpoint` wrote."""
-        load_weights(self.sharding, weights_path)
-        if self.optimizer is not None:
-            self.optimizer.take_weights()
-        if optimizer_path is not None:
-            load_optimizer(self.sharding, self._optimizer_for_training(), optimizer_path)
+        """Take what `save_checkpoint` wrote, or weights from any Hugging Face folder: verified, and all or nothing."""
+        self._checkpoints.load(weights_path, optimizer_path, verify=True)
+
+    def load_verified_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
+        """`load_checkpoint` of files that were just compared with their manifest."""
+        self._checkpoints.load(weights_path, optimizer_path, verify=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank keeps over a run that no checkpoint of tensors holds, as plain values."""
+        state: dict[str, Any] = {
+            "generator_calls": self._generator.calls,
+            "nonfinite_steps_in_a_row": self._training.nonfinite_steps_in_a_row,
+        }
+        if self.mesh.layout.size > 1:  # a single rank is part of the driver's process, which keeps its own
+            state["process"] = {"random": random_state(), "num_threads": torch.get_num_threads()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave; without `process`, the random state stays as it is."""
+        self._generator.calls = state["generator_calls"]
+        self._training.nonfinite_steps_in_a_row = state["nonfinite_steps_in_a_row"]
+        if "process" in state:
+            set_random_state(state["process"]["random"])
 
     def shutdown(self) -> None:
         """Stop profiling and leave the other ranks; may be called twice."""
         try:
             self.stop_gpu_profiling()
+            self._export.close()
         finally:
-            leave_process_group()
+            leave_process_group(self._world)
+
+    def set_refit_header(self, version: int, verify: bool) -> None:
+        """What the weights sent from now on are called, and whether their checksums travel with them."""
+        self._export.set_header(version, verify)
+
+    def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
+        """Name and bytes of every weight, and the free bytes that buckets of them may take."""
+        self._offload.check_weights("prepare_weights_for_ipc")
+        return self._export.prepare_for_ipc()
+
+    def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Id of a device → (True, where it finds the named weights, packed); see `WeightExport.ipc_handles`."""
+        self._offload.check_weights("get_weights_ipc_handles")
+        return self._export.ipc_handles(list(keys))
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> None:
+        """Form a group with generators, to send them weights; see `WeightExport.join_collective`."""
+        bucket_bytes = self.config.generation.refit_bucket_mb << 20
+        self._export.join_collective(ip, port, world_size, self.rank, bucket_bytes)
+
+    def prepare_info_for_collective(self) -> dict[str, Any]:
+        """Name → (shape, dtype) of every weight, in the order in which they are sent."""
+        return self._export.info_for_collective()
+
+    def broadcast_weights_for_collective(self) -> None:
+        """Send all weights to the group of `init_collective`; rank 0 sends, the others help it to gather."""
+        self._offload.check_weights("broadcast_weights_for_collective")
+        self._export.broadcast()
+
+    def prepare_for_lp_inference(self) -> None:
+        """Bring back the weights, if they are away; the optimizer stays where it is."""
+        self._offload.bring_weights_back()
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Bring back everything that is away. Arguments are taken for compatibility, and none has a meaning."""
+        self._offload.bring_weights_back()
+        self._offload.bring_optimizer_back()
+
+    def offload_before_refit(self) -> None:
+        """Put the optimizer into host memory and drop gradients: what is left on the device is needed to refit."""
+        self._offload.put_optimizer_away()
+
+    def offload_after_refit(self) -> None:
+        """Put the weights away too; nothing of the policy is left on the device."""
+        self._offload.put_optimizer_away()
+        self._offload.put_weights_away()
+
+    def move_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
+        """Move a model's parameters, gradients and buffers to the host or to this worker's device; returns it.
+
+        Only the memory moves: on the host it waits, and the model cannot be used before it is back.
+        """
+        self._offload.move(tensors_of(model), device)
+        return model
+
+    def move_buffer_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
+        """`move_to_device` of the buffers alone."""
+        self._offload.move(model.buffers(), device)
+        return model
+
+    def move_to_cuda(self, model: nn.Module) -> nn.Module:
+        """`move_to_device` to this worker's own device, whichever that is."""
+        return self.move_to_device(model, self.device)
+
+    def move_to_cpu(self, model: nn.Module) -> nn.Module:
+        """`move_to_device` to the host."""
+        return self.move_to_device(model, "cpu")
 
     def is_alive(self) -> bool:
         """True, from any worker that can answer."""
         return True
 
     def get_gpu_info(self) -> dict[str, Any]:
-        """`rank`, `world_size`, `device`, `memory_{allocated,reserved,peak,total}_mb` (see `HostMemory` for CPUs),
+        """`rank`, `world_size`, `device`, `memory_{allocated,reserved,peak,total}_mb` (see `ProcessMemory` for CPUs),
         `environment` (the rank variables; None where unset) and `parameter_devices` (of some parameters)."""
         return self._introspection.gpu_info()
 
@@ -249,83 +339,8 @@ class PolicyWorker(ABC):
         if self.optimizer is not None:
             self.optimizer.take_weights()
 
-    @property
-    def _packs(self) -> bool:
-        return self.config.sequence_packing.enabled
-
-    @property
-    def _length_multiple(self) -> int:
-        dynamic = self.config.dynamic_batching
-        return dynamic.sequence_length_round if dynamic.enabled else 1
-
     def _optimizer_for_training(self) -> PolicyOptimizer:
         if self.optimizer is None:
             raise ConfigError("this policy was made with init_optimizer=False; it can score but not train")
+        self._offload.check_optimizer("train")
         return self.optimizer
-
-    def _global_batches(self, data: BatchedDataDict[Any], gbs: int | None) -> list[BatchedDataDict[Any]]:
-        """This rank's share of each global batch."""
-        sizes = gather_over(data.size, self.mesh.dp_group)
-        rows = gbs or self.config.train_global_batch_size or sum(sizes)
-        number = sum(sizes) // rows if rows else 0
-        if number == 0 or sum(sizes) % rows:
-            raise DataError(
-                f"{sum(sizes)} rows do not split into global batches of {rows}; "
-                "make the number of rows a multiple of train_global_batch_size"
-            )
-        if any(size % number for size in sizes):
-            raise DataError(
-                f"shards of {sizes} rows do not split into {number} global batches; "
-                "give every rank the same share of each (see shard_by_batch_size)"
-            )
-        share = data.size // number
-        return [data.slice(start, start + share) for start in range(0, share * number, share or 1)] or [data] * number
-
-    def _plan(self, data: BatchedDataDict[Any], mbs: int, *, for_training: bool) -> tuple[Plan, list[int]]:
-        """Which rows run together, and the permutation that puts their results back in order."""
-        packing, dynamic = self.config.sequence_packing, self.config.dynamic_batching
-        lengths = data["input_lengths"].tolist()
-        if packing.enabled:
-            plan = packed_plan(lengths, packing.train_mb_tokens if for_training else packing.logprob_mb_tokens)
-        elif dynamic.enabled:
-            budget = dynamic.train_mb_tokens if for_training else dynamic.logprob_mb_tokens
-            plan = dynamic_plan(lengths, budget, length_multiple=dynamic.sequence_length_round)
-        else:
-            plan = fixed_plan(data.size, mbs)
-        return plan, inverse_permutation([row for group in plan for row in group])
-
-    def _run(
-        self, batch: BatchedDataDict[Any], loss_fn: LossFunction, mbs: int | None, *, backward: bool
-    ) -> StepOutcome:
-        # Rows that are masked out as a whole take no part in the loss, and cost nothing.
-        batch = batch.select_indices(batch["sample_mask"].nonzero()[:, 0]).to(self.device)
-        plan, _ = self._plan(batch, mbs or self.config.train_micro_batch_size, for_training=True)
-        rounds = largest_over(len(plan), self.mesh.world)
-        micro_batches = batch.microbatches(plan, length_multiple=self._length_multiple)
-        return run_micro_batches(
-            self.sharding,
-            batch,
-            micro_batches,
-            rounds,
-            loss_fn,
-            packed=self._packs,
-            backward=backward,
-            loss_scale=self.optimizer.loss_scale if self.optimizer is not None else 1.0,
-        )
-
-    def _note_step(self, grad_norm: float, outcome: StepOutcome) -> bool:
-        """Count a skipped step; too many in a row end the training. All ranks see the same norm, and do the same."""
-        is_skipped = not torch.isfinite(torch.tensor(grad_norm))
-        self._nonfinite_steps_in_a_row = self._nonfinite_steps_in_a_row + 1 if is_skipped else 0
-        if self._nonfinite_steps_in_a_row >= self.config.max_nonfinite_steps:
-            named = [name for names in gather_over(outcome.suspects(), self.mesh.dp_group) for name in names]
-            raise TrainingError(
-                f"gradients were NaN or infinite in {self._nonfinite_steps_in_a_row} optimizer steps in a row "
-                f"(last in samples {', '.join(map(str, named[:8]))}); lower the learning rate or look at those samples"
-            )
-        return is_skipped
-
-    def _check_batch(self, data: BatchedDataDict[Any]) -> None:
-        missing = {"input_ids", "input_lengths", "token_mask", "sample_mask"} - set(data.keys())
-        if missing:
-            raise DataError(f"the batch has no {', '.join(sorted(missing))}; train needs them (see BatchedDataDict)")

@@ -36,7 +36,7 @@ _MOST_WAITING_LINES, _PATIENCE_S = 1000, 0.002
 _MOST_WAITING_BATCHES = 16  # of rows or curves, which may be many megabytes each
 _FINISH_TIMEOUT_S = 10.0
 _OWN_NAMES = frozenset(
-    {"metrics.jsonl", "hyperparams.json", "config.yaml", "checkpoints", "plots", *TRACKERS}
+    {"metrics.jsonl", "hyperparams.json", "config.yaml", "run.lock", "checkpoints", "plots", *TRACKERS}
 )  # what a run folder has beside rows
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import orjson
 import pytest
 
-from lucidrl.checkpoint.manager import CheckpointManager
-from lucidrl.checkpoint.tensors import load_tensors
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
 from lucidrl.recipes.wiring import run_grpo, run_sft
 from lucidrl.utils.config import load_config
@@ -34,9 +32,10 @@ SMALL_SFT = {"sft": {"max_steps": 4, "examples_per_step": 8}}
 
 @dataclass
 class Watcher:
-    """Remembers what it is told, and presses Ctrl-C at a step if asked to."""
+    """Remembers what it is told, and presses Ctrl-C or ends the run at a step if asked to."""
 
     interrupt_at: int | None = None
+    die_at: int | None = None
     messages: list[str] = field(default_factory=list)
     samples_of: dict[int, Any] = field(default_factory=dict)
 
@@ -49,6 +48,8 @@ class Watcher:
     def on_step(self, step, metrics):
         if step == self.interrupt_at:
             os.kill(os.getpid(), signal.SIGINT)
+        if step == self.die_at:
+            raise RuntimeError("died before anything of this step was saved")
 
     def announce(self, message):
         self.messages.append(message)
@@ -77,24 +78,15 @@ class RunFolder:
     def train_metric(self, name):
         return [line[f"train/{name}"] for line in self.lines() if f"train/{name}" in line]
 
-    def tensors(self):
-        """All tensors of the newest checkpoint, weights and optimizer."""
-        folder = CheckpointManager(self.path / "checkpoints").latest().path
-        return {
-            f"{file.parent.name}/{name}": tensor
-            for file in folder.rglob("*.safetensors")
-            for name, tensor in load_tensors(file).items()
-        }
-
 
 @pytest.fixture
 def run(tmp_path):
-    """run("grpo", "folder", *overrides, interrupt_at=…, resume=…) → the folder and the last completed step."""
+    """run("grpo", "folder", *overrides, interrupt_at=…, die_at=…, resume=…) → the folder and the last step."""
 
-    def start(algorithm, name, *overrides, interrupt_at=None, resume=False):
+    def start(algorithm, name, *overrides, interrupt_at=None, die_at=None, resume=False):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        watcher = Watcher(interrupt_at)
+        watcher = Watcher(interrupt_at, die_at)
         if algorithm == "grpo":
             config = load_config(GRPORunConfig, SMALL, SMALL_GRPO, overrides=overrides)
             last_step = run_grpo(config, folder, watcher, resume)

@@ -1,18 +1,21 @@
 """Checkpoints are whole or absent, whatever happens to the process that writes them."""
 
 import errno
+import hashlib
 import logging
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from lucidrl.checkpoint import manager as manager_module
 from lucidrl.checkpoint.manager import CheckpointManager
+from lucidrl.checkpoint.manifest import FileDigest
 from lucidrl.errors import CheckpointError, ConfigError
 
 
@@ -23,6 +26,10 @@ def save(manager, step, content="weights", **metrics):
 
 
 def names(root):
+    """What is there, once old checkpoints are deleted."""
+    for thread in threading.enumerate():
+        if thread.name == "remover":
+            thread.join()
     return sorted(path.name for path in root.iterdir())
 
 
@@ -143,6 +150,50 @@ def test_damaged_checkpoints_are_skipped_and_named(tmp_path, caplog):
         manager.load(3)
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_refused_checkpoint_comes_with_the_newest_valid_one(tmp_path, step):
+    manager = CheckpointManager(tmp_path)
+    for number in (1, 2):
+        save(manager, number)
+    (tmp_path / f"step_{step}" / "model" / "weights.bin").unlink()
+    with pytest.raises(CheckpointError, match=rf"it is missing.*newest valid .*/step_{3 - step}\)"):
+        manager.load(step)
+    (tmp_path / f"step_{3 - step}" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"newest valid .*: none\)"):
+        manager.load(step)
+
+
+def test_links_uncommitted_and_renamed_folders_are_refused(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    save(manager, 1)
+    (tmp_path / "step_2").symlink_to(tmp_path / "step_1")
+    with pytest.raises(CheckpointError, match="step_2 cannot be used: it is a symbolic link"):
+        manager.load(2)
+    with manager.saving(3) as folder, pytest.raises(CheckpointError, match="it was not committed"):
+        manager.load(folder)
+    (tmp_path / "step_3").rename(tmp_path / "step_4")
+    with pytest.raises(CheckpointError, match=r"step_4 cannot be used: its state\.json is of step 3"):
+        manager.load(4)
+    assert manager.latest().step == 1
+    (tmp_path / "step_4").rename(tmp_path / "best")  # any other name is the owner's business
+    assert manager.load(tmp_path / "best").step == 3
+
+
+def test_a_pending_checkpoint_is_no_checkpoint_before_its_commit(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    pending = manager.begin(1, state={"epoch": 1})
+    (pending.folder / "weights.bin").write_text("weights")
+    CheckpointManager(tmp_path)  # another start leaves it alone
+    assert manager.latest() is None
+    digest = FileDigest(7, hashlib.sha256(b"weights").hexdigest())
+    pending.commit({pending.folder / "weights.bin": digest})
+    assert manager.load(1).state == {"epoch": 1}
+    other = manager.begin(2)
+    other.discard()
+    other.discard()
+    assert names(tmp_path) == ["step_1"]
+
+
 def test_only_step_folders_are_looked_at(tmp_path):
     manager = CheckpointManager(tmp_path)
     save(manager, 2)
@@ -212,7 +263,7 @@ def test_a_full_disk_is_one_sentence_and_spares_earlier_checkpoints(tmp_path, co
     manager = CheckpointManager(tmp_path)
     save(manager, 1)
     with (
-        pytest.raises(CheckpointError, match=r"save step 2 .* bytes are free, the newest checkpoint takes \d+ bytes"),
+        pytest.raises(CheckpointError, match=r"save \S+step_2: step_1 takes \d+ bytes, \d+ bytes are available"),
         manager.saving(2),
     ):
         raise OSError(code, os.strerror(code))
@@ -223,11 +274,11 @@ def test_a_full_disk_is_one_sentence_and_spares_earlier_checkpoints(tmp_path, co
 def test_a_disk_that_fills_up_while_committing_is_reported_alike(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path)
 
-    def full(folder):
+    def full(folder, digests):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(manager_module, "write_manifest", full)
-    with pytest.raises(CheckpointError, match="the size needed is unknown"):
+    with pytest.raises(CheckpointError, match="the bytes needed are not known"):
         save(manager, 1)
     assert names(tmp_path) == []
 

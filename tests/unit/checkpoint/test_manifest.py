@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from lucidrl.checkpoint.manifest import verify_manifest, write_manifest
+from lucidrl.checkpoint.manifest import FORMAT_VERSION, FileDigest, verify_manifest, write_manifest
 from lucidrl.errors import CheckpointError
 
 
@@ -87,9 +87,11 @@ def test_another_format_version_is_refused(folder):
         verify_manifest(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"format_version": 1}', '{"format_version": 1, "files": {"a": 3}}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"format_version": V}', '{"format_version": V, "files": {"a": 3}}', "[" * 100_000]
+)
 def test_a_damaged_manifest_is_refused(folder, text):
-    (folder / "manifest.json").write_text(text)
+    (folder / "manifest.json").write_text(text.replace("V", str(FORMAT_VERSION)))
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         verify_manifest(folder)
 
@@ -98,3 +100,31 @@ def test_a_missing_manifest_is_refused(folder):
     (folder / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest\.json: it is missing"):
         verify_manifest(folder)
+
+
+def test_a_pipe_in_place_of_the_manifest_is_refused_without_being_opened(folder):
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+    with pytest.raises(CheckpointError, match=r"manifest\.json: it is not a regular file"):
+        verify_manifest(folder)
+
+
+def test_a_part_of_the_folder_is_verified_alone(folder):
+    (folder / "state.json").write_text("changed")
+    verify_manifest(folder, below="weights")
+    (folder / "weights" / "a.bin").write_bytes(b"aaba")
+    with pytest.raises(CheckpointError, match=r"weights/a\.bin"):
+        verify_manifest(folder, below="weights")
+
+
+def test_known_digests_are_taken_as_they_are_and_the_other_files_are_read(folder):
+    write_manifest(folder, {folder / "weights" / "a.bin": FileDigest(4, "known")})
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    assert files["weights/a.bin"] == {"size_bytes": 4, "sha256": "known"}
+    assert len(files["state.json"]["sha256"]) == 64
+
+
+@pytest.mark.parametrize(("name", "complaint"), [("a.bin", "it has 4 bytes instead of 5"), ("b.bin", "is gone")])
+def test_a_digest_of_another_file_than_the_one_there_is_refused(folder, name, complaint):
+    with pytest.raises(CheckpointError, match=complaint):
+        write_manifest(folder, {folder / "weights" / name: FileDigest(5, "known")})

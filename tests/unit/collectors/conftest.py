@@ -21,7 +21,7 @@ class RecordingGenerator(BuiltinGenerator):
 
     def generate(self, data, greedy=False):
         output = super().generate(data, greedy)
-        self.calls = [*getattr(self, "calls", []), (data, output)]
+        self.record = [*getattr(self, "record", []), (data, output)]
         return output
 
 

@@ -48,7 +48,7 @@ def test_rows_are_the_very_tokens_and_logprobs_that_the_generator_returned(make_
     collector = make_collector(arithmetic, questions, model="embedded-untrained")
     rollouts = collector.collect()
     batch = rollouts.to_batch(PAD)
-    [(asked, output)] = collector.generator.calls
+    [(asked, output)] = collector.generator.record
     width = batch["input_ids"].shape[1]
     assert torch.equal(batch["input_ids"], output["output_ids"][:, :width])
     assert torch.equal(batch["input_lengths"], output["unpadded_sequence_lengths"])
@@ -93,7 +93,7 @@ def test_each_turn_goes_on_from_the_tokens_of_the_turns_before(make_collector):
     env = GuessingEnv(GuessingConfig(max_number=50, max_turns=5))
     collector = make_collector(env, env.prompts(), max_turns=3)
     rollouts = collector.collect()
-    calls = collector.generator.calls
+    calls = collector.generator.record
     still_open = list(rollouts.conversations)
     for turn, (asked, output) in enumerate(calls, start=1):
         assert len(still_open) == asked.size

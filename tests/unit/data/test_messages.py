@@ -26,7 +26,7 @@ def answered(tokenizer, text, **changes):
     """A log of the question and an answer whose sampled ids are those of `text`."""
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False))
     log = with_tokens(QUESTION, render_prompt(tokenizer, QUESTION))
-    return [*log, sampled_message(text, ids, torch.full((len(ids),), -0.5)) | changes]
+    return [*log, sampled_message(text, ids, torch.full((len(ids),), -0.5), 3) | changes]
 
 
 def all_ids(log):

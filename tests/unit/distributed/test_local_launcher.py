@@ -164,15 +164,15 @@ def test_an_interrupted_call_ends_the_group(group):
 
 
 def test_an_exception_in_a_constructor_is_told_without_waiting_for_the_others(tmp_path):
-    with pytest.raises(WorkerError, match="rank 1 of 2 failed in its start: OSError: no such model"):
+    with pytest.raises(WorkerError, match="rank 1 of 2 failed in the start: OSError: no such model"):
         WorkerGroup(FailsToStart, (1, OSError("no such model")), cluster=TWO, log_dir=tmp_path)
 
 
 def test_a_constructor_that_ends_or_hangs_is_told(tmp_path):
-    with pytest.raises(WorkerError, match=r"rank [01] of 2 ended with exit code 7 in its start"):
+    with pytest.raises(WorkerError, match=r"rank [01] of 2 ended with exit code 7 in the start"):
         WorkerGroup(ExitsAtStart, cluster=TWO, log_dir=tmp_path)
     hurried = ClusterConfig(num_workers=2, start_timeout_s=0.5)
-    with pytest.raises(WorkerError, match=r"did not finish its start within 0.5 s.*raise cluster.start_timeout_s"):
+    with pytest.raises(WorkerError, match=r"did not finish the start within 0.5 s.*raise cluster.start_timeout_s"):
         WorkerGroup(HangsAtStart, cluster=hurried, log_dir=tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_a_class_that_a_new_process_cannot_import_is_told(tmp_path, monkeypatch)
     import vanishing
 
     (tmp_path / "vanishing.py").unlink()
-    with pytest.raises(WorkerError, match="failed in its start: ModuleNotFoundError: No module named 'vanishing'"):
+    with pytest.raises(WorkerError, match="failed in the start: ModuleNotFoundError: No module named 'vanishing'"):
         WorkerGroup(vanishing.Worker, cluster=TWO, log_dir=tmp_path)
 
 

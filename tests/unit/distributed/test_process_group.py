@@ -8,7 +8,12 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from lucidrl.distributed.process_group import RankInfo, init_process_group_from_environment, leave_process_group
+from lucidrl.distributed.process_group import (
+    RankInfo,
+    check_exchanges_cpu_tensors,
+    init_process_group_from_environment,
+    leave_process_group,
+)
 from lucidrl.errors import ConfigError
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -21,9 +26,52 @@ def _no_variables(monkeypatch):
 
 
 def test_alone_there_is_no_group():
-    assert init_process_group_from_environment(10) == RankInfo(rank=0, local_rank=0, world_size=1)
+    info = init_process_group_from_environment(10)
+    assert info == RankInfo(rank=0, local_rank=0, world_size=1)
     assert not dist.is_initialized()
-    leave_process_group()
+    leave_process_group(info)
+
+
+@pytest.fixture
+def make_group(tmp_path):
+    """Makes a default group of this process alone, as a user would."""
+
+    def make(backend: str = "gloo") -> None:
+        dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+
+    yield make
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_group_of_somebody_else_is_not_ended(make_group):
+    make_group()
+    leave_process_group(init_process_group_from_environment(10))
+    assert dist.is_initialized()
+
+
+def test_a_group_is_ended_by_the_one_it_was_made_for(monkeypatch, make_group):
+    for name, value in zip(VARIABLES, ("0", "0", "1", "localhost", "0"), strict=True):
+        monkeypatch.setenv(name, value)
+    first, second = (init_process_group_from_environment(10) for _ in range(2))
+    leave_process_group(second)
+    assert dist.is_initialized()
+    leave_process_group(first)
+    assert not dist.is_initialized()
+    make_group()
+    leave_process_group(first)  # a second time, when there is another
+    assert dist.is_initialized()
+
+
+def test_a_group_for_gpus_alone_is_refused_where_cpu_tensors_travel(make_group):
+    make_group("cuda:gloo")
+    with pytest.raises(ConfigError, match=r"offloading exchanges .* has cuda:gloo only; make it with .*cpu:gloo,cuda:"):
+        check_exchanges_cpu_tensors("offloading")
+
+
+def test_a_group_for_all_tensors_will_do(make_group):
+    make_group()
+    check_exchanges_cpu_tensors("offloading")
 
 
 def test_an_incomplete_environment_is_refused(monkeypatch):

@@ -36,6 +36,14 @@ def test_one_worker_lives_in_this_process_and_is_handed_the_objects_themselves()
         assert group.run_each("echo", [(value,)])[0] is value
 
 
+def test_one_worker_gets_its_own_process_on_request(tmp_path):
+    with WorkerGroup(Plain, (10,), log_dir=tmp_path, own_processes=True) as group:
+        (pid,) = group.run_all("pid")
+        assert psutil.Process(pid).ppid() == os.getpid()
+        assert group.run_all("add", 5) == [15]
+    assert not psutil.pid_exists(pid)
+
+
 def test_one_worker_raises_what_it_raises_and_goes_on():
     with WorkerGroup(Plain) as group:
         with pytest.raises(KeyError, match="missing"):

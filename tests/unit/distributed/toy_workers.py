@@ -89,7 +89,7 @@ class Joined(Plain):
         dist.all_reduce(torch.zeros(1))
 
     def shutdown(self) -> None:
-        leave_process_group()
+        leave_process_group(self.info)
 
 
 class FailsToStart(Plain):

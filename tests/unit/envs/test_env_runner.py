@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.envs.text.runner import EnvRunner, _even_chunks
-from lucidrl.errors import EnvironmentFailure
+from lucidrl.errors import CheckpointError, EnvironmentFailure
 
 
 def make_requests(*answers):
@@ -265,3 +265,56 @@ def test_metrics_that_are_no_numbers_are_a_bad_reply():
         pytest.raises(EnvironmentFailure, match="metrics that are not numbers: kind"),
     ):
         runner.step([request])
+
+
+class Counting(ScriptedEnv):
+    """Keeps how often it was asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    async def step(self, batch):
+        self.calls += 1
+        return await super().step(batch)
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+def test_what_an_environment_keeps_is_saved_and_given_back():
+    with make_runner(Counting(), max_concurrency=1) as runner:
+        runner.step(make_requests("a"))
+        state = runner.state_dict()
+    assert state == {"env": {"calls": 1}}
+    env = Counting()
+    with make_runner(env) as runner:
+        runner.load_state_dict({"position": 3, **state})
+    assert env.calls == 1
+
+
+def test_an_environment_that_keeps_nothing_has_no_state():
+    with make_runner(ScriptedEnv()) as runner:
+        assert runner.state_dict() == {}
+        runner.load_state_dict({"position": 3})
+        with pytest.raises(CheckpointError, match="has a state of the environment, but ScriptedEnv keeps none"):
+            runner.load_state_dict({"env": {}})
+
+
+def test_an_environment_that_keeps_something_wants_its_state_back():
+    with make_runner(Counting()) as runner:
+        with pytest.raises(CheckpointError, match="has no state of the environment, but Counting keeps one"):
+            runner.load_state_dict({})
+        with pytest.raises(CheckpointError, match=r"Counting\.load_state_dict raised KeyError: 'calls'"):
+            runner.load_state_dict({"env": {}})
+
+
+@pytest.mark.parametrize("state", [torch.zeros(2), {1, 2}, np.ones(2), object()])
+def test_a_state_that_no_checkpoint_can_hold_is_refused(state):
+    env = Counting()
+    env.calls = state
+    with make_runner(env) as runner, pytest.raises(EnvironmentFailure, match="gives no state that can be saved"):
+        runner.state_dict()

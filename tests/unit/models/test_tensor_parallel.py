@@ -38,7 +38,7 @@ from lucidrl.errors import ConfigError
 from lucidrl.models import attention
 from lucidrl.models.attention import PaddedLayout
 from lucidrl.models.head import LogitTransform, token_logprobs
-from lucidrl.models.tensor_parallel import apply_tensor_parallel, check_tensor_parallel_size
+from lucidrl.models.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 
 VOCABULARY = 51
 """Splits unevenly over two ranks, and over four."""
@@ -220,6 +220,12 @@ def test_a_plan_of_the_users_equals_one_rank(two_ranks, plan, sequence_parallel)
     assert_equal_to_one_rank(results, "llama")
 
 
+def test_a_plan_that_leaves_attention_whole_takes_any_number_of_heads(two_ranks):
+    odd = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}
+    results = two_ranks(differences, "llama", True, (1, 2), False, odd, f"{HERE}.FEED_FORWARD_PLAN")
+    assert_equal_to_one_rank(results, "llama")
+
+
 def after_three_steps(name: str, sequence_parallel: bool) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """How far the weights are from those of one rank, and the parameters that are not split."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
@@ -303,9 +309,11 @@ def test_a_model_without_weights_can_be_split(two_ranks):
 )
 def test_a_size_that_cuts_through_a_head_is_refused(size, heads, key):
     config = LlamaConfig(hidden_size=576, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     sentence = f"tensor_parallel_size={size} does not divide the model's {key}; choose a size that divides"
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        check_tensor_parallel_size(config, size)
+        check_tensor_parallel(model, size)
 
 
 def refusal(config: PreTrainedConfig, options: dict[str, Any]) -> str:

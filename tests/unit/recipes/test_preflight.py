@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import orjson
 import pytest
+from transformers import GPT2Config
 
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.embedded import embedded_config, embedded_tokenizer
@@ -51,6 +52,21 @@ def test_what_takes_memory_grows_with_what_is_asked_for(tmp_path):
     more = preflight(settings(tmp_path, "grpo.loss.kl_coefficient=0.1", "collector.samples_per_prompt=16")).memory_gib
     assert more["reference weights"] == plain["weights"]
     assert more["key-value cache"] > plain["key-value cache"]
+
+
+def test_an_architecture_without_a_tensor_parallel_plan_is_found_before_the_ranks_start(tmp_path):
+    folder = tmp_path / "model"
+    GPT2Config(vocab_size=100, n_positions=512, n_embd=16, n_layer=1, n_head=2).save_pretrained(folder)
+    embedded_tokenizer().save_pretrained(folder)
+    overrides = ["cluster.num_workers=2", "policy.dtensor_cfg.tensor_parallel_size=2", f"policy.model_name={folder}"]
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel has no plan for tensor parallelism"):
+        preflight(settings(tmp_path, *overrides))
+
+
+def test_generators_of_their_own_hold_two_versions_each(tmp_path):
+    separate = ["policy.generation.placement=separate", "policy.generation.num_workers=3"]
+    memory = preflight(settings(tmp_path, *separate)).memory_gib
+    assert memory["generators"] == 6 * memory["weights"]
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_named(tmp_path):

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -93,8 +103,80 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path):
         read_run_config(GRPORunConfig, Path(tmp_path), [])
 
 
-def test_a_run_folder_serves_one_process_at_a_time(tmp_path):
-    with occupied(tmp_path), pytest.raises(ConfigError, match="in use by another process"), occupied(tmp_path):
+HOLDER = """
+import sys, time
+from pathlib import Path
+from lucidrl.recipes.run_folder import occupied
+with occupied(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process, which holds the folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_run_folder_serves_one_process_at_a_time_and_names_it(tmp_path, holder):
+    entry = json.loads((tmp_path / "run.lock").read_text())
+    assert entry["pid"] == holder.pid
+    owner = f"in use by process {holder.pid} on {socket.gethostname()} since {entry['since']}"
+    with pytest.raises(ConfigError, match=re.escape(owner)), occupied(tmp_path):
         pass
+    assert json.loads((tmp_path / "run.lock").read_text()) == entry
+    assert abs(datetime.now().astimezone() - datetime.fromisoformat(entry["since"])) < timedelta(minutes=1)
+
+
+def test_the_folder_of_a_killed_process_is_taken_over(tmp_path, holder, caplog):
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / "run.lock").exists()
+    with caplog.at_level("INFO"), occupied(tmp_path):
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+    assert f"taking over {tmp_path} from process {holder.pid}" in caplog.text
+
+
+@pytest.mark.parametrize("ending", [None, RuntimeError, KeyboardInterrupt])
+def test_a_run_that_ends_leaves_no_lock(tmp_path, caplog, ending):
+    with suppress(RuntimeError, KeyboardInterrupt), occupied(tmp_path):
+        if ending is not None:
+            raise ending
+    assert list(tmp_path.iterdir()) == []
+    with caplog.at_level("INFO"), occupied(tmp_path):
+        pass
+    assert caplog.text == ""
+
+
+def test_a_lock_that_its_holder_removes_just_before_it_is_taken_does_not_count(tmp_path, monkeypatch):
+    endings = iter([True, False, False])
+
+    def flock_after_the_holder_ended(descriptor, operation):
+        if next(endings):
+            (tmp_path / "run.lock").unlink()
+        flock(descriptor, operation)
+
+    flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", flock_after_the_holder_ended)
+    with occupied(tmp_path), pytest.raises(ConfigError, match="in use by process"), occupied(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": 1}', b"\xff" * 10_000])
+def test_a_lock_without_a_readable_entry_is_taken_over_too(tmp_path, content):
+    (tmp_path / "run.lock").write_bytes(content)
     with occupied(tmp_path):
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(tmp_path):
+    (tmp_path / "precious").write_text("content")
+    (tmp_path / "run.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match=r"run\.lock cannot be written"), occupied(tmp_path):
         pass
+    assert (tmp_path / "precious").read_text() == "content"

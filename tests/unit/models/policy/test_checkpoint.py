@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from lucidrl.algorithms.losses import NLLLoss
-from lucidrl.errors import CheckpointError
+from lucidrl.errors import CheckpointError, ConfigError
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.policy import Policy
@@ -114,7 +114,7 @@ def test_another_models_weights_are_refused_whole(make_worker, tiny_model, save_
 
 
 def test_a_missing_checkpoint_is_named(make_worker, tmp_path):
-    with pytest.raises(CheckpointError, match=r"nowhere/model\.safetensors is not a readable"):
+    with pytest.raises(CheckpointError, match=r"nowhere/model\.safetensors cannot be used: it is missing"):
         make_worker().load_checkpoint(str(tmp_path / "nowhere"))
 
 
@@ -122,10 +122,107 @@ def test_an_optimizer_state_that_does_not_fit_is_refused(make_worker, tmp_path):
     weights, optimizer = str(tmp_path / "weights"), str(tmp_path / "optimizer")
     worker = make_worker()
     worker.save_checkpoint(weights, optimizer)
-    for other in (make_worker(**TRAINING), make_worker(precision="bfloat16"), make_worker("qwen2")):
-        own_weights = str(tmp_path / "own")
-        other.save_checkpoint(own_weights)
-        with pytest.raises(CheckpointError, match="holds no state of this policy's optimizer"):
-            other.load_checkpoint(own_weights, optimizer)
-    with pytest.raises(CheckpointError, match="holds no state of this policy's optimizer"):
+    for options, complaint in (
+        (TRAINING, "no state of this policy's optimizer .it has no scheduler"),
+        ({"precision": "bfloat16"}, "no state of this policy's optimizer .it has no master weight of model"),
+        ({"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}}}, "it is of AdamW, the policy has SGD"),
+    ):
+        with pytest.raises(CheckpointError, match=complaint):
+            make_worker(**options).load_checkpoint(weights, optimizer)
+    other = make_worker("qwen2")
+    other.save_checkpoint(str(tmp_path / "own"))
+    with pytest.raises(
+        CheckpointError, match=r"optimizer is of another model: model\.layers\.0\.self_attn\.q_proj\.bias"
+    ):
+        other.load_checkpoint(str(tmp_path / "own"), optimizer)
+    with pytest.raises(CheckpointError, match=r"optimizer\.json: it is missing"):
         worker.load_checkpoint(weights, str(tmp_path / "nowhere"))
+
+
+OPTIMIZERS = {
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "SGD": {},
+    "SGD with momentum": {"momentum": 0.9},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "ASGD": {},
+    "Rprop": {},
+    "Adafactor": {},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_goes_on_to_the_bit(make_worker, make_rows, weights_of, tmp_path, name):
+    kwargs = {"lr": 0.01, **OPTIMIZERS[name]}
+    options = {"optimizer": {"name": f"torch.optim.{name.partition(' ')[0]}", "kwargs": kwargs}}
+    worker = make_worker(**options)
+    for seed in range(2):
+        worker.train(make_rows(seed=seed), NLLLoss())
+    weights, optimizer = str(tmp_path / "weights"), str(tmp_path / "optimizer")
+    worker.save_checkpoint(weights, optimizer)
+    resumed = make_worker(**options, weights_path=weights, optimizer_path=optimizer)
+    for each in (worker, resumed):
+        each.train(make_rows(seed=2), NLLLoss())
+    assert same(weights_of(resumed), weights_of(worker))
+
+
+def test_a_weight_that_never_had_a_gradient_has_no_state_after_loading_either(make_worker, make_rows, tmp_path):
+    worker = make_worker()
+    worker.train(make_rows(), NLLLoss())
+    state = worker.optimizer._optimizer.state
+    state.pop(next(iter(state)))
+    weights, optimizer = str(tmp_path / "weights"), str(tmp_path / "optimizer")
+    worker.save_checkpoint(weights, optimizer)
+    loaded = make_worker(weights_path=weights, optimizer_path=optimizer)
+    expected, found = (each.optimizer.state_dict()["optimizer"]["state"] for each in (worker, loaded))
+    assert 0 not in expected
+    assert found.keys() == expected.keys()
+    assert all(same(found[index], expected[index]) for index in expected)
+    loaded.train(make_rows(), NLLLoss())
+
+
+def test_a_checkpoint_before_the_first_step_is_a_checkpoint(make_worker, make_rows, weights_of, tmp_path):
+    worker = make_worker()
+    worker.save_checkpoint(str(tmp_path / "weights"), str(tmp_path / "optimizer"))
+    started = make_worker(weights_path=str(tmp_path / "weights"), optimizer_path=str(tmp_path / "optimizer"))
+    for each in (worker, started):
+        each.train(make_rows(), NLLLoss())
+    assert same(weights_of(started), weights_of(worker))
+
+
+def test_saving_again_replaces_what_was_saved_and_nothing_else(make_worker, make_rows, weights_of, tmp_path):
+    worker = make_worker()
+    folder = tmp_path / "trained"
+    worker.save_checkpoint(str(folder))
+    (folder / "left.over").touch()
+    worker.train(make_rows(), NLLLoss())
+    worker.save_checkpoint(str(folder), tokenizer_path=str(folder))
+    assert not (folder / "left.over").exists()
+    assert same(weights_of(make_worker(weights_path=str(folder))), weights_of(worker))
+    (folder / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="trained exists and is not a saved checkpoint, so it is not replaced"):
+        worker.save_checkpoint(str(folder))
+    with pytest.raises(CheckpointError, match=r"new/optimizer lies inside of \S+new; give folders beside each other"):
+        worker.save_checkpoint(str(tmp_path / "new"), str(tmp_path / "new" / "optimizer"))
+    assert [path.name for path in tmp_path.iterdir()] == ["trained"]
+
+
+def test_a_save_that_was_killed_is_cleaned_up_by_the_next(make_worker, tmp_path):
+    (tmp_path / ".saving-trained-xyz").mkdir()
+    (tmp_path / ".saving-other-xyz").mkdir()
+    make_worker().save_checkpoint(str(tmp_path / "trained"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".saving-other-xyz", "trained"]
+
+
+def test_a_policy_without_an_optimizer_saves_and_loads_weights_alone(make_worker, tmp_path):
+    worker = make_worker(init_optimizer=False)
+    worker.save_checkpoint(str(tmp_path / "weights"))
+    worker.load_checkpoint(str(tmp_path / "weights"))
+    for call in (worker.save_checkpoint, worker.begin_checkpoint, worker.load_checkpoint):
+        with pytest.raises(ConfigError, match="optimizer_path, but this policy was made with init_optimizer=False"):
+            call(str(tmp_path / "new"), str(tmp_path / "optimizer"))

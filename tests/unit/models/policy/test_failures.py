@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from lucidrl.algorithms.losses import NLLLoss
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import DataError, TrainingError
+from lucidrl.models.embedded import embedded_tokenizer
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
+from lucidrl.models.policy.worker import PolicyWorker
 
 ADAMW = {"kwargs": {"lr": 0.01, "weight_decay": 0.1}}
+KINDS = [DTensorPolicyWorker, FSDP1PolicyWorker]
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -99,7 +108,92 @@ def test_a_batch_that_lacks_a_column_is_refused(make_worker, make_rows, missing)
         make_worker().train(rows, NLLLoss())
 
 
+@pytest.mark.parametrize("missing", ["input_lengths", "input_ids"])
+def test_a_batch_that_cannot_be_scored_is_refused(make_worker, make_rows, missing):
+    rows = make_rows()
+    del rows[missing]
+    for score in (make_worker().get_logprobs, make_worker().get_reference_policy_logprobs):
+        with pytest.raises(DataError, match=f"the batch has no {missing}; get_logprobs needs input_ids, input_lengths"):
+            score(rows)
+
+
+@pytest.mark.parametrize("length", [17, -1])
+def test_lengths_that_the_columns_have_no_room_for_are_refused(make_worker, make_rows, batching, length):
+    rows, worker = make_rows(), make_worker(**batching)
+    rows["input_lengths"][2] = length
+    for call in (worker.get_logprobs, lambda rows: worker.train(rows, NLLLoss())):
+        with pytest.raises(
+            DataError, match=rf"row 2 has input_lengths={length}, but .* room for 16 tokens; give .* from 0 to 16"
+        ):
+            call(rows)
+
+
 @pytest.mark.parametrize(("count", "gbs"), [(8, 3), (4, 8), (0, 4)])
 def test_rows_that_do_not_make_whole_global_batches_are_refused(make_worker, make_rows, count, gbs):
     with pytest.raises(DataError, match=f"{count} rows do not split into global batches of {gbs}"):
         make_worker().train(make_rows().slice(0, count), NLLLoss(), gbs=gbs)
+
+
+# On two ranks
+
+
+class RaisingLoss(NLLLoss):
+    """Raises for micro-batches with the named samples, at once or in their backward pass."""
+
+    def __init__(self, *names: str, in_backward: bool = False):
+        self.names, self.in_backward = set(names), in_backward
+
+    def __call__(self, outputs, data, global_valid_seqs, global_valid_toks):
+        if self.names & set(data["idx"]):
+            if not self.in_backward:
+                self.fail()
+            outputs.logprobs.register_hook(self.fail)
+        return super().__call__(outputs, data, global_valid_seqs, global_valid_toks)
+
+    def fail(self, *args):
+        raise RuntimeError("this loss fails")
+
+
+def make_on_ranks(kind: type[PolicyWorker], precision: str) -> PolicyWorker:
+    small = {"sequence_packing": {"enabled": False}, "train_micro_batch_size": 1}
+    return kind(PolicyConfig(precision=precision, optimizer=ADAMW, **small), embedded_tokenizer())
+
+
+def trained_on(worker: PolicyWorker, rows: BatchedDataDict[Any]) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Loss, gradient norm and whole weights of one step."""
+    result = worker.train(rows, NLLLoss())
+    weights = {name: tensor.clone() for name, tensor in worker.sharding.full_weights()}
+    return float(result["global_loss"]), float(result["grad_norm"]), weights
+
+
+def train_past_an_error(kind: type[PolicyWorker], precision: str, in_backward: bool, rows: dict[str, Any]) -> bool:
+    """Whether a worker whose loss raised in the third of four micro-batches goes on like one whose loss did not."""
+    failed, fine = make_on_ranks(kind, precision), make_on_ranks(kind, precision)
+    own = BatchedDataDict(rows).chunk(failed.rank, 2)
+    with pytest.raises(RuntimeError, match="this loss fails"):
+        failed.train(own, RaisingLoss("sample-2", "sample-6", in_backward=in_backward))
+    (*numbers, weights), (*expected_numbers, expected) = trained_on(failed, own), trained_on(fine, own)
+    return numbers == expected_numbers and same(weights, expected)
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_that_raises_on_ranks_leaves_nothing_behind(two_ranks, named_rows, kind, precision, in_backward):
+    assert two_ranks(train_past_an_error, kind, precision, in_backward, named_rows.get_dict()) == [True, True]
+
+
+def train_with_all_rows_on_rank_0(kind: type[PolicyWorker], precision: str, rows: dict[str, Any]) -> Any:
+    worker, data = make_on_ranks(kind, precision), BatchedDataDict(rows)
+    return trained_on(worker, data if worker.rank == 0 else data.slice(0, 0))
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_without_rows_takes_part_all_the_same(two_ranks, named_rows, kind, precision):
+    rows, tolerance = named_rows.get_dict(), 1e-9 if precision == "float64" else 5e-5
+    loss, grad_norm, weights = train_with_all_rows_on_rank_0(kind, precision, rows)
+    for result in two_ranks(train_with_all_rows_on_rank_0, kind, precision, rows):
+        assert result[:2] == pytest.approx((loss, grad_norm), rel=tolerance)
+        for name, tensor in result[2].items():
+            torch.testing.assert_close(tensor, weights[name], rtol=0, atol=tolerance, msg=name)

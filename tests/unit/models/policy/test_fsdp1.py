@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lucidrl.algorithms.losses import NLLLoss
+from lucidrl.checkpoint.shards import open_tensors
 from lucidrl.data.messages import render_prompt
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import ConfigError, DataError
@@ -17,7 +17,6 @@ from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.policy import model_on_ranks
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
-from lucidrl.models.policy.offload import HostMemory
 
 ADAMW = {"optimizer": {"kwargs": {"lr": 0.01, "weight_decay": 0.1}}}
 SMALL_MICRO_BATCHES = {"sequence_packing": {"enabled": False}, "train_micro_batch_size": 1}
@@ -56,19 +55,15 @@ def rows(make_rows) -> dict[str, Any]:
     return make_rows().get_dict() | {"idx": [f"row {number}" for number in range(8)]}
 
 
-class FailingLoss(NLLLoss):
-    """NaN for micro-batches with the named rows, or raises."""
+class NaNLoss(NLLLoss):
+    """Not a number for micro-batches with the named rows."""
 
-    def __init__(self, *names: str, raises: bool = False):
-        self.names, self.raises = set(names), raises
+    def __init__(self, *names: str):
+        self.names = set(names)
 
     def __call__(self, outputs, data, global_valid_seqs, global_valid_toks):
         loss, metrics = super().__call__(outputs, data, global_valid_seqs, global_valid_toks)
-        if not self.names & set(data["idx"]):
-            return loss, metrics
-        if self.raises:
-            raise RuntimeError("this loss fails")
-        return loss * float("nan"), metrics
+        return loss * (float("nan") if self.names & set(data["idx"]) else 1.0), metrics
 
 
 # Generation
@@ -180,7 +175,7 @@ def test_two_ranks_in_half_precision_go_on_to_the_bit(two_ranks, rows, tmp_path)
     """The weights in the checkpoint are rounded; the optimizer's are not."""
     folder = str(tmp_path)
     two_ranks(trained, 2, rows, None, folder, "bfloat16")
-    saved = load_file(tmp_path / "weights" / "model.safetensors")
+    saved = open_tensors(tmp_path / "weights", "model")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
     expected, _ = two_ranks(trained, 3, rows, None, None, "bfloat16")
     resumed, _ = two_ranks(trained, 1, rows, folder, None, "bfloat16")
@@ -207,27 +202,12 @@ def test_evaluation_changes_nothing(two_ranks, rows):
 def train_past_a_nan(rows: dict[str, Any]) -> tuple[int, bool]:
     worker = make_worker(**SMALL_MICRO_BATCHES)
     before = weights_of(worker)
-    result = worker.train(own_share(worker, rows), FailingLoss("row 6"))
+    result = worker.train(own_share(worker, rows), NaNLoss("row 6"))
     return result["num_skipped_steps"], same(weights_of(worker), before)
 
 
 def test_a_nan_on_one_rank_skips_the_step_on_all(two_ranks, rows):
     assert two_ranks(train_past_a_nan, rows) == [(1, True), (1, True)]
-
-
-def train_past_an_error(precision: str, rows: dict[str, Any]) -> bool:
-    """Whether a worker whose loss once raised goes on like one whose loss did not."""
-    failed, fine = (make_worker(precision=precision, **SMALL_MICRO_BATCHES) for _ in range(2))
-    with pytest.raises(RuntimeError, match="this loss fails"):
-        failed.train(own_share(failed, rows), FailingLoss("row 2", "row 6", raises=True))
-    for worker in (failed, fine):
-        worker.train(own_share(worker, rows), NLLLoss())
-    return same(weights_of(failed), weights_of(fine))
-
-
-@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
-def test_a_loss_that_raises_leaves_nothing_behind(two_ranks, rows, precision):
-    assert two_ranks(train_past_an_error, precision, rows) == [True, True]
 
 
 def norm_of_repeated(times: int, rows: dict[str, Any]) -> float:
@@ -285,26 +265,3 @@ def test_on_a_cpu_manual_offload_returns_the_model_as_it_is():
     assert worker.manual_offload_to_cpu(worker.model) is worker.model
     assert worker.manual_load_to_gpu(worker.model) is worker.model
     assert [parameter.data_ptr() for parameter in worker.model.parameters()] == memory
-
-
-def put_away_between_steps(rows: dict[str, Any]) -> bool:
-    """Whether training goes on the same after the memory of all parameters was away."""
-    moved, stayed = make_worker(), make_worker()
-    for worker in (moved, stayed):
-        worker.train(own_share(worker, rows), NLLLoss())
-    host = HostMemory()
-    tensors = [*moved.model.parameters(), *moved.model.buffers()]
-    host.put_away(tensors)
-    host.put_away(tensors)
-    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
-    host.bring_back(tensors)
-    host.bring_back(tensors)
-    for worker in (moved, stayed):
-        worker.train(own_share(worker, rows), NLLLoss())
-        worker.get_reference_policy_logprobs(own_share(worker, rows))
-    return same(weights_of(moved), weights_of(stayed))
-
-
-def test_weights_that_were_put_away_are_the_optimizers_again(two_ranks, rows):
-    assert two_ranks(put_away_between_steps, rows) == [True, True]
-    assert put_away_between_steps(rows)

@@ -17,7 +17,13 @@ from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.policy import introspection
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
-from lucidrl.models.policy.introspection import PROFILE_DIR_VARIABLE, CudaMemory, DeviceProfiler, HostMemory, device_id
+from lucidrl.models.policy.introspection import (
+    PROFILE_DIR_VARIABLE,
+    CudaMemory,
+    DeviceProfiler,
+    ProcessMemory,
+    device_id,
+)
 
 MEMORY = ("memory_allocated_mb", "memory_reserved_mb", "memory_peak_mb", "memory_total_mb")
 SLACK_MB = 12
@@ -74,7 +80,7 @@ def test_the_peak_remembers_what_was_freed_until_it_is_reset(worker):
 
 
 def test_where_the_systems_peak_cannot_be_restarted_only_growth_past_it_is_exact(monkeypatch, tmp_path):
-    memory = HostMemory()
+    memory = ProcessMemory()
     memory.reset_peak()
     megabytes(100)
     monkeypatch.setattr(introspection, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")

@@ -1,4 +1,4 @@
-"""The optimizer: clipping that clips, steps that are skipped whole, master weights, schedules."""
+"""The optimizer: clipping that clips, steps that are skipped whole, master weights, loss scale, schedules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lucidrl.errors import ConfigError
+from lucidrl.algorithms.losses import NLLLoss
+from lucidrl.errors import ConfigError, TrainingError
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.optim import PolicyOptimizer
 
@@ -137,6 +138,93 @@ def test_state_survives_a_round_trip_to_the_bit(dtype):
         advance(first, optimizer, step)
         advance(second, resumed, step)
     assert torch.equal(first[0], second[0])
+
+
+# The loss scale of float16
+
+
+def float16_optimizer(dtype: torch.dtype = torch.float16) -> tuple[list[nn.Parameter], PolicyOptimizer]:
+    """float16 parameters are those of a single rank, float32 ones those of many."""
+    parameters = parameters_of([0.0, 0.0], dtype=dtype)
+    return parameters, PolicyOptimizer(parameters, sgd(precision="float16", max_grad_norm=None))
+
+
+def scaled_step(parameters: list[nn.Parameter], optimizer: PolicyOptimizer, gradient: list[float]) -> float:
+    give_gradients(parameters, [value * optimizer.loss_scale for value in gradient])
+    return optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_scaled_gradients_are_measured_and_applied_unscaled(dtype):
+    parameters, optimizer = float16_optimizer(dtype)
+    assert optimizer.loss_scale > 1
+    assert scaled_step(parameters, optimizer, [3.0, 4.0]) == pytest.approx(5.0)
+    assert parameters[0].tolist() == [-3.0, -4.0]
+
+
+def test_the_loss_scale_is_halved_at_every_overflow_down_to_1():
+    parameters, optimizer = float16_optimizer()
+    scales = []
+    for _ in range(14):
+        scales.append(optimizer.loss_scale)
+        assert scaled_step(parameters, optimizer, [float("inf"), 1.0]) == float("inf")
+    assert scales == [2.0**power for power in range(12, 0, -1)] + [1.0, 1.0]
+    assert parameters[0].tolist() == [0.0, 0.0]
+
+
+def test_the_loss_scale_is_doubled_after_200_good_steps_in_a_row_up_to_65536():
+    parameters, optimizer = float16_optimizer(torch.float32)
+    for number in range(6 * 200 + 1):
+        expected = min(2.0**12 * 2 ** (number // 200), 2.0**16)
+        assert optimizer.loss_scale == expected
+        scaled_step(parameters, optimizer, [1e-3, 0.0])
+    scaled_step(parameters, optimizer, [float("nan"), 0.0])
+    for _ in range(200):
+        assert optimizer.loss_scale == 2.0**15
+        scaled_step(parameters, optimizer, [1e-3, 0.0])
+    assert optimizer.loss_scale == 2.0**16
+
+
+def test_the_loss_scale_and_its_good_steps_survive_a_round_trip():
+    parameters, optimizer = float16_optimizer()
+    scaled_step(parameters, optimizer, [float("inf"), 0.0])
+    for _ in range(199):
+        scaled_step(parameters, optimizer, [1e-3, 0.0])
+    same_parameters, resumed = float16_optimizer()
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.loss_scale == 2.0**11
+    scaled_step(same_parameters, resumed, [1e-3, 0.0])
+    assert resumed.loss_scale == 2.0**12
+
+
+class SteepLoss(NLLLoss):
+    """Finite, with gradients that may not be."""
+
+    def __init__(self, factor: float):
+        self.factor = factor
+
+    def __call__(self, *args):
+        loss, metrics = super().__call__(*args)
+        return loss * self.factor, metrics
+
+
+def test_the_search_for_a_loss_scale_does_not_end_the_training(make_worker, make_rows):
+    worker = make_worker("embedded", precision="float16", max_nonfinite_steps=2)
+    skipped = [worker.train(make_rows(), SteepLoss(2.0**14))["num_skipped_steps"] for _ in range(13)]
+    assert sum(skipped) > 3
+    assert skipped == sorted(skipped, reverse=True)
+    assert skipped[-1] == 0
+
+
+def test_gradients_that_overflow_at_a_loss_scale_of_1_end_the_training(make_worker, make_rows):
+    worker = make_worker("embedded", precision="float16", max_nonfinite_steps=2)
+    for _ in range(12 + 1):
+        worker.train(make_rows(), SteepLoss(1e30))
+    with pytest.raises(TrainingError, match="NaN or infinite in 2 optimizer steps in a row"):
+        worker.train(make_rows(), SteepLoss(1e30))
+
+
+# Schedules
 
 
 def learning_rates(config: PolicyConfig, count: int) -> list[float]:

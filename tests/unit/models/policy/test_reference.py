@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from itertools import combinations, count
+
 import pytest
 import torch
 
 from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.errors import ConfigError
+from lucidrl.models.policy import reference
 from lucidrl.models.policy.reference import ReferencePolicy
 
 SGD = {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}}}
@@ -55,20 +59,110 @@ def test_own_weights_come_back_after_an_exception(trained_worker, weights_of):
     assert same(weights_of(trained_worker), own)
 
 
-def test_own_weights_come_back_when_the_exchange_fails_half_way(monkeypatch, trained_worker, weights_of):
+def test_inside_another_swap_nothing_changes(trained_worker, weights_of):
     own = weights_of(trained_worker)
-    exchange, calls = ReferencePolicy._exchange, []
-
-    def failing(self, weights, kept):
-        calls.append(weights)
-        if len(calls) == 4:
-            raise MemoryError("no more")
-        exchange(self, weights, kept)
-
-    monkeypatch.setattr(ReferencePolicy, "_exchange", failing)
-    with pytest.raises(MemoryError), trained_worker.use_reference_model():
-        pytest.fail("the block must not run with a mixture of weights")
+    with trained_worker.use_reference_model():
+        started_with = weights_of(trained_worker)
+        with trained_worker.use_reference_model():
+            assert same(weights_of(trained_worker), started_with)
+        assert same(weights_of(trained_worker), started_with)
     assert same(weights_of(trained_worker), own)
+
+
+class Swap:
+    """Weights in several pieces, of two dtypes, that have changed since they became a reference."""
+
+    def __init__(self) -> None:
+        self.weights = [torch.arange(10.0).view(5, 2), torch.arange(3.0), torch.arange(5.0, dtype=torch.float64)]
+        self.started_with = [tensor.clone() for tensor in self.weights]
+        self.policy = ReferencePolicy(self.weights)
+        self.own = [tensor.add_(100).clone() for tensor in self.weights]
+
+    def assert_whole(self) -> None:
+        """The policy has its own weights, and the reference those it started with."""
+        assert all(map(torch.equal, self.weights, self.own))
+        with self.policy.swapped_in():
+            assert all(map(torch.equal, self.weights, self.started_with))
+        assert all(map(torch.equal, self.weights, self.own))
+
+
+@pytest.fixture
+def _small_pieces(monkeypatch):
+    monkeypatch.setattr(reference, "_BUFFER_ELEMENTS", 4)
+
+
+def run_interrupted(swap: Swap, line: int) -> int:
+    """Swap in and out with a KeyboardInterrupt before the numbered line that is run for it; how many were run."""
+    num_run = 0
+
+    def trace(frame, event, arg):
+        nonlocal num_run
+        if frame.f_code.co_filename != reference.__file__:
+            return None
+        if event == "line":
+            num_run += 1
+            if num_run == line:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with swap.policy.swapped_in():
+            pass
+    except KeyboardInterrupt:
+        assert num_run == line
+    finally:
+        sys.settrace(None)
+    return num_run
+
+
+@pytest.mark.usefixtures("_small_pieces")
+def test_an_interruption_at_any_line_leaves_the_policy_its_weights():
+    num_lines = run_interrupted(Swap(), 0)
+    assert num_lines > 100
+    for line in range(1, num_lines + 1):
+        swap = Swap()
+        assert run_interrupted(swap, line) == line
+        swap.assert_whole()
+
+
+@pytest.mark.usefixtures("_small_pieces")
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+def test_a_second_interruption_while_restoring_leaves_them_too(monkeypatch, is_done):
+    copy, num_copies = torch.Tensor.copy_, len(Swap().policy._copies)
+    for first, second in combinations(range(num_copies), 2):
+        swap, numbers = Swap(), count()
+
+        def interrupted(target, source, first=first, second=second, numbers=numbers):
+            is_interrupted = next(numbers) in (first, second)
+            if is_done or not is_interrupted:
+                copy(target, source)
+            if is_interrupted:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", interrupted)
+            with pytest.raises(KeyboardInterrupt), swap.policy.swapped_in():
+                pass
+        swap.assert_whole()
+
+
+@pytest.mark.usefixtures("_small_pieces")
+def test_copies_that_go_on_failing_lose_nothing(monkeypatch):
+    for num_good in range(len(Swap().policy._copies)):
+        swap, copy, numbers = Swap(), torch.Tensor.copy_, count()
+
+        def failing(target, source, copy=copy, numbers=numbers, num_good=num_good):
+            if next(numbers) >= num_good:
+                raise RuntimeError("the device is lost")
+            copy(target, source)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", failing)
+            with pytest.raises(RuntimeError, match="the device is lost"), swap.policy.swapped_in():
+                pass
+        swap.policy._restore()
+        swap.assert_whole()
 
 
 def test_training_goes_on_after_the_exchange(trained_worker, make_worker, make_rows, weights_of):

@@ -82,6 +82,22 @@ def test_the_call_can_set_the_micro_batch_size(make_worker, make_rows, weights_o
     close(weights_of(workers[1]), weights_of(workers[2]))
 
 
+def test_the_call_sets_the_micro_batch_size_whatever_is_configured(make_worker, make_rows, weights_of, batching):
+    worker, other = make_worker(**EXACT, **batching), make_worker(**EXACT)
+    assert len(worker.train(make_rows(), NLLLoss(), mbs=3)["all_mb_metrics"]["nll"]) == 3
+    other.train(make_rows(), NLLLoss())
+    close(weights_of(worker), weights_of(other))
+
+
+def test_the_call_sets_the_number_of_rows_that_are_scored_together(make_worker, make_rows, batching):
+    worker, rows, sizes = make_worker(precision="float64", **batching), make_rows(), []
+    expected = worker.get_logprobs(rows)["logprobs"]
+    worker.model.register_forward_pre_hook(lambda model, args: sizes.append(len(args[0])))
+    scored = worker.get_logprobs(rows, micro_batch_size=3)["logprobs"]
+    assert sizes == [3, 3, 2]
+    torch.testing.assert_close(scored, expected, rtol=0, atol=1e-6)
+
+
 def test_the_global_batch_size_can_come_from_the_config(make_worker, make_rows):
     worker = make_worker(**EXACT, train_global_batch_size=2)
     assert worker.train(make_rows(), NLLLoss())["global_loss"].shape == (4,)

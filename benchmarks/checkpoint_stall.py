@@ -1,0 +1,77 @@
+"""How long a checkpoint holds up training: written in the background against written while the loop waits.
+
+Weights, float32 master weights and both moments of AdamW, with hashes and fsync. The stall is the time of `save` and of
+the later commit. Beside it, without a claim: the first save, which touches new memory, and how much longer the steps
+take while the thread writes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from harness import Claim, arguments, print_table, report
+from ranks import make_batch
+
+from lucidrl.algorithms.losses import NLLLoss
+from lucidrl.algorithms.saver import Saver
+from lucidrl.checkpoint.manager import CheckpointManager
+from lucidrl.models.loading import load_tokenizer
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.policy import Policy
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        model=(str, ".cache/smollm2", "folder of SmolLM2"),
+        rounds=(int, 5, "checkpoints of each kind"),
+        folder=(str, tempfile.gettempdir(), "where the checkpoints are written"),
+    )
+    torch.set_num_threads(options.threads)
+    batch = make_batch().slice(0, 2)  # short steps: several fit into the time of one save
+    config = PolicyConfig(model_name=options.model, precision="bfloat16")
+    policy = Policy(config, load_tokenizer(options.model), init_reference_model=False)
+    step = lambda: policy.train(batch, NLLLoss())  # noqa: E731
+    step()
+    plain_s = median(seconds_of(step) for _ in range(options.rounds))
+    blocking, stalls, while_writing = [], [], []
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        manager = CheckpointManager(Path(name), keep_last=1)
+        waiting = Saver(manager, 0, policy, lambda message: None, background=False)
+        saver = Saver(manager, 0, policy, lambda message: None)
+        first_s = seconds_of(lambda: saver.save(0, {}, {}))
+        saver.finish()
+        for number in range(options.rounds):
+            blocking.append(seconds_of(lambda number=number: waiting.save(2 * number + 1, {}, {})))
+            step()  # meanwhile the checkpoint before is deleted, as in a run
+            begin_s = seconds_of(lambda number=number: saver.save(2 * number + 2, {}, {}))
+            while not policy.is_save_written():
+                while_writing.append(seconds_of(step))
+            stalls.append(begin_s + seconds_of(saver.finish))
+        newest = manager.root / f"step_{2 * options.rounds}"
+        size_gb = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) / 1e9
+    rows = [
+        (f"blocking save of {size_gb:.2f} GB", f"{median(blocking):.2f} s"),
+        ("stall of a background save", f"{median(stalls):.2f} s"),
+        ("stall of the first one", f"{first_s:.2f} s"),
+        ("a training step", f"{plain_s:.2f} s"),
+        ("a training step while the thread writes", f"{median(while_writing):.2f} s"),
+    ]
+    print_table(rows, header=("what", "median"))
+    ratio = median(stall / whole for stall, whole in zip(stalls, blocking, strict=True))
+    report([Claim("stall of a background save, of a blocking one", 0.1, ratio, at_most=True)], options.json)
+
+
+if __name__ == "__main__":
+    main()

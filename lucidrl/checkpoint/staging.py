@@ -1,0 +1,143 @@
+"""Folders that appear under their name only when they are complete.
+
+They are written under a hidden name beside it and renamed. A hidden folder in use is locked by its process: what is
+found unlocked later was left by a killed one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lucidrl.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+_SAVING, _REMOVED, _REPLACED = _PREFIXES = (".saving-", ".removed-", ".replaced-")
+
+
+def make_hidden_folder(target: Path) -> Path:
+    """A new folder beside `target`, to be put in its place later."""
+    return Path(tempfile.mkdtemp(prefix=f"{_SAVING}{target.name}-", dir=target.parent))
+
+
+def is_hidden(folder: Path) -> bool:
+    """Whether it was never put in place, or was taken away again."""
+    return folder.name.startswith(_PREFIXES)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder; the lock ends with the process, however that ends. False if another has it.
+
+    Also False where the file system has no such locks: saving goes on, and nothing found there is taken for unused.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = True
+        except OSError:
+            is_ours = False
+        yield is_ours
+    finally:
+        os.close(descriptor)
+
+
+def put_in_place(folder: Path, target: Path) -> None:
+    """Give a complete hidden folder its name, for good; what had that name before stays whole until then."""
+    _sync_tree(folder)
+    # A temporary folder is private; a finished one is as readable as the folder that holds it.
+    folder.chmod(stat.S_IMODE(target.parent.stat().st_mode))
+    if not target.exists():
+        folder.rename(target)
+        _sync(target.parent)
+        return
+    # No call replaces a full folder in one go: step aside, and let the next start undo it if we die in between.
+    aside = target.parent / f"{_REPLACED}{target.name}-{uuid.uuid4().hex}"
+    with locked(target):
+        target.rename(aside)
+        try:
+            folder.rename(target)
+        except BaseException:
+            aside.rename(target)
+            raise
+        _sync(target.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Take a folder's name away, and delete it in a thread that the process waits for at its end.
+
+    Freeing the blocks of large files takes about as long as copying them. A process killed half-way leaves a hidden
+    folder, not a damaged one.
+    """
+    try:
+        hidden = folder.rename(folder.parent / f"{_REMOVED}{folder.name}-{uuid.uuid4().hex}")
+    except OSError as error:
+        log.warning("cannot remove the old checkpoint %s: %s", folder, error)
+        return
+    threading.Thread(target=shutil.rmtree, args=(hidden,), kwargs={"ignore_errors": True}, name="remover").start()
+
+
+def clean_up_after_killed_processes(parent: Path, name: str | None = None) -> None:
+    """Delete what they left in `parent`, and bring back what they were about to replace.
+
+    Args:
+        name: of the folder that they were to make; by default any.
+    """
+    for path in sorted(parent.iterdir()) if parent.is_dir() else ():
+        if not is_hidden(path) or not path.is_dir() or path.is_symlink():
+            continue
+        made = path.name.split("-", 1)[1].rpartition("-")[0]
+        if name not in (None, made):
+            continue
+        with suppress(FileNotFoundError), locked(path) as is_unused:  # whoever removes it may be just about to end
+            if not is_unused:
+                log.info("leaving %s alone: another process may be using it", path)
+            elif path.name.startswith(_REPLACED) and not (parent / made).exists():
+                path.rename(parent / made)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def disk_full(target: Path, needed: str) -> CheckpointError:
+    """The error of a folder for which there is no space.
+
+    Args:
+        needed: what is known of the bytes that it takes.
+    """
+    return CheckpointError(
+        f"no space left to save {target}: {needed}, {shutil.disk_usage(target.parent).free} bytes are available; "
+        "free some space or keep fewer checkpoints (earlier ones are untouched)"
+    )
+
+
+def _sync_tree(folder: Path) -> None:
+    """Make files before folders, and inner folders before outer ones, durable."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            _sync(Path(parent, name))
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

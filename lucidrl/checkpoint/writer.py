@@ -1,0 +1,191 @@
+"""Writes tensors that all ranks gather together, each rank its own files, while training goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed import ProcessGroup
+
+from lucidrl.checkpoint.agreement import agreed
+from lucidrl.checkpoint.manifest import FileDigest
+from lucidrl.checkpoint.shards import index_name, index_text, plan_shards, shard_file_names
+from lucidrl.checkpoint.staging import disk_full, is_disk_full
+from lucidrl.checkpoint.tensors import TensorFile, TensorSpec
+from lucidrl.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class TensorSet:
+    """Tensors that are saved together, as `stem.safetensors` or as shards with an index."""
+
+    folder: Path
+    stem: str
+    specs: Mapping[str, TensorSpec]
+    """Of all of them; the same on every rank."""
+    gather: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    """The whole tensors, one at a time, in any dtype and on any device; every rank walks through them."""
+
+
+class CheckpointWriter:
+    """One rank's share of the files of a checkpoint.
+
+    Tensors are copied into host memory that is kept for the next save, because memory that is touched for the first
+    time costs several times the copy. A thread then writes it, so that nothing here waits for the disk.
+
+    Args:
+        rank: of this process among those that save together.
+        num_ranks: how many these are.
+        group: theirs; None for one.
+        pin_memory: whether the tensors come from an accelerator.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, group: ProcessGroup | None, *, pin_memory: bool) -> None:
+        self._rank, self._num_ranks, self._group = rank, num_ranks, group
+        self._pin_memory = pin_memory
+        self._memory: dict[str, torch.Tensor] = {}
+        """By the name of the file that it was last used for."""
+        self._writing: Future[dict[Path, FileDigest]] | None = None
+        self._needed_bytes = 0
+        """Of all ranks, in the save that was begun last."""
+
+    @torch.no_grad()
+    def begin(self, sets: Sequence[TensorSet], small_files: Mapping[Path, bytes]) -> int:
+        """Copy this rank's tensors and start to write them; to be called on every rank.
+
+        Waits for what was begun before. When it returns, the tensors may change.
+
+        Args:
+            small_files: what else is to be there; rank 0 writes it, and only its are looked at.
+
+        Returns:
+            The bytes that this rank writes.
+
+        Raises:
+            CheckpointError: if the disk has no space for all of it (nothing is written then), or if what was begun
+                before has failed.
+        """
+        agreed(self.finish, self._group)
+        plans = [_plan(tensor_set, self._num_ranks) for tensor_set in sets]
+        contents: dict[Path, bytes] = {}
+        if self._rank == 0:
+            contents = {**small_files, **{path: index for plan in plans for path, index in plan.index.items()}}
+        self._needed_bytes = sum(spec.size_bytes for tensor_set in sets for spec in tensor_set.specs.values())
+        agreed(lambda: self._make_folders([tensor_set.folder for tensor_set in sets]), self._group)
+        files: dict[Path, TensorFile] = {}
+        for tensor_set, plan in zip(sets, plans, strict=True):
+            own = {path: self._file(path.name, tensor_set, plan.names[path]) for path in plan.files_of(self._rank)}
+            _fill(list(own.values()), tensor_set)
+            files |= own
+        if self._pin_memory:
+            torch.cuda.synchronize()
+        self._memory = {path.name: file.memory for path, file in files.items()}
+        self._writing = Future()
+        # A daemon: a run that is told to end at once does not wait for the disk.
+        thread = threading.Thread(target=_write_all, args=(self._writing, files, contents), daemon=True)
+        thread.name = "checkpoint-writer"
+        thread.start()
+        return sum(file.size_bytes for file in files.values()) + sum(map(len, contents.values()))
+
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait."""
+        return self._writing is None or self._writing.done()
+
+    def finish(self) -> dict[Path, FileDigest]:
+        """Wait until this rank's files are on disk; what they are. Nothing if nothing was begun.
+
+        Raises:
+            CheckpointError: if they could not be written.
+        """
+        writing, self._writing = self._writing, None
+        try:
+            return writing.result() if writing is not None else {}
+        except OSError as error:
+            if is_disk_full(error):
+                raise disk_full(Path(error.filename), f"{self._needed_bytes} bytes are needed in all") from error
+            raise CheckpointError(
+                f"cannot write the checkpoint: {error}; see to the disk (earlier checkpoints are untouched)"
+            ) from error
+
+    def _make_folders(self, folders: Sequence[Path]) -> None:
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        if self._rank == 0 and shutil.disk_usage(folders[0]).free < self._needed_bytes:
+            raise disk_full(folders[0], f"{self._needed_bytes} bytes are needed in all")
+
+    def _file(self, name: str, tensor_set: TensorSet, names: Sequence[str]) -> TensorFile:
+        specs = {name: tensor_set.specs[name] for name in names}
+        return TensorFile(specs, self._memory.pop(name, None), pin_memory=self._pin_memory)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The files of a set."""
+
+    names: dict[Path, list[str]]
+    index: dict[Path, bytes]
+    """Path and content of the index, if there are several files."""
+    num_ranks: int
+
+    def files_of(self, rank: int) -> list[Path]:
+        return list(self.names)[rank :: self.num_ranks]
+
+
+def _plan(tensor_set: TensorSet, num_ranks: int) -> _Plan:
+    sizes = {name: spec.size_bytes for name, spec in tensor_set.specs.items()}
+    shards = plan_shards(sizes, num_ranks)
+    by_file = dict(zip(shard_file_names(tensor_set.stem, len(shards)), shards, strict=True))
+    index = {}
+    if len(shards) > 1:
+        index[tensor_set.folder / index_name(tensor_set.stem)] = index_text(by_file, sizes).encode()
+    return _Plan({tensor_set.folder / file: names for file, names in by_file.items()}, index, num_ranks)
+
+
+def _fill(files: Sequence[TensorFile], tensor_set: TensorSet) -> None:
+    places = {name: file for file in files for name in file.names}
+    copies = []
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for name, tensor in tensor_set.gather():
+            file = places.pop(name, None)
+            if file is None:
+                continue
+            if tensor.is_cpu:
+                copies.append(pool.submit(file.fill, name, tensor))
+            else:  # a copy that the stream of this thread will make
+                file.fill(name, tensor)
+    for copy in copies:
+        copy.result()
+    assert not places, f"the gathered tensors lack {sorted(places)}"
+
+
+def _write_all(
+    writing: Future[dict[Path, FileDigest]], files: Mapping[Path, TensorFile], contents: Mapping[Path, bytes]
+) -> None:
+    digests: dict[Path, FileDigest] = {}
+    path = Path()
+    try:
+        for path, file in files.items():
+            digests[path] = file.write(path)
+        for path, content in contents.items():
+            digests[path] = _write_small(path, content)
+        writing.set_result(digests)
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        writing.set_exception(error)
+
+
+def _write_small(path: Path, content: bytes) -> FileDigest:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileDigest(len(content), hashlib.sha256(content).hexdigest())

@@ -1,0 +1,258 @@
+"""How processes meet that form a process group apart from torch's default one: on one interface, within a deadline.
+
+Rank 0 hosts the store at which all meet, on exactly the address it was given; torch by itself would listen on every
+interface of the machine. Then it calls the roll and tells everyone the same: the group is complete, or what is wrong.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lucidrl.errors import RefitError
+
+_POLL_S = 0.02
+_FAREWELL_S = 1.0
+"""How long a host whose group failed stays, for those who came to read why."""
+_COMPLETE = "complete"
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a process was told about the group that it is to join.
+
+    Raises:
+        RefitError: if no group could be made of it.
+    """
+
+    ip: str
+    port: int
+    rank: int
+    world_size: int
+    device: torch.device
+    """Of the tensors that will travel."""
+
+    def __post_init__(self) -> None:
+        try:
+            is_wildcard = ipaddress.ip_address(self.ip).is_unspecified
+        except ValueError:
+            raise RefitError(f"ip={self.ip!r} is not an IP address; give that of the first policy rank") from None
+        if is_wildcard:
+            raise RefitError(
+                f"ip={self.ip} means every interface of the machine, and weights are offered on one only; "
+                "give the address at which the generators reach the first policy rank"
+            )
+        if not 0 < self.port < 1 << 16:
+            raise RefitError(f"port={self.port} is not a TCP port; give a free one from 1 to 65535")
+        if self.world_size < 2 or not 0 <= self.rank < self.world_size:
+            raise RefitError(
+                f"rank={self.rank} of world_size={self.world_size} cannot join a weight group: it has one sender, "
+                "rank 0, and at least one generator; world_size counts them all"
+            )
+
+    @property
+    def address(self) -> str:
+        return f"[{self.ip}]:{self.port}" if ":" in self.ip else f"{self.ip}:{self.port}"
+
+
+def meet(member: Membership, timeout_s: float) -> tuple[dist.TCPStore, Any]:
+    """Join the others: the store, which must live as long as the group, and torch's backend (gloo, or nccl for CUDA).
+
+    Gloo listens on the interface that leads to `member.ip`; which one nccl uses is for NCCL_SOCKET_IFNAME to say.
+
+    Args:
+        member: who joins what.
+        timeout_s: deadline of the meeting, and of every operation of the group after it.
+
+    Raises:
+        RefitError: if the address cannot be used or reached, if someone is missing at the deadline, or as soon as
+            members are found to disagree.
+    """
+    until = time.monotonic() + timeout_s
+    own_ip = member.ip
+    if member.rank == 0:
+        store = _host(member, timeout_s)
+        _call_the_roll(store, member, timeout_s, until)
+    else:
+        own_ip = _reach(member, timeout_s, until)
+        store = _connect(member, until)
+        _answer_the_roll(store, member, timeout_s, until)
+    try:
+        return store, _make_backend(store, member, own_ip, timeout_s)
+    except RuntimeError as error:
+        raise RefitError(
+            f"rank {member.rank} could not connect to the other members that met at {member.address}: {error}; "
+            "see whether one of them has died, and whether a firewall separates their machines"
+        ) from error
+
+
+def _host(member: Membership, timeout_s: float) -> dist.TCPStore:
+    family = socket.AF_INET6 if ":" in member.ip else socket.AF_INET
+    try:
+        listener = socket.create_server((member.ip, member.port), family=family)
+    except OSError as error:
+        raise RefitError(
+            f"rank 0 cannot listen on {member.address}: {os.strerror(error.errno or 0)}; ip must be an address of the "
+            "machine of the first policy rank, and port a free one there"
+        ) from error
+    store = dist.TCPStore(
+        member.ip,
+        member.port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    store.set("world_size", str(member.world_size))
+    return store
+
+
+def _reach(member: Membership, timeout_s: float, until: float) -> str:
+    """Wait until rank 0 listens; the address of this machine on the way to it.
+
+    With a plain socket, because torch's client exceeds its deadline and logs a page for every attempt.
+    """
+    while True:
+        remaining_s = max(_POLL_S, until - time.monotonic())
+        try:
+            with socket.create_connection((member.ip, member.port), timeout=remaining_s) as connection:
+                return connection.getsockname()[0]
+        except OSError as error:
+            if time.monotonic() + _POLL_S >= until:
+                raise RefitError(
+                    f"rank {member.rank} did not reach rank 0 at {member.address} within {timeout_s:g} s: "
+                    f"{error.strerror or error}; give ip and port of init_collective on the first policy rank, and "
+                    "call it at the same time"
+                ) from error
+        time.sleep(_POLL_S)
+
+
+def _connect(member: Membership, until: float) -> dist.TCPStore:
+    timeout = timedelta(seconds=max(_POLL_S, until - time.monotonic()))
+    stores: queue.SimpleQueue[dist.TCPStore | RuntimeError] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            stores.put(dist.TCPStore(member.ip, member.port, is_master=False, timeout=timeout))
+        except RuntimeError as error:
+            stores.put(error)
+
+    # In a thread, because torch waits forever for an answer if what listens there gives none.
+    threading.Thread(target=connect, name="weight group", daemon=True).start()
+    try:
+        store: dist.TCPStore | RuntimeError | None = stores.get(timeout=timeout.total_seconds())
+    except queue.Empty:
+        store = None
+    if isinstance(store, dist.TCPStore):
+        return store
+    raise RefitError(
+        f"what listens on {member.address} does not answer like rank 0 of a weight group; give ip and port of "
+        "init_collective on the first policy rank"
+    ) from store
+
+
+def _call_the_roll(store: dist.TCPStore, host: Membership, timeout_s: float, until: float) -> None:
+    """On rank 0: take in the members as they come, and tell all of them what came of it."""
+    present = [0]
+    problem = None
+    while len(present) < host.world_size and problem is None:
+        key = f"arrival/{len(present)}"
+        if _is_set_in_time(store, key, until):
+            arrived = json.loads(store.get(key))
+            problem = _disagreement(arrived, host, present)
+            present.append(arrived["rank"])
+        else:
+            problem = (
+                f"{len(present)} of {host.world_size} members (rank {', '.join(map(str, present))}) came to "
+                f"{host.address} within {timeout_s:g} s; start the others with this address, or correct world_size, "
+                "which counts the first policy rank and all generators"
+            )
+    store.set("verdict", problem or _COMPLETE)
+    if problem is not None:
+        _await_readers(store)
+        raise RefitError(problem)
+
+
+def _disagreement(arrived: dict[str, Any], host: Membership, present: list[int]) -> str | None:
+    told = f"a member came to {host.address} as rank {arrived['rank']}"
+    if arrived["world_size"] != host.world_size:
+        return (
+            f"{told} with world_size={arrived['world_size']}, but rank 0 has {host.world_size}; give all the same: "
+            "one for the first policy rank and one for each generator"
+        )
+    if arrived["device"] != host.device.type:
+        return f"{told} with weights on {arrived['device']}, but rank 0 has them on {host.device.type}; use one kind"
+    if arrived["rank"] in present:
+        return f"{told}, which is there already; give every generator a rank of its own, from 1"
+    return None
+
+
+def _answer_the_roll(store: dist.TCPStore, member: Membership, timeout_s: float, until: float) -> None:
+    try:
+        number = store.add("arrivals", 1)
+        told = {"rank": member.rank, "world_size": member.world_size, "device": member.device.type}
+        store.set(f"arrival/{number}", json.dumps(told))
+        is_decided = _is_set_in_time(store, "verdict", until)
+        verdict = store.get("verdict").decode() if is_decided else ""
+        store.add("readers", 1)
+        world_size = int(store.get("world_size"))
+    except RuntimeError as error:
+        raise RefitError(
+            f"rank 0 at {member.address} ended before the weight group was complete; see what the first policy rank "
+            "says about it"
+        ) from error
+    if not is_decided:
+        raise RefitError(
+            f"the weight group at {member.address} was not complete within {timeout_s:g} s; start all of its "
+            f"{world_size} members at the same time"
+        )
+    if verdict != _COMPLETE:
+        raise RefitError(verdict)
+    if number >= world_size:
+        raise RefitError(
+            f"rank {member.rank} came to {member.address} when all {world_size} members of the weight group were "
+            "there; give every group an address of its own, and every generator a rank of its own"
+        )
+
+
+def _is_set_in_time(store: dist.TCPStore, key: str, until: float) -> bool:
+    """Wait for a key; by asking again and again, because torch logs warnings when a wait comes to its deadline."""
+    while not store.check([key]):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _await_readers(store: dist.TCPStore) -> None:
+    """Let those who came learn what is wrong: the store ends with the host's error."""
+    until = time.monotonic() + _FAREWELL_S
+    with suppress(RuntimeError):
+        while store.add("readers", 0) < store.add("arrivals", 0) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
+
+def _make_backend(store: dist.TCPStore, member: Membership, own_ip: str, timeout_s: float) -> Any:
+    timeout = timedelta(seconds=timeout_s)
+    torch_dist: Any = dist  # whose type stubs know neither class as it is
+    if member.device.type == "cuda":
+        options = torch_dist.ProcessGroupNCCL.Options()
+        # At this deadline torch's watchdog ends the whole process; waits with the true one raise before it.
+        options._timeout = 2 * timeout
+        return torch_dist.ProcessGroupNCCL(store, member.rank, member.world_size, options)
+    options = torch_dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [torch_dist.ProcessGroupGloo.create_device(hostname=own_ip)]
+    return torch_dist.ProcessGroupGloo(store, member.rank, member.world_size, options)

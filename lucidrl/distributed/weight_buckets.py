@@ -1,0 +1,177 @@
+"""How weights travel: many tensors packed into few runs of bytes, planned the same way by sender and receiver.
+
+A call per tensor makes refit slow. Both sides therefore cut the list of weights into the same buckets, from names,
+shapes and dtypes alone, and move whole buckets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import psutil
+import torch
+
+from lucidrl.distributed.batching import even_parts
+from lucidrl.distributed.shared_memory import MemoryHandle
+from lucidrl.errors import RefitError
+
+ALIGNMENT_BYTES = 64
+"""Every tensor of a bucket starts at a multiple of this: a cache line, and enough for a view of any dtype."""
+
+PIECE_BYTES = 1 << 20
+"""Larger tensors are copied in pieces, which threads share."""
+PIECES_PER_THREAD = 8
+"""To start a thread for fewer takes longer than it saves."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a receiver must know of a tensor before its bytes come."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel together, and the byte at which each of them starts."""
+
+    tensors: tuple[TensorInfo, ...]
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[TensorInfo]) -> Bucket:
+        """All of these, end to end; at least one."""
+        ends = accumulate(_aligned(tensor.size_bytes) for tensor in tensors)
+        return cls(tuple(tensors), (0, *ends)[:-1])
+
+    @property
+    def size_bytes(self) -> int:
+        return _aligned(self.offsets[-1] + self.tensors[-1].size_bytes)
+
+    def pack(self, tensors: Iterable[torch.Tensor], memory: torch.Tensor) -> None:
+        """Writes `tensors`, which come in the bucket's order, into `memory`, rounded to the bucket's dtypes.
+
+        Args:
+            tensors: Full tensors on any device.
+            memory: A 1-d uint8 tensor of at least `size_bytes`.
+        """
+        copy_weights([(place, tensor) for (_, place), tensor in zip(self.unpack(memory), tensors, strict=True)])
+
+    def unpack(self, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors in the bucket's order; the tensors are views of `memory`."""
+        for info, offset in zip(self.tensors, self.offsets, strict=True):
+            yield info.name, memory[offset : offset + info.size_bytes].view(info.dtype).view(info.shape)
+
+
+@dataclass(frozen=True)
+class BucketHandle:
+    """A bucket that lies packed in memory of another process of this machine."""
+
+    bucket: Bucket
+    memory: MemoryHandle
+    version: int
+    """Of the weights."""
+    digest: str | None
+    """`digest_of` the packed bytes, if the receiver should verify them."""
+
+
+def plan_buckets(infos: Sequence[TensorInfo], bucket_bytes: int) -> list[Bucket]:
+    """Cuts `infos`, in order, into buckets of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
+    groups: list[list[TensorInfo]] = []
+    end = 0
+    for info in infos:
+        size_bytes = _aligned(info.size_bytes)
+        if not groups or end + size_bytes > bucket_bytes:
+            groups.append([])
+            end = 0
+        groups[-1].append(info)
+        end += size_bytes
+    return [Bucket.of(group) for group in groups]
+
+
+def copy_weights(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """`target.copy_(source)` for many pairs; on a GPU the copies are only ordered on the current stream.
+
+    Host memory is copied by as many threads as torch has, but not by those: they would meet after every tensor, which
+    takes longer than the copy where cores are busy with other work.
+    """
+    pieces: list[tuple[int, int, int]] = []
+    for target, source in pairs:
+        assert target.shape == source.shape, f"{tuple(source.shape)} does not fit its place {tuple(target.shape)}"
+        if _is_run_of_bytes(target) and _is_run_of_bytes(source) and target.dtype == source.dtype:
+            to, start = target.data_ptr(), source.data_ptr()
+            pieces += [
+                (to + first, start + first, min(PIECE_BYTES, target.nbytes - first))
+                for first in range(0, target.nbytes, PIECE_BYTES)
+            ]
+        else:
+            target.copy_(source.detach(), non_blocking=True)
+    num_threads = min(torch.get_num_threads(), len(pieces) // PIECES_PER_THREAD)
+    if num_threads <= 1:
+        _move(pieces)
+        return
+    with ThreadPoolExecutor(num_threads) as threads:
+        # Each thread a stretch of its own: memory is faster that way than if they took turns.
+        list(threads.map(_move, (pieces[first:last] for first, last in even_parts(len(pieces), num_threads))))
+
+
+def fitting_bucket_bytes(infos: Sequence[TensorInfo], most_bytes: int, free_bytes: float) -> int:
+    """Size of buckets of which two fit into the free memory: what is asked for, or less.
+
+    Raises:
+        RefitError: if the largest weight alone does not fit twice.
+    """
+    largest = max(infos, key=lambda info: info.size_bytes)
+    if 2 * largest.size_bytes > free_bytes:
+        raise RefitError(
+            f"{largest.name} takes {largest.size_bytes:,} bytes, and twice that while one bucket is packed and one is "
+            f"read, but policy and generators have {int(free_bytes):,} bytes free; free memory there, or take a "
+            "smaller model"
+        )
+    return min(most_bytes, int(free_bytes) // 2)
+
+
+def digest_of(memory: torch.Tensor) -> str:
+    """SHA-256 of a tensor's bytes."""
+    content: Any = memory.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(content).hexdigest()
+
+
+def checksum_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, in the order of names, in whatever order they come."""
+    lines = [f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest_of(tensor)}\n" for name, tensor in weights]
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a device that is not in use, by this process or another one."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def _aligned(size_bytes: int) -> int:
+    return math.ceil(size_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _is_run_of_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous()
+
+
+def _move(pieces: Iterable[tuple[int, int, int]]) -> None:
+    """Copy memory: address of the target, of the source, and number of bytes of each piece."""
+    for piece in pieces:
+        ctypes.memmove(*piece)

@@ -1,0 +1,156 @@
+"""A checkpoint is reported as saved when it is committed, and never before; the loop does not wait for the disk."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from lucidrl.algorithms.saver import Saver
+from lucidrl.checkpoint.manager import CheckpointManager
+from lucidrl.checkpoint.tensors import TensorFile
+from lucidrl.errors import CheckpointError
+from lucidrl.models.embedded import embedded_tokenizer
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.policy import Policy
+
+
+class HeldBack:
+    """A saver of a real policy, whose writing waits until it is allowed."""
+
+    def __init__(self, root, monkeypatch, background=True):
+        self.root = root
+        self.allowed = threading.Event()
+        self.error = None
+        self.messages: list[str] = []
+        self.policy = Policy(PolicyConfig(), embedded_tokenizer(), init_reference_model=False)
+        self.saver = Saver(CheckpointManager(root), 1, self.policy, self.messages.append, background=background)
+        write = TensorFile.write
+
+        def wait_and_write(file, path):
+            assert self.allowed.wait(10)
+            if self.error is not None:
+                raise self.error
+            return write(file, path)
+
+        monkeypatch.setattr(TensorFile, "write", wait_and_write)
+
+    def save(self, step):
+        self.saver.save(step, {"step": step}, {})
+
+    def folders(self):
+        return sorted(path.name for path in self.root.iterdir() if path.name.startswith("step_"))
+
+    def wait_until_written(self):
+        for _ in range(1000):
+            if self.policy.is_save_written():
+                return
+            threading.Event().wait(0.01)
+        raise TimeoutError
+
+
+@pytest.fixture
+def held(tmp_path, monkeypatch):
+    return HeldBack(tmp_path, monkeypatch)
+
+
+def test_a_checkpoint_is_saved_when_it_is_settled_and_not_before(held):
+    held.save(1)
+    held.saver.settle()
+    assert (held.folders(), held.messages) == ([], [])
+    held.allowed.set()
+    held.wait_until_written()
+    assert (held.folders(), held.messages) == ([], []), "written is not committed"
+    held.saver.settle()
+    assert (held.folders(), held.messages) == (["step_1"], ["saved step 1"])
+    held.saver.settle()
+    held.saver.finish()
+    assert held.messages == ["saved step 1"]
+    assert held.saver.manager.load(1).state == {"step": 1}
+
+
+def test_the_next_save_commits_the_one_before(held):
+    held.save(1)
+    held.allowed.set()
+    held.save(2)
+    assert held.messages == ["saved step 1"]
+    held.saver.finish()
+    assert held.folders() == ["step_1", "step_2"]
+
+
+def test_without_background_a_save_is_committed_at_once(tmp_path, monkeypatch):
+    held = HeldBack(tmp_path, monkeypatch, background=False)
+    held.allowed.set()
+    held.save(1)
+    assert held.messages == ["saved step 1"]
+
+
+def test_a_save_that_fails_is_an_error_and_leaves_the_checkpoint_before(held):
+    held.allowed.set()
+    held.save(1)
+    held.saver.finish()
+    held.error = OSError(28, "No space left on device")
+    held.save(2)
+    held.wait_until_written()
+    with pytest.raises(CheckpointError, match=r"no space left to save .* \d+ bytes are needed in all, \d+ bytes are"):
+        held.saver.settle()
+    assert [path.name for path in held.root.iterdir()] == ["step_1"]
+    assert held.messages == ["saved step 1"]
+    held.error = None
+    held.save(3)
+    held.saver.finish()
+    assert held.folders() == ["step_1", "step_3"]
+
+
+def test_a_save_that_cannot_begin_leaves_nothing(held, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 7}))
+    with pytest.raises(CheckpointError, match="7 bytes are available"):
+        held.save(1)
+    assert list(held.root.iterdir()) == []
+    held.saver.finish()
+
+
+def leave(held, error):
+    with held.saver:
+        held.save(1)
+        held.allowed.set()
+        raise error
+
+
+def test_a_run_that_fails_commits_what_it_began(held):
+    with pytest.raises(RuntimeError, match="the loss exploded"):
+        leave(held, RuntimeError("the loss exploded"))
+    assert held.messages == ["saved step 1"]
+
+
+def test_the_error_of_a_run_is_not_hidden_by_that_of_its_save(held, caplog):
+    held.error = OSError(5, "Input/output error")
+    with pytest.raises(RuntimeError, match="the loss exploded"):
+        leave(held, RuntimeError("the loss exploded"))
+    assert "the checkpoint that was being written is lost" in caplog.text
+
+
+def test_a_run_that_is_told_to_end_at_once_does_not_wait(held):
+    def interrupt():
+        with held.saver:
+            held.save(1)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert held.folders() == []
+    held.allowed.set()
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_a_run_reports_every_checkpoint_that_is_there_and_each_is_that_of_a_run_that_waited(run, algorithm):
+    settings = ("checkpoint.every=1", "checkpoint.keep_last=9")
+    folder, _ = run(algorithm, "background", *settings)
+    waited, _ = run(algorithm, "waited", *settings, "checkpoint.background=false")
+    assert folder.watcher.messages == waited.watcher.messages == [f"saved step {step}" for step in range(1, 5)]
+    expected, found = (
+        {path.relative_to(each.path): path.read_bytes() for path in each.path.rglob("checkpoints/*/policy/*")}
+        for each in (waited, folder)
+    )
+    assert len(expected) >= 4 * 4
+    assert found == expected

@@ -1,0 +1,44 @@
+"""A run whose answers come from a process of its own is the run whose answers come from the policy's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.faults.records import digests
+
+ONE_THREAD = ("num_threads=1", "cluster.num_threads=1")
+SEPARATE = (*ONE_THREAD, "policy.generation.placement=separate", "policy.generation.verify_refit=true")
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    """Runs set the number of threads of this process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_generator_of_its_own_changes_nothing_also_after_a_resume(run):
+    alone, _ = run("grpo", "alone", *ONE_THREAD, "grpo.max_steps=3")
+    separate, last_step = run("grpo", "separate", *SEPARATE, "grpo.max_steps=3", interrupt_at=2)
+    assert last_step == 2
+    separate, last_step = run("grpo", "separate", *SEPARATE, "grpo.max_steps=3", resume=True)
+    assert last_step == 3
+    assert separate.train_metric("weight_version") == [0, 1, 2]
+    assert separate.train_metric("weight_age") == [0, 0, 0]
+    assert separate.lines() == alone.lines()
+    assert digests(separate.path) == digests(alone.path)
+
+
+def test_nor_does_one_that_is_reached_over_a_process_group(run):
+    alone, _ = run("grpo", "alone", *ONE_THREAD, "grpo.max_steps=2")
+    separate, _ = run("grpo", "separate", *SEPARATE, "policy.generation.refit=collective", "grpo.max_steps=2")
+    assert separate.lines() == alone.lines()
+    assert digests(separate.path) == digests(alone.path)
+
+
+def test_supervised_runs_validate_with_the_weights_of_the_step(run):
+    alone, _ = run("sft", "alone", *ONE_THREAD, "sft.max_steps=2")
+    separate, _ = run("sft", "separate", *SEPARATE, "sft.max_steps=2")
+    assert separate.lines() == alone.lines()

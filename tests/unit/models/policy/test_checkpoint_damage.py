@@ -1,0 +1,171 @@
+"""Damaged and hostile checkpoints are refused with file and reason, and before any weight is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lucidrl.algorithms.losses import NLLLoss
+from lucidrl.checkpoint.manager import CheckpointManager
+from lucidrl.checkpoint.manifest import write_manifest
+from lucidrl.errors import CheckpointError
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.policy import Policy
+
+
+@pytest.fixture
+def checkpoint(tiny_model, tokenizer, make_rows, tmp_path) -> Path:
+    """One that a run has committed."""
+    policy = Policy(PolicyConfig(model_name=tiny_model("llama")), tokenizer)
+    policy.train(make_rows(), NLLLoss())
+    manager = CheckpointManager(tmp_path / "checkpoints")
+    pending = manager.begin(1)
+    policy.begin_save(pending.folder)
+    pending.commit(policy.finish_save())
+    return manager.load(1).path
+
+
+@pytest.fixture
+def refuses(make_worker, weights_of):
+    """Check that a fresh worker refuses a checkpoint and stays as it is; gives the message."""
+    worker = make_worker()
+    before = weights_of(worker)
+
+    def refuse(checkpoint: Path, method: str = "load_checkpoint") -> str:
+        with pytest.raises(CheckpointError) as refused:
+            getattr(worker, method)(str(checkpoint / "policy"), str(checkpoint / "optimizer"))
+        after = weights_of(worker)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        return str(refused.value)
+
+    return refuse
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+
+
+def link(path: Path) -> None:
+    path.symlink_to(path.rename(path.parent.parent.parent / "elsewhere"))
+
+
+DAMAGES = {
+    truncate: "bytes instead of",
+    flip_a_bit: "does not match its SHA-256",
+    Path.unlink: "it is missing",
+    link: "it is a symbolic link",
+}
+
+
+@pytest.mark.parametrize("name", ["policy/model.safetensors", "optimizer/optimizer.safetensors"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_worker_finds_damage_by_the_manifest_of_the_checkpoint(checkpoint, refuses, damage, name):
+    damage(checkpoint / name)
+    message = refuses(checkpoint)
+    assert name in message
+    assert DAMAGES[damage] in message
+
+
+@pytest.mark.parametrize(
+    "name", ["policy/model.safetensors", "optimizer/optimizer.safetensors", "optimizer/optimizer.json"]
+)
+@pytest.mark.parametrize("damage", [truncate, Path.unlink])
+def test_damage_of_a_folder_without_a_manifest_is_found_by_its_headers(checkpoint, refuses, damage, name):
+    (checkpoint / "manifest.json").unlink()
+    damage(checkpoint / name)
+    assert Path(name).name in refuses(checkpoint)
+
+
+def test_what_a_run_has_verified_is_not_hashed_again(checkpoint, make_worker):
+    flip_a_bit(checkpoint / "policy" / "model.safetensors")
+    make_worker().load_verified_checkpoint(str(checkpoint / "policy"), str(checkpoint / "optimizer"))
+
+
+def edit(path: Path, change) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+HOSTILE = {
+    "another optimizer": (lambda s: s["settings"].update(kind="SGD"), "it is of SGD, the policy has AdamW"),
+    "no groups": (lambda s: s["settings"].pop("param_groups"), "it has no param_groups"),
+    "many groups": (lambda s: s["settings"].update(param_groups=[{}, {}]), "2 groups of parameters instead of 1"),
+    "another model": (lambda s: s["shapes"].update({"lm_head.weight": [7]}), r"is of another model: lm_head\.weight"),
+    "a tensor that is not there": (lambda s: s.update(state={"x": {"y": {"$tensor": "gone"}}}), "'gone'"),
+    "a name that is a list": (lambda s: s.update(state={"$tensor": ["a"]}), "no state of this policy's optimizer"),
+    "no dictionary": (lambda s: s.update(state=[1]), "no state of this policy's optimizer"),
+    "an unknown weight": (lambda s: s["state"].update({"lm_head.weight": {"exp_avg": 1}}), "no state of this policy"),
+    "swapped shapes": (
+        lambda s: s["state"]["model.norm.weight"].update(s["state"]["model.embed_tokens.weight"]),
+        r"exp_avg(_sq)? of model\.norm\.weight has shape \[\d+, 32\] instead of \[32\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_structure_of_the_optimizer_is_refused(checkpoint, refuses, case):
+    change, complaint = HOSTILE[case]
+    edit(checkpoint / "optimizer" / "optimizer.json", change)
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint)
+    assert re.search(complaint, refuses(checkpoint))
+
+
+class Canary:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_no_pickle_in_any_file_is_ever_executed(checkpoint, make_worker, tmp_path):
+    sung = tmp_path / "sung"
+    song = pickle.dumps(Canary(sung))
+    pickle.loads(song)
+    assert sung.exists(), "the canary works"
+    sung.unlink()
+    originals = {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    additions = [
+        checkpoint / folder / name
+        for folder in ("policy", "optimizer", ".")
+        for name in ("pytorch_model.bin", "optimizer.pt", "x.pkl")
+    ]
+    manager, worker = CheckpointManager(checkpoint.parent), make_worker()
+    loads = [
+        lambda: manager.load(1),
+        lambda: worker.load_checkpoint(str(checkpoint / "policy"), str(checkpoint / "optimizer")),
+        lambda: worker.load_verified_checkpoint(str(checkpoint / "policy"), str(checkpoint / "optimizer")),
+    ]
+    refused = 0
+    for path in [*originals, *additions]:
+        for has_valid_manifest in (False, True):
+            for content in (song, originals.get(path, b"") + song):
+                path.write_bytes(content)
+                if has_valid_manifest and path.name != "manifest.json":
+                    write_manifest(checkpoint)
+                for load in loads:
+                    try:
+                        load()
+                    except CheckpointError:
+                        refused += 1
+                    assert not sung.exists(), f"a pickle in {path} was executed"
+        path.unlink()
+        for original, content in originals.items():
+            original.write_bytes(content)
+    assert refused > 2 * len(originals)

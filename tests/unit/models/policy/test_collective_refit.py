@@ -1,0 +1,130 @@
+"""A broadcast brings the policy's weights, from however many ranks, to generators that are not among these."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lucidrl.distributed.weight_buckets import TensorInfo, checksum_of
+from lucidrl.distributed.weight_group import WeightGroup
+from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.errors import RefitError, WorkerError
+from lucidrl.models.embedded import embedded_tokenizer
+from lucidrl.models.generation.separate import SeparateGenerator
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
+from lucidrl.models.policy.policy import Policy
+from tests.unit.models.policy.broadcasting_workers import KilledInBroadcast
+
+COLLECTIVE = {"placement": "separate", "refit": "collective", "verify_refit": True, "max_new_tokens": 8}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+class Kept:
+    """A sink that keeps a copy of what it is given."""
+
+    def begin(self, version):
+        self.version, self.weights = version, {}
+
+    def put(self, name, tensor):
+        self.weights[name] = tensor.clone()
+
+
+def receive_from_policy(port: int, announcement: Path, sink: Kept) -> None:
+    with WeightGroup.join("127.0.0.1", port, 1, 2, torch.device("cpu"), 60) as group:
+        until = time.monotonic() + 60
+        while not announcement.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        info = pickle.loads(announcement.read_bytes())
+        group.receive([TensorInfo(name, shape, dtype) for name, (shape, dtype) in info.items()], sink)
+
+
+def broadcast_from_ranks(kind, options, port, announcement):
+    """On a rank: send the weights, slightly changed since they were loaded; returns their checksum and precision."""
+    worker = kind(PolicyConfig(**options), embedded_tokenizer(), init_optimizer=False, init_reference_model=False)
+    worker._add_noise_to_weights()
+    worker.init_collective("127.0.0.1", port, 2)
+    info = worker.prepare_info_for_collective()
+    if worker.rank == 0:
+        part = announcement.with_suffix(".part")
+        part.write_bytes(pickle.dumps(info))
+        part.rename(announcement)
+    worker.set_refit_header(7, True)
+    worker.broadcast_weights_for_collective()
+    checksum = worker._export.checksum()
+    worker._export.close()
+    return checksum, {str(dtype) for _, dtype in info.values()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (DTensorPolicyWorker, {"precision": "bfloat16"}),
+        (DTensorPolicyWorker, {"dtensor_cfg": {"tensor_parallel_size": 2}}),
+        (FSDP1PolicyWorker, {"precision": "bfloat16", "dtensor_cfg": {"enabled": False}}),
+    ],
+)
+def test_the_first_of_many_ranks_sends_what_all_hold(two_ranks, tiny_model, tmp_path, kind, changes):
+    options = {"model_name": tiny_model("llama"), **changes}
+    port, announcement, sink = free_port(), tmp_path / "info", Kept()
+    thread = threading.Thread(target=receive_from_policy, args=(port, announcement, sink))
+    thread.start()
+    results = two_ranks(broadcast_from_ranks, kind, options, port, announcement)
+    thread.join(60)
+    assert sink.version == 7
+    precision = f"torch.{changes.get('precision', 'float32')}"
+    assert results == [(checksum_of(sink.weights.items()), {precision})] * 2
+
+
+def test_generators_get_version_after_version_and_sample_from_it(tiny_model, make_rows, tokenizer):
+    config = PolicyConfig(model_name=tiny_model("llama_untied"), generation={**COLLECTIVE, "num_workers": 2})
+    with (
+        Policy(config, tokenizer, init_optimizer=False, init_reference_model=False) as policy,
+        SeparateGenerator(policy, config, tokenizer) as generator,
+    ):
+        for version in (1, 2):
+            policy.group.run_all("_add_noise_to_weights")
+            generator.update_weights(version)
+            checksums = generator.group.run_all("checksum")
+            assert checksums == [checksum_of(policy.group.run_all("return_state_dict")[0].items())] * 2
+        rows = make_rows()
+        assert generator.generate(rows, greedy=True)["output_ids"].equal(policy.generate(rows, True)["output_ids"])
+    assert generator.weight_version == 2
+
+
+def test_a_sender_killed_in_the_middle_leaves_the_generator_its_version(tiny_model, make_rows, tokenizer):
+    config = PolicyConfig(model_name=tiny_model("llama"), generation=COLLECTIVE)
+    rows, options = make_rows(), {"init_optimizer": False, "init_reference_model": False}
+    with (
+        WorkerGroup(KilledInBroadcast, (config, tokenizer), options, own_processes=True) as policy,
+        SeparateGenerator(SimpleNamespace(group=policy), config, tokenizer) as generator,
+    ):
+        policy.run_all("_add_noise_to_weights")
+        generator.update_weights(1)
+        checksum, answers = generator.group.run_all("checksum"), generator.generate(rows, greedy=True)
+        policy.run_all("_add_noise_to_weights")
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match=r"ended by SIGKILL.*in broadcast_weights_for_collective") as error:
+            generator.update_weights(2)
+        assert time.monotonic() - start < 10
+        assert "meanwhile in the generators: " in error.value.__notes__[0]
+        assert generator.group.run_all("checksum") == checksum
+        assert generator.generate(rows, greedy=True)["output_ids"].equal(answers["output_ids"])
+        assert generator.weight_version == 1
+
+
+def test_a_broadcast_before_anyone_has_joined_is_refused(make_worker):
+    with pytest.raises(RefitError, match="before init_collective; call that first, on every rank"):
+        make_worker(init_optimizer=False).broadcast_weights_for_collective()

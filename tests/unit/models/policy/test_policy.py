@@ -1,0 +1,34 @@
+"""The driver's handle: what it takes, and what it tells the workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lucidrl.distributed.config import ClusterConfig
+from lucidrl.errors import ConfigError
+from lucidrl.models.policy import policy as policy_module
+from lucidrl.models.policy.policy import Policy
+
+
+def test_a_plain_mapping_is_a_config(tiny_model, tokenizer, make_rows):
+    mapping = {"model_name": tiny_model("llama"), "dtensor_cfg": {"enabled": False}}
+    with Policy(mapping, tokenizer, init_optimizer=False) as policy:
+        assert policy.group.run_all("__repr__") == ["FSDP1PolicyWorker[rank=0]"]
+        scored = policy.with_scores(make_rows(), previous=True, reference=False)
+    assert scored["prev_logprobs"].any()
+
+
+def test_a_mapping_with_an_unknown_key_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match="modelname"):
+        Policy({"modelname": "embedded"}, tokenizer)
+
+
+@pytest.mark.parametrize(("start", "call"), [(120.0, 4.0), (4.0, 120.0)])
+def test_ranks_wait_for_each_other_as_long_as_the_longer_of_the_deadlines(monkeypatch, tokenizer, start, call):
+    """While rank 0 reads the weights the others wait for it, however short a call may be."""
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(policy_module, "WorkerGroup", lambda kind, args, options, **rest: told.append(options))
+    Policy({}, tokenizer, cluster=ClusterConfig(num_workers=2, start_timeout_s=start, call_timeout_s=call))
+    assert [options["timeout_s"] for options in told] == [120.0]

@@ -1,0 +1,299 @@
+"""A refit over shared memory brings a policy's weights, whole versions only, to a generator in another process."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from lucidrl.data.messages import render_prompt
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.distributed.collectives import gather_over
+from lucidrl.distributed.shared_memory import NAME_PREFIX, AttachedMemory
+from lucidrl.distributed.weight_buckets import plan_buckets
+from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.errors import RefitError, WorkerError
+from lucidrl.models.embedded import embedded_tokenizer
+from lucidrl.models.generation.builtin import BuiltinGenerator
+from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.models.generation.receiver import WeightReceiver
+from lucidrl.models.generation.separate import SeparateGenerator, buckets_of_names
+from lucidrl.models.loading import DTYPES, load_model
+from lucidrl.models.logprobs import LogprobModel
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
+from lucidrl.models.policy.policy import Policy
+from tests.unit.models.policy.refitting_workers import KilledWhilePacking
+
+SEPARATE = {"placement": "separate", "verify_refit": True, "refit_bucket_mb": 1, "max_new_tokens": 12}
+NO_TRAINING = {"init_optimizer": False, "init_reference_model": False}
+MODEL_BYTES = 3_270_000
+"""The embedded model in float32: four buckets."""
+
+
+def prompts() -> BatchedDataDict[Any]:
+    texts = ["12+30=", "7+8=", "40+41=", "3+3="]
+    ids = [render_prompt(embedded_tokenizer(), [{"role": "user", "content": text}]) for text in texts]
+    rows = [torch.tensor(row) for row in ids]
+    lengths = torch.tensor([len(row) for row in rows])
+    return BatchedDataDict(
+        {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), "input_lengths": lengths}
+    )
+
+
+def num_open_memories(pid: int) -> int:
+    names = [os.readlink(entry) for entry in os.scandir(f"/proc/{pid}/fd") if os.path.islink(entry)]
+    return sum(name.startswith(f"/memfd:{NAME_PREFIX}") for name in names)
+
+
+def policy_of(workers: WorkerGroup) -> Any:
+    """What a generator needs of a policy, for workers of another class than `Policy` starts."""
+    return SimpleNamespace(group=workers, update_weights=lambda version: None)
+
+
+# From many ranks
+
+
+def refit_between_ranks(kind, options, bucket_bytes):
+    """On a rank: take all weights out of the first rank's memory; checksums of the policy and of what was taken."""
+    worker = kind(PolicyConfig(**options), embedded_tokenizer(), **NO_TRAINING)
+    worker._add_noise_to_weights()
+    model = load_model(worker.config.model_name, DTYPES[worker.config.precision])
+    device_id = gather_over(worker.report_device_id(), worker.mesh.world)[0]
+    receiver = WeightReceiver(model, device_id)
+    receiver.begin(3)
+    worker.set_refit_header(3, True)
+    worker.prepare_weights_for_ipc()
+    for bucket in plan_buckets(worker._export.infos(), bucket_bytes):
+        handles = worker.get_weights_ipc_handles([info.name for info in bucket.tensors])
+        assert bool(handles) == (worker.rank == 0)
+        receiver.take(gather_over(handles, worker.mesh.world)[0])
+        gather_over(None, worker.mesh.world)  # both have read it
+    receiver.commit(3)
+    result = worker._export.checksum(), receiver.checksum(), str(next(model.parameters()).dtype)
+    worker._export.close()
+    return result
+
+
+@pytest.mark.parametrize("model", ["llama", "llama_untied"])
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        (DTensorPolicyWorker, {}),
+        (DTensorPolicyWorker, {"tensor_parallel_size": 2}),
+        (FSDP1PolicyWorker, {"enabled": False}),
+    ],
+    ids=["fsdp2", "tp", "fsdp1"],
+)
+def test_whole_weights_come_from_many_ranks(two_ranks, tiny_model, kind, parallel, precision, model):
+    options = {"model_name": tiny_model(model), "precision": precision, "dtensor_cfg": parallel}
+    results = two_ranks(refit_between_ranks, kind, options, 4000)  # buckets end within layers
+    expected = results[0][0]
+    assert results == [(expected, expected, f"torch.{precision}")] * 2
+
+
+# One generator in another process
+
+
+@pytest.fixture(scope="module")
+def config():
+    return PolicyConfig(model_name="embedded", generation=SEPARATE)
+
+
+@pytest.fixture(scope="module")
+def policy(config):
+    with Policy(config, embedded_tokenizer(), **NO_TRAINING) as policy:
+        yield policy
+
+
+@pytest.fixture(scope="module")
+def generator(policy, config):
+    with SeparateGenerator(policy, config, embedded_tokenizer()) as generator:
+        yield generator
+
+
+@pytest.fixture
+def worker(policy):
+    """The policy's one rank, which is in this process."""
+    return policy.group._launcher._worker
+
+
+@pytest.fixture
+def refit(generator, policy):
+    """Change the policy and bring that to the generator."""
+
+    def run() -> None:
+        policy.group.run_all("_add_noise_to_weights")
+        generator.update_weights(generator.weight_version + 1)
+
+    return run
+
+
+def test_before_the_first_refit_a_generator_has_the_weights_that_the_policy_started_from(generator, worker):
+    assert generator.weight_version == 0
+    assert generator.group.run_all("checksum") == [worker._export.checksum()]
+
+
+def test_greedy_answers_are_those_of_a_model_loaded_from_the_saved_weights(generator, policy, worker, refit, tmp_path):
+    refit()
+    assert generator.group.run_all("checksum") == [worker._export.checksum()]
+    policy.group.run_all("save_checkpoint", str(tmp_path))
+    saved = LogprobModel(load_model(str(tmp_path), torch.float32), temperature=1.0)
+    expected = BuiltinGenerator(saved, embedded_tokenizer(), worker.config.generation).generate(prompts(), greedy=True)
+    answers = generator.generate(prompts(), greedy=True)
+    assert torch.equal(answers["output_ids"], expected["output_ids"])
+    assert torch.equal(answers["logprobs"], expected["logprobs"])
+    assert answers["weight_versions"].tolist() == [generator.weight_version] * 4
+
+
+def test_weights_in_use_are_never_written_whatever_becomes_of_later_refits(make_worker):
+    num_open = num_open_memories(os.getpid())
+    worker = make_worker(init_optimizer=False)
+    receiver = WeightReceiver(load_model(worker.config.model_name, torch.float32), worker.report_device_id())
+    for version in range(1, 7):
+        worker._add_noise_to_weights()
+        before = receiver.checksum()
+        worker.set_refit_header(version, True)
+        sizes, _ = worker.prepare_weights_for_ipc()
+        receiver.begin(version)
+        for name, _ in sizes:
+            receiver.take(worker.get_weights_ipc_handles([name]))
+            assert receiver.checksum() == before
+        if version % 3:  # every third one is interrupted
+            receiver.commit(version)
+            assert receiver.checksum() == worker._export.checksum() != before
+    # Memory of two versions, open and mapped at either end: that of interrupted ones was used again.
+    assert num_open_memories(os.getpid()) - num_open == 2 * 2 * 2 * len(sizes)
+    worker.shutdown()
+
+
+def test_a_changed_bucket_is_refused_and_the_version_before_goes_on(generator, worker, refit, monkeypatch):
+    before, version = generator.group.run_all("checksum"), generator.weight_version
+    pack = worker.get_weights_ipc_handles
+
+    def pack_and_change(keys):
+        handles = pack(keys)
+        ((_, handle),) = handles.values()
+        AttachedMemory(handle.memory).tensor[1000] ^= 1
+        return handles
+
+    monkeypatch.setattr(worker, "get_weights_ipc_handles", pack_and_change)
+    with pytest.raises(RefitError, match=r"has SHA-256 \w+…, not \w+…: it was changed on its way"):
+        refit()
+    monkeypatch.undo()
+    assert generator.group.run_all("checksum") == before
+    assert generator.generate(prompts())["weight_versions"].unique().tolist() == [version] == [generator.weight_version]
+    refit()
+    assert generator.group.run_all("checksum") == [worker._export.checksum()] != before
+
+
+def test_fifty_refits_leave_nothing_behind(generator, refit):
+    processes = psutil.Process(), psutil.Process(generator.group._launcher._ranks[0].pid)
+
+    def counts() -> list[tuple[int, int]]:
+        return [(num_open_memories(process.pid), process.num_fds()) for process in processes]
+
+    for _ in range(4):
+        refit()
+    before = counts()
+    resident = [process.memory_info().rss for process in processes]
+    for _ in range(50):
+        refit()
+    assert counts() == before
+    assert [memories for memories, _ in before] == [16, 16]  # two versions of four buckets, each open and mapped
+    for process, resident_bytes in zip(processes, resident, strict=True):
+        assert process.memory_info().rss - resident_bytes < 5 * MODEL_BYTES
+    assert not [name for name in os.listdir("/dev/shm") if NAME_PREFIX in name]
+
+
+def test_memory_that_became_too_small_is_given_back(make_worker):
+    before = num_open_memories(os.getpid())
+    worker = make_worker(init_optimizer=False, precision="bfloat16")
+    receiver = WeightReceiver(load_model(worker.config.model_name, torch.bfloat16), worker.report_device_id())
+    for version, bucket_bytes in enumerate((2000, 2000, 10_000, 10_000, 10_000)):
+        worker.set_refit_header(version, False)
+        worker.prepare_weights_for_ipc()
+        receiver.begin(version)
+        buckets = plan_buckets(worker._export.infos(), bucket_bytes)
+        for bucket in buckets:
+            receiver.take(worker.get_weights_ipc_handles([info.name for info in bucket.tensors]))
+        receiver.commit(version)
+    # Two versions at either end, each bucket open and mapped.
+    assert num_open_memories(os.getpid()) - before == 2 * 2 * 2 * len(buckets)
+    worker.shutdown()
+    del receiver
+    assert num_open_memories(os.getpid()) == before
+
+
+def test_a_policy_killed_between_buckets_leaves_the_version_before_whole(config):
+    with (
+        WorkerGroup(KilledWhilePacking, (config, embedded_tokenizer()), NO_TRAINING, own_processes=True) as workers,
+        SeparateGenerator(policy_of(workers), config, embedded_tokenizer()) as generator,
+    ):
+        workers.run_all("_add_noise_to_weights")
+        generator.update_weights(1)
+        before, answers = generator.group.run_all("checksum"), generator.generate(prompts(), greedy=True)
+        assert before == workers.run_all("checksum")
+        workers.run_all("_add_noise_to_weights")
+        workers.run_all("die_after", 2)
+        with pytest.raises(WorkerError, match=r"was ended by SIGKILL.*in get_weights_ipc_handles"):
+            generator.update_weights(2)
+        assert generator.weight_version == 1
+        assert generator.group.run_all("checksum") == before
+        again = generator.generate(prompts(), greedy=True)
+        assert torch.equal(again["output_ids"], answers["output_ids"])
+        assert again["weight_versions"].unique().tolist() == [1]
+
+
+# What is asked wrongly
+
+
+def test_handles_need_preparing_and_names_that_exist(make_worker):
+    worker = make_worker(init_optimizer=False)
+    with pytest.raises(RefitError, match="asked for before prepare_weights_for_ipc; call that first, on every rank"):
+        worker.get_weights_ipc_handles(["model.norm.weight"])
+    worker.prepare_weights_for_ipc()
+    with pytest.raises(RefitError, match=r"no weight 'lm_head\.weight' in this policy \(1 of 2 keys are unknown\)"):
+        worker.get_weights_ipc_handles(["model.norm.weight", "lm_head.weight"])  # it is tied
+    with pytest.raises(RefitError, match="handles of no weights"):
+        worker.get_weights_ipc_handles([])
+    worker.shutdown()
+
+
+def test_sizes_are_those_of_whole_tensors_in_the_configured_precision(make_worker):
+    worker = make_worker("llama_untied", precision="bfloat16", init_optimizer=False)
+    sizes, free_bytes = worker.prepare_weights_for_ipc()
+    weights = dict(worker.model.model.named_parameters())
+    assert sizes == [(name, weight.numel() * 2) for name, weight in weights.items()]
+    assert sum(size for _, size in sizes) < free_bytes <= psutil.virtual_memory().total
+
+
+def test_handles_are_for_the_device_of_the_policy_and_say_that_they_are_packed(make_worker):
+    worker = make_worker(init_optimizer=False)
+    worker.prepare_weights_for_ipc()
+    ((device, (is_packed, handle)),) = worker.get_weights_ipc_handles(["model.norm.weight"]).items()
+    assert device == worker.report_device_id()
+    assert is_packed
+    ((_, packed),) = handle.bucket.unpack(AttachedMemory(handle.memory).tensor)
+    assert torch.equal(packed, worker.model.model.model.norm.weight)
+    worker.shutdown()
+
+
+@pytest.mark.parametrize(("free_bytes", "num_buckets"), [(1 << 40, 2), (1400 << 10, 3), (1 << 20, 6), (600 << 10, 6)])
+def test_buckets_are_as_large_as_the_config_and_half_the_free_memory_allow(free_bytes, num_buckets):
+    sizes = [(f"weight {number}", 300 << 10) for number in range(6)]
+    config = GenerationConfig(refit_bucket_mb=1)
+    buckets = buckets_of_names(sizes, config, free_bytes)
+    assert [name for names in buckets for name in names] == [name for name, _ in sizes]
+    assert len(buckets) == num_buckets
+
+
+def test_a_weight_that_does_not_fit_twice_is_refused_with_the_numbers():
+    with pytest.raises(RefitError, match=r"b takes 3,000 bytes.*5,999 bytes free"):
+        buckets_of_names([("a", 10), ("b", 3000)], GenerationConfig(), 5999)
