@@ -1,7 +1,7 @@
 """A refit from the policy's parameters to those of a generator in another process, beside the least that it could cost.
 
-Over shared memory the weights are copied twice, into it and out of it, by two processes at a time; the measure is one
-plain copy of the same bytes within a process. Over the network, here its loopback, they are packed, sent and unpacked;
+Over shared memory the weights are copied once, and the generator computes with them there; the measure is one plain
+copy of the same bytes within a process. Over the network, here its loopback, they are packed, sent and unpacked;
 nothing is claimed for that, and beside it stands a plain copy of the same bytes through one socket.
 """
 

@@ -26,12 +26,13 @@ BENCHMARKS = (
     "dynamic_batching",
     "ranks",
     "checkpoint_stall",
+    "refit",
     "group_sampling",
     "grpo_step_vs_trl",
     "demo",
     "smollm2_grpo",
 )
-WITH_MODEL = ("train_vs_bare_loop", "ranks", "checkpoint_stall", "group_sampling", "smollm2_grpo")
+WITH_MODEL = ("train_vs_bare_loop", "ranks", "checkpoint_stall", "refit", "group_sampling", "smollm2_grpo")
 RECORDED_VERSIONS = ("torch", "transformers", "trl")
 
 

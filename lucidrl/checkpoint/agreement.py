@@ -19,10 +19,10 @@ def agreed(work: Callable[[], T], group: ProcessGroup | None) -> T:
     To be called on all ranks of the group; `work` must not talk to other ranks.
     """
     result: list[T] = []
-    error: LucidError | OSError | None = None
+    error: Exception | None = None
     try:
         result.append(work())
-    except (LucidError, OSError) as caught:
+    except (LucidError, OSError, ValueError) as caught:
         error = caught
     for other in gather_over(error, group):
         if other is not None:

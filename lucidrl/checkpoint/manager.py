@@ -72,6 +72,11 @@ class PendingCheckpoint:
             self.discard()
             if is_disk_full(error):
                 raise self.disk_full() from error
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"cannot put {self._target} in place: {error}; see to its folder "
+                    "(earlier checkpoints are untouched)"
+                ) from error
             raise
         self._lock.close()
         self._on_commit()
@@ -159,7 +164,7 @@ class CheckpointManager:
 
     def latest(self) -> Checkpoint | None:
         """The newest valid checkpoint, or None; damaged ones are skipped with a warning."""
-        return self._first_valid(reversed(self._folders().values()))
+        return self._first_valid(reversed(self._folders(with_links=True).values()))
 
     def best(self) -> Checkpoint | None:
         """The valid checkpoint with the best metric, or None; of equal ones the newest, never a NaN."""
@@ -191,13 +196,19 @@ class CheckpointManager:
                 log.warning("skipping a checkpoint: %s", error)
         return None
 
-    def _folders(self) -> dict[int, Path]:
-        """The step folders, oldest first; whatever else lies in the root is not ours."""
+    def _folders(self, *, with_links: bool = False) -> dict[int, Path]:
+        """The step folders, oldest first; whatever else lies in the root is not ours.
+
+        Args:
+            with_links: also links with such a name, which are refused when they are opened.
+        """
         if not self.root.is_dir():
             return {}
         named = ((_STEP.fullmatch(path.name), path) for path in self.root.iterdir())
-        found = {int(match[1]): path for match, path in named if match and path.is_dir() and not path.is_symlink()}
-        return dict(sorted(found.items()))
+        steps = {int(match[1]): path for match, path in named if match}
+        return {
+            step: path for step, path in sorted(steps.items()) if (with_links if path.is_symlink() else path.is_dir())
+        }
 
     def _metrics_by_step(self) -> dict[int, dict[str, float]]:
         """Metrics of every checkpoint with a readable record; the tensors are not looked at."""

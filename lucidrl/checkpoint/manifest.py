@@ -73,6 +73,16 @@ def verify_manifest(folder: Path, below: str = "") -> None:
             raise _damage(folder, str(relative), "it is not listed in the manifest")
 
 
+def is_as_listed(folder: Path) -> bool:
+    """Whether `folder` holds the files of its manifest and no others; their content is not looked at.
+
+    Raises:
+        CheckpointError: if it has no readable manifest, or holds a link or a special file.
+    """
+    present = {str(name) for name, _ in _regular_files(folder)}
+    return present == set(_read_manifest(folder))
+
+
 def read_json(folder: Path, name: str) -> Any:
     """The content of a JSON file that somebody else may have written.
 

@@ -58,7 +58,10 @@ def put_in_place(folder: Path, target: Path) -> None:
     """Give a complete hidden folder its name, for good; what had that name before stays whole until then."""
     _sync_tree(folder)
     # A temporary folder is private; a finished one is as readable as the folder that holds it.
-    folder.chmod(stat.S_IMODE(target.parent.stat().st_mode))
+    # Others never write into it, even where everybody may write beside it.
+    folder.chmod(stat.S_IMODE(target.parent.stat().st_mode) & 0o755)
+    if target.is_symlink() or target.is_file():
+        target.unlink()  # only a folder can be what was saved before
     if not target.exists():
         folder.rename(target)
         _sync(target.parent)

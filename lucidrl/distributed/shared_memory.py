@@ -130,8 +130,8 @@ class DeviceMemory:
 class AttachedMemory:
     """Host memory of another process; `tensor` is all of it, as bytes, also after that process has ended.
 
-    As long as `is_held`, its maker does not write it again. To map memory takes about as long as to fill it, so it is
-    worth keeping what will be held again.
+    Between `hold` and `release`, its maker does not write it again. To map memory takes about as long as to fill it, so
+    what will be held again is worth keeping.
 
     Raises:
         RefitError: if the process, or this memory of it, is not there.
@@ -158,7 +158,7 @@ class AttachedMemory:
         self.tensor = _map(self._descriptor, size_bytes)
 
     def hold(self) -> None:
-        """Ends with `release`, or with this object."""
+        """Ends with `release`, or with this object and the tensors made from it."""
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def release(self) -> None:

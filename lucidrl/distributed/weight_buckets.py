@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import torch
 
-from lucidrl.distributed.batching import even_parts
 from lucidrl.distributed.shared_memory import MemoryHandle
 from lucidrl.errors import RefitError
 
@@ -27,8 +26,11 @@ ALIGNMENT_BYTES = 64
 
 PIECE_BYTES = 1 << 20
 """Larger tensors are copied in pieces, which threads share."""
-PIECES_PER_THREAD = 8
-"""To start a thread for fewer takes longer than it saves."""
+BYTES_PER_THREAD = 8 << 20
+"""To start a thread for less takes longer than it saves."""
+
+Piece = tuple[int, int, int]
+"""Memory to copy: address of the target, of the source, number of bytes."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def copy_weights(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     Host memory is copied by as many threads as torch has, but not by those: they would meet after every tensor, which
     takes longer than the copy where cores are busy with other work.
     """
-    pieces: list[tuple[int, int, int]] = []
+    pieces: list[Piece] = []
     for target, source in pairs:
         assert target.shape == source.shape, f"{tuple(source.shape)} does not fit its place {tuple(target.shape)}"
         if _is_run_of_bytes(target) and _is_run_of_bytes(source) and target.dtype == source.dtype:
@@ -119,13 +121,12 @@ def copy_weights(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             ]
         else:
             target.copy_(source.detach(), non_blocking=True)
-    num_threads = min(torch.get_num_threads(), len(pieces) // PIECES_PER_THREAD)
-    if num_threads <= 1:
-        _move(pieces)
-        return
-    with ThreadPoolExecutor(num_threads) as threads:
-        # Each thread a stretch of its own: memory is faster that way than if they took turns.
-        list(threads.map(_move, (pieces[first:last] for first, last in even_parts(len(pieces), num_threads))))
+    first, *others = _shares(pieces)
+    with ThreadPoolExecutor(max(1, len(others))) as threads:
+        copies = [threads.submit(_move, share) for share in others]
+        _move(first)
+        for copy in copies:
+            copy.result()
 
 
 def fitting_bucket_bytes(infos: Sequence[TensorInfo], most_bytes: int, free_bytes: float) -> int:
@@ -171,7 +172,18 @@ def _is_run_of_bytes(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous()
 
 
-def _move(pieces: Iterable[tuple[int, int, int]]) -> None:
-    """Copy memory: address of the target, of the source, and number of bytes of each piece."""
+def _shares(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """The pieces of each thread: a stretch of its own, since memory is faster that way than if they took turns."""
+    size_bytes = sum(piece[-1] for piece in pieces)
+    num_threads = max(1, min(torch.get_num_threads(), size_bytes // BYTES_PER_THREAD))
+    shares: list[list[Piece]] = [[] for _ in range(num_threads)]
+    done_bytes = 0
+    for piece in pieces:
+        shares[done_bytes * num_threads // size_bytes].append(piece)
+        done_bytes += piece[-1]
+    return shares
+
+
+def _move(pieces: Iterable[Piece]) -> None:
     for piece in pieces:
         ctypes.memmove(*piece)

@@ -130,8 +130,9 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
         if config.grpo.loss.kl_coefficient > 0:
             size_bytes["reference weights"] = parameters * width
         if policy.generation.placement == "separate":
-            # Each generator puts the next version together beside the one in use.
-            size_bytes["generators"] = 2 * policy.generation.num_workers * parameters * width
+            # The next version is put together beside the one in use; generators of one machine share both of them.
+            copies = 1 if policy.generation.refit == "ipc" else policy.generation.num_workers
+            size_bytes["generators"] = 2 * copies * parameters * width
     return {what: size / GIB for what, size in size_bytes.items()}
 
 

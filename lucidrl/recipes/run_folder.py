@@ -41,7 +41,7 @@ def create_run_folder(config: BaseRunConfig, algorithm: str) -> Path:
         else:
             folder = config.run.root / config.run.name
             folder.mkdir(parents=True, exist_ok=True)
-        _write_config(folder, config, mode="x")
+        _write_config(folder / CONFIG_NAME, config)
     except FileExistsError as error:
         raise _taken(config.run) from error
     except OSError as error:
@@ -64,8 +64,11 @@ def occupied(folder: Path) -> Iterator[None]:
     try:
         if left := os.pread(descriptor, _MAX_LOCK_BYTES, 0):
             log.info("taking over %s from %s, which has ended without a word", folder, _owner(left))
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _own_entry(), 0)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, _own_entry(), 0)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written ({error}); see to the disk, then start again") from error
         yield
     finally:
         path.unlink(missing_ok=True)
@@ -148,12 +151,16 @@ def read_run_config(schema: type[C], folder: Path, overrides: list[str]) -> C:
 
 def update_run_config(folder: Path, config: BaseRunConfig) -> None:
     """Record the settings that a resumed run goes on with, so that the next resume starts from them."""
-    _write_config(folder, config, mode="w")
+    new = folder / f".{CONFIG_NAME}-{uuid.uuid4().hex}"
+    _write_config(new, config)
+    new.replace(folder / CONFIG_NAME)  # in one go: a run that is killed here can still be resumed
 
 
-def _write_config(folder: Path, config: BaseRunConfig, mode: str) -> None:
-    with (folder / CONFIG_NAME).open(mode, encoding="utf-8") as file:
+def _write_config(path: Path, config: BaseRunConfig) -> None:
+    with path.open("x", encoding="utf-8") as file:
         file.write(dump_yaml(config))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _check_writable(folder: Path) -> None:

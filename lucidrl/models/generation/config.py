@@ -33,7 +33,7 @@ class GenerationConfig(Config):
     """Processes that share the prompts, where they are separate."""
     refit: Literal["ipc", "collective"] = "ipc"
     """How weights reach separate processes: through memory shared within one machine, or over the network."""
-    refit_bucket_mb: PositiveInt = 64
+    refit_bucket_mb: PositiveInt = 256
     """Most of the weights that travel together; two such buckets are under way at a time."""
     verify_refit: bool = False
     """Compare checksums of the weights on both sides of every refit."""

@@ -22,7 +22,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from lucidrl.checkpoint.agreement import agreed
 from lucidrl.checkpoint.manager import STATE_NAME
-from lucidrl.checkpoint.manifest import MANIFEST_NAME, FileDigest, verify_manifest, write_manifest
+from lucidrl.checkpoint.manifest import MANIFEST_NAME, FileDigest, is_as_listed, verify_manifest, write_manifest
 from lucidrl.checkpoint.shards import open_tensors
 from lucidrl.checkpoint.staging import clean_up_after_killed_processes, locked, make_hidden_folder, put_in_place
 from lucidrl.checkpoint.tensors import TensorSpec
@@ -160,6 +160,9 @@ class PolicyCheckpoints:
         saved = open_tensors(folder, WEIGHTS_STEM)
         model: PreTrainedModel = self._sharding.model.model
         buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
+        for name, tensor in saved.items():
+            if not tensor.is_floating_point():
+                raise CheckpointError(f"{folder} cannot be used: {name} is of {tensor.dtype}, which weights never are")
         found = {name: list(tensor.shape) for name, tensor in saved.items() if name not in buffers}
         check_same_shapes(folder, self._sharding.shapes(), found)
         return saved
@@ -200,8 +203,11 @@ def _make_hidden(targets: set[Path], at_end: ExitStack) -> dict[Path, Path]:
         if inside:
             raise CheckpointError(f"{inside[0]} lies inside of {target}; give folders beside each other")
         clean_up_after_killed_processes(target.parent, target.name)
-        if target.exists() and not (target / MANIFEST_NAME).is_file() and not _is_empty_folder(target):
-            raise CheckpointError(f"{target} exists and is not a saved checkpoint, so it is not replaced; name another")
+        if target.exists() and not _may_be_replaced(target):
+            raise CheckpointError(
+                f"{target} exists and holds something else than save_checkpoint wrote, so it is not replaced; "
+                "name another folder"
+            )
     hidden = {}
     for target in targets:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -211,8 +217,16 @@ def _make_hidden(targets: set[Path], at_end: ExitStack) -> dict[Path, Path]:
     return hidden
 
 
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+def _may_be_replaced(folder: Path) -> bool:
+    """Whether it is empty, or holds nothing but what `save` wrote there; the checkpoint of a run is more than that."""
+    if not folder.is_dir():
+        return False
+    if not any(folder.iterdir()):
+        return True
+    try:
+        return is_as_listed(folder) and not (folder / STATE_NAME).exists()
+    except CheckpointError:
+        return False
 
 
 def _put_all_in_place(hidden: dict[Path, Path], digests: dict[Path, FileDigest]) -> None:

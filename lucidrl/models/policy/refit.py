@@ -48,6 +48,8 @@ class WeightExport:
         self._parts: list[torch.Tensor] | None = None
         """What this rank holds of the weights, from `prepare_for_ipc` on."""
         self._memory = pool_for(device)
+        self._packed: set[str] = set()
+        """Names that have been packed in this refit."""
         self._is_collective = False
         self._group: WeightGroup | None = None
         """On the first rank, which sends for all."""
@@ -72,7 +74,7 @@ class WeightExport:
     def prepare_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """Begin a refit: names and sizes of all weights, and the bytes that buckets on their way may take together."""
         self._parts = self._sharding.local_weights()
-        self._memory.begin()
+        self._begin_refit()
         free = free_bytes(self._device) + self._memory.spare_bytes()
         return [(info.name, info.size_bytes) for info in self.infos()], float(free)
 
@@ -84,12 +86,19 @@ class WeightExport:
             for _ in stream:  # the others gather with this rank
                 pass
             return {}
+        if self._packed & set(keys):  # whoever asks again for the same starts over, also without preparing anew
+            self._begin_refit()
+        self._packed |= set(keys)
         memory = self._memory.take(bucket.size_bytes)
         bucket.pack((tensor for _, tensor in stream), memory.tensor)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # another process does not wait for this one's streams
         digest = digest_of(memory.tensor[: bucket.size_bytes]) if self._verify else None
         return {self._device_id: (True, BucketHandle(bucket, memory.handle, self._version, digest))}
+
+    def _begin_refit(self) -> None:
+        self._memory.begin()
+        self._packed = set()
 
     def join_collective(self, ip: str, port: int, world_size: int, rank: int, bucket_bytes: int) -> None:
         """Meet the generators, which join at the same time; a group that was joined before is left.

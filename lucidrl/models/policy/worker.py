@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -231,11 +231,10 @@ class PolicyWorker(ABC):
 
     def shutdown(self) -> None:
         """Stop profiling and leave the other ranks; may be called twice."""
-        try:
-            self.stop_gpu_profiling()
-            self._export.close()
-        finally:
-            leave_process_group(self._world)
+        with ExitStack() as parts:  # all of them, in this order backwards, whatever one of them raises
+            parts.callback(leave_process_group, self._world)
+            parts.callback(self._export.close)
+            parts.callback(self.stop_gpu_profiling)
 
     def set_refit_header(self, version: int, verify: bool) -> None:
         """What the weights sent from now on are called, and whether their checksums travel with them."""

@@ -130,7 +130,7 @@ def test_a_failing_rename_brings_the_replaced_step_back(tmp_path, monkeypatch):
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="broken disk"):
+    with pytest.raises(CheckpointError, match=r"cannot put .* in place: .*broken disk"):
         save(manager, 1, content="new")
     assert (manager.load(1).path / "model" / "weights.bin").read_text() == "old"
     assert names(tmp_path) == ["step_1"]
@@ -163,7 +163,7 @@ def test_a_refused_checkpoint_comes_with_the_newest_valid_one(tmp_path, step):
         manager.load(step)
 
 
-def test_links_uncommitted_and_renamed_folders_are_refused(tmp_path):
+def test_links_uncommitted_and_renamed_folders_are_refused(tmp_path, caplog):
     manager = CheckpointManager(tmp_path)
     save(manager, 1)
     (tmp_path / "step_2").symlink_to(tmp_path / "step_1")
@@ -175,6 +175,7 @@ def test_links_uncommitted_and_renamed_folders_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"step_4 cannot be used: its state\.json is of step 3"):
         manager.load(4)
     assert manager.latest().step == 1
+    assert "step_2 cannot be used: it is a symbolic link" in caplog.text
     (tmp_path / "step_4").rename(tmp_path / "best")  # any other name is the owner's business
     assert manager.load(tmp_path / "best").step == 3
 
@@ -324,3 +325,19 @@ def test_wrong_settings_are_refused(tmp_path):
         CheckpointManager(tmp_path, mode="best")
     with pytest.raises(CheckpointError, match="step=-1"), CheckpointManager(tmp_path).saving(-1):
         pass
+
+
+def test_what_is_no_folder_gives_way_to_a_checkpoint(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    (tmp_path / "step_1").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "step_2").write_text("a file")
+    save(manager, 1)
+    save(manager, 2)
+    assert manager.latest().step == 2
+    assert names(tmp_path) == ["step_1", "step_2"]
+
+
+def test_where_everybody_may_write_a_checkpoint_is_still_its_owners(tmp_path):
+    tmp_path.chmod(0o1777)
+    save(CheckpointManager(tmp_path), 1)
+    assert (tmp_path / "step_1").stat().st_mode & 0o7777 == 0o755

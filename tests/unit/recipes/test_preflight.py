@@ -63,10 +63,11 @@ def test_an_architecture_without_a_tensor_parallel_plan_is_found_before_the_rank
         preflight(settings(tmp_path, *overrides))
 
 
-def test_generators_of_their_own_hold_two_versions_each(tmp_path):
+@pytest.mark.parametrize(("refit", "copies"), [("ipc", 2), ("collective", 6)])
+def test_generators_of_their_own_hold_two_versions_together_or_each(tmp_path, refit, copies):
     separate = ["policy.generation.placement=separate", "policy.generation.num_workers=3"]
-    memory = preflight(settings(tmp_path, *separate)).memory_gib
-    assert memory["generators"] == 6 * memory["weights"]
+    memory = preflight(settings(tmp_path, *separate, f"policy.generation.refit={refit}")).memory_gib
+    assert memory["generators"] == copies * memory["weights"]
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_named(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.checkpoint.manager import CheckpointManager
@@ -169,3 +170,30 @@ def test_no_pickle_in_any_file_is_ever_executed(checkpoint, make_worker, tmp_pat
         for original, content in originals.items():
             original.write_bytes(content)
     assert refused > 2 * len(originals)
+
+
+def test_only_what_was_saved_before_is_replaced(make_worker, tmp_path):
+    worker, folder = make_worker(), tmp_path / "weights"
+    worker.save_checkpoint(str(folder))
+    worker.save_checkpoint(str(folder))
+    (folder / "NOTES.md").write_text("mine")
+    foreign = tmp_path / "extension"
+    foreign.mkdir()
+    (foreign / "manifest.json").write_text('{"name": "not ours"}')
+    with CheckpointManager(tmp_path / "run").saving(1) as step:
+        worker.save_checkpoint(str(step / "policy"))
+    for taken in (folder, foreign, tmp_path / "run" / "step_1"):
+        before = sorted(taken.rglob("*"))
+        with pytest.raises(CheckpointError, match="holds something else than save_checkpoint wrote"):
+            worker.save_checkpoint(str(taken))
+        assert sorted(taken.rglob("*")) == before
+
+
+def test_weights_that_are_no_floating_point_numbers_are_refused(make_worker, tmp_path):
+    worker = make_worker()
+    worker.save_checkpoint(str(tmp_path / "weights"))
+    (tmp_path / "weights" / "manifest.json").unlink()
+    file = tmp_path / "weights" / "model.safetensors"
+    save_file({name: tensor.to(torch.int8) for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(CheckpointError, match=r"is of torch\.int8, which weights never are"):
+        worker.load_checkpoint(str(tmp_path / "weights"))

@@ -168,7 +168,7 @@ def test_all_ranks_refuse_alike_what_one_cannot_read_or_write(two_ranks, rows, t
     first, second = two_ranks(refusals, str(tmp_path), "fsdp1", fail_on_rank)
     assert first == second
     assert ("its content does not match its SHA-256" if fail_on_rank is None else f"rank {fail_on_rank}") in first[0]
-    assert "foreign exists and is not a saved checkpoint" in first[1]
+    assert "foreign exists and holds something else" in first[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign", "optimizer", "weights"]
 
 

@@ -109,7 +109,9 @@ def test_a_sender_killed_in_the_middle_leaves_the_generator_its_version(tiny_mod
     rows, options = make_rows(), {"init_optimizer": False, "init_reference_model": False}
     with (
         WorkerGroup(KilledInBroadcast, (config, tokenizer), options, own_processes=True) as policy,
-        SeparateGenerator(SimpleNamespace(group=policy), config, tokenizer) as generator,
+        SeparateGenerator(
+            SimpleNamespace(group=policy, update_weights=lambda version: None), config, tokenizer
+        ) as generator,
     ):
         policy.run_all("_add_noise_to_weights")
         generator.update_weights(1)

@@ -231,6 +231,16 @@ def test_memory_that_became_too_small_is_given_back(make_worker):
     assert num_open_memories(os.getpid()) == before
 
 
+def test_asking_for_the_same_weights_again_takes_no_more_memory(make_worker):
+    worker = make_worker(init_optimizer=False)
+    worker.prepare_weights_for_ipc()
+    handles = [worker.get_weights_ipc_handles(["model.norm.weight"]) for _ in range(2)]
+    once = num_open_memories(os.getpid())
+    handles += [worker.get_weights_ipc_handles(["model.norm.weight"]) for _ in range(20)]
+    assert num_open_memories(os.getpid()) == once
+    worker.shutdown()
+
+
 def test_a_policy_killed_between_buckets_leaves_the_version_before_whole(config):
     with (
         WorkerGroup(KilledWhilePacking, (config, embedded_tokenizer()), NO_TRAINING, own_processes=True) as workers,
