@@ -205,7 +205,7 @@ def test_saving_again_replaces_what_was_saved_and_nothing_else(make_worker, make
     assert not (folder / "tokenizer.json").exists()
     assert same(weights_of(make_worker(weights_path=str(folder))), weights_of(worker))
     (folder / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="trained exists and holds something else.*so it is not replaced"):
+    with pytest.raises(CheckpointError, match=r"trained exists and holds something else.*so it is not replaced"):
         worker.save_checkpoint(str(folder))
     with pytest.raises(CheckpointError, match=r"new/optimizer lies inside of \S+new; give folders beside each other"):
         worker.save_checkpoint(str(tmp_path / "new"), str(tmp_path / "new" / "optimizer"))
