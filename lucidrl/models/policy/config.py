@@ -137,7 +137,8 @@ class PolicyConfig(Config):
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this norm."""
     max_nonfinite_steps: PositiveInt = 5
-    """Training stops after this many optimizer steps in a row were skipped for NaN or infinite gradients."""
+    """Training stops after this many optimizer steps in a row were skipped for NaN or infinite gradients. In float16,
+    those that only lower the scale of losses do not count."""
     generation: GenerationConfig = GenerationConfig()
     """How completions are sampled; its temperature holds for scoring and training too."""
 
