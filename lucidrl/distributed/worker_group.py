@@ -34,6 +34,7 @@ class WorkerGroup:
         cluster: number of ranks, their threads and deadlines.
         log_dir: for `rank_N.log`; by default a temporary folder that is kept only if something goes wrong.
         own_processes: a single worker, too, lives in a process of its own.
+        role: what errors call a worker that is a process.
 
     Raises:
         WorkerError: here and in calls, if one of several ranks raises, dies or misses its deadline. Errors of ours
@@ -49,6 +50,7 @@ class WorkerGroup:
         cluster: ClusterConfig | None = None,
         log_dir: Path | None = None,
         own_processes: bool = False,
+        role: str = "rank",
     ):
         cluster = cluster or ClusterConfig()
         self._call_timeout_s = cluster.call_timeout_s
@@ -56,7 +58,7 @@ class WorkerGroup:
         self._launcher: Launcher = (
             InProcess(worker_class, arguments)
             if cluster.num_workers == 1 and not own_processes
-            else LocalProcesses(worker_class, arguments, cluster, log_dir)
+            else LocalProcesses(worker_class, arguments, cluster, log_dir, role)
         )
 
     @property

@@ -40,7 +40,7 @@ def explain_failure(
 
 
 def _died(rank: RankProcess, size: int, phase: str) -> WorkerError:
-    text = f"rank {rank.rank} of {size} {rank.how_it_ended()} in {phase}; all ranks were ended"
+    text = f"{rank.name} of {size} {rank.how_it_ended()} in {phase}; all {rank.role}s were ended"
     if phase == START and not rank.log.tail():
         text += (
             ". It wrote nothing: if a script starts the workers, it must do so under `if __name__ == '__main__':`, "
@@ -53,9 +53,9 @@ def _raised(outcome: Raised, rank: RankProcess, others: Sequence[RankProcess], s
     error: LucidError
     if outcome.lucid_error is not None:
         error = outcome.lucid_error
-        error.add_note(f"raised by rank {rank.rank} of {size} in {phase}; its output is in {rank.log.path}")
+        error.add_note(f"raised by {rank.name} of {size} in {phase}; its output is in {rank.log.path}")
     else:
-        text = f"rank {rank.rank} of {size} failed in {phase}: {outcome.summary}; all ranks were ended"
+        text = f"{rank.name} of {size} failed in {phase}: {outcome.summary}; all {rank.role}s were ended"
         # If the rank gave up waiting for another one, that one is what to look at.
         error = WorkerError(text + _last_lines(rank) + _whereabouts(others))
     error.__cause__ = RemoteTraceback(outcome.trace)
@@ -63,10 +63,11 @@ def _raised(outcome: Raised, rank: RankProcess, others: Sequence[RankProcess], s
 
 
 def _late(late: Sequence[RankProcess], size: int, phase: str, timeout_s: float) -> WorkerError:
-    names = ("ranks " if len(late) > 1 else "rank ") + ", ".join(str(rank.rank) for rank in late)
+    role = late[0].role
+    names = f"{role}{'s' if len(late) > 1 else ''} " + ", ".join(str(rank.rank) for rank in late)
     setting = "start_timeout_s" if phase == START else "call_timeout_s"
     text = (
-        f"{names} of {size} did not finish {phase} within {timeout_s:g} s; all ranks were ended. If it needs longer, "
+        f"{names} of {size} did not finish {phase} within {timeout_s:g} s; all {role}s were ended. If it needs longer, "
         f"raise cluster.{setting}"
     )
     last_lines = "".join(map(_last_lines, late))  # before the ranks write where they are
@@ -79,7 +80,7 @@ def _unfinished(outcomes: Mapping[int, Outcome], ranks: Sequence[RankProcess]) -
 
 def _last_lines(rank: RankProcess) -> str:
     tail = rank.log.tail()
-    return f"\nLast lines of rank {rank.rank} ({rank.log.path}):\n{_indented(tail)}" if tail else ""
+    return f"\nLast lines of {rank.name} ({rank.log.path}):\n{_indented(tail)}" if tail else ""
 
 
 def _whereabouts(ranks: Sequence[RankProcess]) -> str:
@@ -89,7 +90,7 @@ def _whereabouts(ranks: Sequence[RankProcess]) -> str:
     text = ""
     for rank, (log, size_bytes) in zip(ranks, sizes, strict=True):
         if stack := log.stack_from(size_bytes):
-            text += f"\nRank {rank.rank} was at, innermost first:\n{stack}"
+            text += f"\n{rank.name.capitalize()} was at, innermost first:\n{stack}"
     return text
 
 

@@ -49,12 +49,20 @@ class LocalProcesses:
         cluster: number of ranks, threads, deadline of the start.
         log_dir: where `rank_N.log` with the output of rank N goes; by default a temporary folder, which is kept only
             if something goes wrong.
+        role: what errors call one of them.
 
     Raises:
         WorkerError: if a rank does not start; an error of ours that a worker raises is raised as it is.
     """
 
-    def __init__(self, worker_class: type[Worker], arguments: Arguments, cluster: ClusterConfig, log_dir: Path | None):
+    def __init__(
+        self,
+        worker_class: type[Worker],
+        arguments: Arguments,
+        cluster: ClusterConfig,
+        log_dir: Path | None,
+        role: str = "rank",
+    ):
         self.size = cluster.num_workers
         self._ended: str | None = None
         self._temporary_dir = Path(tempfile.mkdtemp(prefix="lucidrl-workers-")) if log_dir is None else None
@@ -68,7 +76,7 @@ class LocalProcesses:
         try:
             message = _message(worker_class.__name__, (worker_class, arguments))
             for rank in range(self.size):
-                self._ranks.append(RankProcess(_settings(rank, cluster, store.port, log_dir)))
+                self._ranks.append(RankProcess(_settings(rank, role, cluster, store.port, log_dir)))
             self._run(START, [message] * self.size, cluster.start_timeout_s)
         except BaseException:
             self._kill("did not start")
@@ -102,7 +110,7 @@ class LocalProcesses:
         for rank, code in zip(self._ranks, codes, strict=True):
             if code != 0:
                 how = "took too long" if code is None else f"ended with exit code {code}"
-                _log.warning("rank %d %s in its shutdown; its output is in %s", rank.rank, how, rank.log.path)
+                _log.warning("%s %s in its shutdown; its output is in %s", rank.name, how, rank.log.path)
         if self._temporary_dir is not None and codes == [0] * self.size:
             shutil.rmtree(self._temporary_dir, ignore_errors=True)
 
@@ -128,7 +136,7 @@ class LocalProcesses:
 
         # The threads only wait, for sockets that a stuck rank neither fills nor drains; `kill` ends them all.
         for rank, message in zip(self._ranks, messages, strict=True):
-            threading.Thread(target=exchange, args=(rank, message), name=f"rank {rank.rank}", daemon=True).start()
+            threading.Thread(target=exchange, args=(rank, message), name=rank.name, daemon=True).start()
         outcomes: dict[int, Outcome] = {}
         until = time.monotonic() + timeout_s
         while len(outcomes) < self.size and (remaining_s := until - time.monotonic()) > 0:
@@ -167,7 +175,7 @@ def _store_on_this_machine() -> TCPStore:
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _settings(rank: int, cluster: ClusterConfig, port: int, log_dir: Path) -> RankSettings:
+def _settings(rank: int, role: str, cluster: ClusterConfig, port: int, log_dir: Path) -> RankSettings:
     num_threads = cluster.num_threads or _share_of_threads(cluster.num_workers)
     environment = {
         "RANK": str(rank),
@@ -180,7 +188,7 @@ def _settings(rank: int, cluster: ClusterConfig, port: int, log_dir: Path) -> Ra
         "OMP_NUM_THREADS": str(num_threads),
     }
     in_main_thread = threading.current_thread() is threading.main_thread()
-    return RankSettings(rank, environment, num_threads, log_dir / f"rank_{rank}.log", in_main_thread)
+    return RankSettings(rank, role, environment, num_threads, log_dir / f"rank_{rank}.log", in_main_thread)
 
 
 def _share_of_threads(num_workers: int) -> int:

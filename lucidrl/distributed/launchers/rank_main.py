@@ -34,6 +34,8 @@ class RankSettings:
     """What the driver decides about a rank's process."""
 
     rank: int
+    role: str
+    """What errors call such a process, in the singular."""
     environment: Mapping[str, str]
     num_threads: int
     log_path: Path

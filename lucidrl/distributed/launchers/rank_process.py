@@ -30,12 +30,14 @@ class RankProcess:
     """Started at once; it listens as soon as it has imported what it needs."""
 
     def __init__(self, settings: RankSettings):
-        self.rank = settings.rank
+        self.rank, self.role = settings.rank, settings.role
+        self.name = f"{settings.role} {settings.rank}"
+        """What errors call it."""
         self.log = RankLog(settings.log_path)
         self._connection, theirs = socket.socketpair()
         # Not a daemon in the sense of multiprocessing: those may not start processes, as data loaders do.
         self._process = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(theirs, settings), name=f"rank {settings.rank}", daemon=False
+            target=serve, args=(theirs, settings), name=self.name, daemon=False
         )
         with theirs:  # its only other holder is the process, so that the connection ends with it
             self._process.start()

@@ -68,6 +68,7 @@ class SeparateGenerator:
             cluster=(cluster or ClusterConfig()).model_copy(update={"num_workers": config.generation.num_workers}),
             log_dir=log_dir / LOGS if log_dir is not None else None,
             own_processes=True,
+            role="generator",
         )
 
     def generate(

@@ -21,6 +21,7 @@ from tests.unit.distributed.toy_workers import (
     FailsToStart,
     HangsAtStart,
     Joined,
+    Plain,
     StubbornAtShutdown,
     TwoPartError,
     run_sleeper,
@@ -102,6 +103,13 @@ def test_a_killed_rank_is_found_at_once_while_the_others_wait_for_it(group):
     with pytest.raises(WorkerError, match="rank 1 of 2 was ended by SIGKILL, perhaps for lack of memory, in reduce_un"):
         group.run_all("reduce_unless", 1, 60.0)
     assert time.monotonic() - started < 3
+
+
+def test_a_worker_is_called_what_it_is(tmp_path):
+    with WorkerGroup(Plain, (1,), log_dir=tmp_path, own_processes=True, role="generator") as group:
+        os.kill(group.run_all("pid")[0], signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"generator 0 of 1 was ended by SIGKILL.*all generators were ended"):
+            group.run_all("pid")
 
 
 def test_a_rank_killed_between_calls_is_found_at_the_next_one(group):
