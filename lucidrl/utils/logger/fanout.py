@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Optional
 
 from lucidrl.errors import ConfigError
@@ -182,9 +181,7 @@ class Logger(LoggerInterface):
     def __enter__(self) -> Logger:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.finish()
 
     def __del__(self) -> None:
