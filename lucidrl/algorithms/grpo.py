@@ -62,14 +62,11 @@ class GRPO:
                 self.collector.update_policy_weights_(version=step)
                 self.record(rollouts, batch, result, clock)
                 validation = self.validate()
-                self.saver.settle()
-                # Read once: a signal between the two questions must not end the run unsaved.
-                is_last = stop.is_set
-                if is_last or self.saver.is_due(self.step, self.config.max_steps):
-                    self.saver.save(self.step, self.state_dict(), validation)
+                # Read once: a signal between two questions must not end the run unsaved.
+                is_last = stop.is_set or step == self.config.max_steps
+                self.saver.end_step(step, self.state_dict, validation, is_last=is_last)
                 if is_last:
                     break
-            self.saver.finish()
         return self.step
 
     def prepare(self, rollouts: Rollouts, is_plotted: bool = False) -> BatchedDataDict[Any]:

@@ -40,9 +40,6 @@ class Saver:
         self._every, self._policy, self._announce, self._background = every, policy, announce, background
         self._pending: PendingCheckpoint | None = None
 
-    def is_due(self, step: int, max_steps: int) -> bool:
-        return step == max_steps or (self._every > 0 and step % self._every == 0)
-
     def check_metric(self, metrics: Mapping[str, float]) -> None:
         """Refuse a metric for the best checkpoint that validation does not measure."""
         if self.manager.metric is not None and self.manager.metric not in metrics:
@@ -50,6 +47,21 @@ class Saver:
                 f"checkpoint.metric={self.manager.metric!r} is not measured in validation; "
                 f"choose one of {', '.join(sorted(metrics))}"
             )
+
+    def end_step(
+        self, step: int, state_dict: Callable[[], Mapping[str, Any]], metrics: Mapping[str, float], *, is_last: bool
+    ) -> None:
+        """Commit what is written by now, and begin another checkpoint if it is time; the last step's is waited for.
+
+        Args:
+            state_dict: gives what is kept beside the policy; asked only if it is time.
+            metrics: of a validation after this step, if there was one.
+        """
+        self.settle()
+        if is_last or (self._every > 0 and step % self._every == 0):
+            self.save(step, state_dict(), metrics)
+        if is_last:
+            self.finish()
 
     def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Begin a checkpoint, after the one before is committed."""

@@ -66,14 +66,11 @@ class SFT:
                 self.logger.log_metrics({"train": metrics, "time": timings}, self.step)
                 self.watcher.on_step(self.step, {**metrics, **{f"time/{name}": v for name, v in timings.items()}})
                 validation = self.validate(loss_fn)
-                self.saver.settle()
-                # Read once: a signal between the two questions must not end the run unsaved.
-                is_last = stop.is_set
-                if is_last or self.saver.is_due(self.step, self.config.max_steps):
-                    self.saver.save(self.step, self.state_dict(), validation)
+                # Read once: a signal between two questions must not end the run unsaved.
+                is_last = stop.is_set or step == self.config.max_steps
+                self.saver.end_step(step, self.state_dict, validation, is_last=is_last)
                 if is_last:
                     break
-            self.saver.finish()
         return self.step
 
     def validate(self, loss_fn: NLLLoss) -> dict[str, float]:
