@@ -65,6 +65,7 @@ class Policy:
         self.weight_version = 0
         """Version of the weights, as whoever trains them counts."""
         self._gbs = config.train_global_batch_size
+        self._has_optimizer = init_optimizer
         self._pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type] # always set by `load_tokenizer`
         options = {
             "init_optimizer": init_optimizer,
@@ -116,14 +117,14 @@ class Policy:
         self.weight_version = version
 
     def save(self, folder: Path) -> None:
-        """Write weights, tokenizer and optimizer below a checkpoint's folder."""
+        """Write weights, tokenizer and optimizer, if there is one, below a checkpoint's folder."""
         self.begin_save(folder)
         self.finish_save()
 
-    def begin_save(self, folder: Path) -> int:
-        """Copy what `save` writes, and write it while training goes on; returns how many bytes that will be."""
+    def begin_save(self, folder: Path) -> None:
+        """Copy what `save` writes, and write it while training goes on."""
         weights = str(folder / WEIGHTS)
-        return sum(self.group.run_all("begin_checkpoint", weights, str(folder / OPTIMIZER), tokenizer_path=weights))
+        self.group.run_all("begin_checkpoint", weights, self._optimizer_path(folder), tokenizer_path=weights)
 
     def is_save_written(self) -> bool:
         """Whether all workers have written what was begun."""
@@ -136,7 +137,7 @@ class Policy:
 
     def load(self, folder: Path) -> None:
         """Take weights and optimizer from a checkpoint's folder, which was verified when it was found."""
-        self.group.run_all("load_verified_checkpoint", str(folder / WEIGHTS), str(folder / OPTIMIZER))
+        self.group.run_all("load_verified_checkpoint", str(folder / WEIGHTS), self._optimizer_path(folder))
 
     def state_dict(self) -> dict[str, Any]:
         """The arrangement of the ranks, and what each keeps beside weights and optimizer; plain values."""
@@ -159,6 +160,9 @@ class Policy:
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
+
+    def _optimizer_path(self, folder: Path) -> str | None:
+        return str(folder / OPTIMIZER) if self._has_optimizer else None
 
     def _shards(self, data: BatchedDataDict[Any], gbs: int | None) -> list[BatchedDataDict[Any]]:
         """The rows of each data parallel rank: its share of every global batch."""

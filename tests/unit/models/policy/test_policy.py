@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.errors import ConfigError
 from lucidrl.models.policy import policy as policy_module
@@ -32,3 +34,20 @@ def test_ranks_wait_for_each_other_as_long_as_the_longer_of_the_deadlines(monkey
     monkeypatch.setattr(policy_module, "WorkerGroup", lambda kind, args, options, **rest: told.append(options))
     Policy({}, tokenizer, cluster=ClusterConfig(num_workers=2, start_timeout_s=start, call_timeout_s=call))
     assert [options["timeout_s"] for options in told] == [120.0]
+
+
+def test_a_policy_without_an_optimizer_is_saved_and_loaded_without_one(tiny_model, tokenizer, make_rows, tmp_path):
+    mapping = {"model_name": tiny_model("llama")}
+    with Policy(mapping, tokenizer) as trained, Policy(mapping, tokenizer, init_optimizer=False) as scoring:
+        trained.train(make_rows(), NLLLoss())
+        trained.save(tmp_path / "trained")
+        scoring.load(tmp_path / "trained")
+        scoring.save(tmp_path / "scored")
+        expected, found = (
+            policy.with_scores(make_rows(), previous=True, reference=False)["prev_logprobs"]
+            for policy in (trained, scoring)
+        )
+    assert torch.equal(found, expected)
+    assert not (tmp_path / "scored" / "optimizer").exists()
+    weights = "policy/model.safetensors"
+    assert (tmp_path / "scored" / weights).read_bytes() == (tmp_path / "trained" / weights).read_bytes()
