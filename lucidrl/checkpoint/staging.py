@@ -102,7 +102,7 @@ def clean_up_after_killed_processes(parent: Path, name: str | None = None) -> No
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
         if not is_hidden(path) or not path.is_dir() or path.is_symlink():
             continue
-        made = path.name.split("-", 1)[1].rpartition("-")[0]
+        made = _name_of(path.name)
         if name not in (None, made):
             continue
         with suppress(FileNotFoundError), locked(path) as is_unused:  # whoever removes it may be just about to end
@@ -124,10 +124,16 @@ def disk_full(target: Path, needed: str) -> CheckpointError:
     Args:
         needed: what is known of the bytes that it takes.
     """
+    named = Path(*(_name_of(part) if part.startswith(_PREFIXES) else part for part in target.parts))
     return CheckpointError(
-        f"no space left to save {target}: {needed}, {shutil.disk_usage(target.parent).free} bytes are available; "
+        f"no space left to save {named}: {needed}, {shutil.disk_usage(target.parent).free} bytes are available; "
         "free some space or keep fewer checkpoints (earlier ones are untouched)"
     )
+
+
+def _name_of(hidden: str) -> str:
+    """What a hidden folder is to be called, or was."""
+    return hidden.split("-", 1)[1].rpartition("-")[0]
 
 
 def _sync_tree(folder: Path) -> None:

@@ -162,6 +162,6 @@ def test_a_disk_that_is_really_full_leaves_the_checkpoint_before_whole(tmp_path)
         [*mount, "sh", str(tmp_path), sys.executable, FULL_DISK], capture_output=True, text=True, check=True
     )
     early, late, left = done.stdout.splitlines()
-    assert "4000000 bytes are needed in all" in early
+    assert f"no space left to save {tmp_path / 'step_2'}: 4000000 bytes are needed in all" in early
     assert "4000000 bytes are needed in all" in late
     assert left == "['step_1'] 1"
