@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,9 @@ class RankInfo:
     local_rank: int = 0
     """Its number on this machine, and that of its GPU."""
     world_size: int = 1
-    own_group: ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """The default process group, if it was made for this place; somebody else's is not to be ended here."""
+    own_group: ReferenceType[ProcessGroup] | None = field(default=None, compare=False, repr=False)
+    """The default process group, if it was made for this place; somebody else's is not to be ended here. Weak, because
+    a group that outlives its end takes its threads down with the interpreter, and now and then aborts there."""
 
 
 def init_process_group_from_environment(timeout_s: float) -> RankInfo:
@@ -51,12 +53,13 @@ def init_process_group_from_environment(timeout_s: float) -> RankInfo:
         torch.cuda.set_device(info.local_rank)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    return replace(info, own_group=dist.group.WORLD)
+    assert dist.group.WORLD is not None
+    return replace(info, own_group=ref(dist.group.WORLD))
 
 
 def leave_process_group(info: RankInfo) -> None:
     """End the default process group, if it was made by the call that gave `info`; may be called twice."""
-    if info.own_group is not None and dist.group.WORLD is info.own_group:
+    if info.own_group is not None and dist.is_initialized() and dist.group.WORLD is info.own_group():
         dist.destroy_process_group()
 
 
