@@ -29,11 +29,12 @@ BENCHMARKS = (
     "refit",
     "group_sampling",
     "grpo_step_vs_trl",
+    "collectors",
     "demo",
     "smollm2_grpo",
 )
 WITH_MODEL = ("train_vs_bare_loop", "ranks", "checkpoint_stall", "refit", "group_sampling", "smollm2_grpo")
-RECORDED_VERSIONS = ("torch", "transformers", "trl")
+RECORDED_VERSIONS = ("torch", "transformers", "trl", "torchrl", "tensordict", "gymnasium", "stable-baselines3")
 
 
 def run(name: str, model: str, threads: int) -> list[Claim] | None:

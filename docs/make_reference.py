@@ -16,7 +16,8 @@ from pydantic.fields import FieldInfo
 from lucidrl.envs.text.arithmetic import ArithmeticConfig
 from lucidrl.envs.text.guessing import GuessingConfig
 from lucidrl.models.policy.config import SchedulerConfig
-from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, SFTRunConfig, TextRunConfig
+from lucidrl.recipes.control_configs import PPORunConfig
 
 TARGET = Path(__file__).with_name("configuration-reference.md")
 INTRODUCTION = """\
@@ -35,14 +36,16 @@ class Section:
     title: str
     schema: type[BaseModel]
     prefix: str = ""
-    leave_out: frozenset[str] = frozenset()
+    beside: type[BaseModel] | None = None
+    """Keys that are the same in this class are left out."""
 
 
-COMMON = frozenset(BaseRunConfig.model_fields)
 SECTIONS = (
     Section("Every run", BaseRunConfig),
-    Section("`lucidrl grpo`", GRPORunConfig, leave_out=COMMON),
-    Section("`lucidrl sft`", SFTRunConfig, leave_out=COMMON),
+    Section("Runs of language models: `lucidrl grpo` and `lucidrl sft`", TextRunConfig, beside=BaseRunConfig),
+    Section("`lucidrl grpo`", GRPORunConfig, beside=TextRunConfig),
+    Section("`lucidrl sft`", SFTRunConfig, beside=TextRunConfig),
+    Section("`lucidrl ppo`", PPORunConfig, beside=BaseRunConfig),
     Section("Each entry of `policy.scheduler`", SchedulerConfig),
     Section("Environment `arithmetic`", ArithmeticConfig, prefix="env.kwargs."),
     Section("Environment `guessing`", GuessingConfig, prefix="env.kwargs."),
@@ -55,12 +58,16 @@ def reference() -> str:
 
 
 def _section(section: Section) -> str:
-    rows = [
-        f"| `{section.prefix}{key}` | {_code(_default(field))} | {_one_line(field.description or '')} |"
-        for key, field in _keys(section.schema)
-        if key.partition(".")[0] not in section.leave_out
-    ]
+    known = set(_rows(section.beside, section.prefix)) if section.beside is not None else set()
+    rows = [row for row in _rows(section.schema, section.prefix) if row not in known]
     return "\n".join([f"## {section.title}\n", "| key | default | meaning |", "| --- | --- | --- |", *rows, ""])
+
+
+def _rows(schema: type[BaseModel], prefix: str) -> list[str]:
+    return [
+        f"| `{prefix}{key}` | {_code(_default(field))} | {_one_line(field.description or '')} |"
+        for key, field in _keys(schema)
+    ]
 
 
 def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -1,4 +1,4 @@
-"""The command line: `lucidrl grpo`, `sft`, `generate`, `check`.
+"""The command line: `lucidrl grpo`, `sft`, `ppo`, `generate`, `check`.
 
 Heavy imports are inside the commands, so that `--help` answers at once.
 """
@@ -19,8 +19,9 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    help="Post-train language models with reinforcement learning, and see what each step did.",
-    epilog="Start with `lucidrl grpo`: it trains the embedded model on arithmetic in a few minutes, on a CPU.",
+    help="Train language models and control policies with reinforcement learning, and see what each step did.",
+    epilog="Start with `lucidrl grpo`: it trains the embedded model on arithmetic in a few minutes, on a CPU. "
+    "`lucidrl ppo` learns to balance a pole in seconds.",
 )
 
 INTERRUPTED = 130
@@ -56,11 +57,9 @@ def grpo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset 
     preset is `demo` for the embedded model and `chat` for any other. Everything is written to a run folder below
     `runs/`; Ctrl-C finishes the step and saves.
     """
-    from lucidrl.recipes.configs import GRPORunConfig
     from lucidrl.recipes.launch import launch
-    from lucidrl.recipes.wiring import run_grpo
 
-    launch("grpo", GRPORunConfig, run_grpo, config, preset, overrides or [], resume)
+    launch("grpo", config, preset, overrides or [], resume)
 
 
 @app.command()
@@ -74,11 +73,33 @@ def sft(overrides: Overrides = None, config: ConfigFile = None, preset: Preset =
     A line of the file is {"messages": [...]} or {"prompt": "...", "completion": "..."}. Without a file, the
     environment's prompts with their known answers are learned.
     """
-    from lucidrl.recipes.configs import SFTRunConfig
     from lucidrl.recipes.launch import launch
-    from lucidrl.recipes.wiring import run_sft
 
-    launch("sft", SFTRunConfig, run_sft, config, preset, overrides or [], resume)
+    launch("sft", config, preset, overrides or [], resume)
+
+
+@app.command()
+def ppo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, resume: Resume = None) -> None:
+    """Train a control policy with PPO.
+
+    Without settings it learns CartPole-v1 (preset `cartpole`). `pendulum` has continuous actions:
+
+        lucidrl ppo --preset pendulum
+
+    Any env of gymnasium with one array of observations, and actions that are a choice or numbers:
+
+        lucidrl ppo env.name=Acrobot-v1 collector.frames_per_batch=4096 ppo.max_steps=50
+
+    A step collects `collector.frames_per_batch` frames from `env.num_envs` envs, then goes over them
+    `ppo.num_epochs` times in minibatches of `ppo.minibatch_frames`. The policy and the critic are two networks
+    with settings of their own: `policy.optimizer.kwargs.lr=1e-3`, `critic.hidden_sizes=[128,128]`. Validation plays
+    `validation.num_episodes` episodes without exploring. Ctrl-C finishes the step and saves; go on with
+
+        lucidrl ppo --resume runs/ppo/exp_001 ppo.max_steps=200
+    """
+    from lucidrl.recipes.launch import launch
+
+    launch("ppo", config, preset, overrides or [], resume)
 
 
 @app.command()
@@ -97,7 +118,7 @@ def generate(
         lucidrl generate runs/grpo/exp_001 "12+30="
     """
     from lucidrl.recipes.ask import ask
-    from lucidrl.recipes.launch import silence_progress_bars
+    from lucidrl.recipes.text import silence_progress_bars
 
     silence_progress_bars()
     for answer in ask(source, prompt, samples, temperature, max_new_tokens, seed):
@@ -109,14 +130,15 @@ def check(
     overrides: Overrides = None,
     config: ConfigFile = None,
     preset: Preset = None,
-    algorithm: Annotated[str, typer.Option(help="The command to check: grpo or sft.")] = "grpo",
+    algorithm: Annotated[str, typer.Option(help="The command to check: grpo, sft or ppo.")] = "grpo",
 ) -> None:
     """Validate a run without starting it.
 
-    Reads config, tokenizer and prompts, but no weights; prints the resolved settings, the batch arithmetic and an
-    estimate of the memory. It takes the settings that the run would:
+    Reads config, tokenizer and prompts, or makes an env, but loads no weights; prints the resolved settings, the batch
+    arithmetic and an estimate of the memory. It takes the settings that the run would:
 
         lucidrl check policy.model_name=FOLDER collector.samples_per_prompt=16
+        lucidrl check --algorithm ppo env.name=Acrobot-v1
     """
     from lucidrl.recipes.launch import check_run
 

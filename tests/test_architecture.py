@@ -31,7 +31,7 @@ RANKS = {
     "errors": 0,
 }
 OPTIONAL = {"ray", "vllm", "wandb", "mlflow", "trackio", "gymnasium", "plotly", "matplotlib", "reasoning_gym"}
-HEAVY = {"torch", "transformers", "numpy", "tensorboard", "safetensors", *OPTIONAL}
+HEAVY = {"torch", "tensordict", "transformers", "numpy", "tensorboard", "safetensors", *OPTIONAL}
 MOST_LINES = 350
 
 

@@ -80,15 +80,54 @@ class SFTConfig(Config):
     """Conversations in one step."""
 
 
-class ValidationConfig(Config):
-    """How well the policy does on prompts that it is not trained on."""
+class PPOConfig(Config):
+    """Proximal policy optimization of a control policy."""
+
+    max_steps: PositiveInt = 100
+    """Training steps of the run; each collects a batch of frames and goes over it several times."""
+    discount: Annotated[float, Field(ge=0, le=1)] = 0.99
+    """What a reward one frame later is worth now."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """How far advantages look ahead: 0 trusts the critic after one frame, 1 sums up rewards to the end."""
+    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """A ratio of new to old probability beyond 1 ± clip earns nothing more."""
+    entropy_coefficient: Coefficient = 0.0
+    """Weight of the entropy bonus, which keeps the policy from deciding too soon."""
+    num_epochs: PositiveInt = 10
+    """How many times a step goes over its frames."""
+    minibatch_frames: PositiveInt = 256
+    """Frames of one optimizer step."""
+    normalize_advantages: bool = True
+    """Shift and scale the advantages of a batch to mean 0 and standard deviation 1."""
+
+
+class ValidationSchedule(Config):
+    """When the policy is validated."""
 
     every: NonNegativeInt = 20
     """Steps between validations, beside those before the first and after the last step; 0 = only those two."""
+
+    def is_scheduled(self, step: int, max_steps: int) -> bool:
+        return step in (0, max_steps) or (self.every > 0 and step % self.every == 0)
+
+
+class ValidationConfig(ValidationSchedule):
+    """How well the policy does on prompts that it is not trained on."""
+
     num_prompts: NonNegativeInt = 256
     """Held-out prompts to ask, each once and greedily; 0 turns validation off."""
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        if self.num_prompts == 0:
-            return False
-        return step in (0, max_steps) or (self.every > 0 and step % self.every == 0)
+        return self.num_prompts > 0 and self.is_scheduled(step, max_steps)
+
+
+class ControlValidationConfig(ValidationSchedule):
+    """How well a control policy does when it does not explore."""
+
+    num_episodes: NonNegativeInt = 20
+    """Episodes to play greedily, with the same seeds each time; 0 turns validation off."""
+    max_episode_frames: PositiveInt = 10_000
+    """A longer episode counts as far as it came."""
+
+    def is_due(self, step: int, max_steps: int) -> bool:
+        return self.num_episodes > 0 and self.is_scheduled(step, max_steps)

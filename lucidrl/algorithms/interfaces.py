@@ -1,4 +1,4 @@
-"""What a loss function is to a policy worker, and how metrics say how they are to be reduced.
+"""What a loss function is to a policy worker, how metrics say how they are to be reduced, and what can be saved.
 
 Shapes: B rows, T tokens, V vocabulary. Position i of a [B, T] log-probability tensor belongs to token i of
 `input_ids`; position 0 has no prediction and holds 0.
@@ -10,11 +10,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 
 from lucidrl.errors import DataError
+
+if TYPE_CHECKING:
+    from lucidrl.checkpoint.manifest import FileDigest
 
 Need = Literal["logprobs", "entropy", "values", "logits"]
 
@@ -145,3 +149,37 @@ def _extreme(values: list[float], nothing: float, pick: Callable[[list[float]], 
     # min() and max() keep or lose a NaN depending on its place in the list.
     result = math.nan if any(map(math.isnan, values)) else pick(values)
     return math.nan if result == nothing else result
+
+
+class Stateful(Protocol):
+    """A part of a run that goes on where it was left."""
+
+    def state_dict(self) -> Any:
+        """Where it stands, as plain values."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class SavablePolicy(Stateful, Protocol):
+    """A policy whose weights and optimizers are files of a checkpoint, whatever it is made of.
+
+    Its `state_dict` has `layout`, a text that tells what it runs on, and `ranks`, with the state of each; that of a
+    rank which is a process of its own has its `num_threads` and `random` state under `process`.
+    """
+
+    def begin_save(self, folder: Path) -> None:
+        """Copy what is to be saved, and write it below a checkpoint's folder while training goes on."""
+        ...
+
+    def is_save_written(self) -> bool:
+        """Whether what was begun is written."""
+        ...
+
+    def finish_save(self) -> dict[Path, FileDigest]:
+        """Wait until all is on disk; the files that are large, and what they have to be."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Take weights and optimizers from a checkpoint's folder, which was verified when it was found."""
+        ...

@@ -115,7 +115,7 @@ class ClippedPGLoss:
         advantages_BT = token_column(data, "advantages", mask_BT, per_row_allowed=True)
         if config.ratio_level == "sequence":
             log_ratio_BT = row_means(log_ratio_BT, mask_BT)[:, None].expand_as(mask_BT)
-        ratio_BT = _bounded_exp(log_ratio_BT)
+        ratio_BT = bounded_exp(log_ratio_BT)
         low, high = 1 - config.clip_low, 1 + config.clip_high
         surrogate_BT = torch.maximum(-advantages_BT * ratio_BT, -advantages_BT * ratio_BT.clamp(low, high))
         metrics: dict[str, Sum | Mean | Min | Max] = {
@@ -144,11 +144,11 @@ class ClippedPGLoss:
         metrics: dict[str, Sum | Mean | Min | Max] = {
             "generation_mismatch/mean_abs_logprob_difference": token_mean(distance_BT, mask_BT),
             "generation_mismatch/max_abs_logprob_difference": token_max(distance_BT, mask_BT),
-            "generation_mismatch/token_mult_prob_error": token_mean(_bounded_exp(distance_BT), mask_BT),
+            "generation_mismatch/token_mult_prob_error": token_mean(bounded_exp(distance_BT), mask_BT),
         }
         if correction == "none":
             return torch.ones_like(prev_BT), metrics
-        weight_BT = _bounded_exp(difference_BT)
+        weight_BT = bounded_exp(difference_BT)
         over_BT = weight_BT > cap
         metrics["importance/over_cap_fraction"] = token_mean(over_BT, mask_BT)
         weight_BT = weight_BT.masked_fill(over_BT, cap if correction == "truncate" else 0.0)
@@ -156,7 +156,8 @@ class ClippedPGLoss:
         return weight_BT, metrics
 
 
-def _bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """A ratio from its logarithm, which is held to ± MAX_LOG_RATIO."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

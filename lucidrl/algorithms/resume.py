@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from lucidrl.models.policy.policy import Policy
+from lucidrl.algorithms.interfaces import SavablePolicy
 from lucidrl.utils.random_state import random_state, set_random_state
 
 
-def processes_state(policy: Policy) -> dict[str, Any]:
+def processes_state(policy: SavablePolicy) -> dict[str, Any]:
     """State of this process and of the policy's ranks, as plain values."""
     return {
         "driver": {"random": random_state(), "num_threads": torch.get_num_threads()},
@@ -19,7 +19,7 @@ def processes_state(policy: Policy) -> dict[str, Any]:
     }
 
 
-def restore_processes(policy: Policy, state: Mapping[str, Any], announce: Callable[[str], None]) -> None:
+def restore_processes(policy: SavablePolicy, state: Mapping[str, Any], announce: Callable[[str], None]) -> None:
     """Go on from what `processes_state` found; what cannot be as it was is announced.
 
     Call it last: making the parts of a run may draw random numbers.

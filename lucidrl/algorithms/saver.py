@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from lucidrl.algorithms.interfaces import SavablePolicy
 from lucidrl.checkpoint.manager import CheckpointManager, PendingCheckpoint
 from lucidrl.errors import ConfigError
-from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
 
 log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves the policy as a Hugging Face folder, its optimizer, and plain state.
+    """Saves the policy, its optimizer, and plain state.
 
     The policy's workers write in the background. A checkpoint is committed, and reported as saved, when the loop next
     asks after they are done: only the thread of the loop may call the workers.
@@ -31,7 +31,7 @@ class Saver:
         self,
         manager: CheckpointManager,
         every: int,
-        policy: Policy,
+        policy: SavablePolicy,
         announce: Callable[[str], None],
         *,
         background: bool = True,

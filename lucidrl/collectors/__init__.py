@@ -1,1 +1,18 @@
-"""Collectors: they gather experience with the current policy."""
+"""Collectors: they gather experience with the current policy.
+
+Nothing is imported before it is used, so that settings are read without torch.
+"""
+
+from lucidrl.utils.imports import names_imported_at_use
+
+_HOMES = {
+    "AsyncBatchedCollector": "lucidrl.collectors.async_batched",
+    "Collector": "lucidrl.collectors.single",
+    "ExplorationType": "lucidrl.collectors.single",
+    "MultiAsyncCollector": "lucidrl.collectors.multi_async",
+    "MultiSyncCollector": "lucidrl.collectors.multi_sync",
+    "split_trajectories": "lucidrl.collectors.trajectories",
+}
+
+__all__ = list(_HOMES)
+__getattr__ = names_imported_at_use(__name__, _HOMES)

@@ -15,7 +15,7 @@ class CollectorInterface(Protocol[BatchT]):
         """Batches, one after the other."""
         ...
 
-    def update_policy_weights_(self, version: int) -> None:
+    def update_policy_weights_(self, *, version: int) -> None:
         """From the next batch on, collect with this version of the weights."""
         ...
 

@@ -1,1 +1,25 @@
-"""Environments: what acts on a policy's answers and rewards them."""
+"""Environments: control tasks below this package, text in `lucidrl.envs.text`.
+
+Nothing is imported before it is used, so that settings are read without torch.
+"""
+
+from lucidrl.utils.imports import names_imported_at_use
+
+_TRANSFORMS = (
+    "ActionMask CatFrames CatTensors Compose DoubleToFloat FrameSkip GrayScale InitTracker NoopReset ObservationNorm "
+    "Resize RewardClipping RewardScaling RewardSum StepCounter TimeLimit ToTensorImage Transform TransformedEnv VecNorm"
+)
+_SPECS = "Binary Bounded Categorical Composite MultiCategorical MultiOneHot OneHot Spec Unbounded"
+_HOMES = {
+    "EnvBase": "lucidrl.envs.base",
+    "EnvCreator": "lucidrl.envs.creator",
+    "GymEnv": "lucidrl.envs.gym",
+    "ParallelEnv": "lucidrl.envs.parallel",
+    "SerialEnv": "lucidrl.envs.serial",
+    "check_env_specs": "lucidrl.envs.checks",
+    **dict.fromkeys(_SPECS.split(), "lucidrl.envs.specs"),
+    **dict.fromkeys(_TRANSFORMS.split(), "lucidrl.envs.transforms"),
+}
+
+__all__ = list(_HOMES)
+__getattr__ = names_imported_at_use(__name__, _HOMES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +16,7 @@ from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.errors import ConfigError
 from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
-from lucidrl.recipes.tracking import TrackingConfig
+from lucidrl.recipes.tracking import TextTrackingConfig, TrackingConfig
 from lucidrl.utils.config import Config
 
 PRESETS = Path(str(files("lucidrl.recipes").joinpath("presets")))
@@ -53,7 +55,11 @@ class SFTCheckpointConfig(CheckpointConfig):
     """Whether more or less of it is better."""
 
 
-class BaseRunConfig(Config):
+Arithmetic = list[tuple[str, Any, str]]
+"""Rows of (quantity, value, where it comes from)."""
+
+
+class BaseRunConfig(Config, ABC):
     """What every run has."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -62,6 +68,29 @@ class BaseRunConfig(Config):
     """CPU threads of the computation; by default torch decides. Results depend on it in the last bits."""
     run: RunConfig = RunConfig()
     """Where the run writes."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Records."""
+
+    @property
+    @abstractmethod
+    def max_steps(self) -> int:
+        """Training steps of the run."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What is trained on what."""
+
+    @abstractmethod
+    def arithmetic(self) -> Arithmetic:
+        """The resolved batch arithmetic."""
+
+
+class TextRunConfig(BaseRunConfig):
+    """What every run of a language model has."""
+
     policy: PolicyConfig = PolicyConfig()
     """The model that is trained."""
     cluster: ClusterConfig = ClusterConfig()
@@ -70,19 +99,67 @@ class BaseRunConfig(Config):
     """The environment that judges answers."""
     validation: ValidationConfig = ValidationConfig()
     """Held-out problems."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    """Checkpoints."""
-    tracking: TrackingConfig = TrackingConfig()
+    tracking: TextTrackingConfig = TextTrackingConfig()
     """Records."""
 
+    @property
+    @abstractmethod
+    def rows_per_step(self) -> int:
+        """Conversations that a step trains on."""
 
-class GRPORunConfig(BaseRunConfig):
+    @property
+    def title(self) -> str:
+        return f"{self.policy.model_name} on {self.env.name}"
+
+    def arithmetic(self) -> Arithmetic:
+        policy, rows = self.policy, self.rows_per_step
+        global_batch = policy.train_global_batch_size or rows
+        return [
+            *self._rows(),
+            ("rows an optimizer step", global_batch, "policy.train_global_batch_size"),
+            ("optimizer steps a step", rows // global_batch, "rows a step / rows an optimizer step"),
+            self._micro_batch(),
+            *self._ranks(),
+        ]
+
+    @abstractmethod
+    def _rows(self) -> Arithmetic:
+        """Where the rows of a step come from."""
+
+    def _micro_batch(self) -> tuple[str, Any, str]:
+        policy = self.policy
+        for name, batching in (
+            ("sequence_packing", policy.sequence_packing),
+            ("dynamic_batching", policy.dynamic_batching),
+        ):
+            if batching.enabled:
+                budget = f"up to {batching.train_mb_tokens}"
+                return "tokens a micro-batch", budget, f"policy.{name}.train_mb_tokens"
+        return "rows a micro-batch", str(policy.train_micro_batch_size), "policy.train_micro_batch_size"
+
+    def _ranks(self) -> Arithmetic:
+        ranks = self.cluster.num_workers
+        if ranks == 1:
+            return []
+        parallel = self.policy.dtensor_cfg
+        shared = parallel.context_parallel_size * parallel.tensor_parallel_size
+        return [
+            ("ranks", ranks, "cluster.num_workers"),
+            ("ranks with rows of their own", ranks // shared, "ranks / (context x tensor parallel)"),
+        ]
+
+
+class GRPORunConfig(TextRunConfig):
     """`lucidrl grpo`"""
 
     grpo: GRPOConfig = GRPOConfig()
     """The algorithm."""
     collector: TextCollectorConfig = TextCollectorConfig()
     """How many conversations make a step."""
+
+    @property
+    def max_steps(self) -> int:
+        return self.grpo.max_steps
 
     @property
     def rows_per_step(self) -> int:
@@ -112,6 +189,13 @@ class GRPORunConfig(BaseRunConfig):
         )
         return self
 
+    def _rows(self) -> Arithmetic:
+        return [
+            ("prompts a step", self.collector.prompts_per_step, "collector.prompts_per_step"),
+            ("samples a prompt", self.collector.samples_per_prompt, "collector.samples_per_prompt"),
+            ("rows a step", self.rows_per_step, "prompts x samples"),
+        ]
+
 
 class SFTDataConfig(Config):
     """Where the conversations come from."""
@@ -125,7 +209,7 @@ class SFTDataConfig(Config):
     """Learn from this many of the training conversations only, the same ones in every run; by default from all."""
 
 
-class SFTRunConfig(BaseRunConfig):
+class SFTRunConfig(TextRunConfig):
     """`lucidrl sft`"""
 
     checkpoint: SFTCheckpointConfig = SFTCheckpointConfig()
@@ -135,11 +219,22 @@ class SFTRunConfig(BaseRunConfig):
     data: SFTDataConfig = SFTDataConfig()
     """Conversations to learn from."""
 
+    @property
+    def max_steps(self) -> int:
+        return self.sft.max_steps
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.sft.examples_per_step
+
     @model_validator(mode="after")
     def _rows_divide(self) -> SFTRunConfig:
-        rows = self.sft.examples_per_step
+        rows = self.rows_per_step
         _check_divides(rows, self.policy.train_global_batch_size, f"sft.examples_per_step={rows} rows")
         return self
+
+    def _rows(self) -> Arithmetic:
+        return [("rows a step", self.rows_per_step, "sft.examples_per_step")]
 
 
 def _check_divides(rows: int, global_batch: int | None, what: str) -> None:
@@ -162,50 +257,7 @@ def preset_path(name: str) -> Path:
     return known[name]
 
 
-def default_grpo_preset(overrides: list[str]) -> str:
+def default_grpo_preset(overrides: Sequence[str]) -> str:
     """The embedded model trains with `demo`, any other with `chat`: sizes apart, they differ in learning rate."""
     models = [text.partition("=")[2] for text in overrides if text.startswith("policy.model_name=")]
     return "chat" if models and models[-1] not in EMBEDDED_MODELS else "demo"
-
-
-def arithmetic_of(config: GRPORunConfig | SFTRunConfig) -> list[tuple[str, Any, str]]:
-    """The resolved batch arithmetic as rows of (quantity, value, where it comes from)."""
-    policy = config.policy
-    rows: list[tuple[str, Any, str]] = []
-    if isinstance(config, GRPORunConfig):
-        rows_per_step = config.rows_per_step
-        rows += [
-            ("prompts a step", config.collector.prompts_per_step, "collector.prompts_per_step"),
-            ("samples a prompt", config.collector.samples_per_prompt, "collector.samples_per_prompt"),
-            ("rows a step", rows_per_step, "prompts x samples"),
-        ]
-    else:
-        rows_per_step = config.sft.examples_per_step
-        rows.append(("rows a step", rows_per_step, "sft.examples_per_step"))
-    global_batch = policy.train_global_batch_size or rows_per_step
-    if policy.sequence_packing.enabled:
-        budget = f"up to {policy.sequence_packing.train_mb_tokens}"
-        micro_batch = ("tokens a micro-batch", budget, "policy.sequence_packing.train_mb_tokens")
-    elif policy.dynamic_batching.enabled:
-        budget = f"up to {policy.dynamic_batching.train_mb_tokens}"
-        micro_batch = ("tokens a micro-batch", budget, "policy.dynamic_batching.train_mb_tokens")
-    else:
-        micro_batch = ("rows a micro-batch", str(policy.train_micro_batch_size), "policy.train_micro_batch_size")
-    return [
-        *rows,
-        ("rows an optimizer step", global_batch, "policy.train_global_batch_size"),
-        ("optimizer steps a step", rows_per_step // global_batch, "rows a step / rows an optimizer step"),
-        micro_batch,
-        *_ranks_of(config),
-    ]
-
-
-def _ranks_of(config: BaseRunConfig) -> list[tuple[str, Any, str]]:
-    if config.cluster.num_workers == 1:
-        return []
-    parallel = config.policy.dtensor_cfg
-    shared = parallel.context_parallel_size * parallel.tensor_parallel_size
-    return [
-        ("ranks", config.cluster.num_workers, "cluster.num_workers"),
-        ("ranks with rows of their own", config.cluster.num_workers // shared, "ranks / (context x tensor parallel)"),
-    ]

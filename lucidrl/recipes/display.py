@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +20,9 @@ SHOWN = {
     "reward": "reward {:.3f}",
     "accuracy": "accuracy {:.3f}",
     "nll": "nll {:.3f}",
+    "episode_reward": "episode reward {:.1f}",
     "tokens_per_s": "{:,.0f} tok/s",
+    "frames_per_s": "{:,.0f} frames/s",
 }
 """Metrics of a step that the progress line shows."""
 HEADLINES = ("accuracy", "reward", "loss")
@@ -35,17 +37,26 @@ class RunDisplay:
     """Shows a run on a terminal; elsewhere it writes a line now and then.
 
     Args:
-        question: what the summary suggests to ask the trained model.
+        validated_on: what validation results are of.
+        next_commands: what the summary suggests, before how to see more of the run and how to go on.
     """
 
     def __init__(
-        self, algorithm: str, max_steps: int, folder: Path, console: Console | None = None, question: str = "12+30="
+        self,
+        algorithm: str,
+        max_steps: int,
+        folder: Path,
+        console: Console | None = None,
+        *,
+        validated_on: str = "held-out",
+        next_commands: Sequence[list[str]] = (),
     ):
         self.console = console or Console()
         self._algorithm = algorithm
         self._max_steps = max_steps
         self._folder = folder
-        self._question = question
+        self._validated_on = validated_on
+        self._suggested = list(next_commands)
         self._validations: dict[int, dict[str, float]] = {}
         self._seconds_of_phase: dict[str, float] = defaultdict(float)
         self._num_steps = 0
@@ -79,7 +90,7 @@ class RunDisplay:
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._validations[step] = dict(metrics)
         shown = "  ".join(f"{name} {metrics[name]:.3f}" for name in HEADLINES if name in metrics)
-        self.announce(f"step {step}: held-out {shown}")
+        self.announce(f"step {step}: {self._validated_on} {shown}")
 
     def on_samples(self, step: int, message_logs: list[LLMMessageLogType], rewards: list[float]) -> None:
         print_message_log_samples(message_logs, rewards, num_samples=NUM_SAMPLES, step=step)
@@ -120,7 +131,7 @@ class RunDisplay:
         for name in HEADLINES:
             if name in self._validations[first] and name in self._validations[last]:
                 before, after = self._validations[first][name], self._validations[last][name]
-                self.announce(f"held-out {name}: {before:.3f} at step {first}, {after:.3f} at step {last}")
+                self.announce(f"{self._validated_on} {name}: {before:.3f} at step {first}, {after:.3f} at step {last}")
 
     def _phases(self) -> Table:
         steps = "step" if self._num_steps == 1 else "steps"
@@ -144,6 +155,5 @@ class RunDisplay:
         resume = ["lucidrl", algorithm, "--resume", folder]
         if last_step >= self._max_steps:
             resume.append(f"{algorithm}.max_steps={2 * last_step}")
-        ask = ["lucidrl", "generate", folder, self._question]
-        show = ["tensorboard", "--logdir", folder]
-        return [ask, show, resume] if (self._folder / "tensorboard").is_dir() else [ask, resume]
+        show = [["tensorboard", "--logdir", folder]] if (self._folder / "tensorboard").is_dir() else []
+        return [*self._suggested, *show, resume]

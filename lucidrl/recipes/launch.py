@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Column, Table
 
 from lucidrl.errors import ConfigError
-from lucidrl.models.policy.config import EMBEDDED_MODELS
-from lucidrl.recipes.configs import (
-    GRPORunConfig,
-    SFTRunConfig,
-    arithmetic_of,
-    default_grpo_preset,
-    preset_path,
-)
+from lucidrl.recipes.configs import BaseRunConfig, preset_path
 from lucidrl.recipes.display import RunDisplay
-from lucidrl.recipes.preflight import preflight
+from lucidrl.recipes.recipe import C, Recipe
 from lucidrl.recipes.run_folder import create_run_folder, occupied, read_run_config
 from lucidrl.utils.config import dump_yaml, load_config
+from lucidrl.utils.imports import import_object
 from lucidrl.utils.logger import configure_rich_logging
 
-SCHEMAS: dict[str, type[GRPORunConfig] | type[SFTRunConfig]] = {"grpo": GRPORunConfig, "sft": SFTRunConfig}
-
-C = TypeVar("C", GRPORunConfig, SFTRunConfig)
-Runner = Callable[[C, Path, RunDisplay, bool], int]
+RECIPES = {
+    "grpo": "lucidrl.recipes.text.GRPO_RECIPE",
+    "sft": "lucidrl.recipes.text.SFT_RECIPE",
+    "ppo": "lucidrl.recipes.control.PPO_RECIPE",
+}
+"""Where the recipe of each command is; imported at use, because what language models need takes seconds to import."""
 
 
 def launch(
-    algorithm: str,
-    schema: type[C],
-    run: Runner[C],
-    config_file: Path | None,
-    preset: str | None,
-    overrides: list[str],
-    resume: Path | None,
+    algorithm: str, config_file: Path | None, preset: str | None, overrides: list[str], resume: Path | None
 ) -> None:
     """Start or continue a run and show it."""
     if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
@@ -48,48 +37,47 @@ def launch(
             "run it without torchrun, with cluster.num_workers=..."
         )
     configure_rich_logging(level="WARNING", show_path=False)
-    silence_progress_bars()
-    console = Console()
+    recipe = _recipe(algorithm)
     if resume is not None:
         if config_file is not None or preset is not None:
             raise ConfigError("--resume takes the settings of the run itself; leave out --config and --preset")
-        config, folder = read_run_config(schema, resume, overrides), resume
+        config, folder = read_run_config(recipe.schema, resume, overrides), resume
     else:
-        config = resolve(algorithm, schema, config_file, preset, overrides)
+        config = resolve(recipe, config_file, preset, overrides)
         # Before the folder is made: a run that cannot start should leave nothing behind.
-        preflight(config)
+        recipe.preflight(config)
         folder = create_run_folder(config, algorithm)
-    max_steps = config.grpo.max_steps if isinstance(config, GRPORunConfig) else config.sft.max_steps
-    question = "12+30=" if config.policy.model_name in EMBEDDED_MODELS else "your question"
-    display = RunDisplay(algorithm, max_steps, folder, console, question)
-    display.announce(f"{algorithm}: {config.policy.model_name} on {config.env.name}, in {folder}")
-    console.print(arithmetic_table(config))
+    display = RunDisplay(
+        algorithm,
+        config.max_steps,
+        folder,
+        validated_on=recipe.validated_on,
+        next_commands=recipe.next_commands(config, folder),
+    )
+    display.announce(f"{algorithm}: {config.title}, in {folder}")
+    display.console.print(arithmetic_table(config))
     with display, occupied(folder):
-        last_step = run(config, folder, display, resume is not None)
+        last_step = recipe.run(config, folder, display, resume is not None)
     display.summary(last_step)
 
 
-def resolve(algorithm: str, schema: type[C], config_file: Path | None, preset: str | None, overrides: list[str]) -> C:
+def resolve(recipe: Recipe[C], config_file: Path | None, preset: str | None, overrides: list[str]) -> C:
     """Preset, then file, then overrides."""
-    if preset is None and config_file is None and algorithm == "grpo":
-        preset = default_grpo_preset(overrides)
+    if preset is None and config_file is None:
+        preset = recipe.default_preset(overrides)
     layers = [preset_path(preset)] if preset is not None else []
     if config_file is not None:
         layers.append(config_file)
-    return load_config(schema, *layers, overrides=overrides)
+    return load_config(recipe.schema, *layers, overrides=overrides)
 
 
 def check_run(algorithm: str, config_file: Path | None, preset: str | None, overrides: list[str]) -> None:
     """Print what a run would be; raise if it could not be."""
-    if algorithm not in SCHEMAS:
-        raise ConfigError(f"--algorithm={algorithm} is not known; choose one of {', '.join(SCHEMAS)}")
-    config: GRPORunConfig | SFTRunConfig
-    if algorithm == "grpo":
-        config = resolve(algorithm, GRPORunConfig, config_file, preset, overrides)
-    else:
-        config = resolve(algorithm, SFTRunConfig, config_file, preset, overrides)
-    silence_progress_bars()
-    found = preflight(config)
+    if algorithm not in RECIPES:
+        raise ConfigError(f"--algorithm={algorithm} is not known; choose one of {', '.join(RECIPES)}")
+    recipe = _recipe(algorithm)
+    config = resolve(recipe, config_file, preset, overrides)
+    found = recipe.preflight(config)
     console = Console()
     console.print(Syntax(dump_yaml(config), "yaml", background_color="default"))
     console.print(arithmetic_table(config))
@@ -97,15 +85,12 @@ def check_run(algorithm: str, config_file: Path | None, preset: str | None, over
     console.print("[green]ok[/]: nothing stands in the way of this run")
 
 
-def arithmetic_table(config: GRPORunConfig | SFTRunConfig) -> Table:
+def arithmetic_table(config: BaseRunConfig) -> Table:
     table = Table("batch arithmetic", "", Column("set by", overflow="fold"), box=None, pad_edge=False)
-    for quantity, value, source in arithmetic_of(config):
+    for quantity, value, source in config.arithmetic():
         table.add_row(quantity, str(value), f"[dim]{source}[/]")
     return table
 
 
-def silence_progress_bars() -> None:
-    """Loading and saving a model is not worth a bar among our own lines."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
+def _recipe(algorithm: str) -> Recipe[Any]:
+    return import_object(RECIPES[algorithm], "--algorithm")

@@ -17,8 +17,7 @@ from lucidrl.models.policy.optim import PolicyOptimizer
 from lucidrl.models.policy.policy import worker_class_of
 from lucidrl.models.tensor_parallel import check_tensor_parallel
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.run_folder import check_can_create
-from lucidrl.utils.logger.backends import check_trackers
+from lucidrl.recipes.parts import check_run_can_start
 
 GIB = 2**30
 
@@ -55,8 +54,7 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
     Raises:
         LucidError: for the first thing that would stop the run.
     """
-    check_can_create(config.run)
-    check_trackers(config.tracking.logger_config(config.run.root))
+    check_run_can_start(config)
     policy = config.policy
     PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy)
     facts = model_facts(policy.model_name, policy.trust_remote_code)

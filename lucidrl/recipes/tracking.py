@@ -71,13 +71,6 @@ class TrackingConfig(Config):
     """Seconds between two looks at them."""
     finish_timeout_s: PositiveFloat = 10.0
     """Longest that the end of a run waits for each of these records."""
-    dump_samples_every: NonNegativeInt = 20
-    """Steps between dumps of all conversations of a step to `samples/`; 0 = none."""
-    print_samples_every: NonNegativeInt = 0
-    """Steps between some conversations in the terminal, those of the validation at such a step; 0 = none."""
-    plot_mismatch_every: NonNegativeInt = 100
-    """Steps between plots of the sample whose token probabilities differ most between generation and training; 0 =
-    none. With one optimizer step a step, such a plot costs a scoring pass."""
 
     def logger_config(self, folder: Path, run_id: str | None = None) -> LoggerConfig:
         """The settings of the `Logger` of a run in `folder`; `run_id` continues an earlier one."""
@@ -99,3 +92,15 @@ class TrackingConfig(Config):
             trackers |= {f"{name}_enabled": settings.pop("enabled"), name: settings}
         config.update(trackers)  # type: ignore[typeddict-item]
         return config
+
+
+class TextTrackingConfig(TrackingConfig):
+    """What is recorded of a language model, beside `metrics.jsonl`."""
+
+    dump_samples_every: NonNegativeInt = 20
+    """Steps between dumps of all conversations of a step to `samples/`; 0 = none."""
+    print_samples_every: NonNegativeInt = 0
+    """Steps between some conversations in the terminal, those of the validation at such a step; 0 = none."""
+    plot_mismatch_every: NonNegativeInt = 100
+    """Steps between plots of the sample whose token probabilities differ most between generation and training; 0 =
+    none. With one optimizer step a step, such a plot costs a scoring pass."""

@@ -1,18 +1,14 @@
-"""From a run's configuration to its parts, connected."""
+"""From the configuration of a language model's run to its parts, connected."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 from lucidrl.algorithms.grpo import GRPO
 from lucidrl.algorithms.loop import Watcher
-from lucidrl.algorithms.saver import Saver
 from lucidrl.algorithms.sft import SFT
 from lucidrl.algorithms.validation import Validator
-from lucidrl.checkpoint.manager import Checkpoint, CheckpointManager
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.text import TextCollector
 from lucidrl.data.datasets import Prompt, PromptOrder
@@ -20,21 +16,19 @@ from lucidrl.data.examples import answered, load_examples
 from lucidrl.data.messages import supervised_example
 from lucidrl.envs.text.registry import make_env, split_prompts
 from lucidrl.envs.text.runner import EnvRunner
-from lucidrl.errors import CheckpointError
 from lucidrl.models.generation.interfaces import GenerationInterface
 from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.loading import model_facts, policy_tokenizer
 from lucidrl.models.policy.policy import Policy
-from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.run_folder import CHECKPOINTS_NAME, LOGS_NAME, update_run_config
-from lucidrl.utils.logger import Logger
-from lucidrl.utils.random_state import seed_everything
+from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig, TextRunConfig
+from lucidrl.recipes.parts import RunParts
+from lucidrl.recipes.run_folder import LOGS_NAME
 
 
 def run_grpo(config: GRPORunConfig, folder: Path, watcher: Watcher, resume: bool = False) -> int:
     """Run GRPO in a run folder; returns the last completed step."""
     with ExitStack() as stack:
-        parts = _Parts(config, folder, stack, watcher, resume, init_reference=config.grpo.loss.kl_coefficient > 0)
+        parts = _TextParts(config, folder, stack, watcher, resume, init_reference=config.grpo.loss.kl_coefficient > 0)
         train, held_out = parts.prompts()
         collector = parts.collector(train, config.collector)
         collector.check([*train, *held_out])
@@ -53,15 +47,14 @@ def run_grpo(config: GRPORunConfig, folder: Path, watcher: Watcher, resume: bool
             print_samples_every=config.tracking.print_samples_every,
             plot_mismatch_every=config.tracking.plot_mismatch_every,
         )
-        if resume:
-            parts.restore(loop)
+        parts.restore(loop)
         return loop.run()
 
 
 def run_sft(config: SFTRunConfig, folder: Path, watcher: Watcher, resume: bool = False) -> int:
     """Run supervised fine-tuning in a run folder; returns the last completed step."""
     with ExitStack() as stack:
-        parts = _Parts(config, folder, stack, watcher, resume, init_reference=False)
+        parts = _TextParts(config, folder, stack, watcher, resume, init_reference=False)
         validator = None
         if config.data.file is not None:
             train, held_out = load_examples(config.data.file, config.data.validation_fraction)
@@ -88,17 +81,16 @@ def run_sft(config: SFTRunConfig, folder: Path, watcher: Watcher, resume: bool =
             watcher=watcher,
             pad_id=parts.pad_id,
         )
-        if resume:
-            parts.restore(loop)
+        parts.restore(loop)
         return loop.run()
 
 
-class _Parts:
-    """What every run is made of; `stack` ends what has to be ended."""
+class _TextParts:
+    """What the runs of a language model are made of; `stack` ends what has to be ended."""
 
     def __init__(
         self,
-        config: BaseRunConfig,
+        config: TextRunConfig,
         folder: Path,
         stack: ExitStack,
         watcher: Watcher,
@@ -106,24 +98,14 @@ class _Parts:
         *,
         init_reference: bool,
     ) -> None:
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        # Before the environment is made, which may draw its prompts.
-        seed_everything(config.seed)
         self._config = config
         self._folder = folder
         self._stack = stack
+        self._run = RunParts(config, folder, stack, watcher, resume)
+        self.logger = self._run.logger
         self._env = make_env(config.env.name, config.env.kwargs)
         self.tokenizer = policy_tokenizer(config.policy)
         self.pad_id: int = self.tokenizer.pad_token_id
-        checkpoint = config.checkpoint
-        manager = CheckpointManager(
-            folder / CHECKPOINTS_NAME, checkpoint.keep_last, metric=checkpoint.metric, mode=checkpoint.mode
-        )
-        self._newest = _newest_checkpoint(manager) if resume else None
-        run_id = self._newest.state.get("run_id") if self._newest is not None else None
-        self.logger = stack.enter_context(Logger(config.tracking.logger_config(folder, run_id)))
-        self.logger.log_hyperparams(config.model_dump(mode="json"))
         self.policy = stack.enter_context(
             Policy(
                 config.policy,
@@ -134,9 +116,7 @@ class _Parts:
                 seed=config.seed,
             )
         )
-        self.saver = stack.enter_context(
-            Saver(manager, checkpoint.every, self.policy, watcher.announce, background=checkpoint.background)
-        )
+        self.saver = self._run.saver(self.policy)
 
     def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
         """Training prompts, and the held-out ones that validation asks: the same in every run."""
@@ -178,21 +158,5 @@ class _Parts:
         return self._stack.enter_context(generator)
 
     def restore(self, loop: GRPO | SFT) -> None:
-        """Put the policy and the loop where the newest checkpoint left them."""
-        assert self._newest is not None, "only a resumed run has something to restore"
-        self.policy.load(self._newest.path)
-        try:
-            loop.load_state_dict(self._newest.state)
-        except (LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{self._newest.path} holds no state of such a run ({type(error).__name__}: {error}); "
-                "resume with the command and the version that saved it"
-            ) from error
-        update_run_config(self._folder, self._config)
-
-
-def _newest_checkpoint(manager: CheckpointManager) -> Checkpoint:
-    checkpoint = manager.latest()
-    if checkpoint is None:
-        raise CheckpointError(f"{manager.root} holds no valid checkpoint to resume from; start a new run")
-    return checkpoint
+        """Go on from the newest checkpoint, if the run is a resumed one."""
+        self._run.restore(self.policy, loop)

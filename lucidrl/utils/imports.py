@@ -1,9 +1,10 @@
-"""Objects by import path, as configs name them, and packages that not everybody has."""
+"""Objects by import path, as configs name them; packages that not everybody has; names that are imported at use."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lucidrl.errors import ConfigError
@@ -34,3 +35,18 @@ def require_package(package: str, reason: str, extra: str | None = None) -> None
     """
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f'{reason} needs the package {package}; pip install "lucidrl[{extra or package}]"')
+
+
+def names_imported_at_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """A `__getattr__` for a package whose names live in heavy modules, of which each is imported when it is asked for.
+
+    Args:
+        homes: the module of each name.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(homes[name]), name)
+
+    return get

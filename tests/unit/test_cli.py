@@ -44,6 +44,29 @@ class Synchronous:
         return []
 '''
 
+CONTROL_ENVS = """
+import gymnasium
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
+
+class Idle(gymnasium.Env):
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+class Several(Idle):
+    observation_space = Dict({"a": Box(0, 1, (2,)), "b": Box(0, 1, (2,))})
+    action_space = Discrete(2)
+
+class Switches(Idle):
+    observation_space = Box(0, 1, (2,))
+    action_space = MultiBinary(3)
+
+for env in (Several, Switches):
+    gymnasium.register(f"{env.__name__}-v0", env)
+"""
+
 
 @pytest.fixture
 def lucidrl(monkeypatch, capfd):
@@ -81,6 +104,8 @@ def workplace(tmp_path, monkeypatch):
     Path("taken/run").mkdir(parents=True)
     Path("taken/run/config.yaml").touch()
     Path("cli_envs.py").write_text(ENVS)
+    Path("cli_control_envs.py").write_text(CONTROL_ENVS)
+    monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
@@ -90,7 +115,7 @@ def without_clock(folder: Path) -> list[dict]:
         {
             k: v
             for k, v in record.items()
-            if k not in ("time", "train/tokens_per_s") and not k.startswith(("time/", "logger/"))
+            if k not in ("time", "train/tokens_per_s", "train/frames_per_s") and not k.startswith(("time/", "logger/"))
         }
         for record in records
         if "step" in record
@@ -148,7 +173,18 @@ MISTAKES = {
     "resume with a preset": (["grpo", "--resume", "taken", "--preset", "demo"], ["leave out --config and --preset"]),
     "generate from no run": (["generate", "taken", "1+1="], ["taken is neither a run folder nor a model folder"]),
     "generate before a checkpoint": (["generate", "taken/run", "1+1="], ["taken/run holds no valid checkpoint yet"]),
-    "check of an unknown algorithm": (["check", "--algorithm", "ppo"], ["--algorithm=ppo", "grpo, sft"]),
+    "check of an unknown algorithm": (["check", "--algorithm", "ppp"], ["--algorithm=ppp", "grpo, sft, ppo"]),
+    "unknown control env": (["ppo", "env.name=CartPol-v1"], ["'CartPol-v1'", "CartPole"]),
+    "argument of the control env": (["ppo", "env.kwargs.gravity=1"], ["'CartPole-v1'", "gravity"]),
+    "frames that do not split into minibatches": (
+        ["ppo", "ppo.minibatch_frames=100"],
+        ["collector.frames_per_batch=2048", "ppo.minibatch_frames=100", "multiple"],
+    ),
+    "envs that do not share the frames": (["ppo", "env.num_envs=3"], ["env.num_envs=3", "multiple"]),
+    "several observations": (["ppo", "env.name=cli_control_envs:Several-v0"], ["a, b", "FlattenObservation"]),
+    "several choices": (["ppo", "env.name=cli_control_envs:Switches-v0"], ["Switches-v0", "Discrete or Box"]),
+    "optimizer of the critic": (["ppo", "critic.optimizer.kwargs.speed=1"], ["critic.optimizer.kwargs", "speed"]),
+    "resume of a control run that is none": (["ppo", "--resume", "taken"], ["taken is not a run folder"]),
 }
 
 
@@ -165,7 +201,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(lucidrl, workplace,
     assert not left or "model_without_weights" in str(arguments)
 
 
-@pytest.mark.parametrize("command", ["grpo", "sft", "generate", "check"])
+@pytest.mark.parametrize("command", ["grpo", "sft", "ppo", "generate", "check"])
 def test_help_shows_an_example(lucidrl, command):
     code, output, _ = lucidrl(command, "--help")
     assert code == 0
@@ -189,6 +225,34 @@ def test_check_loads_no_weights_and_prints_arithmetic_and_memory(lucidrl, workpl
     ):
         assert part in output
     assert not (workplace / "runs").exists()
+
+
+def test_check_of_a_control_run_prints_arithmetic_spaces_and_parameters(lucidrl, workplace):
+    code, output, errors = lucidrl("check", "--algorithm", "ppo", "--preset", "pendulum", "ppo.max_steps=3")
+    assert (code, errors) == (0, "")
+    for part in (
+        "max_steps: 3",
+        "frames of the run         6144",
+        "[1] numbers from -2 to 2",
+        "parameters of the critic  4,481",
+        "ok: nothing stands in the way",
+    ):
+        assert part in output
+    assert not (workplace / "runs").exists()
+
+
+def test_a_control_run_can_be_resumed_and_run_again_from_its_config(lucidrl, workplace):
+    small = ["collector.frames_per_batch=64", "ppo.minibatch_frames=32", "validation.num_episodes=2"]
+    code, output, errors = lucidrl("ppo", *small, "ppo.max_steps=2", "run.name=run", "tracking.tensorboard=false")
+    assert code == 0, errors
+    assert "ppo: policy and critic on CartPole-v1" in output
+    assert "greedy reward" in output
+    code, *_ = lucidrl("ppo", "--config", "runs/run/config.yaml", "run.name=again")
+    assert code == 0
+    assert without_clock(workplace / "runs/again") == without_clock(workplace / "runs/run")
+    code, output, _ = lucidrl("ppo", "--resume", "runs/run", "ppo.max_steps=3")
+    assert code == 0
+    assert CheckpointManager(workplace / "runs/run/checkpoints").latest().step == 3
 
 
 def test_a_run_can_be_asked_resumed_and_run_again_from_its_config(lucidrl, workplace):

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lucidrl.distributed.child_main import Raised, RemoteTraceback
 from lucidrl.distributed.launchers.rank_log import wait_for_growth
-from lucidrl.distributed.launchers.rank_main import Raised
 from lucidrl.distributed.launchers.rank_process import Died, Outcome, RankProcess
 from lucidrl.errors import LucidError, WorkerError
 
 START = "the start"
 """The phase before the first call."""
-
-
-class RemoteTraceback(Exception):  # noqa: N818 - the cause of an error, never raised by itself
-    """Where a worker raised, as text."""
-
-    def __str__(self) -> str:
-        return "\n" + self.args[0]
 
 
 def explain_failure(

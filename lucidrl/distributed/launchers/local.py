@@ -13,7 +13,6 @@ import os
 import queue
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -24,11 +23,13 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from lucidrl.distributed.child_main import Raised
+from lucidrl.distributed.child_process import num_cores
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.launchers.failures import START, explain_failure
 from lucidrl.distributed.launchers.interfaces import Arguments, Worker
 from lucidrl.distributed.launchers.messages import Message
-from lucidrl.distributed.launchers.rank_main import Raised, RankSettings, Returned
+from lucidrl.distributed.launchers.rank_main import RankSettings, Returned
 from lucidrl.distributed.launchers.rank_process import Died, Outcome, RankProcess
 from lucidrl.errors import DataError, WorkerError
 
@@ -195,8 +196,7 @@ def _share_of_threads(num_workers: int) -> int:
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # OpenMP takes a list, one number a nesting level
     if told.isdigit() and int(told) > 0:
         return int(told)
-    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, num_cores // num_workers)
+    return max(1, num_cores() // num_workers)
 
 
 def _message(what: str, content: Any) -> Message:

@@ -5,17 +5,12 @@ Nothing here imports torch at import time, so that the environment is complete w
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import logging
-import multiprocessing
 import os
-import pickle
 import signal
 import socket
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,10 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from lucidrl.errors import LucidError
-
-_DRIVER_GONE_GRACE_S = 3.0
-_PR_SET_PDEATHSIG = 1
+from lucidrl.distributed.child_main import describe_error, end_with_driver
 
 
 @dataclass(frozen=True)
@@ -50,21 +42,10 @@ class Returned:
     value: Any
 
 
-@dataclass(frozen=True)
-class Raised:
-    """A call raised."""
-
-    summary: str
-    """Type and message."""
-    trace: str
-    lucid_error: LucidError | None
-    """The exception itself, if it is one of ours and can be pickled."""
-
-
 def serve(connection: socket.socket, settings: RankSettings) -> None:
     """Answer the driver's messages until it closes the connection; the first one makes the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the driver decides
-    _end_with_driver(settings.die_with_starting_thread)
+    end_with_driver(settings.die_with_starting_thread)
     _redirect_output(settings.log_path)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # the driver asks where this rank hangs
@@ -99,37 +80,6 @@ def serve(connection: socket.socket, settings: RankSettings) -> None:
             del request, reply  # a worker at rest holds no batch
     if worker is not None:
         worker.shutdown()
-
-
-def describe_error(error: BaseException) -> Raised:
-    """What the driver needs to tell of an exception, which may itself refuse to be pickled."""
-    summary = "".join(traceback.format_exception_only(error)).strip()
-    trace = "".join(traceback.format_exception(error))
-    return Raised(summary, trace, error if isinstance(error, LucidError) and _can_be_pickled(error) else None)
-
-
-def _can_be_pickled(error: LucidError) -> bool:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # for instance a constructor that takes more than the message
-        return False
-    return True
-
-
-def _end_with_driver(die_with_starting_thread: bool) -> None:
-    """Leave nothing behind if the driver dies without a word, whatever this process is busy with."""
-    if die_with_starting_thread and sys.platform == "linux":
-        # Also ends a process that is stopped, or stuck in native code.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def watch() -> None:
-        driver = multiprocessing.parent_process()
-        assert driver is not None
-        driver.join()
-        time.sleep(_DRIVER_GONE_GRACE_S)  # an idle worker sees the end of the connection, and ends in order
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="driver-watch", daemon=True).start()
 
 
 def _redirect_output(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -53,6 +53,39 @@ class SchedulerConfig(Config):
     """Its arguments, without the optimizer."""
 
 
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, dict | SchedulerConfig) else value
+
+
+class OptimizationConfig(Config):
+    """How the gradients of a model become its new weights."""
+
+    precision: Precision = "float32"
+    """What the model computes in. In bfloat16 and float16 the optimizer works on float32 master weights; in float16
+    losses are scaled up for the backward pass, as far as gradients stay finite."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer."""
+    scheduler: Annotated[tuple[SchedulerConfig, ...], BeforeValidator(_as_list)] = ()
+    """One learning-rate schedule, or several that follow each other at `scheduler_milestones`."""
+    scheduler_milestones: tuple[NonNegativeInt, ...] = ()
+    """The `train` calls after which the next scheduler takes over; one fewer than there are schedulers."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this norm."""
+    max_nonfinite_steps: PositiveInt = 5
+    """Training stops after this many optimizer steps in a row were skipped for NaN or infinite gradients. In float16,
+    those that only lower the scale of losses do not count."""
+
+    @model_validator(mode="after")
+    def _milestones_fit(self) -> Self:
+        expected = max(0, len(self.scheduler) - 1)
+        if len(self.scheduler_milestones) != expected:
+            raise ValueError(
+                f"{len(self.scheduler)} schedulers need {expected} scheduler_milestones, "
+                f"not {len(self.scheduler_milestones)}; give the steps at which the next one takes over"
+            )
+        return self
+
+
 class DynamicBatchingConfig(Config):
     """Micro-batches of rows of similar length, as many as fit a token budget (padding counted)."""
 
@@ -96,11 +129,7 @@ class DTensorConfig(Config):
     """Import path of a tensor parallel plan, for a model that brings none."""
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, dict | SchedulerConfig) else value
-
-
-class PolicyConfig(Config):
+class PolicyConfig(OptimizationConfig):
     """A language model that is trained, scored and sampled from."""
 
     model_name: str = "embedded"
@@ -111,9 +140,6 @@ class PolicyConfig(Config):
     """The token that pads; by default the tokenizer's own or, where it names none, its end-of-sequence token."""
     trust_remote_code: bool = False
     """Run Python code that lies in the model folder."""
-    precision: Precision = "float32"
-    """What the model computes in. In bfloat16 and float16 the optimizer works on float32 master weights; in float16
-    losses are scaled up for the backward pass, as far as gradients stay finite."""
     train_global_batch_size: PositiveInt | None = None
     """Rows of one optimizer step, over all ranks; by default all rows of a `train` call, so one step a call."""
     train_micro_batch_size: PositiveInt = 32
@@ -128,17 +154,6 @@ class PolicyConfig(Config):
     """No padding at all, up to a token budget."""
     recompute_head: bool = False
     """Keep no logits for the backward pass: least memory, at the price of evaluating the head twice."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """The optimizer."""
-    scheduler: Annotated[tuple[SchedulerConfig, ...], BeforeValidator(_as_list)] = ()
-    """One learning-rate schedule, or several that follow each other at `scheduler_milestones`."""
-    scheduler_milestones: tuple[NonNegativeInt, ...] = ()
-    """The `train` calls after which the next scheduler takes over; one fewer than there are schedulers."""
-    max_grad_norm: PositiveFloat | None = 1.0
-    """Gradients are scaled down to this norm."""
-    max_nonfinite_steps: PositiveInt = 5
-    """Training stops after this many optimizer steps in a row were skipped for NaN or infinite gradients. In float16,
-    those that only lower the scale of losses do not count."""
     generation: GenerationConfig = GenerationConfig()
     """How completions are sampled; its temperature holds for scoring and training too."""
 
@@ -150,12 +165,6 @@ class PolicyConfig(Config):
                 "(packing needs no padding and is usually faster)"
             )
         self._check_parallelism()
-        expected = max(0, len(self.scheduler) - 1)
-        if len(self.scheduler_milestones) != expected:
-            raise ValueError(
-                f"{len(self.scheduler)} schedulers need {expected} scheduler_milestones, "
-                f"not {len(self.scheduler_milestones)}; give the steps at which the next one takes over"
-            )
         return self
 
     def _check_parallelism(self) -> None:

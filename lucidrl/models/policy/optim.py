@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lucidrl.errors import ConfigError
-from lucidrl.models.policy.config import HALF_PRECISIONS, PolicyConfig
+from lucidrl.models.policy.config import HALF_PRECISIONS, OptimizationConfig
 from lucidrl.utils.imports import import_object
 
 _FIRST_LOSS_SCALE, _LARGEST_LOSS_SCALE, _STEPS_PER_LOSS_SCALE = 2.0**12, 2.0**16, 200
@@ -32,14 +32,16 @@ class PolicyOptimizer:
         parameters: those to train, as this rank holds them.
         local: the plain tensor behind a parameter or its gradient.
         total_norm: of the gradient of the whole model, over all ranks.
+        key: of the config, for complaints about it.
     """
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        config: PolicyConfig,
+        config: OptimizationConfig,
         local: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
         total_norm: Callable[[Sequence[torch.Tensor | None]], torch.Tensor] = plain_norm,
+        key: str = "policy",
     ):
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._local, self._total_norm = local, total_norm
@@ -57,8 +59,8 @@ class PolicyOptimizer:
         """What losses are multiplied with before the backward pass; gradients are divided by it again."""
         self._is_scaled = self.loss_scale != 1.0
         self._good_steps = 0
-        self._optimizer = _make_optimizer(self._trained, config)
-        self._scheduler = _make_scheduler(self._optimizer, config)
+        self._optimizer = _make_optimizer(self._trained, config, key)
+        self._scheduler = _make_scheduler(self._optimizer, config, key)
 
     @property
     def learning_rate(self) -> float:
@@ -172,11 +174,11 @@ def _adder_to(master: torch.Tensor) -> Any:
     return add
 
 
-def _make_optimizer(parameters: list[torch.Tensor], config: PolicyConfig) -> torch.optim.Optimizer:
-    factory = import_object(config.optimizer.name, "policy.optimizer.name")
+def _make_optimizer(parameters: list[torch.Tensor], config: OptimizationConfig, key: str) -> torch.optim.Optimizer:
+    factory = import_object(config.optimizer.name, f"{key}.optimizer.name")
     if not callable(factory):
         raise ConfigError(
-            f"policy.optimizer.name={config.optimizer.name!r} is a {type(factory).__name__}; "
+            f"{key}.optimizer.name={config.optimizer.name!r} is a {type(factory).__name__}; "
             "give the import path of an optimizer class, such as torch.optim.AdamW"
         )
     kwargs = dict(config.optimizer.kwargs)
@@ -186,24 +188,22 @@ def _make_optimizer(parameters: list[torch.Tensor], config: PolicyConfig) -> tor
         return factory(parameters, **kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"policy.optimizer.kwargs={kwargs!r} does not suit {config.optimizer.name}: {error}"
+            f"{key}.optimizer.kwargs={kwargs!r} does not suit {config.optimizer.name}: {error}"
         ) from error
 
 
-def _make_scheduler(optimizer: torch.optim.Optimizer, config: PolicyConfig) -> Any:
+def _make_scheduler(optimizer: torch.optim.Optimizer, config: OptimizationConfig, key: str) -> Any:
     schedulers = []
     for entry in config.scheduler:
-        factory = import_object(entry.name, "policy.scheduler.name")
+        factory = import_object(entry.name, f"{key}.scheduler.name")
         if factory is torch.optim.lr_scheduler.ReduceLROnPlateau:
             raise ConfigError(
-                f"policy.scheduler.name={entry.name!r} needs a metric at each step; choose one that does not"
+                f"{key}.scheduler.name={entry.name!r} needs a metric at each step; choose one that does not"
             )
         try:
             schedulers.append(factory(optimizer, **entry.kwargs))
         except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"policy.scheduler.kwargs={entry.kwargs!r} does not suit {entry.name}: {error}"
-            ) from error
+            raise ConfigError(f"{key}.scheduler.kwargs={entry.kwargs!r} does not suit {entry.name}: {error}") from error
     if len(schedulers) <= 1:
         return schedulers[0] if schedulers else None
     return torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, list(config.scheduler_milestones))

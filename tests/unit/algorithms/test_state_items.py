@@ -19,7 +19,7 @@ from lucidrl.algorithms.grpo import GRPO
 from lucidrl.errors import LucidError
 from lucidrl.models.policy import optim
 from lucidrl.models.policy.policy import Policy
-from lucidrl.recipes import wiring
+from lucidrl.recipes import parts
 from tests.faults.records import digests, metrics
 
 Path = tuple[str | int, ...]
@@ -98,7 +98,7 @@ class Scenario:
         run_loop = GRPO.run
         self.monkeypatch.setattr(GRPO, "run", start)
         self.broken, _ = self.run("grpo", self.name, *self.settings, "grpo.max_steps=3")
-        self.saved = wiring.CheckpointManager(self.broken.path / "checkpoints").latest().state
+        self.saved = parts.CheckpointManager(self.broken.path / "checkpoints").latest().state
         self.expected = self.outcome()
 
     def outcome(self) -> dict[str, Any]:
@@ -116,9 +116,9 @@ class Scenario:
     def outcome_with(self, state: dict[str, Any]) -> dict[str, Any]:
         """The same, if the checkpoint held another state."""
         with self.monkeypatch.context() as patch:
-            newest = wiring._newest_checkpoint
+            newest = parts._newest_checkpoint
             patch.setattr(
-                wiring, "_newest_checkpoint", lambda manager: dataclasses.replace(newest(manager), state=state)
+                parts, "_newest_checkpoint", lambda manager: dataclasses.replace(newest(manager), state=state)
             )
             return self.outcome()
 
@@ -137,14 +137,14 @@ class Scenario:
 @pytest.fixture
 def scenario(run, monkeypatch):
     monkeypatch.setattr(optim, "_STEPS_PER_LOSS_SCALE", 3)
-    make_logger, run_ids = wiring.Logger, []
+    make_logger, run_ids = parts.Logger, []
 
     def recorded(config):
         logger = make_logger(config)
         run_ids.append(logger.run_id)
         return logger
 
-    monkeypatch.setattr(wiring, "Logger", recorded)
+    monkeypatch.setattr(parts, "Logger", recorded)
     return lambda name: Scenario(run, name, monkeypatch, run_ids)
 
 

@@ -12,8 +12,9 @@ import time
 import psutil
 import pytest
 
+from lucidrl.distributed.child_main import describe_error
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.launchers import local, rank_main
+from lucidrl.distributed.launchers import local
 from lucidrl.distributed.worker_group import WorkerGroup
 from lucidrl.errors import ConfigError, WorkerError
 from tests.unit.distributed.toy_workers import (
@@ -92,7 +93,7 @@ def test_a_result_that_cannot_be_pickled_is_told(group):
 
 
 def test_an_error_that_cannot_be_pickled_travels_as_text():
-    raised = rank_main.describe_error(TwoPartError("left", "right"))
+    raised = describe_error(TwoPartError("left", "right"))
     assert raised.lucid_error is None
     assert "left and right" in raised.summary
 

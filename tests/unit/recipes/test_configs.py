@@ -10,11 +10,14 @@ from lucidrl.recipes.configs import (
     PRESETS,
     GRPORunConfig,
     SFTRunConfig,
-    arithmetic_of,
     default_grpo_preset,
     preset_path,
 )
+from lucidrl.recipes.control_configs import PPORunConfig
 from lucidrl.utils.config import Config, dump_yaml, load_config
+
+SCHEMAS = {"embedded-warm-start": SFTRunConfig, "cartpole": PPORunConfig, "pendulum": PPORunConfig}
+"""Of presets that are not for GRPO."""
 
 
 def all_config_classes(base: type[Config] = Config) -> set[type[Config]]:
@@ -42,7 +45,7 @@ def test_every_field_of_every_config_is_explained():
 
 @pytest.mark.parametrize("preset", [None, *(path.stem for path in PRESETS.glob("*.yaml"))])
 def test_a_config_survives_the_trip_through_yaml(preset, tmp_path):
-    schema = SFTRunConfig if preset == "embedded-warm-start" else GRPORunConfig
+    schema = SCHEMAS.get(preset, GRPORunConfig)
     config = load_config(schema, *([preset_path(preset)] if preset else []))
     (tmp_path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
     assert load_config(schema, tmp_path / "config.yaml") == config
@@ -134,7 +137,7 @@ def test_the_preset_follows_the_model(overrides, preset):
 
 def test_the_arithmetic_of_a_step_is_spelled_out():
     config = load_config(GRPORunConfig, overrides=["policy.train_global_batch_size=64"])
-    found = {quantity: value for quantity, value, _ in arithmetic_of(config)}
+    found = {quantity: value for quantity, value, _ in config.arithmetic()}
     assert found["rows a step"] == 256
     assert found["rows an optimizer step"] == 64
     assert found["optimizer steps a step"] == 4
@@ -156,7 +159,7 @@ def test_the_arithmetic_of_a_step_is_spelled_out():
     ],
 )
 def test_the_arithmetic_says_what_fills_a_micro_batch(overrides, row):
-    assert arithmetic_of(load_config(SFTRunConfig, overrides=overrides))[-1] == row
+    assert load_config(SFTRunConfig, overrides=overrides).arithmetic()[-1] == row
 
 
 def test_a_list_replaces_a_mapping_and_the_other_way_round():
@@ -165,3 +168,35 @@ def test_a_list_replaces_a_mapping_and_the_other_way_round():
     assert [entry.name for entry in load_config(GRPORunConfig, one, two).policy.scheduler] == ["c.D", "e.F"]
     back = {"policy": {"scheduler": {"name": "a.B"}, "scheduler_milestones": []}}
     assert [entry.name for entry in load_config(GRPORunConfig, two, back).policy.scheduler] == ["a.B"]
+
+
+def test_the_arithmetic_of_a_control_step_is_spelled_out():
+    config = load_config(PPORunConfig, preset_path("cartpole"))
+    found = {quantity: value for quantity, value, _ in config.arithmetic()}
+    assert found["frames of each env"] == 256
+    assert found["optimizer steps a step"] == 10 * 2048 // 256
+    assert found["frames of the run"] == 2048 * config.ppo.max_steps
+
+
+def test_the_annealing_of_a_preset_follows_the_number_of_steps():
+    config = load_config(PPORunConfig, preset_path("cartpole"), overrides=["ppo.max_steps=7"])
+    for role in (config.policy, config.critic):
+        assert role.scheduler[0].kwargs["total_iters"] == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("ppo.minibatch_frames=100", ["frames_per_batch=2048", "ppo.minibatch_frames=100", "multiple"]),
+        ("env.num_envs=3", ["frames_per_batch=2048", "env.num_envs=3", "multiple"]),
+        ("critic.hiden_sizes=[1]", ["did you mean critic.hidden_sizes?"]),
+        ("policy.precision=float16", ["policy.precision='float16'", "'float64'"]),
+        ("ppo.discount=1.5", ["ppo.discount=1.5", "less than or equal to 1"]),
+        ("ppo.clip=0", ["ppo.clip=0", "greater than 0"]),
+        ("tracking.print_samples_every=3", ["unknown key tracking.print_samples_every"]),
+        ("cluster.num_workers=2", ["unknown key cluster"]),
+    ],
+)
+def test_a_wrong_setting_of_a_control_run_is_named(override, said):
+    message = refusal(override, schema=PPORunConfig)
+    assert all(part in message for part in said), message

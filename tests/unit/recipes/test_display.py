@@ -25,7 +25,8 @@ def folder(tmp_path):
 
 def shown(folder: Path, steps, max_steps: int, validations=(), width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width)
-    with RunDisplay("grpo", max_steps, folder, console) as display:
+    ask = ["lucidrl", "generate", str(folder), "12+30="]
+    with RunDisplay("grpo", max_steps, folder, console, next_commands=[ask]) as display:
         for step, metrics in validations:
             display.on_validation(step, metrics)
         for step in steps:
@@ -81,3 +82,18 @@ def test_nothing_of_the_arithmetic_is_cut_at_80_columns():
     assert "policy.sequence_packing.train_mb_tokens" in text
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_control_run_shows_its_episodes_and_suggests_only_what_it_can_do(folder):
+    console = Console(file=io.StringIO(), width=80)
+    step = {"episode_reward": 21.25, "frames_per_s": 12345.6, "time/step_s": 2.0}
+    with RunDisplay("ppo", 1, folder, console, validated_on="greedy") as display:
+        display.on_validation(0, {"reward": 9.4, "length": 9.4})
+        display.on_step(1, step)
+        display.on_validation(1, {"reward": 500.0, "length": 500.0})
+    display.summary(1)
+    text = console.file.getvalue()
+    assert "step 1/1  episode reward 21.2  12,346 frames/s  left 0 s\n" in text
+    assert "greedy reward: 9.400 at step 0, 500.000 at step 1\n" in text
+    assert "lucidrl generate" not in text
+    assert "held-out" not in text

@@ -1,0 +1,88 @@
+"""Environments and collectors of the documented interface: one script for both systems that have it.
+
+Only the root of its imports differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from tensordict.nn import TensorDictModule
+
+from collection.tasks import FRAMES, NUM_ENVS, Collect, Subject, make_policy
+
+NUM_WORKERS = 2
+
+
+class Documented:
+    """The subjects of one system.
+
+    Args:
+        root: of its imports.
+        policy_elsewhere: makes the policy where environments have more entries than the observation, or none step
+            together: a system may refuse a plain module there.
+    """
+
+    def __init__(self, root: str, policy_elsewhere: Callable[[str], Any] = make_policy):
+        self.envs: Any = import_module(f"{root}.envs")
+        self.collectors: Any = import_module(f"{root}.collectors")
+        self.subjects: dict[str, Subject] = {
+            "Collector": self.collector(self.env),
+            "Collector, StepCounter and RewardSum": self.collector(self.transformed_env, policy_elsewhere),
+            "Collector, TensorDict module as policy": self.collector(self.env, tensordict_policy),
+            "Collector, SerialEnv x8": self.collector(self.serial_env),
+            "Collector, ParallelEnv x8": self.collector(self.parallel_env),
+            "MultiSyncCollector x2": self.multi_collector("MultiSyncCollector"),
+            "MultiAsyncCollector x2": self.multi_collector("MultiAsyncCollector"),
+            "AsyncBatchedCollector x2": self.multi_collector("AsyncBatchedCollector", policy_elsewhere),
+        }
+
+    def env(self, task: str) -> Any:
+        return self.envs.GymEnv(task)
+
+    def transformed_env(self, task: str) -> Any:
+        envs = self.envs
+        return envs.TransformedEnv(self.env(task), envs.Compose(envs.StepCounter(), envs.RewardSum()))
+
+    def serial_env(self, task: str) -> Any:
+        return self.envs.SerialEnv(NUM_ENVS, partial(self.envs.GymEnv, task))
+
+    def parallel_env(self, task: str) -> Any:
+        return self.envs.ParallelEnv(NUM_ENVS, partial(self.envs.GymEnv, task))
+
+    def collector(self, make_env: Callable[[str], Any], policy: Callable[[str], Any] = make_policy) -> Subject:
+        @contextmanager
+        def subject(task: str) -> Iterator[Collect]:
+            env = make_env(task)
+            collector = self.collectors.Collector(env, policy=policy(task), frames_per_batch=FRAMES, total_frames=-1)
+            yield batches_of(collector)
+            collector.shutdown()
+
+        return subject
+
+    def multi_collector(self, kind: str, policy: Callable[[str], Any] = make_policy) -> Subject:
+        @contextmanager
+        def subject(task: str) -> Iterator[Collect]:
+            collector = getattr(self.collectors, kind)(
+                [partial(self.envs.GymEnv, task)] * NUM_WORKERS,
+                policy=policy(task),
+                frames_per_batch=FRAMES,
+                total_frames=-1,
+            )
+            yield batches_of(collector)
+            collector.shutdown()
+
+        return subject
+
+
+def tensordict_policy(task: str) -> Any:
+    return TensorDictModule(make_policy(task), in_keys=["observation"], out_keys=["action"])
+
+
+def batches_of(collector: Any) -> Collect:
+    batches = iter(collector)
+    return lambda: next(batches).numel()

@@ -1,0 +1,7 @@
+"""Ours."""
+
+from __future__ import annotations
+
+from collection.documented_subjects import Documented
+
+SUBJECTS = Documented("lucidrl").subjects

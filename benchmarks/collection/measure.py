@@ -1,0 +1,98 @@
+"""One process of `collectors.py`: measures subjects of one module in turn with the bare loop, and prints JSON.
+
+python -m collection.measure MODULE ROUNDS SUBJECT [SUBJECT ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from collection.tasks import TASKS, Subject, bare_loops
+
+TURN_S = 0.3
+"""About how long a candidate gathers frames in one turn."""
+SETTLE_S = 0.1
+"""Until workers have stopped that gather as much ahead as they may."""
+AHEAD = {"MultiSyncCollector x2": 2, "MultiAsyncCollector x2": 2, "AsyncBatchedCollector x2, processes": 3}
+"""Batches that may have been made so: they are taken before the clock starts."""
+NEVER_RESTS = {"AsyncBatchedCollector x2"}
+"""May gather ahead without end, and is closed after each turn."""
+
+
+class Candidate:
+    """A subject at work, and the time it took to its first batch, per frame in each turn, and to its end."""
+
+    def __init__(self, name: str, subject: Subject, task: str):
+        self._subject, self._task = subject, task
+        self._batches_ahead = AHEAD.get(name, 0)
+        self._never_rests = name in NEVER_RESTS
+        self._start_s: list[float] = []
+        self._frame_s: list[float] = []
+        self._close_s: list[float] = []
+        if not self._never_rests:
+            self._open()
+
+    def take_turn(self) -> None:
+        if self._never_rests:
+            self._open()
+        else:
+            time.sleep(SETTLE_S)
+        for _ in range(self._batches_ahead):
+            self._collect()
+        frames = 0
+        start = time.perf_counter()
+        for _ in range(self._num_batches):
+            frames += self._collect()
+        self._frame_s.append((time.perf_counter() - start) / frames)
+        if self._never_rests:
+            self._close()
+
+    def end(self) -> dict[str, Any]:
+        """Close it, and say what was measured."""
+        if not self._never_rests:
+            self._close()
+        return {"frame_s": self._frame_s, "start_s": self._start_s[0], "close_s": self._close_s[0]}
+
+    def _open(self) -> None:
+        start = time.perf_counter()
+        self._context = self._subject(self._task)
+        self._collect = self._context.__enter__()
+        self._collect()
+        ready = time.perf_counter()
+        self._start_s.append(ready - start)
+        self._collect()
+        self._num_batches = max(1, round(TURN_S / (time.perf_counter() - ready)))
+
+    def _close(self) -> None:
+        start = time.perf_counter()
+        self._context.__exit__(None, None, None)
+        self._close_s.append(time.perf_counter() - start)
+
+
+def measure(task: str, subjects: dict[str, Subject], rounds: int) -> dict[str, dict[str, Any]]:
+    # In a process of its own, no thread of a subject holds up the bare loop.
+    everything = {**subjects, "bare": bare_loops(1)}
+    candidates = {name: Candidate(name, subject, task) for name, subject in everything.items()}
+    for _ in range(rounds):
+        for candidate in candidates.values():
+            candidate.take_turn()
+    return {name: candidate.end() for name, candidate in candidates.items()}
+
+
+def main() -> None:
+    module, rounds, *names = sys.argv[1:]
+    torch.set_num_threads(1)
+    available = import_module(module).SUBJECTS
+    subjects = {name: available[name] for name in names}
+    result = {task: measure(task, subjects, int(rounds)) for task in TASKS}
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

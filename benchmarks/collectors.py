@@ -1,0 +1,191 @@
+"""Frames per second of environments and collectors beside a bare loop and beside other systems.
+
+CartPole and Pendulum, one policy (a plain module of two layers of 64; stable-baselines3 has its own of that size), one
+torch thread, batches of 1000 frames. The bare loop steps one gymnasium environment and keeps observation, action,
+reward, flags and next observation in preallocated tensors. Every subject has a process of its own, in which the bare
+loop takes turns with it: ratios are to that bare loop, so that a busy machine slows both. Start and close are the
+seconds to the first batch and of the shutdown, the first time that the process does it.
+
+TorchRL refuses a plain module where observations have several entries and in its AsyncBatchedCollector; there it gets
+the same one as a TensorDict module. Its AsyncBatchedCollector is measured as it is by default and as it is fastest,
+and compared with where it is better.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from collection.tasks import TASKS
+from harness import Claim, Times, arguments, print_table, report
+
+FOLDER = Path(__file__).parent
+TIMEOUT_S = 180
+MOST_SHOWN = 2000
+"""Characters of what a process that failed had to say."""
+CARTPOLE, PENDULUM = TASKS
+OURS, PEER = "lucidrl", "TorchRL"
+PLAIN, TRANSFORMED, MODULE = (
+    "Collector",
+    "Collector, StepCounter and RewardSum",
+    "Collector, TensorDict module as policy",
+)
+IN_PROCESSES = ", processes"
+PARALLEL = "Collector, ParallelEnv x8"
+TARGETS = {
+    PLAIN: 0.9,
+    "Collector, SerialEnv x8": 3.0,
+    PARALLEL: 1.5,
+    "MultiSyncCollector x2": 1.4,
+    "MultiAsyncCollector x2": 1.4,
+    "AsyncBatchedCollector x2": 0.5,
+}
+"""Least frames per second of ours, as multiples of the bare loop's, on CartPole."""
+DOCUMENTED = ((PLAIN, TRANSFORMED, MODULE), *((name,) for name in list(TARGETS)[1:]))
+"""Subjects of one process each. Those of one tuple take turns in one: what they cost is compared."""
+PROCESSES: Mapping[str, tuple[str, Sequence[tuple[str, ...]]]] = {
+    "gymnasium": (
+        "gymnasium_subjects",
+        (("SyncVectorEnv x8",), ("AsyncVectorEnv x8",), ("two bare loops in two processes",)),
+    ),
+    "stable-baselines3": ("sb3_subjects", (("PPO.collect_rollouts",),)),
+    PEER: ("torchrl_subjects", (*DOCUMENTED, (f"AsyncBatchedCollector x2{IN_PROCESSES}",))),
+    OURS: ("lucidrl_subjects", DOCUMENTED),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one subject did on one task."""
+
+    times: Times
+    """Seconds per frame, in the same rounds as the bare loop and those that shared its process."""
+    name: str
+    start_s: float
+    close_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.times.speedup(self.name, "bare")
+
+    @property
+    def frames_per_s(self) -> float:
+        return 1 / self.times.median(self.name)
+
+
+Rows = dict[tuple[str, str, str], Row]
+"""By system, subject and task."""
+
+
+def measured(module: str, names: Sequence[str], rounds: int) -> dict[str, Any] | None:
+    """The result of a process that measures these subjects; None if it failed, or took too long and was ended."""
+    command = [sys.executable, "-m", "collection.measure", f"collection.{module}", str(rounds), *names]
+    with subprocess.Popen(
+        command,
+        cwd=FOLDER,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            errors = f"not done after {TIMEOUT_S} s"
+        finally:
+            # Its workers are in its session: none of them may disturb what is measured next.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        print(f"{module}, {' and '.join(names)} failed: {errors[-MOST_SHOWN:].strip()}")
+        return None
+    return json.loads(output.splitlines()[-1])
+
+
+def measure_all(rounds: Mapping[str, int]) -> Rows:
+    """All subjects of these systems, with so many turns each."""
+    rows: Rows = {}
+    for system, num_rounds in rounds.items():
+        module, processes = PROCESSES[system]
+        for names in processes:
+            found = measured(module, names, num_rounds)
+            if found is None and system == OURS:
+                raise RuntimeError("ours must run; what others cannot do is left out")
+            for task, results in (found or {}).items():
+                times = Times({name: result["frame_s"] for name, result in results.items()})
+                for name in names:
+                    row = Row(times, name, results[name]["start_s"], results[name]["close_s"])
+                    rows[system, name, task] = row
+                    print(f"{system} {name} {task}: {row.frames_per_s:.0f} frames/s, {row.ratio:.2f}", flush=True)
+    return rows
+
+
+def claims(rows: Rows) -> list[Claim]:
+    """What is promised of ours, as far as it was measured."""
+    ours = {(name, task): row for (system, name, task), row in rows.items() if system == OURS}
+    found = [
+        Claim(f"{name} against a bare loop, CartPole", target, ours[name, CARTPOLE].ratio)
+        for name, target in TARGETS.items()
+        if (name, CARTPOLE) in ours
+    ]
+    if row := ours.get((PARALLEL, CARTPOLE)):
+        found.append(Claim("ParallelEnv x8: to the first batch", 3.0, row.start_s, at_most=True, unit="s"))
+        found.append(Claim("ParallelEnv x8: to close", 1.0, row.close_s, at_most=True, unit="s"))
+    if row := ours.get((TRANSFORMED, CARTPOLE)):
+        kept = row.times.speedup(TRANSFORMED, PLAIN)
+        found.append(Claim("StepCounter and RewardSum, speed kept, CartPole", 0.9, kept))
+    gains = {
+        (name, task): row.ratio / peer
+        for (name, task), row in ours.items()
+        if name != MODULE and (peer := peer_ratio(rows, name, task))
+    }
+    if gains:
+        (name, task), least = min(gains.items(), key=lambda item: item[1])
+        found.append(Claim(f"least gain over TorchRL of any row ({name}, {task})", 4.0, least))
+    return found
+
+
+def peer_ratio(rows: Rows, name: str, task: str) -> float | None:
+    """TorchRL's ratio in the same row, the better one where it has two ways; None if it was not measured."""
+    ways = [row.ratio for way in (name, f"{name}{IN_PROCESSES}") if (row := rows.get((PEER, way, task)))]
+    return max(ways, default=None)
+
+
+def print_rows(rows: Rows) -> None:
+    lines = []
+    for system, name in dict.fromkeys((system, name) for system, name, _ in rows):
+        cells = [f"{system}: {name}"]
+        for task in (CARTPOLE, PENDULUM):
+            row = rows[system, name, task]
+            cells += [f"{row.frames_per_s:,.0f}", f"{row.ratio:.2f}"]
+        first = rows[system, name, CARTPOLE]
+        lines.append((*cells, f"{first.start_s:.1f} s", f"{first.close_s:.1f} s"))
+    header = ("", "CartPole frames/s", "x bare", "Pendulum frames/s", "x bare", "start", "close")
+    print_table(lines, header)
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        rounds=(int, 7, "turns of each of our subjects on each task"),
+        peer_rounds=(int, 3, "turns of each of the others'"),
+        systems=(str, ",".join(PROCESSES), "systems to measure, separated by commas"),
+    )
+    rows = measure_all({s: options.rounds if s == OURS else options.peer_rounds for s in options.systems.split(",")})
+    print()
+    print_rows(rows)
+    print()
+    report(claims(rows), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""What the collectors with worker processes share: everything but the order in which batches are asked for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from multiprocessing import util
+from typing import Any
+
+import cloudpickle
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType
+from torch import nn
+
+from lucidrl.collectors.base import FrameCollector
+from lucidrl.collectors.parts import Device, ReplayBuffer, check_calls, check_frames, weights_of
+from lucidrl.collectors.single import Collector
+from lucidrl.collectors.weights import SharedWeights, WeightWriter
+from lucidrl.collectors.worker_main import Batch, Call, Collect, Seed
+from lucidrl.collectors.worker_set import WorkerSet
+from lucidrl.envs.base import MAX_SEED
+from lucidrl.envs.creator import EnvFactory, env_creators
+from lucidrl.envs.stacked import EnvSpecs
+from lucidrl.errors import ConfigError
+
+
+class MultiCollector(FrameCollector):
+    """Worker processes that each run a `Collector` on an env of their own; iterate to get batches.
+
+    The arguments that are not listed here mean what they mean for `Collector`. The env, the policy and
+    `post_collect_hook` live in the workers, `split_trajs`, `postproc` and `replay_buffer` apply here, to whole batches.
+    The numbers of trajectories are unique over all workers. Envs, policy and hook travel by cloudpickle: they may be
+    local functions and lambdas.
+
+    Args:
+        create_env_fn: one factory for each worker, or one for all with `num_workers`.
+        policy: every worker has a copy; see `update_policy_weights_`.
+        create_env_kwargs: of the factories; one mapping for all, or one for each.
+        num_workers: number of processes, if there is only one factory.
+        num_threads: that torch uses in each worker.
+        timeout_s: how long a batch, or a call to the workers, may take.
+        start_timeout_s: how long it may take until all workers are ready.
+
+    Raises:
+        WorkerError: here and in all calls, if a worker raises, dies or misses its deadline; the worker's own traceback
+            is its cause. Errors of ours that a worker raises (`LucidError`) keep their type. All workers have ended
+            then.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvFactory | Sequence[EnvFactory],
+        policy: Any = None,
+        *,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        device: Device = None,
+        storing_device: Device = None,
+        policy_device: Device = None,
+        env_device: Device = None,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        init_random_frames: int = 0,
+        max_frames_per_traj: int | None = None,
+        split_trajs: bool = False,
+        reset_at_each_iter: bool = False,
+        exploration_type: InteractionType = InteractionType.RANDOM,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        replay_buffer: ReplayBuffer | None = None,
+        seed: int | None = None,
+        post_collect_hook: Callable[[TensorDictBase], object] | None = None,
+        num_workers: int | None = None,
+        num_threads: int = 1,
+        timeout_s: float = 60.0,
+        start_timeout_s: float = 60.0,
+    ):
+        super().__init__(
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            storing_device=storing_device or device,
+            split_trajs=split_trajs,
+            postproc=postproc,
+            replay_buffer=replay_buffer,
+        )
+        if num_workers is None:
+            if not isinstance(create_env_fn, list | tuple):
+                raise ConfigError("create_env_fn is one for all workers; say with num_workers how many there are")
+            num_workers = len(create_env_fn)
+        self.num_workers = num_workers
+        creators = env_creators(num_workers, create_env_fn, create_env_kwargs)
+        self.policy = policy
+        self._under_way: dict[int, int] = {}  # by worker: frames that it was asked for and has not given yet
+        shared_arguments = {
+            "policy": policy,
+            "frames_per_batch": self._most_frames_of_a_worker(),
+            "device": device,
+            "storing_device": "cpu",  # batches travel through host memory
+            "policy_device": policy_device,
+            "env_device": env_device,
+            "init_random_frames": init_random_frames,
+            "max_frames_per_traj": max_frames_per_traj,
+            "reset_at_each_iter": reset_at_each_iter,
+            "exploration_type": exploration_type,
+            "post_collect_hook": post_collect_hook,
+            "trajectory_stride": self.num_workers,
+        }
+        weights = SharedWeights.like(weights_of(policy) if isinstance(policy, nn.Module) else {})
+        self._weights = WeightWriter(weights)
+        self.workers = WorkerSet(
+            weights,
+            _pickled("the policy or the hook", shared_arguments),
+            [
+                _pickled(f"create_env_fn of worker {index}", {"create_env_fn": creator, "first_trajectory": index})
+                for index, creator in enumerate(creators)
+            ],
+            num_threads=num_threads,
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+        )
+        # Runs when nobody has the collector any more, and at exit before multiprocessing waits for processes to end.
+        util.Finalize(self, self.workers.shutdown, exitpriority=0)
+        try:
+            self._env_batch_size = _common_batch_size(self.workers.specs)
+            check_frames(frames_per_batch, total_frames, self._num_envs_that_step_together())
+            if seed is not None:
+                self.set_seed(seed)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, *, version: int | None = None) -> None:
+        """Publish weights; every worker takes the newest ones, whole, when it begins a batch.
+
+        Args:
+            policy_or_weights: a state dict, a TensorDict of parameters, or a module to take them from; by default the
+                policy that the collector was given.
+            version: what batches are stamped with; by default one more than before.
+        """
+        version = self.policy_version + 1 if version is None else version
+        if isinstance(self.policy, nn.Module):
+            self._weights.publish(weights_of(self.policy if policy_or_weights is None else policy_or_weights), version)
+        elif policy_or_weights is not None:
+            raise ConfigError("the policy has no weights to update; give the collector an nn.Module")
+        else:
+            self._weights.publish({}, version)
+        self.policy_version = version
+
+    def set_seed(self, seed: int) -> int:
+        """Seed every worker differently: its env, and the generators of torch, numpy and Python in its process.
+
+        New episodes begin with each worker's next batch.
+
+        Returns:
+            The first seed that is not used by it.
+        """
+        seeds = [seed]
+        for specs in self.workers.specs[:-1]:
+            seeds.append((seeds[-1] + specs.num_seeds) % (MAX_SEED + 1))
+        return self.workers.call("set_seed", [Seed(seed) for seed in seeds])[-1]
+
+    def reset(self) -> None:
+        """Begin new episodes with each worker's next batch."""
+        self.map_fn("reset", [()] * self.num_workers)
+
+    def set_post_collect_hook(self, hook: Callable[[TensorDictBase], object] | None) -> None:
+        """Call the hook with each batch of a worker from now on, in that worker and in place of an earlier one."""
+        self.map_fn("set_post_collect_hook", [(hook,)] * self.num_workers)
+
+    def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call the method `name` of every worker's `Collector`, each with its own arguments; the results, by worker.
+
+        A worker answers between two rollouts.
+        """
+        check_calls(list_of_args, self.num_workers)
+        if not callable(getattr(Collector, name, None)):
+            raise ConfigError(f"Collector has no method {name!r} to call; give the name of one that it has")
+        return self.workers.call(name, [Call(name, _pickled(f"the arguments of {name}", a)) for a in list_of_args])
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far collecting has come, as plain values."""
+        workers = self.map_fn("state_dict", [()] * self.num_workers)
+        return {"num_frames": self.num_frames, "policy_version": self.policy_version, "workers": workers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, with new episodes; publishes the policy's weights, which are to be loaded before."""
+        if len(state["workers"]) != self.num_workers:
+            raise ConfigError(
+                f"the state is that of {len(state['workers'])} workers, but there are {self.num_workers}; "
+                "load it with as many as it was saved with"
+            )
+        while self._under_way:
+            self._next_under_way()  # of the episodes that end here
+        self.map_fn("load_state_dict", [(worker,) for worker in state["workers"]])
+        self.num_frames = state["num_frames"]
+        self.update_policy_weights_(version=state["policy_version"])
+
+    def shutdown(self) -> None:
+        """End the workers, within seconds whatever they are busy with; may be called twice."""
+        self.workers.shutdown()
+
+    @abstractmethod
+    def _most_frames_of_a_worker(self) -> int:
+        """In one batch; known before the workers start."""
+
+    @abstractmethod
+    def _num_envs_that_step_together(self) -> int:
+        """Batches have a multiple of so many frames."""
+
+    def _request(self, index: int, num_frames: int, num_frames_before: int) -> None:
+        """Ask a worker for a batch; `num_frames_before` it, the policy may have to act at random."""
+        self.workers.request(index, Collect(num_frames, num_frames_before))
+        self._under_way[index] = num_frames
+
+    def _next_under_way(self) -> tuple[int, Batch]:
+        """The batch that comes first of those that were asked for, and the worker it is from."""
+        index, batch = self.workers.next_batch()
+        del self._under_way[index]
+        return index, batch
+
+
+def _common_batch_size(specs_of_envs: Sequence[EnvSpecs]) -> torch.Size:
+    """Of the workers' envs, which must be alike."""
+    first = specs_of_envs[0]
+    for index, specs in enumerate(specs_of_envs):
+        for name in (field.name for field in fields(EnvSpecs)):
+            if getattr(specs, name) != getattr(first, name):
+                raise ConfigError(
+                    f"the env of worker {index} has {name} {getattr(specs, name)}, but that of worker 0 has "
+                    f"{getattr(first, name)}; the envs of all workers must be alike"
+                )
+    return first.batch_size
+
+
+def _pickled(what: str, content: Any) -> bytes:
+    try:
+        return cloudpickle.dumps(content)
+    except Exception as error:  # pickle raises whatever the object's own methods raise
+        raise ConfigError(
+            f"{what} cannot be sent to a worker process: {type(error).__name__}: {error}; "
+            "let it make there what cannot be pickled"
+        ) from error

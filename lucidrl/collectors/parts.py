@@ -1,0 +1,107 @@
+"""What collectors of frames are made of: checks of numbers and calls, weights and devices of policies."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from lucidrl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+Device = torch.device | str | None
+
+
+class ReplayBuffer(Protocol):
+    """Anything that takes batches."""
+
+    def extend(self, data: Any) -> Any: ...
+
+
+def check_frames(frames_per_batch: int, total_frames: int, num_envs: int) -> None:
+    """Refuse numbers of frames that mean nothing, and warn of those that whole steps of all envs exceed."""
+    if frames_per_batch < 1:
+        raise ConfigError(f"frames_per_batch={frames_per_batch} makes no batch; give at least 1")
+    if total_frames < -1 or total_frames == 0:
+        raise ConfigError(f"total_frames={total_frames} collects nothing; give at least 1, or -1 to go on for ever")
+    if frames_per_batch % num_envs:
+        log.warning(
+            "frames_per_batch=%d is no multiple of the %d envs, which step together: batches have %d frames",
+            frames_per_batch,
+            num_envs,
+            -(-frames_per_batch // num_envs) * num_envs,
+        )
+    elif total_frames > 0 and total_frames % num_envs:
+        log.warning(
+            "total_frames=%d is no multiple of the %d envs, which step together: %d frames are collected",
+            total_frames,
+            num_envs,
+            -(-total_frames // num_envs) * num_envs,
+        )
+
+
+def weights_of(source: Any) -> dict[str, torch.Tensor]:
+    """The weights in a state dict, a TensorDict of parameters or a module, by their names in the module.
+
+    Raises:
+        ConfigError: if it is none of them.
+    """
+    if isinstance(source, nn.Module):
+        return dict(source.state_dict())
+    if isinstance(source, TensorDictBase):
+        return dict(source.flatten_keys(".").items())
+    if isinstance(source, Mapping):
+        return dict(source)
+    raise ConfigError(
+        f"weights cannot be taken from a {type(source).__name__}; give a module, its state_dict(), or a TensorDict"
+    )
+
+
+def load_weights(module: nn.Module, source: Any) -> None:
+    """Load weights into a module, all of them or, with an error, none."""
+    given, own = weights_of(source), module.state_dict()
+    if wrong := sorted(given.keys() ^ own.keys()):
+        problem = "are missing" if wrong[0] in own else "are not the policy's"
+        raise ConfigError(f"weights {', '.join(wrong[:5])} {problem}; give all of the policy's weights by their names")
+    for name, tensor in own.items():
+        if given[name].shape != tensor.shape:
+            raise ConfigError(
+                f"weight {name} has shape {list(given[name].shape)}, but the policy's has {list(tensor.shape)}; "
+                "give weights of the same policy"
+            )
+    module.load_state_dict(given)
+
+
+def on_device(policy: Any, device: torch.device | None) -> Any:
+    """The policy itself if it computes there, else a copy that does."""
+    if device is None or not isinstance(policy, nn.Module):
+        return policy
+    tensors = [*policy.parameters(), *policy.buffers()]
+    if all(tensor.device == device for tensor in tensors):
+        return policy
+    return copy.deepcopy(policy).to(device)
+
+
+def check_calls(list_of_args: Sequence[tuple[Any, ...]], num_workers: int) -> None:
+    if len(list_of_args) != num_workers:
+        raise ConfigError(
+            f"list_of_args has {len(list_of_args)} tuples for {num_workers} worker(s); give one tuple a worker"
+        )
+
+
+def call_method(target: object, name: str, args: Sequence[Any]) -> Any:
+    """Call a method by its name, as `map_fn` does."""
+    method = getattr(target, name, None)
+    if not callable(method):
+        raise ConfigError(f"{type(target).__name__} has no method {name!r} to call; give the name of one that it has")
+    return method(*args)
+
+
+def device_of(device: Device) -> torch.device | None:
+    return None if device is None else torch.device(device)

@@ -1,0 +1,161 @@
+"""Collector: experience from one env, or a batch of them, in this process.
+
+Shapes: B the env's batch size, T time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import InteractionType, set_interaction_type
+
+from lucidrl.collectors.base import LocalCollector
+from lucidrl.collectors.parts import Device, ReplayBuffer, check_frames
+from lucidrl.collectors.trajectories import POLICY_VERSION, TRAJECTORY_IDS, TrajectoryNumbers
+from lucidrl.envs.base import EnvBase
+from lucidrl.envs.creator import EnvCreator, EnvFactory, make_env
+from lucidrl.envs.policies import as_policy
+from lucidrl.envs.recorder import Recorder
+from lucidrl.envs.transforms import TimeLimit, TransformedEnv
+from lucidrl.errors import ConfigError
+
+ExplorationType = InteractionType
+
+
+class Collector(LocalCollector):
+    """Yields batches of frames that the policy's newest weights made; episodes go on from one batch to the next.
+
+        collector = Collector(GymEnv("CartPole-v1"), policy, frames_per_batch=1000, total_frames=100_000)
+        for batch in collector:
+            train(batch)
+            collector.update_policy_weights_()
+        collector.shutdown()
+
+    A batch is a TensorDict of [*B, T] with the root's observation, the actions, what else the policy put out, "next",
+    the number of each frame's trajectory and the version of the weights that made it. It shares memory with nothing.
+
+    Args:
+        create_env_fn: makes the env, or is it; shut down with the collector.
+        policy: a TensorDict module, an `nn.Module` on the observation, a callable, or None to act at random; see
+            `lucidrl.envs.policies.as_policy`.
+        frames_per_batch: of all envs together; rounded up to whole steps of all envs.
+        total_frames: ends after so many, the last batch being shorter; -1 never ends.
+        device: of policy and batches, where the next three say nothing else.
+        storing_device: of the batches.
+        policy_device: where a copy of the policy computes, if it is not there already.
+        env_device: of the TensorDicts that an env written for TensorDicts gets.
+        create_env_kwargs: of `create_env_fn`.
+        init_random_frames: whole batches at random until there were so many.
+        max_frames_per_traj: cuts episodes at this length, and marks them as truncated.
+        split_trajs: yield [N, T_max], one padded row for each trajectory, with ("collector", "mask").
+        reset_at_each_iter: begin new episodes with each batch.
+        exploration_type: how a probabilistic policy decides; by default it draws.
+        postproc: changes each batch.
+        replay_buffer: is extended with each batch.
+        seed: as for `set_seed`.
+        post_collect_hook: is called with each batch, as it was collected.
+        first_trajectory, trajectory_stride: of the trajectories' numbers.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvBase | EnvFactory,
+        policy: Any = None,
+        *,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        device: Device = None,
+        storing_device: Device = None,
+        policy_device: Device = None,
+        env_device: Device = None,
+        create_env_kwargs: Mapping[str, Any] | None = None,
+        init_random_frames: int = 0,
+        max_frames_per_traj: int | None = None,
+        split_trajs: bool = False,
+        reset_at_each_iter: bool = False,
+        exploration_type: InteractionType = InteractionType.RANDOM,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        replay_buffer: ReplayBuffer | None = None,
+        seed: int | None = None,
+        post_collect_hook: Callable[[TensorDictBase], object] | None = None,
+        first_trajectory: int = 0,
+        trajectory_stride: int = 1,
+    ):
+        super().__init__(
+            policy,
+            device=device,
+            policy_device=policy_device,
+            storing_device=storing_device,
+            post_collect_hook=post_collect_hook,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            split_trajs=split_trajs,
+            postproc=postproc,
+            replay_buffer=replay_buffer,
+        )
+        self.env = (
+            create_env_fn
+            if isinstance(create_env_fn, EnvBase)
+            else make_env(EnvCreator(create_env_fn, create_env_kwargs), index=0)
+        )
+        if env_device is not None:
+            self.env.device = torch.device(env_device)
+        if max_frames_per_traj:
+            self.env = TransformedEnv(self.env, TimeLimit(max_frames_per_traj))
+        self._num_envs = math.prod(self.env.batch_size)
+        check_frames(frames_per_batch, total_frames, self._num_envs)
+        self._act = as_policy(self.policy, self.env, self._computes_on)
+        self._act_at_random = as_policy(None, self.env)
+        self._init_random_frames, self._reset_at_each_iter = init_random_frames, reset_at_each_iter
+        self._exploration_type = exploration_type
+        self._recorder = Recorder(self.env, self._num_steps(frames_per_batch))
+        self._numbers = TrajectoryNumbers(self.env.batch_size, first_trajectory, trajectory_stride)
+        self._is_shut_down = False
+        if seed is not None:
+            self.set_seed(seed)
+
+    def rollout(self, num_frames: int | None = None) -> TensorDictBase:
+        """A batch of `num_frames`, by default `frames_per_batch`, as it was collected."""
+        if self._is_shut_down:
+            raise ConfigError("the collector was shut down; make another one")
+        if self._begins_anew or self._reset_at_each_iter:
+            self._begins_anew = False
+            self._numbers.begin_anew()
+            self._recorder.reset()
+        is_random = self.num_frames < self._init_random_frames
+        with set_interaction_type(self._exploration_type):
+            self._recorder.record(
+                self._act_at_random if is_random else self._act, self._num_steps(num_frames or self.frames_per_batch)
+            )
+        batch = self._recorder.take()
+        batch[TRAJECTORY_IDS] = self._numbers.of(batch["next", "done"].squeeze(-1).numpy())
+        batch[POLICY_VERSION] = torch.full(batch.batch_size, self.policy_version)
+        return self._collected(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far collecting has come, as plain values; an env's own state is beyond reach, so new episodes begin."""
+        return {
+            "num_frames": self.num_frames,
+            "policy_version": self.policy_version,
+            "num_trajectories": self._numbers.num_begun,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_frames, self.policy_version = state["num_frames"], state["policy_version"]
+        self._numbers.num_begun = state["num_trajectories"]
+        self.reset()
+
+    def shutdown(self) -> None:
+        """Close the env; may be called twice."""
+        self._is_shut_down = True
+        self.env.close()
+
+    def _seed_envs(self, seed: int) -> int:
+        return self.env.set_seed(seed)
+
+    def _num_steps(self, num_frames: int) -> int:
+        return math.ceil(num_frames / self._num_envs)

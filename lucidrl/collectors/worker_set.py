@@ -1,0 +1,228 @@
+"""The worker processes of a collector: asked together or one by one, ended together.
+
+Every wait has a deadline and notices at once that a worker is gone. Whatever goes wrong with one of them, all are
+ended: what the others hold is of no use to a collector that cannot go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from lucidrl.collectors.weights import SharedWeights
+from lucidrl.collectors.worker_main import Batch, Call, Collect, Command, Seed, WorkerSettings
+from lucidrl.collectors.worker_process import WorkerProcess
+from lucidrl.distributed.child_main import Raised, RemoteTraceback
+from lucidrl.distributed.launchers.rank_main import Returned
+from lucidrl.distributed.launchers.rank_process import Died, Outcome
+from lucidrl.envs.stacked import EnvSpecs
+from lucidrl.errors import LucidError, WorkerError
+
+_log = logging.getLogger(__name__)
+
+ROLLOUT = "a rollout"
+"""The phase in which a batch is collected."""
+START = "the start"
+_POLL_S = 0.2
+_SHUTDOWN_DEADLINE_S = 1.0
+
+
+class _Arrivals:
+    """What came from the workers, in order; those who put it in are threads of their own."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+        self.here: deque[tuple[int, Outcome]] = deque()
+
+    def put(self, index: int, outcome: Outcome) -> None:
+        self._queue.put((index, outcome))
+
+    def take_in(self, timeout_s: float) -> None:
+        """Add what came to those that are `here`, as soon as there is something."""
+        with suppress(queue.Empty):
+            self.here.append(self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait())
+            while True:
+                self.here.append(self._queue.get_nowait())
+
+
+class WorkerSet:
+    """Workers that have started, one for each item of `own_arguments`.
+
+    Batches are for one thread; calls may come from any.
+
+    Args:
+        shared_arguments, own_arguments: of the workers' collectors, by cloudpickle.
+        timeout_s: deadline of a batch and of a call.
+
+    Raises:
+        WorkerError: here and in all calls, if a worker raises, dies or misses its deadline. Errors of ours that a
+            worker raises (`LucidError`) keep their type. All workers have ended then.
+    """
+
+    def __init__(
+        self,
+        weights: SharedWeights,
+        shared_arguments: bytes,
+        own_arguments: Sequence[bytes],
+        *,
+        num_threads: int,
+        timeout_s: float,
+        start_timeout_s: float,
+    ):
+        self.size = len(own_arguments)
+        self._timeout_s = timeout_s
+        self._ended: str | None = None
+        self._calling = threading.Lock()
+        self._replies = _Arrivals()
+        self._batches = _Arrivals()
+        self._due: dict[int, float] = {}  # by worker: deadline of the batch that it was asked for
+        self._workers: list[WorkerProcess] = []
+        base_seed = int(torch.randint(2**62, ()))  # torch.manual_seed in the driver decides what workers do unseeded
+        try:
+            for index, own in enumerate(own_arguments):
+                settings = WorkerSettings(index, dict(os.environ), num_threads, base_seed)
+                put_reply, put_batch = partial(self._replies.put, index), partial(self._batches.put, index)
+                self._workers.append(
+                    WorkerProcess(settings, weights, (shared_arguments, own), timeout_s, put_reply, put_batch)
+                )
+            self.specs: list[EnvSpecs] = self._gather(START, start_timeout_s)
+            """Of the workers' envs."""
+        except BaseException:
+            self._kill("did not start")
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, by worker."""
+        return [worker.pid for worker in self._workers]
+
+    def call(self, phase: str, commands: Sequence[Call | Seed]) -> list[Any]:
+        """Give every worker its command; what came of them, by worker. Waits for rollouts that are under way."""
+        with self._calling:
+            self._check_alive(phase)
+            for index, command in enumerate(commands):
+                self._send(index, command, phase)
+            return self._gather(phase, self._timeout_s)
+
+    def request(self, index: int, command: Collect) -> None:
+        """Ask a worker for a batch, without waiting for it."""
+        self._check_alive(ROLLOUT)
+        self._send(index, command, ROLLOUT)
+        self._due[index] = time.monotonic() + self._timeout_s
+
+    def next_batch(self) -> tuple[int, Batch]:
+        """The batch that comes first of those that were asked for, and who it is from."""
+        self._check_alive(ROLLOUT)
+        index, batch = self._next(self._batches, self._due, ROLLOUT, self._timeout_s)
+        del self._due[index]
+        return index, batch
+
+    def shutdown(self) -> None:
+        """Let the workers close their envs; those that take too long are killed. May be called twice."""
+        if self._ended:
+            return
+        for worker in self._workers:
+            worker.end()
+        until = time.monotonic() + _SHUTDOWN_DEADLINE_S
+        try:
+            late = [w.index for w in self._workers if w.join(max(0.0, until - time.monotonic())) is None]
+        finally:
+            self._kill("was shut down")
+        if late:
+            _log.warning("collector workers %s were busy for more than %g s and killed", late, _SHUTDOWN_DEADLINE_S)
+
+    def _gather(self, phase: str, timeout_s: float) -> list[Any]:
+        due = dict.fromkeys(range(self.size), time.monotonic() + timeout_s)
+        results: dict[int, Any] = {}
+        while due:
+            index, result = self._next(self._replies, due, phase, timeout_s)
+            results[index] = result
+            del due[index]
+        return [results[index] for index in range(self.size)]
+
+    def _next(self, arrivals: _Arrivals, due: Mapping[int, float], phase: str, timeout_s: float) -> tuple[int, Any]:
+        """What the next of those workers returned that have something due."""
+        try:
+            while (late := _late(arrivals, due)) == [] and not arrivals.here:
+                self._wait(arrivals, due)
+        except BaseException:  # Ctrl-C for instance; the workers are in the middle of something
+            self._kill(f"was interrupted in {phase}")
+            raise
+        if late:
+            self._fail(_lateness(late, self.size, phase, timeout_s), phase)
+        index, outcome = arrivals.here.popleft()
+        if not isinstance(outcome, Returned):
+            self._fail(self._failure(index, outcome, phase), phase)
+        return index, outcome.value
+
+    def _wait(self, arrivals: _Arrivals, due: Mapping[int, float]) -> None:
+        """Wait for a moment until something arrives or is late."""
+        arrivals.take_in(min(_POLL_S, min(due.values()) - time.monotonic()))
+        if not arrivals.here:
+            # A process that a dead worker started may keep its connections open.
+            for index in due:
+                if self._workers[index].has_ended:
+                    arrivals.here.append((index, Died()))
+
+    def _failure(self, index: int, outcome: Raised | Died, phase: str) -> LucidError:
+        """The error to raise for a worker that did not return."""
+        name = f"worker {index} of {self.size}"
+        if isinstance(outcome, Died):
+            return WorkerError(f"{name} {self._workers[index].how_it_ended()} in {phase}; all workers were ended")
+        error = outcome.lucid_error
+        if error is None:
+            error = WorkerError(f"{name} failed in {phase}: {outcome.summary}; all workers were ended")
+        else:
+            error.add_note(f"raised by {name} in {phase}")
+        error.__cause__ = RemoteTraceback(outcome.trace)
+        return error
+
+    def _fail(self, failure: LucidError, phase: str) -> NoReturn:
+        self._check_alive(phase)  # another thread may have told the cause
+        self._kill(f"failed in {phase}")
+        raise failure
+
+    def _send(self, index: int, command: Command, phase: str) -> None:
+        try:
+            self._workers[index].send(command)
+        except BlockingIOError:
+            self._fail(_lateness([index], self.size, phase, self._timeout_s), phase)
+        except OSError:
+            self._fail(self._failure(index, Died(), phase), phase)
+
+    def _check_alive(self, phase: str) -> None:
+        if self._ended:
+            raise WorkerError(f"{phase} cannot begin: the collector {self._ended}; make another one")
+
+    def _kill(self, ended: str) -> None:
+        self._ended = self._ended or ended
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.reap()
+
+
+def _late(arrivals: _Arrivals, due: Mapping[int, float]) -> list[int]:
+    """Workers whose deadline has passed, though nothing is here from them."""
+    arrivals.take_in(0)
+    now, came = time.monotonic(), {index for index, _ in arrivals.here}
+    return [index for index, deadline in due.items() if deadline <= now and index not in came]
+
+
+def _lateness(late: Sequence[int], size: int, phase: str, timeout_s: float) -> WorkerError:
+    names = f"worker{'s' if len(late) > 1 else ''} " + ", ".join(map(str, sorted(late)))
+    setting = "start_timeout_s" if phase == START else "timeout_s"
+    return WorkerError(
+        f"{names} of {size} did not finish {phase} within {timeout_s:g} s; all workers were ended. If it needs longer, "
+        f"raise {setting}"
+    )

@@ -1,0 +1,118 @@
+"""A process that this one started: begun by any start method, joined, killed, and explained when it is gone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from multiprocessing import forkserver
+from typing import Any, Literal, get_args
+
+from lucidrl.errors import ConfigError
+
+StartMethod = Literal["forkserver", "spawn", "fork"]
+
+_REAP_DEADLINE_S = 5.0
+_POLL_S = 0.05
+_main_lock = threading.Lock()
+
+
+class ChildProcess:
+    """Started at once.
+
+    Args:
+        target: a function of a module, which the process calls with `args`.
+        imports_main: whether the process imports the program's main module first, as objects that were pickled by
+            reference to it need. Without that a program needs no `if __name__ == "__main__":`, and the process does
+            not wait for all that the program imports.
+        preload: modules that processes of the fork server find imported; those that it has when it starts, which is
+            once in the life of the program.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., None],
+        args: tuple[Any, ...],
+        *,
+        name: str,
+        start_method: StartMethod = "spawn",
+        imports_main: bool = True,
+        preload: Iterable[str] = (),
+    ):
+        if start_method not in get_args(StartMethod):
+            raise ConfigError(f"start_method={start_method!r} is not one of {', '.join(get_args(StartMethod))}")
+        # The context of its own leaves the program's start method alone. Not a daemon in the sense of multiprocessing:
+        # those may not start processes, as data loaders do.
+        context: Any = multiprocessing.get_context(start_method)
+        self._process = context.Process(target=target, args=args, name=name, daemon=False)
+        if start_method == "forkserver":
+            _preload(preload)
+        with nullcontext() if imports_main else _main_hidden():
+            self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.exitcode is not None
+
+    def join(self, timeout_s: float) -> int | None:
+        """Wait for the process to end; its exit code, or None if it is still there."""
+        until = time.monotonic() + timeout_s
+        # In short waits: multiprocessing waits for the end of a pipe, which a process that it started may hold open.
+        while not self.has_ended and (remaining_s := until - time.monotonic()) > 0:
+            self._process.join(min(remaining_s, _POLL_S))
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """End the process now; may be called twice."""
+        self._process.kill()
+
+    def reap(self) -> None:
+        """Leave no zombie after `kill`."""
+        self.join(_REAP_DEADLINE_S)
+
+    def how_it_ended(self) -> str:
+        """For a process that is about to end or has ended: a verb with its cause."""
+        code = self.join(_REAP_DEADLINE_S)
+        if code is None:
+            return "closed its connection"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+        name = names.get(-code, f"signal {-code}")
+        return f"was ended by {name}" + (", perhaps for lack of memory," if -code == signal.SIGKILL else "")
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _preload(modules: Iterable[str]) -> None:
+    """Add to what the program itself, or another part of it, wants preloaded; the list can only be set as a whole."""
+    wanted = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
+    forkserver.set_forkserver_preload(list(dict.fromkeys([*wanted, *modules])))
+
+
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """multiprocessing, when it starts a process, sees a main module without a file, as in a notebook."""
+    with _main_lock:
+        main = sys.modules["__main__"]
+        stand_in = types.ModuleType("__main__")  # with all that is in it: other threads may be pickling
+        vars(stand_in).update({**vars(main), "__spec__": None, "__file__": None})
+        sys.modules["__main__"] = stand_in
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main

@@ -1,0 +1,319 @@
+"""EnvBase: TensorDicts at the edge, preallocated arrays inside.
+
+Shapes: B the env's batch size (none for a single env), T time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from lucidrl.envs.arrays import FLAGS, Arrays, Frame, Key, copy_rows
+from lucidrl.envs.policies import as_policy
+from lucidrl.envs.recorder import Recorder
+from lucidrl.envs.results import checked_entries, write_step
+from lucidrl.envs.specs import Categorical, Composite, Spec, Unbounded
+from lucidrl.envs.specs.spec import cast_exactly
+from lucidrl.envs.tensordicts import arrays_of, tensordict_of
+from lucidrl.errors import ConfigError, DataError
+
+MAX_SEED = 2**32 - 1
+
+
+class EnvBase:
+    """An environment, or a batch of them that step together.
+
+    A subclass sets its specs and fills one of two pairs of hooks; the other pair then works too:
+
+    - arrays: `_reset_into(out, mask)` and `_step_into(actions, out)` write into a `Frame` that they are given;
+    - TensorDicts: `_reset(tensordict)` and `_step(tensordict)` return the entries of the new moment.
+
+    Both draw all their randomness from what `_set_seed` was given.
+
+        class Countdown(EnvBase):
+            def __init__(self):
+                super().__init__()
+                self.observation_spec = Composite(left=Unbounded((1,), torch.int64))
+                self.action_spec = Bounded(1, 3, (1,), torch.int64)
+
+            def _set_seed(self, seed): ...
+
+            def _reset(self, tensordict):
+                return TensorDict({"left": torch.tensor([21])})
+
+            def _step(self, tensordict):
+                left = tensordict["left"] - tensordict["action"]
+                return TensorDict({"left": left, "reward": -torch.ones(1), "terminated": left <= 0})
+
+    Args:
+        device: of the TensorDicts at the edge; the arrays inside are in host memory.
+        batch_size: leading dims of every entry.
+    """
+
+    observation_spec: Composite
+    """Everything the env tells beside reward and flags."""
+    action_spec: Spec | Composite
+    """What it takes as "action"."""
+    num_seeds: int = 1
+    """How many consecutive seeds the env uses, one for each source of randomness."""
+
+    def __init__(self, *, device: torch.device | str | None = None, batch_size: Sequence[int] = ()):
+        self.batch_size = torch.Size(batch_size)
+        self.device = torch.device("cpu" if device is None else device)
+        self.reward_spec: Spec = Unbounded((*self.batch_size, 1), torch.float32, self.device)
+        flag = Categorical(2, (*self.batch_size, 1), torch.bool, self.device)
+        self.done_spec = Composite(dict.fromkeys(FLAGS, flag), shape=self.batch_size)
+        self.seed: int | None = None
+        """The seed last set."""
+        self.is_closed = False
+        self._rng = np.random.default_rng()
+        self._root: Arrays | None = None
+        self._has_tensordict_hooks = type(self)._step_into is EnvBase._step_into
+        if self._has_tensordict_hooks and type(self)._step is EnvBase._step:
+            raise TypeError(f"{type(self).__name__} fills neither _step_into nor _step; fill one of them")
+
+    # ---- the edge
+
+    @property
+    def action_keys(self) -> list[Key]:
+        return list(self.action_leaves())
+
+    def reset(self, tensordict: TensorDictBase | None = None) -> TensorDict:
+        """Begin new episodes; returns observation and flags.
+
+        Args:
+            tensordict: with `_reset`, a [*B] or [*B, 1] bool mask, only those envs begin anew, and the other rows of
+                the result are those of this TensorDict.
+        """
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        frame = self.new_frame()
+        if mask is None:
+            self.reset_into(frame)
+        else:
+            assert tensordict is not None
+            copy_rows(arrays_of(tensordict, list(frame.observation)), frame.observation)
+            flags = {name: array for name, array in frame.flags().items() if tensordict.get(name, None) is not None}
+            copy_rows(arrays_of(tensordict, list(flags)), flags)
+            self._partial_reset(frame, mask)
+        return tensordict_of({**frame.observation, **frame.flags()}, self.batch_size, self.device)
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Act; writes what came of it under "next" and returns the same TensorDict."""
+        result = self._step(tensordict)
+        if self._has_tensordict_hooks:
+            frame = self.new_frame()
+            write_step(result, frame, type(self).__name__)
+            result = self._next_of(frame)
+        return tensordict.set("next", result)
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
+        """Act, and begin anew where an episode is done.
+
+        Returns:
+            The TensorDict with the true end of the episodes under "next", and the root of the next step.
+        """
+        next_, root = self.new_frame(), self.new_frame()
+        self._set_root(tensordict)
+        self.step_and_reset_into(self._actions_of(tensordict), next_, root)
+        following = tensordict_of({**root.observation, **root.flags()}, self.batch_size, self.device)
+        return tensordict.set("next", self._next_of(next_)), following
+
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Any = None,
+        *,
+        break_when_any_done: bool = True,
+        auto_reset: bool = True,
+        tensordict: TensorDictBase | None = None,
+    ) -> TensorDict:
+        """Step the env and return what happened as [*B, T], T at most `max_steps`.
+
+        Args:
+            policy: as collectors take it; None acts at random.
+            break_when_any_done: stop at the first end of an episode; otherwise begin anew there.
+            auto_reset: begin with a reset; otherwise with `tensordict`, what an earlier call ended at.
+        """
+        if max_steps < 1:
+            raise ConfigError(f"max_steps={max_steps} leaves nothing to do; give at least 1")
+        recorder = Recorder(self, max_steps)
+        if auto_reset:
+            recorder.reset()
+        elif tensordict is None:
+            raise ConfigError("auto_reset=False needs the tensordict to begin with; give what reset() returned")
+        else:
+            self._set_root(tensordict)
+            recorder.begin_with(arrays_of(tensordict, list(self.observation_leaves())))
+        recorder.record(as_policy(policy, self), max_steps, until_done=break_when_any_done)
+        return recorder.take().to(self.device)
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """A random action, written into the TensorDict if one is given."""
+        actions = self.new_actions()
+        self.sample_actions(actions)
+        drawn = tensordict_of(actions, self.batch_size, self.device)
+        return drawn if tensordict is None else tensordict.update(drawn)
+
+    def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Act at random."""
+        return self.step(self.rand_action(tensordict))
+
+    def set_seed(self, seed: int) -> int:
+        """Seed every source of randomness, from the next reset on; returns the first seed that is not used by it."""
+        if not 0 <= seed <= MAX_SEED:
+            raise ConfigError(f"seed={seed} is not between 0 and {MAX_SEED}; choose one that is")
+        self.seed = seed
+        self._rng = np.random.default_rng(seed)
+        self._set_seed(seed)
+        return (seed + self.num_seeds) % (MAX_SEED + 1)
+
+    def close(self) -> None:
+        """Release what the env holds; may be called twice."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(batch_size={list(self.batch_size)}, device={self.device})"
+
+    # ---- the arrays
+
+    def new_frame(self) -> Frame:
+        """A frame of this env, all zeros."""
+        observation = {key: _zeros(spec) for key, spec in self.observation_leaves().items()}
+        flags = (np.zeros((*self.batch_size, 1), bool) for _ in FLAGS)
+        return Frame(observation, np.zeros((*self.batch_size, 1), np.float32), *flags)
+
+    def new_actions(self) -> Arrays:
+        """Arrays for the actions of this env, all zeros."""
+        return {key: _zeros(spec) for key, spec in self.action_leaves().items()}
+
+    def observation_leaves(self) -> dict[Key, Spec]:
+        """Specs of the observation entries by key."""
+        return self.observation_spec.leaves()
+
+    def action_leaves(self) -> dict[Key, Spec]:
+        """Specs of the action entries by key."""
+        if isinstance(self.action_spec, Composite):
+            return Composite({"action": self.action_spec}, shape=self.batch_size).leaves()
+        return {"action": self.action_spec}
+
+    def sample_actions(self, out: Arrays) -> None:
+        """Random actions, decided by the env's seed."""
+        for key, spec in self.action_leaves().items():
+            out[key][...] = spec.sample(self._rng)
+
+    def reset_into(self, out: Frame, mask: np.ndarray | None = None) -> None:
+        """Begin new episodes in the envs that the mask [*B] picks, or in all; other rows of `out` stay."""
+        self._reset_into(out, mask)
+        out.clear_flags(mask)
+
+    def step_into(self, actions: Arrays, out: Frame) -> None:
+        """Act, and write everything that came of it."""
+        self._step_into(actions, out)
+
+    def step_and_reset_into(self, actions: Arrays, next_: Frame, root: Frame) -> None:
+        """Act into `next_`, and make `root` what the next action is decided on: begun anew where done."""
+        self._step_and_reset_into(actions, next_, root)
+
+    # ---- hooks
+
+    def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
+        """Begin new episodes and write their observations, in the rows that the mask picks, or in all."""
+        if mask is None:
+            root = TensorDict({}, batch_size=self.batch_size, device=self.device)
+        else:
+            root = tensordict_of(self._root_arrays(), self.batch_size, self.device)
+            root["_reset"] = torch.from_numpy(mask).to(self.device)
+        observation = checked_entries(self._reset(root), out.observation, type(self).__name__)
+        copy_rows(observation, out.observation, mask)
+        copy_rows(observation, self._root_arrays(), mask)
+
+    def _step_into(self, actions: Arrays, out: Frame) -> None:
+        """Act and write observation, reward and all flags."""
+        root = tensordict_of({**self._root_arrays(), **actions}, self.batch_size, self.device)
+        write_step(self._step(root), out, type(self).__name__)
+        copy_rows(out.observation, self._root_arrays())
+
+    def _step_and_reset_into(self, actions: Arrays, next_: Frame, root: Frame) -> None:
+        self._step_into(actions, next_)
+        for key, array in root.observation.items():
+            array[...] = next_.observation[key]
+        root.clear_flags()
+        if next_.done.any():
+            self._reset_into(root, next_.done[..., 0] if self.batch_size else None)
+
+    def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The observation of new episodes; with `_reset` in the TensorDict, only its rows are looked at."""
+        frame = self.new_frame()
+        self._reset_into(frame, None)
+        return tensordict_of(frame.observation, self.batch_size, self.device)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """What comes of the action in the TensorDict: observation, reward, and flags, of which `done` or `terminated`
+        and `truncated` may be left out."""
+        frame = self.new_frame()
+        self.step_into(self._actions_of(tensordict), frame)
+        return self._next_of(frame)
+
+    def _set_seed(self, seed: int) -> None:
+        raise NotImplementedError(f"{type(self).__name__} does not say what a seed does; fill _set_seed")
+
+    def _close(self) -> None: ...
+
+    # ---- between both
+
+    def _partial_reset(self, frame: Frame, mask: torch.Tensor) -> None:
+        if mask.dtype != torch.bool or tuple(mask.shape) not in (self.batch_size, (*self.batch_size, 1)):
+            raise DataError(
+                f"_reset is {list(mask.shape)} of {mask.dtype}; it must be a bool mask of {list(self.batch_size)}"
+            )
+        rows = mask.cpu().numpy().reshape(self.batch_size)
+        if self._has_tensordict_hooks:
+            copy_rows(frame.observation, self._root_arrays())
+        if not self.batch_size:
+            if rows:
+                self.reset_into(frame)
+        elif rows.any():
+            self.reset_into(frame, rows)
+
+    def _set_root(self, tensordict: TensorDictBase) -> None:
+        """What a TensorDict env acts on is in the TensorDict, as it has no state of its own."""
+        if self._has_tensordict_hooks:
+            copy_rows(arrays_of(tensordict, list(self.observation_leaves())), self._root_arrays())
+
+    def _root_arrays(self) -> Arrays:
+        if self._root is None:
+            self._root = self.new_frame().observation
+        return self._root
+
+    def _actions_of(self, tensordict: TensorDictBase) -> Arrays:
+        actions = arrays_of(tensordict, self.action_keys)
+        for key, spec in self.action_leaves().items():
+            if actions[key].shape != tuple(spec.shape):
+                raise DataError(f"{key} has shape {list(actions[key].shape)}; the env takes {list(spec.shape)}")
+            try:
+                actions[key] = cast_exactly(actions[key], spec.numpy_dtype)
+            except ValueError as error:
+                raise DataError(f"the env takes {key} as {spec}: {error}") from error
+        return actions
+
+    def _next_of(self, frame: Frame) -> TensorDict:
+        return tensordict_of(frame.arrays(), self.batch_size, self.device)
+
+
+def _zeros(spec: Spec) -> np.ndarray:
+    return np.zeros(tuple(spec.shape), spec.numpy_dtype)

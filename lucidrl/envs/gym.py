@@ -1,0 +1,252 @@
+"""GymEnv: environments of gymnasium, one or several that step one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lucidrl.envs.arrays import FLAGS, Arrays, Frame
+from lucidrl.envs.base import MAX_SEED, EnvBase
+from lucidrl.envs.failures import checked_array, checked_reward, describe, env_failure
+from lucidrl.envs.gym_spaces import codec_of, observation_codec
+from lucidrl.envs.specs import Bounded, Composite, Spec, Unbounded
+from lucidrl.envs.specs.spec import torch_dtype_of
+from lucidrl.errors import ConfigError, EnvironmentFailure
+
+if TYPE_CHECKING:
+    import gymnasium
+
+_TAKEN_NAMES = {*FLAGS, "reward", "action", "next"}
+
+
+class GymEnv(EnvBase):
+    """An environment of gymnasium.
+
+    A Dict observation space gives its keys as entries, any other one the entry "observation"; the parts of a Tuple
+    space are "0", "1", ... Dict and Tuple action spaces take their actions below "action". The first reset after
+    `set_seed` is seeded, with seed + i for env i; later ones go on from there.
+
+        env = GymEnv("CartPole-v1", num_envs=4)
+        env.rollout(100, break_when_any_done=False)  # TensorDict of [4, 100]
+
+    Args:
+        env: id, as `gymnasium.make` takes it, or an instance, which is closed with this env.
+        categorical_action_encoding: discrete actions and observations are integers; otherwise one-hot vectors.
+        from_pixels: observe what the env draws, as the entry "pixels", uint8 [height, width, colour].
+        pixels_only: leave out what the env tells otherwise.
+        info_keys: entries of gymnasium's info to observe, with the specs of a single env, or their names alone if the
+            first reset shows what they are. Every step must tell them; they are zero after a reset that does not.
+        num_envs: makes so many envs, with batch size [num_envs].
+        frame_skip: take every action so many times, or until the episode is done; rewards are added.
+        device: of the TensorDicts at the edge.
+        kwargs: for `gymnasium.make`.
+
+    Raises:
+        ConfigError: for an id or options that gymnasium does not know, and a space that has no spec.
+    """
+
+    def __init__(
+        self,
+        env: str | gymnasium.Env,
+        *,
+        categorical_action_encoding: bool = False,
+        from_pixels: bool = False,
+        pixels_only: bool = True,
+        info_keys: Mapping[str, Spec] | Collection[str] = (),
+        num_envs: int | None = None,
+        frame_skip: int | None = None,
+        device: torch.device | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for name, number in (("num_envs", num_envs), ("frame_skip", frame_skip)):
+            if number is not None and number < 1:
+                raise ConfigError(f"{name}={number} leaves nothing to do; give at least 1, or None")
+        super().__init__(device=device, batch_size=() if num_envs is None else (num_envs,))
+        members = _members(env, num_envs, kwargs, from_pixels)
+        self._members = [
+            _Member(
+                member,
+                categorical=categorical_action_encoding,
+                observes_state=not (from_pixels and pixels_only),
+                observes_pixels=from_pixels,
+                info_keys=info_keys,
+                frame_skip=frame_skip or 1,
+            )
+            for member in members
+        ]
+        self.num_seeds = len(members)
+        observation, action = self._members[0].observation_spec, self._members[0].action_spec
+        self.observation_spec = observation.expand(self.batch_size).to(self.device)
+        self.action_spec = action.expand((*self.batch_size, *action.shape)).to(self.device)
+
+    def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
+        if not self.batch_size:
+            self._members[0].reset_into(out)
+            return
+        for index, row in enumerate(self._rows_of(out)):
+            if mask is None or mask[index]:
+                try:
+                    self._members[index].reset_into(row)
+                except Exception as error:
+                    raise self._failure(index, "reset", None, error) from error
+
+    def _step_into(self, actions: Arrays, out: Frame) -> None:
+        if not self.batch_size:
+            self._members[0].step_into(actions, out)
+            return
+        for index, row in enumerate(self._rows_of(out)):
+            own = {key: array[index] for key, array in actions.items()}
+            try:
+                self._members[index].step_into(own, row)
+            except Exception as error:
+                raise self._failure(index, "step", own, error) from error
+
+    def _rows_of(self, frame: Frame) -> list[Frame]:
+        """The frame of every env; frames come again and again, so they are kept."""
+        rows = frame.derived.get(self)
+        if rows is None:
+            rows = frame.derived[self] = [frame.row(index) for index in range(len(self._members))]
+        return rows
+
+    def _failure(self, index: int, phase: str, actions: Arrays | None, error: Exception) -> EnvironmentFailure:
+        seed = None if self.seed is None else (self.seed + index) % (MAX_SEED + 1)
+        return env_failure(index, seed, phase, actions, describe(error))
+
+    def _set_seed(self, seed: int) -> None:
+        for index, member in enumerate(self._members):
+            member.next_seed = (seed + index) % (MAX_SEED + 1)
+
+    def _close(self) -> None:
+        for member in self._members:
+            member.env.close()
+
+
+class _Member:
+    """One environment of gymnasium, stepped into the frame of a single env."""
+
+    def __init__(
+        self,
+        env: gymnasium.Env,
+        *,
+        categorical: bool,
+        observes_state: bool,
+        observes_pixels: bool,
+        info_keys: Mapping[str, Spec] | Collection[str],
+        frame_skip: int,
+    ) -> None:
+        self.env = env
+        self.next_seed: int | None = None
+        """For the next reset only."""
+        action = codec_of("action", env.action_space, categorical)
+        self.action_spec = action.spec
+        self._read_action = action.read
+        self._step: Callable[[Any], tuple[Any, ...]] = env.step if frame_skip == 1 else self._step_repeatedly
+        self._frame_skip = frame_skip
+        self._observes_pixels = observes_pixels
+        self._info_keys = list(info_keys)
+
+        state, state_spec = observation_codec(env.observation_space, categorical)
+        self._write_state = state.write if observes_state else None
+        parts = [state_spec] if observes_state else []
+        if observes_pixels or (info_keys and not isinstance(info_keys, Mapping)):
+            _, info = env.reset()
+        if observes_pixels:
+            parts.append(Composite(pixels=_pixel_spec(env)))
+        if info_keys:
+            specs = info_keys if isinstance(info_keys, Mapping) else {key: _info_spec(key, info) for key in info_keys}
+            parts.append(Composite(specs))
+        self.observation_spec = _merged(parts)
+
+    def reset_into(self, out: Frame) -> None:
+        observation, info = self.env.reset(seed=self.next_seed)
+        self.next_seed = None
+        if self._info_keys:
+            info = {key: info.get(key, np.zeros_like(out.observation[key])) for key in self._info_keys}
+        self._write(observation, info, out.observation)
+
+    def step_into(self, actions: Arrays, out: Frame) -> None:
+        observation, reward, terminated, truncated, info = self._step(self._read_action(actions))
+        self._write(observation, info, out.observation)
+        out.reward[0] = checked_reward(reward)
+        out.terminated[0] = terminated
+        out.truncated[0] = truncated
+        out.done[0] = terminated or truncated
+
+    def _step_repeatedly(self, action: Any) -> tuple[Any, ...]:
+        total = 0.0
+        for _ in range(self._frame_skip):
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            total += checked_reward(reward)
+            if terminated or truncated:
+                break
+        return observation, total, terminated, truncated, info
+
+    def _write(self, observation: Any, info: Mapping[str, Any], arrays: Arrays) -> None:
+        if self._write_state is not None:
+            self._write_state(observation, arrays)
+        if self._observes_pixels:
+            arrays["pixels"][...] = checked_array("pixels", self.env.render(), arrays["pixels"])
+        for key in self._info_keys:
+            if key not in info:
+                raise EnvironmentFailure(
+                    f"the info of a step has no {key!r}, but {sorted(map(str, info))}; take it out of info_keys"
+                )
+            arrays[key][...] = checked_array(key, info[key], arrays[key])
+
+
+def _members(
+    env: str | gymnasium.Env, num_envs: int | None, kwargs: dict[str, Any], from_pixels: bool
+) -> list[gymnasium.Env]:
+    """The environments of gymnasium for what the user asked for."""
+    import gymnasium
+
+    if isinstance(env, str):
+        try:
+            # Our own checks are cheaper than gymnasium's checker and take its place.
+            options = {"disable_env_checker": True, **({"render_mode": "rgb_array"} if from_pixels else {}), **kwargs}
+            return [gymnasium.make(env, **options) for _ in range(num_envs or 1)]
+        except (gymnasium.error.Error, ImportError, TypeError) as error:
+            raise ConfigError(f"gymnasium does not make {env!r}: {error}") from error
+    if not isinstance(env, gymnasium.Env):
+        raise ConfigError(f"env is {env!r}; give the id of an environment of gymnasium, or an instance")
+    if num_envs is not None:
+        raise ConfigError(f"num_envs={num_envs} needs an id; an instance is one env, so join several with SerialEnv")
+    if from_pixels and env.render_mode != "rgb_array":
+        raise ConfigError(f"from_pixels needs an env made with render_mode='rgb_array'; it has {env.render_mode!r}")
+    if kwargs:
+        raise ConfigError(f"{sorted(kwargs)} are for gymnasium.make; give them where the instance is made")
+    return [env]
+
+
+def _pixel_spec(env: gymnasium.Env) -> Spec:
+    """What is drawn, by a look at it."""
+    try:
+        pixels: Any = env.render()
+    except Exception as error:
+        raise ConfigError(f"from_pixels needs an env that draws; this one raised {describe(error)}") from error
+    if not isinstance(pixels, np.ndarray) or pixels.ndim != 3 or pixels.dtype != np.uint8:
+        raise ConfigError(f"from_pixels needs a picture of uint8 [height, width, colour]; the env drew {pixels!r:.80}")
+    return Bounded(0, 255, pixels.shape, torch.uint8)
+
+
+def _info_spec(key: str, info: Mapping[str, Any]) -> Spec:
+    if key not in info:
+        raise ConfigError(
+            f"info_keys names {key!r}, but the first reset tells {sorted(map(str, info))}; give a mapping with its spec"
+        )
+    value = np.asarray(info[key])
+    return Unbounded(value.shape, torch_dtype_of(value.dtype))
+
+
+def _merged(parts: list[Composite]) -> Composite:
+    """All entries together; each name is used once."""
+    merged = Composite()
+    for part in parts:
+        for name, spec in part.items():
+            if name in merged or name in _TAKEN_NAMES:
+                raise ConfigError(f"there are two entries with the name {name!r}; rename one by a wrapper of the env")
+            merged[name] = spec
+    return merged

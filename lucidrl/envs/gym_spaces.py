@@ -1,0 +1,271 @@
+"""Gymnasium's spaces: their specs, and how their values are written to arrays and read from them.
+
+A codec is made once for a space and a key, so that a step only moves values.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lucidrl.envs.arrays import Arrays, Key
+from lucidrl.envs.failures import checked_array
+from lucidrl.envs.specs import (
+    Binary,
+    Bounded,
+    Categorical,
+    Composite,
+    MultiCategorical,
+    MultiOneHot,
+    OneHot,
+    Spec,
+    Unbounded,
+)
+from lucidrl.envs.specs.spec import torch_dtype_of
+from lucidrl.errors import ConfigError, DataError, EnvironmentFailure
+
+if TYPE_CHECKING:
+    from gymnasium import Space
+
+
+class Codec(ABC):
+    """Between the values of one space and arrays.
+
+    Attributes:
+        spec: of a single value.
+    """
+
+    spec: Spec | Composite
+
+    @abstractmethod
+    def write(self, value: Any, arrays: Arrays) -> None:
+        """Write what an env gave.
+
+        Raises:
+            EnvironmentFailure: if it is no value of the space, as far as shape, dtype and choices tell.
+        """
+
+    @abstractmethod
+    def read(self, arrays: Mapping[Key, np.ndarray]) -> Any:
+        """What an env is given; it shares no memory with the arrays.
+
+        Raises:
+            DataError: if the arrays hold no choice of the space.
+        """
+
+
+def observation_codec(space: Space, categorical: bool) -> tuple[Codec, Composite]:
+    """The codec of all that is observed, and its spec: a Dict space gives entries, any other one "observation"."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict):
+        entries = DictCodec((), space, categorical)
+        return entries, entries.spec
+    codec = codec_of("observation", space, categorical)
+    return codec, Composite(observation=codec.spec)
+
+
+def codec_of(key: Key, space: Space, categorical: bool) -> Codec:
+    """The codec of a space for the entry `key`; Dict and Tuple spaces have entries below it.
+
+    Args:
+        categorical: discrete values are indices; otherwise they are one-hot vectors.
+
+    Raises:
+        ConfigError: for a kind of space that has no spec.
+    """
+    from gymnasium import spaces
+
+    match space:
+        case spaces.Box():
+            return ArrayCodec(key, _box_spec(space))
+        case spaces.MultiBinary():
+            return ArrayCodec(key, Binary(shape=space.shape))
+        case spaces.Discrete():
+            return _IndexCodec(key, space) if categorical else _OneHotCodec(key, space)
+        case spaces.MultiDiscrete():
+            return _MultiIndexCodec(key, space) if categorical else _MultiOneHotCodec(key, space)
+        case spaces.Dict():
+            return DictCodec(key, space, categorical)
+        case spaces.Tuple():
+            return _TupleCodec(key, space, categorical)
+    raise ConfigError(
+        f"{key!r} has the space {space}, which has no spec; wrap the env so that it uses Box, Discrete, "
+        "MultiDiscrete, MultiBinary, Dict and Tuple"
+    )
+
+
+class ArrayCodec(Codec):
+    """Values that are arrays already, or numbers."""
+
+    def __init__(self, key: Key, spec: Spec) -> None:
+        self.spec = spec
+        self._key = key
+
+    def write(self, value: Any, arrays: Arrays) -> None:
+        array = arrays[self._key]
+        array[...] = checked_array(self._key, value, array)
+
+    def read(self, arrays: Mapping[Key, np.ndarray]) -> np.ndarray:
+        return np.array(arrays[self._key])
+
+
+class _IndexCodec(Codec):
+    def __init__(self, key: Key, space: Any) -> None:
+        self.spec = Categorical(int(space.n))
+        self._key, self._space = key, space
+        self._n, self._start = int(space.n), int(space.start)
+
+    def write(self, value: Any, arrays: Arrays) -> None:
+        arrays[self._key][...] = _index(self._key, value, self._space)
+
+    def read(self, arrays: Mapping[Key, np.ndarray]) -> int:
+        index = int(arrays[self._key])
+        if not 0 <= index < self._n:
+            raise DataError(f"{self._key!r} is {index}, but there are {self._n} choices; give 0 to {self._n - 1}")
+        return index + self._start
+
+
+class _OneHotCodec(Codec):
+    def __init__(self, key: Key, space: Any) -> None:
+        self.spec = OneHot(int(space.n))
+        self._key, self._space = key, space
+        self._start = int(space.start)
+
+    def write(self, value: Any, arrays: Arrays) -> None:
+        array = arrays[self._key]
+        array.fill(0)
+        array[_index(self._key, value, self._space)] = 1
+
+    def read(self, arrays: Mapping[Key, np.ndarray]) -> int:
+        values = arrays[self._key].tolist()
+        try:
+            return values.index(1) + self._start  # several times faster than argmax, and sees that there is a one
+        except ValueError:
+            raise _no_one_hot(self._key, values) from None
+
+
+class _MultiIndexCodec(Codec):
+    def __init__(self, key: Key, space: Any) -> None:
+        self.spec = MultiCategorical(space.nvec)
+        self._key, self._space = key, space
+
+    def write(self, value: Any, arrays: Arrays) -> None:
+        arrays[self._key][...] = _indices(self._key, value, self._space)
+
+    def read(self, arrays: Mapping[Key, np.ndarray]) -> np.ndarray:
+        indices = arrays[self._key]
+        if (indices < 0).any() or (indices >= self._space.nvec).any():
+            raise DataError(f"{self._key!r} is {indices.tolist()}, but there are {self._space.nvec.tolist()} choices")
+        return (indices + self._space.start).astype(self._space.dtype)
+
+
+class _MultiOneHotCodec(Codec):
+    """A space of several dims is one flat vector."""
+
+    def __init__(self, key: Key, space: Any) -> None:
+        counts = space.nvec.reshape(-1)
+        self.spec = MultiOneHot(counts)
+        ends = np.cumsum(counts).tolist()
+        self._key, self._space = key, space
+        self._starts = np.array([0, *ends[:-1]])
+        self._blocks = list(zip(self._starts.tolist(), ends, strict=True))
+
+    def write(self, value: Any, arrays: Arrays) -> None:
+        array = arrays[self._key]
+        array.fill(0)
+        array[_indices(self._key, value, self._space).reshape(-1) + self._starts] = 1
+
+    def read(self, arrays: Mapping[Key, np.ndarray]) -> np.ndarray:
+        values = arrays[self._key].tolist()
+        try:
+            indices = [values.index(1, start, end) - start for start, end in self._blocks]
+        except ValueError:
+            raise _no_one_hot(self._key, values) from None
+        return (np.array(indices).reshape(self._space.shape) + self._space.start).astype(self._space.dtype)
+
+
+class DictCodec(Codec):
+    """Values by name."""
+
+    spec: Composite
+
+    def __init__(self, key: Key, space: Any, categorical: bool) -> None:
+        if unnamed := [name for name in space.spaces if not isinstance(name, str)]:
+            raise ConfigError(f"{space} has the key {unnamed[0]!r}; entries have names, so let its keys be text")
+        self._codecs = {name: codec_of(_below(key, name), part, categorical) for name, part in space.spaces.items()}
+        self.spec = Composite({name: codec.spec for name, codec in self._codecs.items()})
+
+    def write(self, value: Any, arrays: Arrays) -> None:
+        if not isinstance(value, Mapping) or value.keys() != self._codecs.keys():
+            got = f"the keys {sorted(map(str, value))}" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+            raise EnvironmentFailure(
+                f"the env gave {got}, but its space has {sorted(self._codecs)}; mend the env or its space"
+            )
+        for name, codec in self._codecs.items():
+            codec.write(value[name], arrays)
+
+    def read(self, arrays: Mapping[Key, np.ndarray]) -> dict[str, Any]:
+        return {name: codec.read(arrays) for name, codec in self._codecs.items()}
+
+
+class _TupleCodec(Codec):
+    def __init__(self, key: Key, space: Any, categorical: bool) -> None:
+        self._codecs = [codec_of(_below(key, str(i)), part, categorical) for i, part in enumerate(space.spaces)]
+        self.spec = Composite({str(i): codec.spec for i, codec in enumerate(self._codecs)})
+
+    def write(self, value: Any, arrays: Arrays) -> None:
+        if not isinstance(value, tuple | list) or len(value) != len(self._codecs):
+            got = f"{len(value)} values" if isinstance(value, tuple | list) else f"a {type(value).__name__}"
+            raise EnvironmentFailure(
+                f"the env gave {got}, but its space is a tuple of {len(self._codecs)}; mend the env or its space"
+            )
+        for codec, part in zip(self._codecs, value, strict=True):
+            codec.write(part, arrays)
+
+    def read(self, arrays: Mapping[Key, np.ndarray]) -> tuple[Any, ...]:
+        return tuple(codec.read(arrays) for codec in self._codecs)
+
+
+def _below(key: Key, name: str) -> Key:
+    path = (*((key,) if isinstance(key, str) else key), name)
+    return path if len(path) > 1 else name
+
+
+def _box_spec(space: Any) -> Spec:
+    dtype = torch_dtype_of(space.dtype)
+    if space.dtype.kind == "f" and np.isinf(space.low).all() and np.isinf(space.high).all():
+        return Unbounded(space.shape, dtype)
+    return Bounded(space.low, space.high, space.shape, dtype)
+
+
+def _index(key: Key, value: Any, space: Any) -> int:
+    """Place of what an env chose among the values of a Discrete space."""
+    try:
+        index = operator.index(value) - int(space.start)
+    except TypeError:
+        raise EnvironmentFailure(f"{key!r} is {value!r}, but its space is {space}; mend the env") from None
+    if not 0 <= index < space.n:
+        raise EnvironmentFailure(f"{key!r} is {value}, which is not in its space {space}; mend the env or its space")
+    return index
+
+
+def _indices(key: Key, value: Any, space: Any) -> np.ndarray:
+    """The same for every part of a MultiDiscrete space."""
+    indices = checked_array(key, value, space.nvec) - space.start
+    if (indices < 0).any() or (indices >= space.nvec).any():
+        raise EnvironmentFailure(
+            f"{key!r} is {np.asarray(value).tolist()}, which is not in its space {space}; mend the env or its space"
+        )
+    return indices
+
+
+def _no_one_hot(key: Key, values: list[float]) -> DataError:
+    return DataError(
+        f"{key!r} is {values}, which is no one-hot vector; let the policy give one, or make the env with "
+        "categorical_action_encoding=True"
+    )

@@ -1,0 +1,141 @@
+"""Steps an env with a policy and keeps what happens: the one loop over frames.
+
+Shapes: B the env's batch size, T time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from lucidrl.envs.arrays import FLAGS, Arrays, Key, copy_rows
+from lucidrl.envs.policies import ArrayPolicy, Tensors
+from lucidrl.envs.specs import Bounded
+from lucidrl.envs.tensordicts import quick_view, tensordict_of
+from lucidrl.errors import DataError
+
+if TYPE_CHECKING:
+    from lucidrl.envs.base import EnvBase
+
+
+class Recorder:
+    """Records up to `num_frames` steps of every env of a batch, then again: episodes go on from one record to the next.
+
+    The env always writes into the same two frames, and the policy always reads the same tensors: they stay in the
+    processor's cache, and what an env derives from a frame is derived once.
+    """
+
+    def __init__(self, env: EnvBase, num_frames: int):
+        self.env = env
+        self._num_frames = num_frames
+        self._root, self._next = env.new_frame(), env.new_frame()
+        self._inputs = {key: torch.from_numpy(array) for key, array in self._root.observation.items()}
+        self._roots = {key: self._over_time(array) for key, array in self._root.observation.items()}
+        self._nexts = {key: self._over_time(array) for key, array in self._next.arrays().items()}
+        self._before_step = [(self._roots[key], array) for key, array in self._root.observation.items()]
+        self._after_step = [(self._nexts[key], array) for key, array in self._next.arrays().items()]
+        self._actions = {key: self._over_time(array) for key, array in env.new_actions().items()}
+        self._outputs: dict[Key, Any] = dict(self._actions)
+        self._length = 0
+        self._is_started = False
+
+    def reset(self) -> None:
+        """Begin the next record with new episodes."""
+        self.env.reset_into(self._root)
+        self._is_started = True
+
+    def begin_with(self, observation: Arrays) -> None:
+        """Begin the next record where the env stands, which is at this observation."""
+        copy_rows(observation, self._root.observation)
+        self._is_started = True
+
+    def record(self, policy: ArrayPolicy, num_frames: int, *, until_done: bool = False) -> int:
+        """Take that many steps; returns how many were taken.
+
+        Args:
+            until_done: stop at the first end of an episode, and leave the env there; otherwise it begins anew.
+        """
+        assert num_frames <= self._num_frames
+        if not self._is_started:
+            self.reset()
+        with torch.no_grad():
+            for time in range(num_frames):
+                for stored, array in self._before_step:
+                    stored[time] = array
+                outputs = policy(self._inputs)
+                for key, value in outputs.items():
+                    self._keep(key, value, time)
+                actions = {key: stored[time, ...] for key, stored in self._actions.items()}
+                if time == 0:
+                    self._check(actions, outputs)
+                self._length = time + 1
+                is_over = False
+                if until_done:
+                    self.env.step_into(actions, self._next)
+                    is_over = bool(self._next.done.any())
+                    copy_rows(self._next.observation, self._root.observation)
+                else:
+                    self.env.step_and_reset_into(actions, self._next, self._root)
+                for stored, array in self._after_step:
+                    stored[time] = array
+                if is_over:
+                    break
+        return self._length
+
+    def take(self) -> TensorDict:
+        """What was recorded last, as [*B, T] of new memory: root, actions, outputs of the policy, and "next"."""
+        batch = (*self.env.batch_size, self._length)
+        entries: dict[Key, torch.Tensor] = {
+            **{key: self._taken(stored) for key, stored in self._roots.items()},
+            **{name: torch.zeros(*batch, 1, dtype=torch.bool) for name in FLAGS},
+            **{key: self._taken(stored) for key, stored in self._outputs.items()},
+        }
+        for key, stored in self._nexts.items():
+            entries[("next", *((key,) if isinstance(key, str) else key))] = self._taken(stored)
+        return tensordict_of(entries, batch, None)
+
+    def _taken(self, stored: Any) -> torch.Tensor:
+        recorded = torch.as_tensor(stored)[: self._length]
+        return recorded.movedim(0, len(self.env.batch_size)).clone(memory_format=torch.contiguous_format)
+
+    def _over_time(self, array: np.ndarray) -> np.ndarray:
+        return np.zeros((self._num_frames, *array.shape), array.dtype)
+
+    def _keep(self, key: Key, value: torch.Tensor, time: int) -> None:
+        stored = self._outputs.get(key)
+        if stored is None:
+            stored = self._new_output(key, value)
+        if value.shape != stored.shape[1:]:
+            raise DataError(
+                f"the policy gave {key!r} of shape {list(value.shape)}, but {list(stored.shape[1:])} is needed; every "
+                "step must give the same, and actions as the env takes them"
+            )
+        stored[time] = quick_view(value.detach().cpu())
+
+    def _new_output(self, key: Key, value: torch.Tensor) -> Any:
+        """Make room for an output that comes for the first time; that of earlier steps is zero."""
+        batch = self.env.batch_size
+        if value.shape[: len(batch)] != batch:
+            raise DataError(
+                f"the policy gave {key!r} of shape {list(value.shape)}, which does not begin with the env's batch size "
+                f"{list(batch)}; every output must"
+            )
+        self._outputs[key] = quick_view(torch.zeros(self._num_frames, *value.shape, dtype=value.dtype))
+        return self._outputs[key]
+
+    def _check(self, actions: Arrays, outputs: Tensors) -> None:
+        """The first actions of a record tell whether a policy and an env speak of the same.
+
+        Numbers beyond their bounds are the env's to clip, as Gaussian policies rely on.
+        """
+        for key, spec in self.env.action_leaves().items():
+            given = outputs[key].cpu()
+            is_rounded = not spec.dtype.is_floating_point and not (torch.from_numpy(actions[key]) == given).all()
+            if is_rounded or not (isinstance(spec, Bounded) or spec.contains(actions[key])):
+                raise DataError(
+                    f"the policy's {key!r} is {given.reshape(-1)[:8].tolist()}, which is not in {spec}; "
+                    "let it give what the env takes"
+                )

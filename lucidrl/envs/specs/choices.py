@@ -1,0 +1,196 @@
+"""Specs of choices: as indices, as one-hot vectors, and switches."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lucidrl.envs.specs.spec import Device, Shape, Spec, as_array, cast_exactly
+from lucidrl.errors import ConfigError
+
+
+class _Indices(Spec):
+    """Indices, each below a number of its own."""
+
+    @property
+    @abstractmethod
+    def _counts(self) -> int | np.ndarray:
+        """Broadcasts to the spec's shape."""
+
+    def sample(self, rng: np.random.Generator) -> np.ndarray:
+        return np.asarray(rng.integers(self._counts, size=tuple(self.shape)), self.numpy_dtype)
+
+    def _allows(self, array: np.ndarray) -> bool:
+        return bool((array >= 0).all() and (array < self._counts).all())
+
+    def _check_dtype(self) -> None:
+        try:
+            cast_exactly(np.asarray(self._counts) - 1, self.numpy_dtype)
+        except ValueError as error:
+            raise ConfigError(f"{self} has more choices than its dtype has numbers; choose a larger one") from error
+
+
+class Categorical(_Indices):
+    """One of `n` choices, as its index from 0."""
+
+    def __init__(self, n: int, shape: Shape = (), dtype: torch.dtype = torch.int64, device: Device = None) -> None:
+        super().__init__(shape, dtype, device)
+        self.n = _checked_count(n)
+        self._check_dtype()
+
+    @property
+    def _counts(self) -> int:
+        return self.n
+
+    def _limits(self) -> dict[str, Any]:
+        return {"n": self.n}
+
+
+class MultiCategorical(_Indices):
+    """Several choices, each as its index.
+
+    Args:
+        nvec: how many there are to choose from, for each; of any shape.
+        shape: by default that of `nvec`, else one that ends in it.
+    """
+
+    def __init__(
+        self, nvec: Any, shape: Shape | None = None, dtype: torch.dtype = torch.int64, device: Device = None
+    ) -> None:
+        self.nvec = _checked_counts(nvec)
+        super().__init__(self.nvec.shape if shape is None else shape, dtype, device)
+        if self.shape[len(self.shape) - self.nvec.ndim :] != self.nvec.shape:
+            raise ConfigError(f"shape={list(self.shape)} must end in that of nvec, {list(self.nvec.shape)}")
+        self._check_dtype()
+
+    @property
+    def _counts(self) -> np.ndarray:
+        return self.nvec
+
+    def _limits(self) -> dict[str, Any]:
+        return {"nvec": self.nvec}
+
+
+class _OneHots(Spec):
+    """One-hot vectors side by side in the last dim."""
+
+    def __init__(self, counts: np.ndarray, shape: Shape | None, dtype: torch.dtype, device: Device) -> None:
+        width = int(counts.sum())
+        super().__init__((width,) if shape is None else shape, dtype, device)
+        if not self.shape or self.shape[-1] != width:
+            raise ConfigError(f"shape={list(self.shape)} must end in {width}, the number of all choices")
+        self._counts = counts
+        self._starts = np.cumsum(counts) - counts
+
+    def sample(self, rng: np.random.Generator) -> np.ndarray:
+        # numpy draws below one number several times faster than below an array of them
+        below = self._counts if len(self._counts) > 1 else self.shape[-1]
+        return self._one_hot(rng.integers(below, size=(*self.shape[:-1], len(self._counts))))
+
+    def _allows(self, array: np.ndarray) -> bool:
+        if not ((array == 0) | (array == 1)).all():
+            return False
+        return bool((np.add.reduceat(array, self._starts, axis=-1, dtype=np.int64) == 1).all())
+
+    def _one_hot(self, indices: np.ndarray) -> np.ndarray:
+        """The vectors for [..., blocks] indices, each within its block."""
+        array = np.zeros(self.shape, self.numpy_dtype)
+        rows = array.reshape(-1, self.shape[-1])
+        rows[np.arange(len(rows))[:, None], (indices + self._starts).reshape(len(rows), -1)] = 1
+        return array
+
+    def _checked_indices(self, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        indices = np.broadcast_to(cast_exactly(value, np.dtype(np.int64)), shape)
+        if (indices < 0).any() or (indices >= self._counts).any():
+            raise ValueError("an index is negative or beyond the last choice")
+        return indices
+
+
+class OneHot(_OneHots):
+    """One of `n` choices, as a vector with a one at its place and zeros elsewhere."""
+
+    def __init__(
+        self, n: int, shape: Shape | None = None, dtype: torch.dtype = torch.int64, device: Device = None
+    ) -> None:
+        self.n = _checked_count(n)
+        super().__init__(np.array([n]), shape, dtype, device)
+
+    def _encode(self, value: np.ndarray) -> np.ndarray:
+        return self._one_hot(self._checked_indices(value[..., None], (*self.shape[:-1], 1)))
+
+    def _limits(self) -> dict[str, Any]:
+        return {"n": self.n}
+
+
+class MultiOneHot(_OneHots):
+    """Several choices as one vector: a one-hot vector for each, one after the other.
+
+    Args:
+        nvec: how many there are to choose from, for each.
+        shape: by default the sum of `nvec`, else one that ends in it.
+    """
+
+    def __init__(
+        self,
+        nvec: Sequence[int] | np.ndarray,
+        shape: Shape | None = None,
+        dtype: torch.dtype = torch.int64,
+        device: Device = None,
+    ) -> None:
+        self.nvec = _checked_counts(nvec)
+        if self.nvec.ndim != 1:
+            raise ConfigError(f"nvec has shape {list(self.nvec.shape)}; give a flat list of numbers of choices")
+        super().__init__(self.nvec, shape, dtype, device)
+
+    def _encode(self, value: np.ndarray) -> np.ndarray:
+        return self._one_hot(self._checked_indices(value, (*self.shape[:-1], len(self.nvec))))
+
+    def _limits(self) -> dict[str, Any]:
+        return {"nvec": self.nvec}
+
+
+class Binary(Spec):
+    """Switches: zeros and ones.
+
+    Args:
+        n: how many, in one dim; None leaves it to `shape`.
+        shape: by default (n,).
+    """
+
+    def __init__(
+        self,
+        n: int | None = None,
+        shape: Shape | None = None,
+        dtype: torch.dtype = torch.int8,
+        device: Device = None,
+    ) -> None:
+        if shape is None:
+            if n is None:
+                raise ConfigError("a Binary spec needs its size; give n or shape")
+            shape = (_checked_count(n),)
+        super().__init__(shape, dtype, device)
+        if n is not None and self.shape[-1:] != (n,):
+            raise ConfigError(f"shape={list(self.shape)} must end in n={n}; leave one of them out")
+
+    def sample(self, rng: np.random.Generator) -> np.ndarray:
+        return np.asarray(rng.integers(2, size=tuple(self.shape)), self.numpy_dtype)
+
+    def _allows(self, array: np.ndarray) -> bool:
+        return bool(((array == 0) | (array == 1)).all())
+
+
+def _checked_count(n: int) -> int:
+    if n < 1:
+        raise ConfigError(f"n={n} leaves nothing to choose from; give at least 1")
+    return int(n)
+
+
+def _checked_counts(nvec: Any) -> np.ndarray:
+    counts = as_array(nvec).astype(np.int64)
+    if counts.ndim == 0 or counts.size == 0 or (counts < 1).any():
+        raise ConfigError(f"nvec={nvec!r} must be a list of numbers of choices, each at least 1")
+    return counts

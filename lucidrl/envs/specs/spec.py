@@ -1,0 +1,180 @@
+"""What all leaf specs share: the tensor side in terms of the array side, which each kind fills."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from lucidrl.errors import ConfigError, DataError
+
+Shape = Sequence[int]
+Device = torch.device | str | None
+
+
+class Spec(ABC):
+    """What one entry may hold. A spec never changes; `expand` and `to` give another one.
+
+    Attributes:
+        shape: of a value, the env's batch size included.
+        dtype: of a value.
+        device: where `rand`, `zero` and `encode` put their tensors.
+        numpy_dtype: of a value as an array.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: Device) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.device = torch.device("cpu" if device is None else device)
+        self.numpy_dtype = numpy_dtype_of(dtype)
+
+    def rand(self) -> torch.Tensor:
+        """A random value; `torch.manual_seed` decides it."""
+        return self._tensor(self.sample(generator_from_torch()))
+
+    def zero(self) -> torch.Tensor:
+        """Zeros, whether or not the spec allows them."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+    def is_in(self, value: torch.Tensor) -> bool:
+        """Whether the tensor has this shape and dtype and nothing but allowed values; NaN never is one."""
+        return value.dtype == self.dtype and self.contains(value.detach().cpu().numpy())
+
+    def encode(self, value: Any) -> torch.Tensor:
+        """The tensor for a value as a person writes it: a number or a list, for one-hot specs the index of the choice.
+
+        Raises:
+            DataError: if the spec does not allow it.
+        """
+        try:
+            array = self._encode(as_array(value))
+        except (TypeError, ValueError, IndexError) as error:
+            raise DataError(f"{value!r} cannot be encoded as {self}: {error}") from error
+        if not self.contains(array):
+            raise DataError(f"{value!r} is not allowed by {self}; give a value within its limits")
+        return self._tensor(array)
+
+    def expand(self, *shape: int | Shape) -> Self:
+        """The same spec for values with further leading dims; `shape` is the whole new shape.
+
+        Raises:
+            ConfigError: unless the new shape ends in the present one.
+        """
+        new_shape = as_shape(shape)
+        if new_shape[max(len(new_shape) - len(self.shape), 0) :] != self.shape:
+            raise ConfigError(f"{self} cannot be expanded to {list(new_shape)}; give a shape that ends in its own")
+        return self._replaced(shape=new_shape)
+
+    def to(self, device: Device) -> Self:
+        """The same spec with its tensors on `device`."""
+        return self._replaced(device=torch.device("cpu" if device is None else device))
+
+    @abstractmethod
+    def sample(self, rng: np.random.Generator) -> np.ndarray:
+        """A random value as an array."""
+
+    def contains(self, array: np.ndarray) -> bool:
+        """What `is_in` says, of an array."""
+        return array.shape == self.shape and array.dtype == self.numpy_dtype and self._allows(array)
+
+    @abstractmethod
+    def _allows(self, array: np.ndarray) -> bool:
+        """Whether all values are allowed, in an array of the right shape and dtype."""
+
+    def _encode(self, value: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(cast_exactly(value, self.numpy_dtype), self.shape).copy()
+
+    def _limits(self) -> dict[str, Any]:
+        """What tells this spec from others of its kind, shape and dtype."""
+        return {}
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _replaced(self, **attributes: Any) -> Self:
+        other = copy.copy(self)
+        vars(other).update(attributes)
+        return other
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Spec) or type(other) is not type(self):
+            return False
+        if (self.shape, self.dtype, self.device) != (other.shape, other.dtype, other.device):
+            return False
+        theirs = other._limits()
+        return all(np.array_equal(limit, theirs[name]) for name, limit in self._limits().items())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        parts = [f"{name}={short(limit)}" for name, limit in self._limits().items()]
+        parts += [f"shape={list(self.shape)}", f"dtype={str(self.dtype).removeprefix('torch.')}"]
+        if self.device.type != "cpu":
+            parts.append(f"device={self.device}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def numpy_dtype_of(dtype: torch.dtype) -> np.dtype:
+    """The dtype of arrays that share memory with such tensors.
+
+    Raises:
+        ConfigError: if numpy has none, as for bfloat16.
+    """
+    try:
+        return torch.empty(0, dtype=dtype).numpy().dtype
+    except TypeError as error:
+        raise ConfigError(f"envs write arrays, and numpy has no {dtype}; choose another dtype") from error
+
+
+def torch_dtype_of(dtype: np.dtype) -> torch.dtype:
+    """The dtype of tensors that share memory with such arrays.
+
+    Raises:
+        ConfigError: if torch has none, as for text.
+    """
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except TypeError as error:
+        raise ConfigError(f"torch has no dtype {dtype}; choose a number or bool") from error
+
+
+def generator_from_torch() -> np.random.Generator:
+    """A generator that torch's own one seeds."""
+    return np.random.default_rng(int(torch.randint(2**63 - 1, ())))
+
+
+def as_shape(shape: tuple[int | Shape, ...]) -> torch.Size:
+    """The shape that was given as several numbers or as one sequence of them."""
+    if len(shape) == 1 and isinstance(shape[0], Sequence):
+        return torch.Size(shape[0])
+    return torch.Size(shape)  # type: ignore[arg-type]
+
+
+def as_array(value: Any) -> np.ndarray:
+    """A number, sequence, array or tensor as an array."""
+    return np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+
+
+def cast_exactly(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The array in another dtype; rounding is fine between floats alone.
+
+    Raises:
+        ValueError: if values would change.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        cast = array.astype(dtype)
+    if dtype.kind != "f" and not np.array_equal(cast, array):
+        raise ValueError(f"{short(array)} cannot be written as {dtype}")
+    return cast
+
+
+def short(limit: Any) -> str:
+    """A limit in a few characters: one number if all are equal."""
+    array = np.asarray(limit)
+    if array.size and (array == array.flat[0]).all():
+        return str(array.flat[0])
+    return np.array2string(array, separator=", ", threshold=8, precision=4).replace("\n", "")

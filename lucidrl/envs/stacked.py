@@ -1,0 +1,73 @@
+"""Several envs as one: what SerialEnv and ParallelEnv share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Self
+
+import torch
+
+from lucidrl.envs.base import MAX_SEED, EnvBase
+from lucidrl.envs.specs import Composite, Spec
+from lucidrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EnvSpecs:
+    """What one env is like."""
+
+    batch_size: torch.Size
+    observation_spec: Composite
+    action_spec: Spec | Composite
+    reward_spec: Spec
+    num_seeds: int
+
+    @classmethod
+    def of(cls, env: EnvBase) -> Self:
+        return cls(
+            batch_size=env.batch_size,
+            observation_spec=env.observation_spec.to("cpu"),  # its own device is nothing to those it is stacked with
+            action_spec=env.action_spec.to("cpu"),
+            reward_spec=env.reward_spec.to("cpu"),
+            num_seeds=env.num_seeds,
+        )
+
+
+class StackedEnv(EnvBase):
+    """Envs with equal specs; env i is row i of every entry, and uses the seeds after those of env i - 1.
+
+    Args:
+        specs: of the envs.
+        first_index: what errors call the first of them.
+
+    Raises:
+        ConfigError: if the specs of the envs differ.
+    """
+
+    def __init__(self, specs: Sequence[EnvSpecs], *, first_index: int = 0, device: torch.device | str | None = None):
+        _check_equal(specs, first_index)
+        one = specs[0]
+        super().__init__(device=device, batch_size=(len(specs), *one.batch_size))
+        self.num_envs = len(specs)
+        self.observation_spec = one.observation_spec.expand(self.batch_size).to(self.device)
+        self.action_spec = one.action_spec.expand((self.num_envs, *one.action_spec.shape)).to(self.device)
+        self.reward_spec = one.reward_spec.expand((self.num_envs, *one.reward_spec.shape)).to(self.device)
+        *self._seed_offsets, self.num_seeds = itertools.accumulate((spec.num_seeds for spec in specs), initial=0)
+
+    def seeds_of_envs(self, seed: int) -> list[int]:
+        """The first seed of each env, if all are seeded with `seed`."""
+        return [(seed + offset) % (MAX_SEED + 1) for offset in self._seed_offsets]
+
+
+def _check_equal(specs: Sequence[EnvSpecs], first_index: int) -> None:
+    names = [field.name for field in fields(EnvSpecs) if field.name != "num_seeds"]
+    for index, other in enumerate(specs):
+        for name in names:
+            expected, found = getattr(specs[0], name), getattr(other, name)
+            if expected != found:
+                raise ConfigError(
+                    f"env {first_index + index} has {name} {found}, but env {first_index} has {expected}; "
+                    "envs that step together must be alike"
+                )

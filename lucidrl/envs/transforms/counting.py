@@ -1,0 +1,127 @@
+"""Transforms that count over an episode: steps, rewards, its beginning, its length."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lucidrl.envs.arrays import Frame, Key
+from lucidrl.envs.specs import Bounded, Categorical, Composite, Unbounded
+from lucidrl.envs.transforms.base import Transform
+from lucidrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lucidrl.envs.base import EnvBase
+
+
+class StepCounter(Transform):
+    """Adds the number of steps since the reset, int64 [*B, 1].
+
+    Args:
+        max_steps: truncates episodes at this length; None lets them go on.
+        step_count_key: name of the entry.
+    """
+
+    def __init__(self, max_steps: int | None = None, step_count_key: Key = "step_count"):
+        super().__init__()
+        self.max_steps = None if max_steps is None else _checked_max_steps(max_steps)
+        self.out_keys = (step_count_key,)
+        self._key = step_count_key
+
+    def prepare(self, env: EnvBase) -> None:
+        self._count = np.zeros((*env.batch_size, 1), np.int64)
+        self._one = np.ones_like(self._count)
+
+    def reset(self, source: Frame, target: Frame, mask: np.ndarray | None) -> None:
+        rows = ... if mask is None else mask
+        self._count[rows] = 0
+        target.observation[self._key][rows] = 0
+
+    def step(self, source: Frame, target: Frame) -> None:
+        count = target.observation[self._key]
+        # Neither in place nor with a Python number: both cost numpy three times as much.
+        np.add(self._count, self._one, count)
+        self._count[...] = count
+        if self.max_steps is not None:
+            _truncate(target, count >= self.max_steps)
+
+    def transform_observation_spec(self, spec: Composite) -> Composite:
+        highest = torch.iinfo(torch.int64).max
+        spec[self._key] = Bounded(0, highest, (*spec.shape, 1), torch.int64)
+        return spec
+
+
+class TimeLimit(Transform):
+    """Truncates episodes after `max_steps`, and tells nothing more than that."""
+
+    def __init__(self, max_steps: int):
+        super().__init__()
+        self.max_steps = _checked_max_steps(max_steps)
+
+    def prepare(self, env: EnvBase) -> None:
+        self._count = np.zeros((*env.batch_size, 1), np.int64)
+
+    def reset(self, source: Frame, target: Frame, mask: np.ndarray | None) -> None:
+        self._count[... if mask is None else mask] = 0
+
+    def step(self, source: Frame, target: Frame) -> None:
+        self._count += 1
+        _truncate(target, self._count >= self.max_steps)
+
+
+class RewardSum(Transform):
+    """Adds the sum of the rewards since the reset, float32 [*B, 1], 0 after it."""
+
+    def __init__(self, out_key: Key = "episode_reward"):
+        super().__init__()
+        self.out_keys = (out_key,)
+        self._key = out_key
+
+    def prepare(self, env: EnvBase) -> None:
+        self._sum = np.zeros((*env.batch_size, 1), np.float32)
+
+    def reset(self, source: Frame, target: Frame, mask: np.ndarray | None) -> None:
+        rows = ... if mask is None else mask
+        self._sum[rows] = 0
+        target.observation[self._key][rows] = 0
+
+    def step(self, source: Frame, target: Frame) -> None:
+        total = target.observation[self._key]
+        np.add(self._sum, source.reward, total)
+        self._sum[...] = total
+
+    def transform_observation_spec(self, spec: Composite) -> Composite:
+        spec[self._key] = Unbounded((*spec.shape, 1), torch.float32)
+        return spec
+
+
+class InitTracker(Transform):
+    """Adds whether an episode is at its beginning, bool [*B, 1]: True after a reset, False after a step."""
+
+    def __init__(self, init_key: Key = "is_init"):
+        super().__init__()
+        self.out_keys = (init_key,)
+        self._key = init_key
+
+    def reset(self, source: Frame, target: Frame, mask: np.ndarray | None) -> None:
+        target.observation[self._key][... if mask is None else mask] = True
+
+    def step(self, source: Frame, target: Frame) -> None:
+        target.observation[self._key].fill(False)
+
+    def transform_observation_spec(self, spec: Composite) -> Composite:
+        spec[self._key] = Categorical(2, (*spec.shape, 1), torch.bool)
+        return spec
+
+
+def _truncate(frame: Frame, where: np.ndarray) -> None:
+    np.logical_or(frame.truncated, where, out=frame.truncated)
+    np.logical_or(frame.done, where, out=frame.done)
+
+
+def _checked_max_steps(max_steps: int) -> int:
+    if max_steps < 1:
+        raise ConfigError(f"max_steps={max_steps} leaves no step to an episode; give at least 1")
+    return max_steps

@@ -1,0 +1,70 @@
+"""Transforms of the dtype alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lucidrl.envs.arrays import Arrays, Key
+from lucidrl.envs.specs import Bounded, Composite, Spec
+from lucidrl.envs.transforms.base import Keys, Transform, as_keys
+from lucidrl.envs.transforms.specs import mapped_spec
+from lucidrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lucidrl.envs.base import EnvBase
+
+
+class DoubleToFloat(Transform):
+    """Makes float64 entries float32, and takes float32 actions to an env that wants float64.
+
+    Args:
+        in_keys: entries of the observation; None for all that are float64.
+        in_keys_inv: entries of the action; None for all that are float64.
+    """
+
+    def __init__(self, in_keys: Keys | None = None, in_keys_inv: Keys | None = None):
+        super().__init__(in_keys or (), in_keys_inv=in_keys_inv or ())
+        self._given, self._given_inv = in_keys, in_keys_inv
+
+    def prepare(self, env: EnvBase) -> None:
+        actions = env.action_leaves()
+        self.in_keys = self.out_keys = self._doubles(env.observation_leaves(), self._given)
+        self.in_keys_inv = self._doubles(actions, self._given_inv)
+        self._limits = {
+            key: (spec.low.cpu().numpy(), spec.high.cpu().numpy())
+            for key in self.in_keys_inv
+            if isinstance(spec := actions[key], Bounded)
+        }
+
+    def forward(self, value: np.ndarray) -> np.ndarray:
+        return value.astype(np.float32)
+
+    def before_step(self, actions: Arrays) -> Arrays:
+        doubles = {key: actions[key].astype(np.float64) for key in self.in_keys_inv}
+        for key, (low, high) in self._limits.items():
+            # The float32 next to a limit may lie beyond it.
+            np.clip(doubles[key], low, high, out=doubles[key])
+        return actions | doubles
+
+    def transform_spec(self, spec: Spec) -> Spec:
+        return mapped_spec(spec, self.forward)
+
+    def transform_action_spec(self, spec: Spec | Composite) -> Spec | Composite:
+        if not isinstance(spec, Composite):
+            return self.transform_spec(spec) if self.in_keys_inv else spec
+        floats = spec.clone()
+        for path in self.in_keys_inv:
+            key = path[1:]  # without the leading "action"
+            floats[key] = self.transform_spec(spec[key])
+        return floats
+
+    def _doubles(self, leaves: dict[Key, Spec], given: Keys | None) -> tuple[Key, ...]:
+        if given is None:
+            return tuple(key for key, spec in leaves.items() if spec.dtype == torch.float64)
+        for key in as_keys(given):
+            if leaves[key].dtype != torch.float64:
+                raise ConfigError(f"DoubleToFloat reads {key!r}, which is {leaves[key].dtype}; leave it out")
+        return as_keys(given)

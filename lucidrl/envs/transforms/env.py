@@ -1,0 +1,194 @@
+"""An env seen through transforms."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+
+from lucidrl.envs.arrays import Arrays, Frame, Key
+from lucidrl.envs.base import EnvBase
+from lucidrl.envs.specs import Composite
+from lucidrl.envs.transforms.base import Compose, Transform, transforms_of
+from lucidrl.errors import ConfigError
+
+_STEP, _RESET = 0, 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Between:
+    """Arrays for what a transform changes or removes: its source cannot share them with its target."""
+
+    observation: Arrays
+    reward: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """All frames behind one frame of a TransformedEnv."""
+
+    env: EnvBase
+    """The innermost env, which has no transforms."""
+    frame: Frame
+    """What it writes."""
+    stages: list[tuple[Transform, Frame, Frame]]
+    """Every transform with what it reads and what it writes, innermost first."""
+    transformed: list[Key]
+    """Entries that the innermost env does not write itself."""
+
+
+class TransformedEnv(EnvBase):
+    """An env with transforms around it, itself an env.
+
+        env = TransformedEnv(GymEnv("CartPole-v1"), Compose(StepCounter(), RewardSum()))
+
+    Of several transforms, each but the last is in a TransformedEnv of its own below the next one's, so that each has an
+    env to read from; a step runs through them in one loop. The env writes straight into the frame that it is asked
+    for: only entries that a transform changes or removes pass through arrays between, which are allocated once.
+
+    Args:
+        env: closed with this one.
+        transform: one, or a Compose of at least one.
+    """
+
+    def __init__(self, env: EnvBase, transform: Transform | Compose):
+        super().__init__(device=env.device, batch_size=env.batch_size)
+        self.base_env = env
+        self.transform = transform
+        self.num_seeds = env.num_seeds
+        self._is_batch = env.batch_size.numel() > 1
+        transforms = transforms_of(transform)
+        if not transforms:
+            raise ConfigError("the Compose is empty; give at least one transform, or use the env as it is")
+        *inner, outermost = transforms
+        self._put_around(TransformedEnv(env, Compose(*inner)) if inner else env, outermost)
+
+    def append_transform(self, transform: Transform | Compose) -> None:
+        """Add one around those that are there. Frames that were made before are not this env's any more."""
+        for each in transforms_of(transform):
+            below = copy.copy(self)
+            self._put_around(below, each)
+            self.transform = Compose(below.transform, each)
+
+    def _put_around(self, below: EnvBase, transform: Transform) -> None:
+        if transform.parent is not None:
+            raise ConfigError(
+                f"this {type(transform).__name__} already belongs to an env, of which it keeps the state; "
+                "make another one, or use its clone()"
+            )
+        if transform.steps_env and self._is_batch:
+            raise ConfigError(
+                f"{type(transform).__name__} steps an env while others wait, which a batch of {list(self.batch_size)} "
+                "envs cannot; put it around each env, in the factory that makes it"
+            )
+        _check_keys(transform, below)
+        transform.prepare(below)
+        self.observation_spec: Composite = transform.transform_observation_spec(below.observation_spec.clone())
+        self.reward_spec = transform.transform_reward_spec(below.reward_spec)
+        self.action_spec = transform.transform_action_spec(below.action_spec)
+        transform.parent = below
+        self._below, self._outermost = below, transform
+        # A step and the reset that follows are at work at the same time.
+        self._between = (self._new_between(), self._new_between())
+
+    def _new_between(self) -> _Between:
+        changed = self._outermost.out_keys
+        shared = self.observation_leaves().keys() - set(changed)
+        frame = self._below.new_frame()
+        return _Between(
+            {key: array for key, array in frame.observation.items() if key not in shared},
+            frame.reward if "reward" in changed else None,
+        )
+
+    def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
+        chain = self._chain(out, _RESET)
+        chain.env.reset_into(chain.frame, mask)
+        for transform, source, target in chain.stages:
+            transform.reset(source, target, mask)
+
+    def _step_into(self, actions: Arrays, out: Frame) -> None:
+        chain = self._chain(out, _STEP)
+        for transform, _, _ in reversed(chain.stages):
+            actions = transform.before_step(actions)
+        chain.env.step_into(actions, chain.frame)
+        for transform, source, target in chain.stages:
+            transform.step(source, target)
+
+    def _step_and_reset_into(self, actions: Arrays, next_: Frame, root: Frame) -> None:
+        if not self._is_batch:
+            super()._step_and_reset_into(actions, next_, root)
+            return
+        # A batch does both in one go, which saves ParallelEnv a way to its processes and back.
+        ending, beginning = self._chain(next_, _STEP), self._chain(root, _RESET)
+        for transform, _, _ in reversed(ending.stages):
+            actions = transform.before_step(actions)
+        ending.env.step_and_reset_into(actions, ending.frame, beginning.frame)
+        ended = next_.done.copy()
+        for transform, source, target in ending.stages:
+            transform.step(source, target)
+        for key in beginning.transformed:
+            root.observation[key][...] = next_.observation[key]
+        if next_.done.any():
+            self._begin(beginning, root, ended, next_.done & ~ended)
+
+    def _begin(self, chain: _Chain, root: Frame, ended: np.ndarray, cut_off: np.ndarray) -> None:
+        """Begin episodes after those that ended, which the innermost env has begun, and that transforms cut off."""
+        if ended.any():
+            for transform, source, target in chain.stages:
+                transform.reset(source, target, ended[..., 0])
+        if cut_off.any():
+            self._reset_into(root, cut_off[..., 0])
+
+    def _set_seed(self, seed: int) -> None:
+        self._below.set_seed(seed)
+        self._outermost.set_seed(seed)
+
+    def _close(self) -> None:
+        self._below.close()
+
+    def _chain(self, out: Frame, role: int) -> _Chain:
+        between = self._between[role]
+        chain = out.derived.get(between)
+        if chain is None:
+            source = self._source(out, between)
+            if isinstance(self._below, TransformedEnv):
+                inner = self._below._chain(source, role)
+            else:
+                inner = _Chain(self._below, source, [], [])
+            written = inner.frame.observation
+            chain = out.derived[between] = _Chain(
+                inner.env,
+                inner.frame,
+                [*inner.stages, (self._outermost, source, out)],
+                [key for key, array in out.observation.items() if written.get(key) is not array],
+            )
+        return chain
+
+    def _source(self, out: Frame, between: _Between) -> Frame:
+        """The frame below, of arrays of `out` wherever the transform between leaves them as they are."""
+        observation = {
+            key: between.observation[key] if key in between.observation else out.observation[key]
+            for key in self._below.observation_leaves()
+        }
+        reward = out.reward if between.reward is None else between.reward
+        return Frame(observation, reward, out.done, out.terminated, out.truncated)
+
+
+def _check_keys(transform: Transform, env: EnvBase) -> None:
+    """Refuse keys that the env does not have, or that would hide what it has."""
+    name = type(transform).__name__
+    there: set[Key] = {*env.observation_leaves(), "reward"}
+    for key in transform.in_keys:
+        if key not in there:
+            raise ConfigError(f"{name} reads {key!r}, but the env has {_listed(there)}; give one of these as in_keys")
+    for key in transform.in_keys_inv:
+        if key not in env.action_keys:
+            raise ConfigError(f"{name} changes the action {key!r}, but the env takes {_listed(set(env.action_keys))}")
+    for key in transform.out_keys:
+        if key in there and key not in transform.in_keys:
+            raise ConfigError(f"{name} would write {key!r}, which the env has already; give it another key")
+
+
+def _listed(keys: set[Key]) -> str:
+    return ", ".join(sorted(repr(key) for key in keys))

@@ -1,0 +1,96 @@
+"""The two networks of a control task: one decides, one estimates values.
+
+Shapes: B any leading dims, O numbers in an observation, P inputs of the action head.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import nn
+
+from lucidrl.models.control.actions import action_head
+from lucidrl.models.control.config import Activation, ControlPolicyConfig, CriticConfig, NetworkConfig
+from lucidrl.models.control.interfaces import ActionSpace, ObservationSpace
+
+ACTIVATIONS: dict[Activation, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
+FIRST_POLICY_GAIN, FIRST_CRITIC_GAIN = 0.01, 1.0
+"""Of the last layers before training: a policy should begin undecided, whatever it sees."""
+
+
+class MLP(nn.Module):
+    """Fully connected layers on observations of one shape, initialised orthogonally."""
+
+    def __init__(self, space: ObservationSpace, num_outputs: int, config: NetworkConfig, last_gain: float):
+        super().__init__()
+        self._num_dims, self._dtype = len(space.shape), getattr(torch, config.precision)
+        sizes = [space.size, *config.hidden_sizes, num_outputs]
+        layers: list[nn.Module] = []
+        for num_inputs, num_units in itertools.pairwise(sizes):
+            layers += [nn.Linear(num_inputs, num_units), ACTIVATIONS[config.activation]()]
+        self.layers = nn.Sequential(*layers[:-1])
+        linear = [layer for layer in self.layers if isinstance(layer, nn.Linear)]
+        for layer in linear:
+            nn.init.orthogonal_(layer.weight, last_gain if layer is linear[-1] else math.sqrt(2))
+            nn.init.zeros_(layer.bias)
+        self.layers.to(self._dtype)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        leading = observation.shape[: observation.dim() - self._num_dims]
+        flat_BO = observation.reshape(*leading, -1)
+        return self.layers(flat_BO.to(self._dtype))
+
+
+class PolicyNetwork(nn.Module):
+    """Decides on observations [B, ...]; called as a collector calls it, it draws.
+
+    Returns:
+        `action` as the env takes it, `latent_action` as it was drawn, and `sample_log_prob` [B] of that; all without
+        gradients. `score` is for learning.
+    """
+
+    def __init__(self, observations: ObservationSpace, actions: ActionSpace, config: ControlPolicyConfig):
+        super().__init__()
+        self.head = action_head(actions, config.initial_std)
+        self.body = MLP(observations, self.head.num_inputs, config, FIRST_POLICY_GAIN)
+
+    @torch.no_grad()
+    def forward(self, observation: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs_BP = self.body(observation)
+        latent = self.head.sample(outputs_BP)
+        return {
+            "action": self.head.action(latent),
+            "latent_action": latent,
+            "sample_log_prob": self.head.logprob(outputs_BP, latent),
+        }
+
+    def score(self, observation: torch.Tensor, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of latent actions, and entropies; both [B]."""
+        outputs_BP = self.body(observation)
+        return self.head.logprob(outputs_BP, latent), self.head.entropy(outputs_BP)
+
+
+class GreedyPolicy(nn.Module):
+    """A policy's likeliest actions, as a collector or an env takes them; shares its weights."""
+
+    def __init__(self, policy: PolicyNetwork):
+        super().__init__()
+        self.policy = policy
+
+    @torch.no_grad()
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        head = self.policy.head
+        return head.action(head.likeliest(self.policy.body(observation)))
+
+
+class CriticNetwork(nn.Module):
+    """Estimates the value of observations [B, ...] as [B]."""
+
+    def __init__(self, observations: ObservationSpace, config: CriticConfig):
+        super().__init__()
+        self.body = MLP(observations, 1, config, FIRST_CRITIC_GAIN)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return self.body(observation).squeeze(-1)

@@ -1,0 +1,117 @@
+"""`ControlPolicy`: what PPO holds. A policy that acts and learns, and the critic that judges beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lucidrl.checkpoint.manifest import FileDigest
+from lucidrl.checkpoint.writer import CheckpointWriter
+from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
+from lucidrl.models.control.interfaces import (
+    ActionSpace,
+    ControlTrainResult,
+    FrameLoss,
+    FrameOutputs,
+    Frames,
+    ObservationSpace,
+)
+from lucidrl.models.control.networks import CriticNetwork, GreedyPolicy, PolicyNetwork
+from lucidrl.models.control.role import Role
+from lucidrl.profiling.spans import span
+from lucidrl.utils.device import default_device
+
+
+class ControlPolicy:
+    """Two networks with an optimizer each, in this process; their first weights are drawn with torch's generator."""
+
+    def __init__(
+        self,
+        observations: ObservationSpace,
+        actions: ActionSpace,
+        policy: ControlPolicyConfig,
+        critic: CriticConfig,
+    ):
+        self.device = default_device()
+        self.network = PolicyNetwork(observations, actions, policy).to(self.device)
+        """Acts, as collectors call it; always with the newest weights."""
+        self.greedy = GreedyPolicy(self.network)
+        """Acts without drawing."""
+        self.critic = CriticNetwork(observations, critic).to(self.device)
+        self._roles = [Role("policy", self.network, policy), Role("critic", self.critic, critic)]
+        self._writer = CheckpointWriter(0, 1, None, pin_memory=self.device.type == "cuda")
+
+    @torch.no_grad()
+    def values(self, observations: torch.Tensor) -> torch.Tensor:
+        """[B], what the critic says of observations [B, ...]."""
+        return self.critic(observations)
+
+    def score(self, frames: Frames) -> FrameOutputs:
+        """What both say now of frames, with gradients."""
+        logprobs, entropy = self.network.score(frames.observations, frames.latent_actions)
+        return FrameOutputs(logprobs, entropy, self.critic(frames.observations))
+
+    def train(
+        self, frames: Frames, loss_fn: FrameLoss, *, num_epochs: int, minibatch_frames: int
+    ) -> ControlTrainResult:
+        """Go over the frames several times, each time in another order, with one optimizer step for each minibatch."""
+        measured: list[Mapping[str, torch.Tensor]] = []
+        norms: list[dict[str, float]] = []
+        rates = {_metric(role, "learning_rate"): role.optimizer.learning_rate for role in self._roles}
+        with span("train"):
+            for _ in range(num_epochs):
+                for indices in torch.randperm(len(frames)).split(minibatch_frames):
+                    minibatch = frames.select(indices.to(self.device))
+                    losses = loss_fn(self.score(minibatch), minibatch)
+                    # The networks share nothing, so one backward pass serves both losses.
+                    (losses.policy + losses.critic).backward()
+                    measured.append(losses.metrics)
+                    norms.append({_metric(role, "grad_norm"): role.step() for role in self._roles})
+            for role in self._roles:
+                role.optimizer.schedule()
+        means = {name: float(torch.stack([metrics[name] for metrics in measured]).mean()) for name in measured[0]}
+        means |= {name: math.fsum(norm[name] for norm in norms) / len(norms) for name in norms[0]}
+        num_skipped = sum(not math.isfinite(norm) for minibatch in norms for norm in minibatch.values())
+        return ControlTrainResult({**means, **rates}, num_skipped)
+
+    def begin_save(self, folder: Path) -> None:
+        """Copy both networks and their optimizers, and write them while training goes on."""
+        parts = [role.tensor_sets(folder) for role in self._roles]
+        small_files = {path: content for _, files in parts for path, content in files.items()}
+        self._writer.begin([tensor_set for sets, _ in parts for tensor_set in sets], small_files)
+
+    def is_save_written(self) -> bool:
+        return self._writer.is_done()
+
+    def finish_save(self) -> dict[Path, FileDigest]:
+        """Wait until all is on disk; the files, and what they have to be."""
+        return self._writer.finish()
+
+    def load(self, folder: Path) -> None:
+        """Take everything from a checkpoint's folder, or nothing if a part of it does not fit."""
+        saved = [(role, role.read(folder)) for role in self._roles]
+        for role, state in saved:
+            role.load(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this runs, and what it keeps beside weights and optimizers; plain values.
+
+        The process's random state, from which it draws, is kept by whoever runs it.
+        """
+        return {
+            "layout": f"{type(self).__name__} on {'GPU' if self.device.type == 'cuda' else 'CPU'}",
+            "ranks": [{"nonfinite_steps_in_a_row": {role.name: role.nonfinite_steps_in_a_row for role in self._roles}}],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for role in self._roles:
+            role.nonfinite_steps_in_a_row = state["ranks"][0]["nonfinite_steps_in_a_row"][role.name]
+
+
+def _metric(role: Role, name: str) -> str:
+    """Under the bare name for the policy, which is what most look at."""
+    return name if role.name == "policy" else f"{role.name}_{name}"

@@ -1,0 +1,238 @@
+"""Whatever happens to a worker of a collector, the consumer learns of it soon, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lucidrl.collectors.multi_async import MultiAsyncCollector
+from lucidrl.collectors.multi_sync import MultiSyncCollector
+from lucidrl.envs import ParallelEnv
+from lucidrl.errors import EnvironmentFailure, WorkerError
+from tests.unit.envs.faulty import Faulty, healthy, one_faulty
+from tests.unit.envs.toys import Walk
+
+TIMEOUT_S = 0.5
+REPETITIONS = 10
+KINDS = (MultiSyncCollector, MultiAsyncCollector)
+ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server():
+    """It stays for the next processes, and must not be taken for something left behind."""
+    MultiSyncCollector([Walk], frames_per_batch=1).shutdown()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = children()
+    yield
+    gc.collect()
+    assert children() == before
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def collect_until_it_fails(collector, error=WorkerError):
+    """The failure, and how long the consumer waited for it."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        begun = time.monotonic()
+        try:
+            collector.next()
+        except error as failure:
+            return failure, time.monotonic() - begun
+    raise AssertionError("nothing failed")
+
+
+@ALL_KINDS
+@pytest.mark.parametrize(
+    ("fault", "what", "trace"),
+    [
+        ("raise", r"failed in a rollout: ValueError: the wheel came off; all workers were ended", r"in _raise\n"),
+        ("unpicklable", r"failed in a rollout: .*UnpicklableError: wheel and axle; all", r"in _raise_unpicklable\n"),
+        ("leave", r"failed in a rollout: SystemExit: enough; all workers were ended", r"sys\.exit"),
+        ("exit", r"ended with exit code 7 in a rollout; all workers were ended", None),
+        ("kill", r"was ended by SIGKILL, perhaps for lack of memory, in a rollout; all workers were ended", None),
+    ],
+)
+def test_a_worker_that_fails_is_named_at_once_with_its_traceback(kind, fault, what, trace):
+    collector = kind(one_faulty(2, 1, fault), frames_per_batch=20, timeout_s=20)
+    failure, seconds = collect_until_it_fails(collector)
+    assert re.match(f"worker 1 of 2 {what}", str(failure))
+    assert seconds < 2
+    if trace is not None:
+        assert re.search(trace, str(failure.__cause__))
+    with pytest.raises(WorkerError, match="the collector failed in a rollout; make another one"):
+        collector.next()
+    with pytest.raises(WorkerError, match="state_dict cannot begin: the collector failed in a rollout"):
+        collector.state_dict()
+    collector.shutdown()
+
+
+@ALL_KINDS
+def test_a_worker_that_hangs_is_named_at_the_deadline(kind):
+    collector = kind(one_faulty(2, 0, "hang"), frames_per_batch=20, timeout_s=TIMEOUT_S)
+    failure, seconds = collect_until_it_fails(collector)
+    # On a busy machine the other one may be late too.
+    assert re.match(r"workers? 0(, 1)? of 2 did not finish a rollout within 0\.5 s; .* raise timeout_s", str(failure))
+    assert seconds < TIMEOUT_S + 2
+
+
+@pytest.mark.parametrize(("number", "what"), [(signal.SIGKILL, "ended by SIGKILL"), (signal.SIGSTOP, "within 0.5 s")])
+def test_a_worker_that_is_killed_or_stopped_from_outside_is_told(number, what):
+    for repetition in range(REPETITIONS):
+        collector = KINDS[repetition % 2]([healthy] * 2, frames_per_batch=20, timeout_s=TIMEOUT_S)
+        if repetition % 4 > 1:
+            collector.next()
+        os.kill(collector.workers.pids[1], number)
+        failure, seconds = collect_until_it_fails(collector)
+        assert re.match(rf"workers? (0, )?1 of 2 .*{what}", str(failure))
+        assert seconds < TIMEOUT_S + 2
+
+
+@pytest.mark.parametrize(("number", "what"), [(signal.SIGKILL, "ended by SIGKILL"), (signal.SIGSTOP, "within 0.5 s")])
+def test_a_worker_that_is_gone_is_told_by_calls_too(number, what):
+    collector = MultiSyncCollector([healthy] * 2, frames_per_batch=20, timeout_s=TIMEOUT_S)
+    os.kill(collector.workers.pids[0], number)
+    with pytest.raises(WorkerError, match=rf"workers? 0(, 1)? of 2 .*{what}"):
+        collector.set_seed(0)
+
+
+def test_a_large_argument_for_a_stopped_worker_does_not_block():
+    collector = MultiSyncCollector([healthy] * 2, frames_per_batch=20, timeout_s=TIMEOUT_S)
+    os.kill(collector.workers.pids[0], signal.SIGSTOP)
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=r"worker 0 of 2 did not finish load_state_dict within 0\.5 s"):
+        collector.map_fn("load_state_dict", [({"numbers": bytes(10_000_000)},)] * 2)
+    assert time.monotonic() - begun < TIMEOUT_S + 2
+
+
+def test_an_error_of_ours_keeps_its_type():
+    def raising():
+        raise EnvironmentFailure("the track is closed; wait for summer")
+
+    with pytest.raises(EnvironmentFailure, match="the track is closed; wait for summer") as caught:
+        MultiSyncCollector([healthy, raising], frames_per_batch=2)
+    assert "raised by worker 1 of 2 in the start" in caught.value.__notes__
+    assert "in raising" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ("import os; os._exit(3)", "worker 1 of 2 ended with exit code 3 in the start; all workers were ended"),
+        ("import time; time.sleep(99)", "worker 1 of 2 did not finish the start within 1 s; .*start_timeout_s"),
+    ],
+)
+def test_a_start_that_fails_is_told(code, what):
+    with pytest.raises(WorkerError, match=what):
+        MultiSyncCollector([healthy, lambda: exec(code)], frames_per_batch=2, start_timeout_s=1)
+
+
+@ALL_KINDS
+def test_shutdown_does_not_wait_for_workers_that_are_busy(kind):
+    collector = kind([lambda: Faulty("hang")] * 2, frames_per_batch=20)
+    collector._request(0, 20, 0)
+    begun = time.monotonic()
+    collector.shutdown()
+    assert time.monotonic() - begun < 5
+
+
+def test_the_memory_of_the_weights_has_no_name_that_could_stay():
+    with MultiSyncCollector([healthy] * 2, frames_per_batch=2) as collector:
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (os.getpid(), *collector.workers.pids)]
+    shared = [line for text in maps for line in text.splitlines() if f"pym-{os.getpid()}" in line]
+    assert len(shared) >= 3
+    assert all(line.endswith("(deleted)") for line in shared)
+
+
+def test_a_collector_that_nobody_has_any_more_ends_its_workers():
+    collector = MultiAsyncCollector([healthy] * 2, frames_per_batch=20)
+    collector.next()
+    pids = collector.workers.pids
+    del collector
+    gc.collect()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.slow
+def test_env_processes_of_a_worker_end_with_it():
+    before = children()
+    collector = MultiSyncCollector([lambda: ParallelEnv(2, healthy)] * 2, frames_per_batch=8, timeout_s=20)
+    collector.next()
+    env_processes = children() - before - set(collector.workers.pids)
+    assert len(env_processes) >= 2
+    os.kill(collector.workers.pids[0], signal.SIGKILL)
+    collect_until_it_fails(collector)
+    wait_for_end_of(env_processes)
+
+
+def wait_for_end_of(pids, timeout_s=6.0):
+    until = time.monotonic() + timeout_s
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < until, "processes are left"
+        time.sleep(0.05)
+
+
+# ---- programs
+
+
+PROGRAM = """
+import sys, time
+from lucidrl.collectors.{module} import {kind}
+from lucidrl.envs import GymEnv
+
+collector = {kind}([lambda: GymEnv("CartPole-v1")] * 2, frames_per_batch=200)
+collector.next()
+print(*collector.workers.pids, flush=True)
+{rest}
+"""
+
+
+def program(kind, rest=""):
+    """A program that nothing shuts down, without a guard for its main module; and the processes of its workers."""
+    module = {"MultiSyncCollector": "multi_sync", "MultiAsyncCollector": "multi_async"}[kind.__name__]
+    code = PROGRAM.format(module=module, kind=kind.__name__, rest=rest)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    pids = [int(word) for word in process.stdout.readline().split()]
+    return process, pids
+
+
+def test_a_program_that_ends_without_shutdown_exits_and_says_nothing():
+    process, pids = program(MultiSyncCollector)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert errors == ""
+    wait_for_end_of(pids)
+
+
+def test_a_program_that_is_interrupted_exits_at_once_without_a_word_of_the_workers():
+    process, pids = program(MultiAsyncCollector, "while True: collector.next()")
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them
+    _, errors = process.communicate(timeout=5)
+    assert errors.strip().endswith("KeyboardInterrupt")
+    assert errors.count("Traceback") == 1
+    wait_for_end_of(pids)
+
+
+def test_workers_end_with_a_program_that_is_killed():
+    process, pids = program(MultiAsyncCollector, "while True: collector.next()")
+    process.kill()
+    process.communicate()
+    wait_for_end_of(pids)

@@ -1,0 +1,369 @@
+"""Collectors with worker processes: what they collect, and in whose order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from lucidrl.collectors.multi_async import MultiAsyncCollector
+from lucidrl.collectors.multi_sync import MultiSyncCollector
+from lucidrl.collectors.single import Collector
+from lucidrl.collectors.trajectories import MASK, POLICY_VERSION, TRAJECTORY_IDS
+from lucidrl.errors import ConfigError, WorkerError
+from tests.unit.collectors.toys import Chance, SlowWalk, Versioned, always_right, by_other_generators, without_action
+from tests.unit.envs.toys import Countdown, Walk
+
+BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+
+
+def batches_alone(index, *, batch_size=(), frames_per_batch, num_batches, seed):
+    """What a collector without processes collects in place of one of two workers."""
+    collector = Collector(
+        Walk(batch_size),
+        Chance(),
+        frames_per_batch=frames_per_batch,
+        total_frames=frames_per_batch * num_batches,
+        seed=seed + index,
+        first_trajectory=index,
+        trajectory_stride=2,
+    )
+    return list(collector)
+
+
+def are_equal(left, right):
+    keys = set(left.keys(include_nested=True, leaves_only=True))
+    return keys == set(right.keys(include_nested=True, leaves_only=True)) and all(
+        torch.equal(left[key], right[key]) for key in keys
+    )
+
+
+def worker_of(batch):
+    (worker,) = (batch[TRAJECTORY_IDS] % 2).unique().tolist()
+    return worker
+
+
+@pytest.mark.parametrize(("batch_size", "frames_a_worker", "rows"), [((), 10, 10), ((3,), 12, 3)])
+def test_a_sync_batch_is_what_two_collectors_collect_one_after_the_other(batch_size, frames_a_worker, rows):
+    with MultiSyncCollector(
+        [partial(Walk, batch_size)] * 2, Chance(), frames_per_batch=2 * frames_a_worker, total_frames=80, seed=5
+    ) as collector:
+        together = list(collector)
+    for index in (0, 1):
+        alone = batches_alone(
+            index, batch_size=batch_size, frames_per_batch=frames_a_worker, num_batches=len(together), seed=5
+        )
+        for batch, expected in zip(together[:3], alone[:3], strict=True):
+            assert are_equal(batch[index * rows : (index + 1) * rows], expected)
+
+
+def test_every_worker_of_an_async_collector_collects_what_it_would_alone():
+    with MultiAsyncCollector([Walk] * 2, Chance(), frames_per_batch=10, total_frames=100, seed=5) as collector:
+        batches = list(collector)
+    assert sum(batch.numel() for batch in batches) == 100
+    for index in (0, 1):
+        own = [batch for batch in batches if worker_of(batch) == index]
+        alone = batches_alone(index, frames_per_batch=10, num_batches=len(own), seed=5)
+        assert all(are_equal(batch, expected) for batch, expected in zip(own, alone, strict=True))
+
+
+def test_two_runs_with_one_seed_are_equal_to_the_bit_and_another_seed_is_not():
+    def collected(seed):
+        with MultiSyncCollector([Walk] * 2, Chance(), frames_per_batch=11, total_frames=33) as collector:
+            assert collector.set_seed(seed) == seed + 2
+            return torch.cat(list(collector))
+
+    first, second, other = collected(1), collected(1), collected(3)
+    assert are_equal(first, second)
+    assert not are_equal(first, other)
+
+
+def test_a_seed_decides_what_numpy_and_python_draw_in_the_workers():
+    def actions():
+        with MultiSyncCollector([Walk] * 2, by_other_generators, frames_per_batch=40, seed=7) as collector:
+            return collector.rollout()["action"]
+
+    first = actions()
+    assert torch.equal(first, actions())
+    assert not torch.equal(first[:20], first[20:])
+
+
+def test_workers_that_were_never_seeded_do_not_all_draw_the_same():
+    with MultiSyncCollector([Walk] * 2, Chance(), frames_per_batch=60) as collector:
+        actions = collector.rollout()["action"]
+    assert not torch.equal(actions[:30], actions[30:])
+
+
+def test_a_sync_batch_has_exactly_the_frames_that_were_asked_for():
+    with MultiSyncCollector([Walk] * 2, frames_per_batch=5, total_frames=13) as collector:
+        batches = list(collector)
+        assert [batch.numel() for batch in batches] == [5, 5, 3]
+        assert [(batch[TRAJECTORY_IDS] % 2).tolist() for batch in batches] == [[0, 0, 0, 1, 1]] * 2 + [[0, 0, 1]]
+        assert collector.next() is None
+        assert collector.rollout(1).numel() == 1
+
+
+def test_an_async_collector_never_asks_for_more_than_is_wanted():
+    with MultiAsyncCollector([Walk] * 3, frames_per_batch=10, total_frames=25) as collector:
+        assert sorted(batch.numel() for batch in collector) == [5, 10, 10]
+        frames = [state["num_frames"] for state in collector.map_fn("state_dict", [()] * 3)]
+        assert max(frames) == 25
+
+
+@BOTH
+def test_envs_that_step_together_take_whole_steps(kind):
+    with kind([partial(Walk, (3,))] * 2, frames_per_batch=12, total_frames=24) as collector:
+        shapes = [tuple(batch.shape) for batch in collector]
+    assert shapes == ([(6, 2)] * 2 if kind is MultiSyncCollector else [(3, 4)] * 2)
+
+
+@BOTH
+def test_numbers_of_trajectories_are_unique_over_workers_and_grow(kind):
+    with kind([Walk] * 2, Chance(), frames_per_batch=40, total_frames=200, seed=0) as collector:
+        frames = torch.cat(list(collector))
+    for index in (0, 1):
+        own = frames[frames[TRAJECTORY_IDS] % 2 == index]
+        ids, done = own[TRAJECTORY_IDS], own["next", "done"].squeeze(-1)
+        assert torch.equal(ids[1:] - ids[:-1], 2 * done[:-1].long())
+
+
+@BOTH
+def test_batches_carry_the_version_that_made_them(kind):
+    policy = Versioned()
+    with kind([Walk] * 2, policy, frames_per_batch=20) as collector:
+        for version in range(1, 8):
+            batch = collector.next()
+            assert torch.equal(batch["smallest"], batch[POLICY_VERSION].float())
+            with torch.no_grad():
+                policy.weight.fill_(version)
+            collector.update_policy_weights_()
+        assert collector.policy_version == 7
+        newest = max(collector.next()[POLICY_VERSION].max() for _ in range(5))
+    assert newest == 7
+
+
+def test_a_sync_batch_is_of_the_newest_version_whatever_the_weights_come_from():
+    policy = Versioned()
+    with MultiSyncCollector([Walk] * 2, policy, frames_per_batch=4) as collector:
+        for number, source in enumerate(
+            [Versioned(3), Versioned(4).state_dict(), TensorDict.from_module(Versioned(5)), None], start=3
+        ):
+            collector.update_policy_weights_(source, version=10 * number)
+            batch = collector.rollout()
+            assert batch["largest"].tolist() == [float(number) if source is not None else 0.0] * 4
+            assert batch[POLICY_VERSION].tolist() == [10 * number] * 4
+
+
+@BOTH
+def test_weights_are_never_torn_by_a_publisher_that_never_rests(kind):
+    policy, stop = Versioned(), threading.Event()
+    with kind([Walk] * 2, policy, frames_per_batch=10) as collector:
+
+        def publish():
+            while not stop.is_set():
+                with torch.no_grad():
+                    policy.weight += 1
+                collector.update_policy_weights_()
+
+        publisher = threading.Thread(target=publish)
+        publisher.start()
+        try:
+            batches = [collector.next() for _ in range(100)]
+        finally:
+            stop.set()
+            publisher.join()
+    for batch in batches:
+        version = batch[POLICY_VERSION].float()
+        assert torch.equal(batch["smallest"], version)
+        assert torch.equal(batch["largest"], version)
+        parts = batch.split(5) if kind is MultiSyncCollector else [batch]
+        assert all(part[POLICY_VERSION].unique().numel() == 1 for part in parts)
+    assert len({int(batch[POLICY_VERSION].max()) for batch in batches}) > 10
+
+
+def test_weights_of_another_policy_are_refused_and_nothing_else_happens():
+    with MultiSyncCollector([Walk] * 2, Versioned(), frames_per_batch=4) as collector:
+        with pytest.raises(ConfigError, match=r"the weight weight has shape \[3\], but in the policy it is \[20000\]"):
+            collector.update_policy_weights_({"weight": torch.zeros(3)})
+        with pytest.raises(ConfigError, match="the weights lack weight of the policy"):
+            collector.update_policy_weights_({})
+        assert collector.rollout()[POLICY_VERSION].tolist() == [0] * 4
+
+
+def test_a_policy_without_weights_has_versions():
+    with MultiSyncCollector([Walk] * 2, always_right, frames_per_batch=4) as collector:
+        collector.update_policy_weights_()
+        assert collector.rollout()[POLICY_VERSION].tolist() == [1] * 4
+        with pytest.raises(ConfigError, match=r"the policy has no weights to update; give the collector an nn\.Module"):
+            collector.update_policy_weights_({"weight": torch.zeros(1)})
+
+
+@BOTH
+def test_a_call_in_the_middle_of_a_rollout_neither_drops_a_batch_nor_hangs(kind):
+    with kind([SlowWalk] * 2, frames_per_batch=50, total_frames=400, seed=1, timeout_s=20) as collector:
+        caller = threading.Timer(0.03, collector.map_fn, ("reset", [()] * 2))  # while the workers are at it
+        caller.start()
+        batches = []
+        for batch in collector:
+            batches.append(batch)
+            caller.join()
+            assert collector.map_fn("state_dict", [()] * 2)[0].keys() == {
+                "num_frames",
+                "policy_version",
+                "num_trajectories",
+            }
+    assert [batch.numel() for batch in batches] == [50] * 8
+
+
+def test_map_fn_gives_every_worker_its_arguments_and_returns_the_results_in_order():
+    with MultiSyncCollector([Walk] * 2, frames_per_batch=4) as collector:
+        assert collector.num_workers == 2
+        assert collector.map_fn("set_seed", [(3,), (30,)]) == [4, 31]
+        with pytest.raises(ConfigError, match=r"list_of_args has 1 tuples for 2 worker\(s\); give one tuple a worker"):
+            collector.map_fn("set_seed", [(3,)])
+        with pytest.raises(ConfigError, match="Collector has no method 'fly' to call"):
+            collector.map_fn("fly", [(), ()])
+        assert collector.rollout().numel() == 4
+
+
+@BOTH
+def test_random_frames_come_in_whole_batches_before_the_policy_acts(kind):
+    with kind([Walk] * 2, always_right, frames_per_batch=30, total_frames=150, init_random_frames=40) as collector:
+        is_random = [bool((batch["action"][:, 0] == 1).any()) for batch in collector]
+    assert sum(is_random) == 2
+    if kind is MultiSyncCollector:
+        assert is_random == [True, True, False, False, False]
+
+
+@BOTH
+def test_batches_are_processed_whole_and_the_hook_runs_in_the_worker(kind):
+    kept = []
+
+    class Buffer:
+        extend = kept.append
+
+    def stamp(batch):
+        batch["pid"] = torch.full(batch.batch_size, os.getpid())
+
+    with kind(
+        [Walk] * 2,
+        frames_per_batch=30,
+        total_frames=60,
+        split_trajs=True,
+        postproc=lambda batch: batch.set("num_rows", torch.full(batch.shape, len(batch))),
+        replay_buffer=Buffer(),
+        post_collect_hook=stamp,
+    ) as collector:
+        batches = list(collector)
+        pids = collector.workers.pids
+    assert kept == batches
+    for batch in batches:
+        assert (batch["num_rows"] == len(batch)).all()
+        assert batch[MASK].sum() == 30
+        assert set(batch["pid"][batch[MASK]].tolist()) <= set(pids)
+    assert os.getpid() not in pids
+
+
+def test_a_hook_can_be_set_later():
+    with MultiSyncCollector([Walk] * 2, frames_per_batch=4) as collector:
+        collector.set_post_collect_hook(lambda batch: batch.set("mark", torch.ones(batch.batch_size)))
+        assert collector.rollout()["mark"].tolist() == [1] * 4
+
+
+def test_trajectories_are_cut_and_begun_anew_in_the_workers():
+    with MultiSyncCollector([Countdown] * 2, frames_per_batch=12, max_frames_per_traj=4) as collector:
+        batch = collector.rollout()
+    assert batch["next", "truncated"].squeeze(-1).nonzero().squeeze(-1).tolist() == [3, 9]
+    with MultiSyncCollector([Countdown] * 2, frames_per_batch=4, reset_at_each_iter=True) as collector:
+        assert [collector.rollout()["left"][0].item() for _ in range(3)] == [21, 21, 21]
+
+
+def test_one_factory_serves_several_workers_with_arguments_of_their_own():
+    make = lambda step_s: SlowWalk(step_s)  # noqa: E731 - lambdas reach workers too
+    with MultiSyncCollector(
+        make, frames_per_batch=6, num_workers=3, create_env_kwargs=[{"step_s": 0.0}] * 3
+    ) as collector:
+        assert collector.num_workers == 3
+        assert collector.rollout().numel() == 6
+
+
+@BOTH
+def test_a_state_is_gone_on_from(kind):
+    with kind([Walk] * 2, Versioned(), frames_per_batch=10, total_frames=50) as collector:
+        collector.update_policy_weights_()
+        before = [collector.next() for _ in range(2)]
+        state = collector.state_dict()
+    with kind([Walk] * 2, Versioned(), frames_per_batch=10, total_frames=50) as collector:
+        collector.next()  # what is under way then is dropped
+        collector.load_state_dict(state)
+        after = list(collector)
+    assert sum(batch.numel() for batch in after) == 30
+    assert all((batch[POLICY_VERSION] == 1).all() for batch in after)
+    for index in (0, 1):
+        ids = [torch.cat([batch[TRAJECTORY_IDS] for batch in batches]) for batches in (before, after)]
+        of_worker = [numbers[numbers % 2 == index] for numbers in ids]
+        if all(numbers.numel() for numbers in of_worker):
+            assert of_worker[0].max() < of_worker[1].min()
+
+
+def test_a_state_of_another_number_of_workers_is_refused():
+    with MultiSyncCollector([Walk] * 2, frames_per_batch=4) as collector:
+        state = collector.state_dict()
+        state["workers"].append(state["workers"][0])
+        with pytest.raises(ConfigError, match="the state is that of 3 workers, but there are 2"):
+            collector.load_state_dict(state)
+
+
+def test_the_start_method_of_the_program_is_left_alone_and_variables_reach_the_workers(monkeypatch):
+    before = multiprocessing.get_start_method(allow_none=True)
+    monkeypatch.setenv("LUCIDRL_TEST_WORD", "heard")
+
+    def listening():
+        assert os.environ["LUCIDRL_TEST_WORD"] == "heard"
+        return Walk()
+
+    with MultiSyncCollector([listening] * 2, frames_per_batch=4) as collector:
+        collector.rollout()
+    assert multiprocessing.get_start_method(allow_none=True) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"frames_per_batch": 0}, "frames_per_batch=0 makes no batch; give at least 1"),
+        ({"frames_per_batch": 1}, "frames_per_batch=1 leaves some of 2 workers without a frame"),
+        ({"create_env_fn": [lambda: None] * 2}, "the factory of env 0 returned None, but an EnvBase is needed"),
+        ({"create_env_fn": Walk}, "create_env_fn is one for all workers; say with num_workers how many there are"),
+        ({"create_env_fn": []}, "num_workers=0 makes no env"),
+        ({"create_env_fn": [Walk, Countdown]}, "the env of worker 1 has observation_spec .* that of worker 0 has"),
+        ({"create_env_fn": [threading.Lock().acquire] * 2}, "create_env_fn of worker 0 cannot be sent to a worker"),
+        ({"policy": 3}, "policy is 3; give a TensorDict module"),
+    ],
+)
+def test_bad_input_is_told_at_once(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        MultiSyncCollector(**{"create_env_fn": [Walk] * 2, "frames_per_batch": 10, **arguments})
+
+
+@BOTH
+def test_a_policy_without_the_action_is_told_with_the_worker(kind):
+    collector = kind([Walk] * 2, without_action, frames_per_batch=10)
+    with pytest.raises(ConfigError, match="the policy without_action gave no 'action', but motion") as caught:
+        collector.next()
+    assert caught.value.__notes__[0].startswith("raised by worker ")
+
+
+def test_shutdown_twice_is_fine_and_later_calls_say_so():
+    collector = MultiSyncCollector([Walk] * 2, frames_per_batch=4)
+    begun = time.monotonic()
+    collector.shutdown()
+    collector.shutdown()
+    assert time.monotonic() - begun < 5
+    with pytest.raises(WorkerError, match="a rollout cannot begin: the collector was shut down; make another one"):
+        collector.next()

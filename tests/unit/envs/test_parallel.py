@@ -1,0 +1,206 @@
+"""Envs that step in other processes do what they would do in this one."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import threading
+from functools import partial
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from lucidrl.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv
+from lucidrl.envs.processes import wait_any
+from lucidrl.envs.specs import Bounded, Composite, Unbounded
+from lucidrl.envs.transforms import Compose, RewardSum, StepCounter, TransformedEnv
+from lucidrl.errors import ConfigError, EnvironmentFailure
+from tests.unit.envs.faulty import Faulty
+from tests.unit.envs.toys import Countdown, Walk
+
+
+class Surroundings(EnvBase):
+    """Observes the process that it is in."""
+
+    def __init__(self, offset: int = 0):
+        super().__init__()
+        self.observation_spec = Composite(
+            pid=Unbounded((1,), torch.int64), threads=Unbounded((1,), torch.int64), offset=Unbounded((1,), torch.int64)
+        )
+        self.action_spec = Bounded(0, 1, (1,))
+        self._offset = offset
+
+    def _set_seed(self, seed):
+        pass
+
+    def _reset_into(self, out, mask):
+        out.observation["pid"][0] = os.getpid()
+        out.observation["threads"][0] = torch.get_num_threads()
+        offset = int(os.environ.get("SURROUNDINGS", "0")) + 1000 * ("PATH" in os.environ)
+        out.observation["offset"][0] = self._offset + offset
+
+    def _step_into(self, actions, out):
+        raise AssertionError
+
+
+def transformed() -> EnvBase:
+    return TransformedEnv(Walk(), Compose(StepCounter(), RewardSum()))
+
+
+def cartpole() -> EnvBase:
+    return GymEnv("CartPole-v1")
+
+
+def assert_same(one, other):
+    assert set(one.keys(True, True)) == set(other.keys(True, True))
+    for key in one.keys(True, True):
+        torch.testing.assert_close(one.get(key), other.get(key), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [Walk, cartpole, Countdown, transformed, partial(Walk, batch_size=(2, 3))],
+    ids=["arrays", "gymnasium", "tensordicts", "transformed", "batched"],
+)
+def test_parallel_is_serial_to_the_bit(factory):
+    serial = SerialEnv(3, factory)
+    with ParallelEnv(3, factory, num_processes=2) as parallel:
+        assert parallel.batch_size == serial.batch_size
+        assert parallel.observation_spec == serial.observation_spec
+        assert parallel.action_spec == serial.action_spec
+        for seed in (7, 8):
+            assert parallel.set_seed(seed) == serial.set_seed(seed)
+            records = [env.rollout(60, break_when_any_done=False) for env in (serial, parallel)]
+            assert records[0]["next", "done"].any()
+            assert_same(*records)
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_every_start_method_gives_the_same(start_method):
+    serial = SerialEnv(2, cartpole)
+    with ParallelEnv(2, cartpole, num_processes=1, start_method=start_method) as parallel:
+        serial.set_seed(1)
+        parallel.set_seed(1)
+        assert_same(serial.rollout(20), parallel.rollout(20))
+
+
+def test_the_edge_and_partial_resets_are_the_same_too():
+    serial = SerialEnv(4, lambda: Walk((2,)))
+    with ParallelEnv(4, lambda: Walk((2,)), num_processes=2) as parallel:
+        roots = []
+        for env in (serial, parallel):
+            env.set_seed(3)
+            root = env.reset()
+            mask = torch.zeros(4, 2, dtype=torch.bool)
+            mask[3, 1] = True
+            root = env.reset(root.set("_reset", mask))
+            after = env.step(env.rand_action(root))
+            roots.append(after)
+        assert_same(*roots)
+
+
+def test_batches_alias_neither_each_other_nor_shared_memory():
+    with ParallelEnv(2, Walk, num_processes=1) as env:
+        first = env.reset()
+        kept = first.clone()
+        env.rollout(5)
+        assert_same(first, kept)
+
+
+def test_processes_are_few_use_one_thread_each_and_know_the_variables_of_now(monkeypatch):
+    ParallelEnv(1, Walk).close()  # the fork server has the variables of this moment
+    monkeypatch.setenv("SURROUNDINGS", "100")
+    monkeypatch.delenv("PATH")
+    kwargs = [{"offset": number} for number in range(5)]
+    with ParallelEnv(5, Surroundings, create_env_kwargs=kwargs, num_processes=2) as env:
+        root = env.reset()
+    assert root["threads"].unique().tolist() == [1]
+    assert root["offset"].flatten().tolist() == [100, 101, 102, 103, 104]
+    pids = root["pid"].flatten().tolist()
+    assert len(set(pids)) == 2
+    assert len(set(pids[:2])) == len(set(pids[2:])) == 1
+    assert os.getpid() not in pids
+
+
+def test_there_are_as_many_processes_as_cores_unless_told():
+    with ParallelEnv(3, Walk) as env:
+        assert len(env.processes.members) == min(3, len(psutil.Process().cpu_affinity()))
+
+
+def test_the_start_method_and_the_preloads_of_the_program_are_left_alone():
+    server = multiprocessing.forkserver._forkserver
+    before = list(server._preload_modules)
+    method = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_forkserver_preload([*before, "json"])
+    ParallelEnv(1, Walk).close()
+    assert multiprocessing.get_start_method(allow_none=True) == method
+    assert "json" in server._preload_modules
+    assert set(before) <= set(server._preload_modules)
+
+
+def test_closing_twice_is_fine_and_later_calls_say_so():
+    env = ParallelEnv(2, Walk)
+    pids = [process.pid for process in env.processes.members]
+    env.close()
+    env.close()
+    assert not any(map(psutil.pid_exists, pids))
+    with pytest.raises(EnvironmentFailure, match="the env processes have ended: they were closed; make another"):
+        env.reset()
+
+
+def test_an_env_that_nobody_has_ends_its_processes():
+    env = ParallelEnv(2, Walk)
+    pids = [process.pid for process in env.processes.members]
+    env.rollout(3)
+    del env
+    assert not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no real-time signals")
+def test_a_process_that_a_signal_without_a_name_ended_is_told():
+    with ParallelEnv(1, Walk) as env:
+        os.kill(env.processes.members[0].pid, signal.SIGRTMIN + 1)
+        with pytest.raises(EnvironmentFailure, match=f"its process was ended by signal {signal.SIGRTMIN + 1}"):
+            env.reset()
+
+
+def test_processes_can_be_asked_one_by_one():
+    with ParallelEnv(3, Walk, num_processes=3) as env:
+        env.set_seed(0)
+        env.reset()
+        first, second, third = env.processes.members
+        assert wait_any([first], timeout_s=0) == []
+        env.rows.actions["action"][...] = [0, 1]
+        before = env.rows.root.observation["observation"].copy()
+        first.start_step_and_reset()
+        third.start_step_and_reset()
+        done = set()
+        while len(done) < 2:
+            for process in wait_any([process for process in (first, third) if process not in done]):
+                process.finish()
+                done.add(process)
+        moved = env.rows.root.observation["observation"][:, 0] - before[:, 0]
+        np.testing.assert_allclose(moved, [0.1, 0, 0.1], atol=1e-6)
+        assert wait_any([second], timeout_s=0) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_processes": 3}, "num_processes=3 is not between 1 and num_workers=2"),
+        ({"num_processes": 0}, "num_processes=0 is not between 1 and num_workers=2"),
+        ({"step_timeout_s": 0}, "step_timeout_s=0 leaves no time for anything; give seconds above 0"),
+        ({"start_timeout_s": math.nan}, "start_timeout_s=nan leaves no time for anything; give seconds above 0"),
+        ({"start_method": "thread"}, "start_method='thread' is not one of forkserver, spawn, fork"),
+        ({"create_env_fn": lambda: None}, "the factory of env 0 returned None, but an EnvBase is needed"),
+        ({"create_env_fn": [Walk, Countdown]}, "env 1 has observation_spec .*, but env 0 has"),
+        ({"create_env_kwargs": {"lock": threading.Lock()}}, "cannot be sent to a process"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        ParallelEnv(2, **{"create_env_fn": Faulty, **arguments})
