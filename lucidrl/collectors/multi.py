@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from multiprocessing import util
 from typing import Any
 
 import cloudpickle
-import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from torch import nn
@@ -22,7 +20,7 @@ from lucidrl.collectors.worker_main import Batch, Call, Collect, Seed
 from lucidrl.collectors.worker_set import WorkerSet
 from lucidrl.envs.base import MAX_SEED
 from lucidrl.envs.creator import EnvFactory, env_creators
-from lucidrl.envs.stacked import EnvSpecs
+from lucidrl.envs.stacked import check_alike
 from lucidrl.errors import ConfigError
 
 
@@ -121,7 +119,8 @@ class MultiCollector(FrameCollector):
         # Runs when nobody has the collector any more, and at exit before multiprocessing waits for processes to end.
         util.Finalize(self, self.workers.shutdown, exitpriority=0)
         try:
-            self._env_batch_size = _common_batch_size(self.workers.specs)
+            check_alike(self.workers.specs, lambda index: f"the env of worker {index}")
+            self._env_batch_size = self.workers.specs[0].batch_size
             check_frames(frames_per_batch, total_frames, self._num_envs_that_step_together())
             if seed is not None:
                 self.set_seed(seed)
@@ -217,19 +216,6 @@ class MultiCollector(FrameCollector):
         index, batch = self.workers.next_batch()
         del self._under_way[index]
         return index, batch
-
-
-def _common_batch_size(specs_of_envs: Sequence[EnvSpecs]) -> torch.Size:
-    """Of the workers' envs, which must be alike."""
-    first = specs_of_envs[0]
-    for index, specs in enumerate(specs_of_envs):
-        for name in (field.name for field in fields(EnvSpecs)):
-            if getattr(specs, name) != getattr(first, name):
-                raise ConfigError(
-                    f"the env of worker {index} has {name} {getattr(specs, name)}, but that of worker 0 has "
-                    f"{getattr(first, name)}; the envs of all workers must be alike"
-                )
-    return first.batch_size
 
 
 def _pickled(what: str, content: Any) -> bytes:

@@ -16,6 +16,9 @@ from lucidrl.errors import ConfigError
 log = logging.getLogger(__name__)
 
 Device = torch.device | str | None
+Weights = Mapping[str, torch.Tensor]
+
+_MOST_NAMES = 4
 
 
 class ReplayBuffer(Protocol):
@@ -46,7 +49,7 @@ def check_frames(frames_per_batch: int, total_frames: int, num_envs: int) -> Non
         )
 
 
-def weights_of(source: Any) -> dict[str, torch.Tensor]:
+def weights_of(source: Any) -> Weights:
     """The weights in a state dict, a TensorDict of parameters or a module, by their names in the module.
 
     Raises:
@@ -63,18 +66,28 @@ def weights_of(source: Any) -> dict[str, torch.Tensor]:
     )
 
 
+def check_weights(weights: Weights, expected: Mapping[str, torch.Size]) -> None:
+    """Refuse weights that are not those of the policy: all of them, no others, of the same shapes.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    if missing := [name for name in expected if name not in weights]:
+        raise ConfigError(f"the weights lack {listed(missing)} of the policy; give all of its state dict")
+    if unknown := [name for name in weights if name not in expected]:
+        raise ConfigError(f"the weights have {listed(unknown)}, which the policy has not; give its state dict alone")
+    for name, shape in expected.items():
+        if weights[name].shape != shape:
+            raise ConfigError(
+                f"the weight {name} has shape {list(weights[name].shape)}, but in the policy it is {list(shape)}; "
+                "give the state dict of a policy of the same architecture"
+            )
+
+
 def load_weights(module: nn.Module, source: Any) -> None:
     """Load weights into a module, all of them or, with an error, none."""
-    given, own = weights_of(source), module.state_dict()
-    if wrong := sorted(given.keys() ^ own.keys()):
-        problem = "are missing" if wrong[0] in own else "are not the policy's"
-        raise ConfigError(f"weights {', '.join(wrong[:5])} {problem}; give all of the policy's weights by their names")
-    for name, tensor in own.items():
-        if given[name].shape != tensor.shape:
-            raise ConfigError(
-                f"weight {name} has shape {list(given[name].shape)}, but the policy's has {list(tensor.shape)}; "
-                "give weights of the same policy"
-            )
+    given = weights_of(source)
+    check_weights(given, {name: tensor.shape for name, tensor in module.state_dict().items()})
     module.load_state_dict(given)
 
 
@@ -105,3 +118,9 @@ def call_method(target: object, name: str, args: Sequence[Any]) -> Any:
 
 def device_of(device: Device) -> torch.device | None:
     return None if device is None else torch.device(device)
+
+
+def listed(names: list[str]) -> str:
+    """For a sentence, which a long list would drown."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

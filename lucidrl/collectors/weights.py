@@ -18,35 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from lucidrl.collectors.parts import Weights, check_weights, listed
 from lucidrl.errors import ConfigError
 
-Weights = Mapping[str, torch.Tensor]
-
 _ALIGNMENT_BYTES = 64
-_MOST_NAMES = 4
 
 # Words beside the weights: how often some were published, and the version in each slot. What was published the n-th
 # time is in slot n % 2, which is not written again before the next one was named the newest.
 _NEWEST, _VERSIONS = 0, 1
 _NUM_WORDS = 3
-
-
-def check_weights(weights: Weights, expected: Mapping[str, torch.Size]) -> None:
-    """Refuse weights that are not those of the policy: all of them, no others, of the same shapes.
-
-    Raises:
-        ConfigError: naming what differs.
-    """
-    if missing := [name for name in expected if name not in weights]:
-        raise ConfigError(f"the weights lack {_listed(missing)} of the policy; give all of its state dict")
-    if unknown := [name for name in weights if name not in expected]:
-        raise ConfigError(f"the weights have {_listed(unknown)}, which the policy has not; give its state dict alone")
-    for name, shape in expected.items():
-        if weights[name].shape != shape:
-            raise ConfigError(
-                f"the weight {name} has shape {list(weights[name].shape)}, but in the policy it is {list(shape)}; "
-                "give the state dict of a policy of the same architecture"
-            )
 
 
 @dataclass(frozen=True)
@@ -67,7 +47,7 @@ class SharedWeights:
         """
         if others := [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]:
             raise ConfigError(
-                f"the policy's state dict has {_listed(others)}, which is no tensor; workers can be sent tensors only"
+                f"the policy's state dict has {listed(others)}, which is no tensor; workers can be sent tensors only"
             )
         size_bytes = sum(_room_bytes(tensor.shape, tensor.dtype) for tensor in weights.values())
         return cls(
@@ -154,8 +134,3 @@ def _fence() -> None:
 
 def _room_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
     return math.ceil(math.prod(shape) * dtype.itemsize / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -47,7 +47,7 @@ class StackedEnv(EnvBase):
     """
 
     def __init__(self, specs: Sequence[EnvSpecs], *, first_index: int = 0, device: torch.device | str | None = None):
-        _check_equal(specs, first_index)
+        check_alike(specs, lambda index: f"env {first_index + index}")
         one = specs[0]
         super().__init__(device=device, batch_size=(len(specs), *one.batch_size))
         self.num_envs = len(specs)
@@ -61,13 +61,18 @@ class StackedEnv(EnvBase):
         return [(seed + offset) % (MAX_SEED + 1) for offset in self._seed_offsets]
 
 
-def _check_equal(specs: Sequence[EnvSpecs], first_index: int) -> None:
+def check_alike(specs: Sequence[EnvSpecs], name_of: Callable[[int], str]) -> None:
+    """Refuse envs of which one differs from the first; they may use any number of seeds.
+
+    Args:
+        name_of: what errors call an env, by its place in `specs`.
+    """
     names = [field.name for field in fields(EnvSpecs) if field.name != "num_seeds"]
     for index, other in enumerate(specs):
         for name in names:
             expected, found = getattr(specs[0], name), getattr(other, name)
             if expected != found:
                 raise ConfigError(
-                    f"env {first_index + index} has {name} {found}, but env {first_index} has {expected}; "
-                    "envs that step together must be alike"
+                    f"{name_of(index)} has {name} {found}, but {name_of(0)} has {expected}; "
+                    "envs whose frames are put together must be alike"
                 )

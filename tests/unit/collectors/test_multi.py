@@ -341,7 +341,7 @@ def test_the_start_method_of_the_program_is_left_alone_and_variables_reach_the_w
         ({"create_env_fn": [lambda: None] * 2}, "the factory of env 0 returned None, but an EnvBase is needed"),
         ({"create_env_fn": Walk}, "create_env_fn is one for all workers; say with num_workers how many there are"),
         ({"create_env_fn": []}, "num_workers=0 makes no env"),
-        ({"create_env_fn": [Walk, Countdown]}, "the env of worker 1 has observation_spec .* that of worker 0 has"),
+        ({"create_env_fn": [Walk, Countdown]}, "the env of worker 1 has observation_spec .* the env of worker 0 has"),
         ({"create_env_fn": [threading.Lock().acquire] * 2}, "create_env_fn of worker 0 cannot be sent to a worker"),
         ({"policy": 3}, "policy is 3; give a TensorDict module"),
     ],

@@ -200,9 +200,9 @@ def test_weights_in_use_are_stamped_on_the_frames():
 @pytest.mark.parametrize(
     ("weights", "sentence"),
     [
-        ({}, "weights weight are missing; give all of the policy's weights"),
-        ({"weight": torch.zeros(()), "bias": torch.zeros(1)}, "weights bias are not the policy's"),
-        ({"weight": torch.zeros(2)}, r"weight weight has shape \[2\], but the policy's has \[\]"),
+        ({}, "the weights lack weight of the policy; give all of its state dict"),
+        ({"weight": torch.zeros(()), "bias": torch.zeros(1)}, "the weights have bias, which the policy has not"),
+        ({"weight": torch.zeros(2)}, r"the weight weight has shape \[2\], but in the policy it is \[\]"),
         (3, "weights cannot be taken from a int"),
     ],
 )
