@@ -26,7 +26,7 @@ app = typer.Typer(
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
-OVERRIDES_HELP = "Settings as `key=value`, such as `grpo.max_steps=50`. `lucidrl check` prints all of them."
+OVERRIDES_HELP = "Settings as `key=value`, such as `seed=3`. `lucidrl check --algorithm NAME` prints all of them."
 Overrides = Annotated[
     list[str] | None, typer.Argument(help=OVERRIDES_HELP, metavar="[KEY=VALUE]...", show_default=False)
 ]

@@ -152,5 +152,8 @@ class PPO:
 
 
 def explained_variance(values: torch.Tensor, targets: torch.Tensor) -> float:
-    """Share of the targets' variance that the values account for: 1 is all of it, 0 is that of a constant."""
-    return float(1 - (targets - values).var() / targets.var())
+    """Share of the targets' variance that the values account for: 1 is all of it, 0 is that of a constant.
+
+    NaN, or minus infinity, if the targets are all the same.
+    """
+    return float(1 - (targets - values).var(correction=0) / targets.var(correction=0))

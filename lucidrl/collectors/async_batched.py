@@ -104,28 +104,33 @@ class AsyncBatchedCollector(LocalCollector):
         self._begins_anew = True
         self._is_shut_down = False
         self._envs = FreeEnvs(creators, step_timeout_s=step_timeout_s, start_timeout_s=start_timeout_s)
-        self._act = None if policy is None else as_policy(self.policy, self._envs.env, self._computes_on)
         self._server = PolicyServer(self._envs)
         self._arrived = np.zeros(0, np.int64)  # envs whose frames were not taken yet
         self._frames = FrameStore(frames_per_batch)
         self._unfinished = [FrameStore(frames_per_batch) for _ in creators]  # trajectories, by env
         self._trajectories: deque[TensorDictBase] = deque()  # that are done
-        if seed is not None:
-            self.set_seed(seed)
+        try:
+            self._act = None if policy is None else as_policy(self.policy, self._envs.env, self._computes_on)
+            if seed is not None:
+                self.set_seed(seed)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def rollout(self, num_frames: int | None = None) -> TensorDictBase:
         """A batch of `num_frames`, by default `frames_per_batch`, or a trajectory, as it was collected."""
         if self._is_shut_down:
             raise ConfigError("the collector was shut down; make another one")
-        with torch.no_grad(), set_interaction_type(self._exploration_type):
-            if self._begins_anew or self._reset_at_each_iter:
-                self._begin_anew()
-            self._begins_anew = True  # if the policy raises
-            if self._yields_trajectories:
-                batch = self._rollout_yield_trajs()
-            else:
-                batch = self._rollout_frames(num_frames or self.frames_per_batch)
-            self._begins_anew = False
+        num_frames = self._num_or_default(num_frames)
+        try:
+            with self._collecting, torch.no_grad(), set_interaction_type(self._exploration_type):
+                if self._begins_anew or self._reset_at_each_iter:
+                    self._begins_anew = False
+                    self._begin_anew()
+                batch = self._rollout_yield_trajs() if self._yields_trajectories else self._rollout_frames(num_frames)
+        except BaseException:
+            self.reset()  # the frames up to here are lost
+            raise
         return self._collected(batch)
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -75,6 +76,14 @@ class FrameCollector(ABC):
     def _next_batch(self) -> TensorDictBase | None:
         """A batch as it was collected; None when there were `total_frames`."""
 
+    def _num_or_default(self, num_frames: int | None) -> int:
+        """Frames of a rollout that was asked for."""
+        if num_frames is None:
+            return self.frames_per_batch
+        if num_frames < 1:
+            raise ConfigError(f"num_frames={num_frames} makes no batch; give at least 1")
+        return num_frames
+
     def _num_wanted(self, num_asked: int) -> int:
         """Frames of the next batch, if so many were asked for; 0 at the end."""
         if self.total_frames < 0:
@@ -110,6 +119,7 @@ class LocalCollector(FrameCollector):
         self._source, self.policy = policy, on_device(policy, self._computes_on)
         self.post_collect_hook = post_collect_hook
         self._begins_anew = False
+        self._collecting = threading.RLock()  # what other threads ask for comes between two batches
 
     def update_policy_weights_(self, policy_or_weights: Any = None, *, version: int | None = None) -> None:
         """From now on, act with newer weights.
@@ -119,14 +129,15 @@ class LocalCollector(FrameCollector):
                 policy that the collector was given, which need not be said if it computes where it is.
             version: what frames are stamped with; by default one more than before.
         """
-        if isinstance(self.policy, nn.Module):
-            if policy_or_weights is not None:
-                load_weights(self.policy, policy_or_weights)
-            elif self.policy is not self._source:
-                load_weights(self.policy, self._source)
-        elif policy_or_weights is not None:
-            raise ConfigError("the policy has no weights to update; give the collector an nn.Module")
-        self.policy_version = self.policy_version + 1 if version is None else version
+        with self._collecting:
+            if isinstance(self.policy, nn.Module):
+                if policy_or_weights is not None:
+                    load_weights(self.policy, policy_or_weights)
+                elif self.policy is not self._source:
+                    load_weights(self.policy, self._source)
+            elif policy_or_weights is not None:
+                raise ConfigError("the policy has no weights to update; give the collector an nn.Module")
+            self.policy_version = self.policy_version + 1 if version is None else version
 
     def set_seed(self, seed: int) -> int:
         """Seed the envs and torch's generator, which policies draw from; new episodes begin with the next batch.
@@ -134,10 +145,11 @@ class LocalCollector(FrameCollector):
         Returns:
             The first seed that is not used by it.
         """
-        torch.manual_seed(seed)
-        following = self._seed_envs(seed)
-        self.reset()
-        return following
+        with self._collecting:
+            torch.manual_seed(seed)
+            following = self._seed_envs(seed)
+            self.reset()
+            return following
 
     def reset(self) -> None:
         """Begin new episodes with the next batch."""

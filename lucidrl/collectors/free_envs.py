@@ -65,12 +65,14 @@ class FreeEnvs:
             done = wait_any(list(self._stepping))
             for process in done:
                 process.finish()
+            return np.array(sorted(self._stepping.pop(process) for process in done))
         except BaseException as error:  # Ctrl-C too: the processes are in the middle of something
+            if self.env.is_closed:  # by another thread
+                raise EnvironmentFailure("the envs were closed in the middle of a step; make others") from None
             self._stepping.clear()
             is_theirs = isinstance(error, EnvironmentFailure)
             self.env.processes.kill(str(error) if is_theirs else "the driver was interrupted while they were at work")
             raise
-        return np.array(sorted(self._stepping.pop(process) for process in done))
 
     def settle(self) -> None:
         """Wait until no env is in the middle of a step."""

@@ -34,7 +34,8 @@ class MultiCollector(FrameCollector):
 
     Args:
         create_env_fn: one factory for each worker, or one for all with `num_workers`.
-        policy: every worker has a copy; see `update_policy_weights_`.
+        policy: every worker has a copy; that of an `nn.Module` gets new weights from `update_policy_weights_`, that of
+            any other callable stays as it was, with all that it refers to.
         create_env_kwargs: of the factories; one mapping for all, or one for each.
         num_workers: number of processes, if there is only one factory.
         num_threads: that torch uses in each worker.
@@ -81,6 +82,9 @@ class MultiCollector(FrameCollector):
             postproc=postproc,
             replay_buffer=replay_buffer,
         )
+        for name, seconds in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
+            if not seconds > 0:
+                raise ConfigError(f"{name}={seconds} leaves no time for anything; give seconds above 0")
         if num_workers is None:
             if not isinstance(create_env_fn, list | tuple):
                 raise ConfigError("create_env_fn is one for all workers; say with num_workers how many there are")
@@ -148,7 +152,7 @@ class MultiCollector(FrameCollector):
     def set_seed(self, seed: int) -> int:
         """Seed every worker differently: its env, and the generators of torch, numpy and Python in its process.
 
-        New episodes begin with each worker's next batch.
+        New episodes begin with each worker's next batch; those that are under way stay as they are.
 
         Returns:
             The first seed that is not used by it.

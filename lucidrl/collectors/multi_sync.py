@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from lucidrl.collectors.multi import MultiCollector
 from lucidrl.collectors.worker_main import Batch
 from lucidrl.envs.tensordicts import tensordict_of
-from lucidrl.errors import ConfigError
+from lucidrl.errors import ConfigError, DataError
 
 
 class MultiSyncCollector(MultiCollector):
@@ -30,7 +30,7 @@ class MultiSyncCollector(MultiCollector):
 
     def rollout(self, num_frames: int | None = None) -> TensorDictBase:
         """A batch of `num_frames`, by default `frames_per_batch`, as it was collected."""
-        shares = self._shares(num_frames or self.frames_per_batch)
+        shares = self._shares(self._num_or_default(num_frames))
         for index, share in shares.items():
             self._request(index, share, self.num_frames)
         batches = dict(self._next_under_way() for _ in shares)
@@ -63,6 +63,12 @@ class MultiSyncCollector(MultiCollector):
         return {index: share for index, share in shares.items() if share}
 
     def _joined(self, batches: list[Batch]) -> TensorDictBase:
+        for index, batch in enumerate(batches):
+            if differing := batch.entries.keys() ^ batches[0].entries.keys():
+                raise DataError(
+                    f"the batches of workers 0 and {index} differ in {', '.join(map(str, differing))}; let policy and "
+                    "hook give the same entries in every worker"
+                )
         entries = {key: torch.cat([batch.entries[key] for batch in batches]) for key in batches[0].entries}
         _, *rest = batches[0].batch_size
         num_rows = sum(batch.batch_size[0] for batch in batches)

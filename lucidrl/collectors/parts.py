@@ -40,7 +40,7 @@ def check_frames(frames_per_batch: int, total_frames: int, num_envs: int) -> Non
             num_envs,
             -(-frames_per_batch // num_envs) * num_envs,
         )
-    elif total_frames > 0 and total_frames % num_envs:
+    if total_frames > 0 and total_frames % num_envs:
         log.warning(
             "total_frames=%d is no multiple of the %d envs, which step together: %d frames are collected",
             total_frames,
@@ -53,17 +53,21 @@ def weights_of(source: Any) -> Weights:
     """The weights in a state dict, a TensorDict of parameters or a module, by their names in the module.
 
     Raises:
-        ConfigError: if it is none of them.
+        ConfigError: if it is none of them, or has more than tensors, such as a module's extra state.
     """
     if isinstance(source, nn.Module):
-        return dict(source.state_dict())
-    if isinstance(source, TensorDictBase):
-        return dict(source.flatten_keys(".").items())
-    if isinstance(source, Mapping):
-        return dict(source)
-    raise ConfigError(
-        f"weights cannot be taken from a {type(source).__name__}; give a module, its state_dict(), or a TensorDict"
-    )
+        weights = dict(source.state_dict())
+    elif isinstance(source, TensorDictBase):
+        weights = dict(source.flatten_keys(".").items())
+    elif isinstance(source, Mapping):
+        weights = dict(source)
+    else:
+        raise ConfigError(
+            f"weights cannot be taken from a {type(source).__name__}; give a module, its state_dict(), or a TensorDict"
+        )
+    if others := [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]:
+        raise ConfigError(f"the weights have {listed(others)}, which is no tensor; collectors take tensors only")
+    return weights
 
 
 def check_weights(weights: Weights, expected: Mapping[str, torch.Size]) -> None:
@@ -87,7 +91,7 @@ def check_weights(weights: Weights, expected: Mapping[str, torch.Size]) -> None:
 def load_weights(module: nn.Module, source: Any) -> None:
     """Load weights into a module, all of them or, with an error, none."""
     given = weights_of(source)
-    check_weights(given, {name: tensor.shape for name, tensor in module.state_dict().items()})
+    check_weights(given, {name: tensor.shape for name, tensor in weights_of(module).items()})
     module.load_state_dict(given)
 
 
@@ -106,6 +110,8 @@ def check_calls(list_of_args: Sequence[tuple[Any, ...]], num_workers: int) -> No
         raise ConfigError(
             f"list_of_args has {len(list_of_args)} tuples for {num_workers} worker(s); give one tuple a worker"
         )
+    if wrong := [args for args in list_of_args if not isinstance(args, list | tuple)]:
+        raise ConfigError(f"list_of_args has {wrong[0]!r}, which is no tuple of arguments; give one tuple a worker")
 
 
 def call_method(target: object, name: str, args: Sequence[Any]) -> Any:
@@ -117,7 +123,17 @@ def call_method(target: object, name: str, args: Sequence[Any]) -> Any:
 
 
 def device_of(device: Device) -> torch.device | None:
-    return None if device is None else torch.device(device)
+    """The device with its number, as tensors there have it.
+
+    Raises:
+        ConfigError: if there is no such device.
+    """
+    if device is None:
+        return None
+    try:
+        return torch.zeros(1, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # whatever torch has for it
+        raise ConfigError(f"device {device} cannot be used here; give one that this machine has") from error
 
 
 def listed(names: list[str]) -> str:

@@ -14,8 +14,7 @@ from lucidrl.collectors.frame_store import Rows, as_block
 from lucidrl.collectors.free_envs import FreeEnvs
 from lucidrl.collectors.trajectories import POLICY_VERSION, TRAJECTORY_IDS
 from lucidrl.envs.arrays import FLAGS, Key
-from lucidrl.envs.policies import ArrayPolicy, Tensors
-from lucidrl.envs.specs import Bounded
+from lucidrl.envs.policies import ArrayPolicy, check_actions, check_is_tensor, other_dtype
 from lucidrl.envs.tensordicts import quick_view
 from lucidrl.errors import DataError
 
@@ -33,8 +32,10 @@ class PolicyServer:
         self._roots = env.new_frame().observation
         self._numbers = np.zeros(num_envs, np.int64)
         self._versions = np.zeros(num_envs, np.int64)
+        self._is_checked = False  # whether the policy's actions are those of the envs
         # Where each output of the policy goes; the actions are where the envs find them.
         self._outputs: dict[Key, Any] = dict(env.rows.actions)
+        self._dtypes: dict[Key, torch.dtype] = {}  # in which the policy gave them
         self._rows: dict[Key, Any] = {
             **self._roots,
             **{name: np.zeros((num_envs, 1), bool) for name in FLAGS},
@@ -63,10 +64,10 @@ class PolicyServer:
             version: of its weights.
         """
         self._envs.reset()
+        self._is_checked = False
         everyone = np.arange(self._envs.env.num_envs)
         self._number(everyone)
         self._decide(everyone, policy, version)
-        self._check_actions()
         self._envs.start(everyone)
 
     def go_on(self, picked: np.ndarray, policy: ArrayPolicy | None, version: int) -> None:
@@ -88,37 +89,36 @@ class PolicyServer:
             self._roots[key][block] = array[block]
         self._versions[block] = version
         if policy is None:
-            outputs = self._random_actions(picked)
-        else:
-            outputs = policy({key: torch.from_numpy(array[block]) for key, array in self._roots.items()})
+            self._act_at_random(block)
+            return
+        # Copies, which the policy may keep.
+        outputs = policy({key: torch.from_numpy(array[block].copy()) for key, array in self._roots.items()})
         for key, value in outputs.items():
-            place = self._outputs.get(key)
-            if place is None:
-                place = self._new_output(key, value)
+            if key not in self._dtypes:
+                self._begin_output(key, value)
+            place = self._outputs[key]
             if value.shape != (len(picked), *place.shape[1:]):
                 raise DataError(
                     f"the policy gave {key!r} of shape {list(value.shape)}, but {[len(picked), *place.shape[1:]]} is "
                     f"needed for {len(picked)} envs; every step must give the same, and actions as the envs take them"
                 )
+            if value.dtype is not self._dtypes[key]:
+                raise other_dtype(key, value.dtype, self._dtypes[key])
             place[block] = quick_view(value.detach().cpu())
+        if not self._is_checked:
+            self._is_checked = True
+            check_actions(self._envs.env, self._envs.env.rows.actions, outputs, picked)
 
-    def _random_actions(self, picked: np.ndarray) -> Tensors:
+    def _act_at_random(self, block: slice | np.ndarray) -> None:
         actions = self._envs.env.new_actions()
         self._envs.env.sample_actions(actions)
-        return {key: torch.from_numpy(array[picked]) for key, array in actions.items()}
+        for key, array in actions.items():
+            self._outputs[key][block] = array[block]
 
-    def _check_actions(self) -> None:
-        """The first actions tell whether a policy and the envs speak of the same; bounds are the envs' to keep."""
-        for key, spec in self._envs.env.action_leaves().items():
-            actions = self._envs.env.rows.actions[key]
-            if not isinstance(spec, Bounded) and not spec.contains(actions):
-                raise DataError(
-                    f"the policy's {key!r} is {actions.reshape(-1)[:8].tolist()}, which is not in {spec}; "
-                    "let it give what the envs take"
-                )
-
-    def _new_output(self, key: Key, value: torch.Tensor) -> Any:
+    def _begin_output(self, key: Key, value: torch.Tensor) -> None:
         """Make room for an output that comes for the first time."""
-        tensor = torch.zeros(self._envs.env.num_envs, *value.shape[1:], dtype=value.dtype)
-        self._outputs[key] = self._rows[key] = quick_view(tensor)
-        return self._outputs[key]
+        check_is_tensor(key, value)
+        self._dtypes[key] = value.dtype
+        if key not in self._outputs:
+            tensor = torch.zeros(self._envs.env.num_envs, *value.shape[1:], dtype=value.dtype)
+            self._outputs[key] = self._rows[key] = quick_view(tensor)

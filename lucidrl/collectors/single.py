@@ -122,18 +122,21 @@ class Collector(LocalCollector):
         """A batch of `num_frames`, by default `frames_per_batch`, as it was collected."""
         if self._is_shut_down:
             raise ConfigError("the collector was shut down; make another one")
-        if self._begins_anew or self._reset_at_each_iter:
-            self._begins_anew = False
-            self._numbers.begin_anew()
-            self._recorder.reset()
-        is_random = self.num_frames < self._init_random_frames
-        with set_interaction_type(self._exploration_type):
-            self._recorder.record(
-                self._act_at_random if is_random else self._act, self._num_steps(num_frames or self.frames_per_batch)
-            )
+        num_steps = self._num_steps(self._num_or_default(num_frames))
+        try:
+            with self._collecting, set_interaction_type(self._exploration_type):
+                if self._begins_anew or self._reset_at_each_iter:
+                    self._begins_anew = False
+                    self._numbers.begin_anew()
+                    self._recorder.reset()
+                is_random, version = self.num_frames < self._init_random_frames, self.policy_version
+                self._recorder.record(self._act_at_random if is_random else self._act, num_steps)
+        except BaseException:
+            self.reset()  # the frames up to here are lost
+            raise
         batch = self._recorder.take()
         batch[TRAJECTORY_IDS] = self._numbers.of(batch["next", "done"].squeeze(-1).numpy())
-        batch[POLICY_VERSION] = torch.full(batch.batch_size, self.policy_version)
+        batch[POLICY_VERSION] = torch.full(batch.batch_size, version)
         return self._collected(batch)
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lucidrl.collectors.parts import Weights, check_weights, listed
-from lucidrl.errors import ConfigError
+from lucidrl.collectors.parts import Weights, check_weights
 
 _ALIGNMENT_BYTES = 64
 
@@ -40,15 +39,7 @@ class SharedWeights:
 
     @classmethod
     def like(cls, weights: Weights) -> SharedWeights:
-        """Room for two versions of such weights.
-
-        Raises:
-            ConfigError: if there is more than tensors, such as a module's extra state.
-        """
-        if others := [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]:
-            raise ConfigError(
-                f"the policy's state dict has {listed(others)}, which is no tensor; workers can be sent tensors only"
-            )
+        """Room for two versions of such weights."""
         size_bytes = sum(_room_bytes(tensor.shape, tensor.dtype) for tensor in weights.values())
         return cls(
             {name: tensor.shape for name, tensor in weights.items()},

@@ -118,17 +118,18 @@ def serve(control: socket.socket, batches: socket.socket, settings: WorkerSettin
     """Carry out commands until the driver closes the connection; the first message has the collector's arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the driver decides
     end_with_driver(die_with_starting_thread=True)  # that of the fork server, which ends with the driver
+    os.environ.clear()
     os.environ.update(settings.environment)
     logging.getLogger(parts.__name__).setLevel(logging.ERROR)  # the driver warns of numbers of frames, once for all
     torch.set_num_threads(settings.num_threads)
     seed_everything(settings.base_seed, stream=settings.index)
     worker: _CollectorWorker | None = None
 
-    def start() -> EnvSpecs:
+    def start() -> bytes:
         nonlocal worker
         shared, own = arguments
         worker = _CollectorWorker({**cloudpickle.loads(shared), **cloudpickle.loads(own)}, weights)
-        return worker.env_specs()
+        return cloudpickle.dumps(worker.env_specs())  # a spec may be of a class that only the program knows
 
     with suppress(EOFError, OSError):  # the driver closed the connection, or is gone
         arguments: tuple[bytes, bytes] = receive(control).content()

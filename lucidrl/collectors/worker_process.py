@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import selectors
 import socket
 import struct
@@ -126,5 +127,7 @@ def _outcome(message: Message) -> Outcome:
 
 def _limit_sends(connection: socket.socket, timeout_s: float) -> None:
     """Unlike `settimeout`, it leaves reading alone, which another thread does."""
+    if math.isinf(timeout_s):
+        return
     seconds, microseconds = divmod(round(timeout_s * 1e6), 1_000_000)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, microseconds))

@@ -12,11 +12,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
+import cloudpickle
 import torch
 
 from lucidrl.collectors.weights import SharedWeights
@@ -95,7 +96,7 @@ class WorkerSet:
                 self._workers.append(
                     WorkerProcess(settings, weights, (shared_arguments, own), timeout_s, put_reply, put_batch)
                 )
-            self.specs: list[EnvSpecs] = self._gather(START, start_timeout_s)
+            self.specs: list[EnvSpecs] = [cloudpickle.loads(specs) for specs in self._gather(START, start_timeout_s)]
             """Of the workers' envs."""
         except BaseException:
             self._kill("did not start")
@@ -108,7 +109,7 @@ class WorkerSet:
 
     def call(self, phase: str, commands: Sequence[Call | Seed]) -> list[Any]:
         """Give every worker its command; what came of them, by worker. Waits for rollouts that are under way."""
-        with self._calling:
+        with self._calling, self._in_whole(phase):
             self._check_alive(phase)
             for index, command in enumerate(commands):
                 self._send(index, command, phase)
@@ -117,13 +118,15 @@ class WorkerSet:
     def request(self, index: int, command: Collect) -> None:
         """Ask a worker for a batch, without waiting for it."""
         self._check_alive(ROLLOUT)
-        self._send(index, command, ROLLOUT)
+        with self._in_whole(ROLLOUT):
+            self._send(index, command, ROLLOUT)
         self._due[index] = time.monotonic() + self._timeout_s
 
     def next_batch(self) -> tuple[int, Batch]:
         """The batch that comes first of those that were asked for, and who it is from."""
         self._check_alive(ROLLOUT)
-        index, batch = self._next(self._batches, self._due, ROLLOUT, self._timeout_s)
+        with self._in_whole(ROLLOUT):
+            index, batch = self._next(self._batches, self._due, ROLLOUT, self._timeout_s)
         del self._due[index]
         return index, batch
 
@@ -141,6 +144,15 @@ class WorkerSet:
         if late:
             _log.warning("collector workers %s were busy for more than %g s and killed", late, _SHUTDOWN_DEADLINE_S)
 
+    @contextmanager
+    def _in_whole(self, phase: str) -> Iterator[None]:
+        """Ctrl-C for instance leaves the workers in the middle of something, which nobody can go on from."""
+        try:
+            yield
+        except BaseException:
+            self._kill(f"was interrupted in {phase}")
+            raise
+
     def _gather(self, phase: str, timeout_s: float) -> list[Any]:
         due = dict.fromkeys(range(self.size), time.monotonic() + timeout_s)
         results: dict[int, Any] = {}
@@ -152,12 +164,8 @@ class WorkerSet:
 
     def _next(self, arrivals: _Arrivals, due: Mapping[int, float], phase: str, timeout_s: float) -> tuple[int, Any]:
         """What the next of those workers returned that have something due."""
-        try:
-            while (late := _late(arrivals, due)) == [] and not arrivals.here:
-                self._wait(arrivals, due)
-        except BaseException:  # Ctrl-C for instance; the workers are in the middle of something
-            self._kill(f"was interrupted in {phase}")
-            raise
+        while (late := _late(arrivals, due)) == [] and not arrivals.here:
+            self._wait(arrivals, due)
         if late:
             self._fail(_lateness(late, self.size, phase, timeout_s), phase)
         index, outcome = arrivals.here.popleft()

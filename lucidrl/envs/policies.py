@@ -11,9 +11,10 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from lucidrl.envs.arrays import Key
+from lucidrl.envs.arrays import Arrays, Key
+from lucidrl.envs.specs import Bounded
 from lucidrl.envs.tensordicts import tensordict_of
-from lucidrl.errors import ConfigError
+from lucidrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from lucidrl.envs.base import EnvBase
@@ -50,6 +51,36 @@ def as_policy(policy: Any, env: EnvBase, device: torch.device | None = None) -> 
             f"policy is {policy!r}; give a TensorDict module, a module on the observation, a callable, or None"
         )
     return ask if device is None or device.type == "cpu" else _OnDevice(ask, device)
+
+
+def check_is_tensor(key: Key, value: Any) -> None:
+    """Refuse an output of a policy that is none, when it comes for the first time."""
+    if not isinstance(value, torch.Tensor):
+        raise DataError(f"the policy gave {key!r} as a {type(value).__name__}; every output must be a tensor")
+
+
+def other_dtype(key: Key, dtype: torch.dtype, before: torch.dtype) -> DataError:
+    """For an output that would not be kept as it is."""
+    return DataError(f"the policy gave {key!r} as {dtype}, but as {before} before; every step must give the same")
+
+
+def check_actions(env: EnvBase, taken: Arrays, given: Tensors, rows: Any = ...) -> None:
+    """Refuse actions that are not of the env's kind; the first ones tell whether a policy and an env speak of the same.
+
+    Numbers beyond their bounds are the env's to clip, as Gaussian policies rely on.
+
+    Args:
+        taken: what the env is about to act on.
+        given: what the policy gave for those `rows` of it.
+    """
+    for key, spec in env.action_leaves().items():
+        action = given[key].cpu()
+        is_rounded = not spec.dtype.is_floating_point and not (torch.from_numpy(taken[key][rows]) == action).all()
+        if is_rounded or not (isinstance(spec, Bounded) or spec.contains(taken[key])):
+            raise DataError(
+                f"the policy's {key!r} is {action.reshape(-1)[:8].tolist()}, which is not in {spec}; "
+                "let it give what the env takes"
+            )
 
 
 class _AtRandom:
@@ -131,7 +162,8 @@ def _outputs(result: Any, action_keys: list[Key], policy: Any) -> Tensors:
     entries = dict(result) if isinstance(result, Mapping) else {}
     if missing := [key for key in action_keys if key not in entries]:
         name = getattr(policy, "__name__", type(policy).__name__)
-        got = ", ".join(map(str, entries)) or f"a {type(result).__name__}"
+        nothing = "nothing" if isinstance(result, Mapping) else f"a {type(result).__name__}"
+        got = ", ".join(map(str, entries)) or nothing
         raise ConfigError(
             f"the policy {name} gave no {missing[0]!r}, but {got}; it must write what the env takes under that key"
         )

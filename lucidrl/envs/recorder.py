@@ -12,8 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from lucidrl.envs.arrays import FLAGS, Arrays, Key, copy_rows
-from lucidrl.envs.policies import ArrayPolicy, Tensors
-from lucidrl.envs.specs import Bounded
+from lucidrl.envs.policies import ArrayPolicy, check_actions, check_is_tensor, other_dtype
 from lucidrl.envs.tensordicts import quick_view, tensordict_of
 from lucidrl.errors import DataError
 
@@ -22,25 +21,19 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Records up to `num_frames` steps of every env of a batch, then again: episodes go on from one record to the next.
+    """Records steps of every env of a batch, then again: episodes go on from one record to the next.
 
-    The env always writes into the same two frames, and the policy always reads the same tensors: they stay in the
-    processor's cache, and what an env derives from a frame is derived once.
+    The env always writes into the same two frames: they stay in the processor's cache, and what an env derives from a
+    frame is derived once. The policy gets copies, which it may keep.
     """
 
     def __init__(self, env: EnvBase, num_frames: int):
         self.env = env
-        self._num_frames = num_frames
         self._root, self._next = env.new_frame(), env.new_frame()
-        self._inputs = {key: torch.from_numpy(array) for key, array in self._root.observation.items()}
-        self._roots = {key: self._over_time(array) for key, array in self._root.observation.items()}
-        self._nexts = {key: self._over_time(array) for key, array in self._next.arrays().items()}
-        self._before_step = [(self._roots[key], array) for key, array in self._root.observation.items()]
-        self._after_step = [(self._nexts[key], array) for key, array in self._next.arrays().items()]
-        self._actions = {key: self._over_time(array) for key, array in env.new_actions().items()}
-        self._outputs: dict[Key, Any] = dict(self._actions)
-        self._length = 0
+        self._observation = {key: torch.from_numpy(array) for key, array in self._root.observation.items()}
         self._is_started = False
+        self._length = 0
+        self._make_room(num_frames)
 
     def reset(self) -> None:
         """Begin the next record with new episodes."""
@@ -58,19 +51,22 @@ class Recorder:
         Args:
             until_done: stop at the first end of an episode, and leave the env there; otherwise it begins anew.
         """
-        assert num_frames <= self._num_frames
+        if num_frames > self._num_frames:
+            self._make_room(num_frames)
         if not self._is_started:
             self.reset()
+        self._outputs: dict[Key, Any] = dict(self._actions)
+        self._dtypes: dict[Key, torch.dtype] = {}  # in which the policy gave them
         with torch.no_grad():
             for time in range(num_frames):
                 for stored, array in self._before_step:
                     stored[time] = array
-                outputs = policy(self._inputs)
+                outputs = policy({key: tensor.clone() for key, tensor in self._observation.items()})
                 for key, value in outputs.items():
                     self._keep(key, value, time)
                 actions = {key: stored[time, ...] for key, stored in self._actions.items()}
                 if time == 0:
-                    self._check(actions, outputs)
+                    check_actions(self.env, actions, outputs)
                 self._length = time + 1
                 is_over = False
                 if until_done:
@@ -97,6 +93,14 @@ class Recorder:
             entries[("next", *((key,) if isinstance(key, str) else key))] = self._taken(stored)
         return tensordict_of(entries, batch, None)
 
+    def _make_room(self, num_frames: int) -> None:
+        self._num_frames = num_frames
+        self._roots = {key: self._over_time(array) for key, array in self._root.observation.items()}
+        self._nexts = {key: self._over_time(array) for key, array in self._next.arrays().items()}
+        self._before_step = [(self._roots[key], array) for key, array in self._root.observation.items()]
+        self._after_step = [(self._nexts[key], array) for key, array in self._next.arrays().items()]
+        self._actions = {key: self._over_time(array) for key, array in self.env.new_actions().items()}
+
     def _taken(self, stored: Any) -> torch.Tensor:
         recorded = torch.as_tensor(stored)[: self._length]
         return recorded.movedim(0, len(self.env.batch_size)).clone(memory_format=torch.contiguous_format)
@@ -105,18 +109,24 @@ class Recorder:
         return np.zeros((self._num_frames, *array.shape), array.dtype)
 
     def _keep(self, key: Key, value: torch.Tensor, time: int) -> None:
-        stored = self._outputs.get(key)
-        if stored is None:
-            stored = self._new_output(key, value)
+        if key not in self._dtypes:
+            self._begin_output(key, value)
+        stored = self._outputs[key]
         if value.shape != stored.shape[1:]:
             raise DataError(
                 f"the policy gave {key!r} of shape {list(value.shape)}, but {list(stored.shape[1:])} is needed; every "
                 "step must give the same, and actions as the env takes them"
             )
+        if value.dtype is not self._dtypes[key]:
+            raise other_dtype(key, value.dtype, self._dtypes[key])
         stored[time] = quick_view(value.detach().cpu())
 
-    def _new_output(self, key: Key, value: torch.Tensor) -> Any:
-        """Make room for an output that comes for the first time; that of earlier steps is zero."""
+    def _begin_output(self, key: Key, value: torch.Tensor) -> None:
+        """Make room for an output that comes for the first time in a record; that of earlier steps is zero."""
+        check_is_tensor(key, value)
+        self._dtypes[key] = value.dtype
+        if key in self._actions:
+            return
         batch = self.env.batch_size
         if value.shape[: len(batch)] != batch:
             raise DataError(
@@ -124,18 +134,3 @@ class Recorder:
                 f"{list(batch)}; every output must"
             )
         self._outputs[key] = quick_view(torch.zeros(self._num_frames, *value.shape, dtype=value.dtype))
-        return self._outputs[key]
-
-    def _check(self, actions: Arrays, outputs: Tensors) -> None:
-        """The first actions of a record tell whether a policy and an env speak of the same.
-
-        Numbers beyond their bounds are the env's to clip, as Gaussian policies rely on.
-        """
-        for key, spec in self.env.action_leaves().items():
-            given = outputs[key].cpu()
-            is_rounded = not spec.dtype.is_floating_point and not (torch.from_numpy(actions[key]) == given).all()
-            if is_rounded or not (isinstance(spec, Bounded) or spec.contains(actions[key])):
-                raise DataError(
-                    f"the policy's {key!r} is {given.reshape(-1)[:8].tolist()}, which is not in {spec}; "
-                    "let it give what the env takes"
-                )

@@ -45,4 +45,9 @@ def _model_folder(source: Path) -> Path:
     checkpoint = CheckpointManager(source / CHECKPOINTS_NAME).latest()
     if checkpoint is None:
         raise CheckpointError(f"{source} holds no valid checkpoint yet; let the run go on until it has saved one")
+    if not (checkpoint.path / WEIGHTS / "config.json").is_file():
+        raise ConfigError(
+            f"{source} holds no language model, so there is nothing to ask; give a run of lucidrl grpo or sft "
+            "(docs/control.md shows how to play a trained control policy)"
+        )
     return checkpoint.path / WEIGHTS

@@ -29,6 +29,7 @@ from lucidrl.recipes.control_configs import ControlEnvConfig, PPORunConfig
 from lucidrl.recipes.episode_tape import EpisodeTape, EpisodeTapes
 from lucidrl.recipes.parts import RunParts, check_run_can_start
 from lucidrl.recipes.recipe import Recipe
+from lucidrl.utils.imports import import_user_module
 
 if TYPE_CHECKING:
     import gymnasium
@@ -77,11 +78,18 @@ def make_envs(config: ControlEnvConfig, num_envs: int) -> tuple[EnvBase, Episode
 def _gymnasium_env(config: ControlEnvConfig) -> gymnasium.Env:
     import gymnasium
 
+    module_name, colon, _ = config.name.partition(":")
+    if colon:
+        import_user_module(module_name)
     try:
         # Our own checks are cheaper than gymnasium's checker and take its place.
         return gymnasium.make(config.name, **{"disable_env_checker": True, **config.kwargs})
     except (gymnasium.error.Error, ImportError, TypeError) as error:
         raise ConfigError(f"gymnasium does not make env.name={config.name!r}: {error}") from error
+    except Exception as error:  # of the env's own code
+        raise ConfigError(
+            f"env.name={config.name!r} cannot be made with env.kwargs={config.kwargs}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def spaces_of(env: EnvBase, name: str) -> tuple[ObservationSpace, ActionSpace]:
@@ -113,7 +121,7 @@ def spaces_of(env: EnvBase, name: str) -> tuple[ObservationSpace, ActionSpace]:
 def _evaluator(config: PPORunConfig, policy: ControlPolicy, stack: ExitStack) -> Evaluator | None:
     if config.validation.num_episodes == 0:
         return None
-    env, _ = make_envs(config.env, config.validation.num_episodes)
+    env = SerialEnv(config.validation.num_episodes, lambda: GymEnv(_gymnasium_env(config.env)))
     stack.callback(env.close)
     return Evaluator(env, policy.greedy, policy.device, VALIDATION_SEED, config.validation.max_episode_frames)
 

@@ -29,7 +29,7 @@ class EpisodeTape:
         self._seed: int | None = None
         """The last one given."""
         self._generator: Mapping[str, Any] | None = None
-        """State of the env's generator before the last reset; None after a reset with a seed."""
+        """State of the env's generator before the last reset; None after a reset with a seed, or if it has none."""
         self._actions: list[np.ndarray] = []
         self._observation: Any = None
         self._resumed: Mapping[str, Any] | None = None
@@ -49,7 +49,7 @@ class EpisodeTape:
             resumed, self._resumed = self._resumed, None
             return self._play(resumed)
         if seed is None:
-            self._generator = self._env.unwrapped.np_random.bit_generator.state
+            self._generator = _generator_state(self._env)
         else:
             self._seed, self._generator = seed, None
         self._actions = []
@@ -105,6 +105,18 @@ class EpisodeTapes:
             )
         for tape, saved in zip(self._tapes, state, strict=True):
             tape.load_state_dict(saved)
+
+
+def _generator_state(env: gymnasium.Env) -> dict[str, Any] | None:
+    """As plain values; None if the env has put something else than a `numpy.random.Generator` in its place."""
+    generator = env.unwrapped.np_random
+    return _plain(generator.bit_generator.state) if isinstance(generator, np.random.Generator) else None
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
 
 
 def _digest(observation: Any) -> str:

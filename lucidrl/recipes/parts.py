@@ -40,7 +40,8 @@ class RunParts:
         self._newest = _newest_checkpoint(self._manager) if resume else None
         run_id = self._newest.state.get("run_id") if self._newest is not None else None
         self.logger = stack.enter_context(Logger(config.tracking.logger_config(folder, run_id)))
-        self.logger.log_hyperparams(config.model_dump(mode="json"))
+        if self._newest is None:
+            self._log_settings()
 
     def saver(self, policy: SavablePolicy) -> Saver:
         checkpoint = self._config.checkpoint
@@ -60,7 +61,12 @@ class RunParts:
                 f"{self._newest.path} holds no state of such a run ({type(error).__name__}: {error}); "
                 "resume with the command and the version that saved it"
             ) from error
+        # Only now: a resume that is refused has changed nothing.
         update_run_config(self._folder, self._config)
+        self._log_settings()
+
+    def _log_settings(self) -> None:
+        self.logger.log_hyperparams(self._config.model_dump(mode="json"))
 
 
 def _newest_checkpoint(manager: CheckpointManager) -> Checkpoint:

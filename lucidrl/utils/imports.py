@@ -1,10 +1,13 @@
-"""Objects by import path, as configs name them; packages that not everybody has; names that are imported at use."""
+"""Objects and modules that configs name; packages that not everybody has; names that are imported at use."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 from lucidrl.errors import ConfigError
@@ -23,6 +26,28 @@ def import_object(path: str, key: str) -> Any:
         raise ConfigError(
             f"{key}={path!r} cannot be imported ({error}); give a path such as package.module.Name"
         ) from error
+
+
+def import_user_module(module_name: str) -> ModuleType:
+    """A module that a config names as `module:Name`; looked up in the working directory too.
+
+    Raises:
+        ConfigError: if there is none, if it needs another that is not installed, or if it fails when imported.
+    """
+    # Installed commands, unlike `python -m`, do not look in the working directory; later imports of the module may.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(f"module {module_name} needs {error.name}, which is not installed") from error
+        raise ConfigError(
+            f"there is no module {module_name} in {os.getcwd()} or among the installed packages; "
+            "write the environment's name as module:Name"
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"module {module_name} fails when imported, with {type(error).__name__}: {error}") from error
 
 
 def require_package(package: str, reason: str, extra: str | None = None) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -120,6 +121,18 @@ def test_a_large_argument_for_a_stopped_worker_does_not_block():
     assert time.monotonic() - begun < TIMEOUT_S + 2
 
 
+def test_a_call_that_is_interrupted_ends_the_workers():
+    """Its answers would be taken for those of the next one."""
+    collector = MultiSyncCollector([healthy] * 2, frames_per_batch=20, timeout_s=20)
+    os.kill(collector.workers.pids[1], signal.SIGSTOP)
+    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        collector.map_fn("load_state_dict", [({"numbers": bytes(10_000_000)},)] * 2)
+    with pytest.raises(WorkerError, match="state_dict cannot begin: the collector was interrupted in load_state_dict"):
+        collector.state_dict()
+
+
 def test_an_error_of_ours_keeps_its_type():
     def raising():
         raise EnvironmentFailure("the track is closed; wait for summer")
@@ -180,9 +193,17 @@ def test_env_processes_of_a_worker_end_with_it():
     wait_for_end_of(env_processes)
 
 
+def is_running(pid):
+    """A zombie is not: how soon an orphan's is reaped is up to the machine's first process."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_for_end_of(pids, timeout_s=6.0):
     until = time.monotonic() + timeout_s
-    while any(psutil.pid_exists(pid) for pid in pids):
+    while any(is_running(pid) for pid in pids):
         assert time.monotonic() < until, "processes are left"
         time.sleep(0.05)
 

@@ -63,7 +63,11 @@ class Switches(Idle):
     observation_space = Box(0, 1, (2,))
     action_space = MultiBinary(3)
 
-for env in (Several, Switches):
+class Failing(Idle):
+    def __init__(self):
+        raise ValueError("no licence")
+
+for env in (Several, Switches, Failing):
     gymnasium.register(f"{env.__name__}-v0", env)
 """
 
@@ -184,6 +188,12 @@ MISTAKES = {
     "several observations": (["ppo", "env.name=cli_control_envs:Several-v0"], ["a, b", "FlattenObservation"]),
     "several choices": (["ppo", "env.name=cli_control_envs:Switches-v0"], ["Switches-v0", "Discrete or Box"]),
     "optimizer of the critic": (["ppo", "critic.optimizer.kwargs.speed=1"], ["critic.optimizer.kwargs", "speed"]),
+    "control env that fails": (
+        ["ppo", "env.name=cli_control_envs:Failing-v0"],
+        ["Failing-v0", "ValueError: no licence"],
+    ),
+    "module of no control env": (["ppo", "env.name=absent_envs:A-v0"], ["no module absent_envs", "module:Name"]),
+    "endless spread": (["ppo", "policy.initial_std=inf"], ["policy.initial_std", "finite number"]),
     "resume of a control run that is none": (["ppo", "--resume", "taken"], ["taken is not a run folder"]),
 }
 
@@ -253,6 +263,22 @@ def test_a_control_run_can_be_resumed_and_run_again_from_its_config(lucidrl, wor
     code, output, _ = lucidrl("ppo", "--resume", "runs/run", "ppo.max_steps=3")
     assert code == 0
     assert CheckpointManager(workplace / "runs/run/checkpoints").latest().step == 3
+    code, _, errors = lucidrl("generate", "runs/run", "1+1=")
+    assert code != 0
+    assert errors.startswith("error: runs/run holds no language model")
+
+
+def test_a_control_env_of_your_own_is_found_in_the_working_directory(lucidrl, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    Path("cli_own_envs.py").write_text(
+        "import gymnasium\n"
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "gymnasium.register('Own-v0', CartPoleEnv, max_episode_steps=9)\n"
+    )
+    code, output, errors = lucidrl("check", "--algorithm", "ppo", "env.name=cli_own_envs:Own-v0")
+    assert code == 0, errors
+    assert "one of 2" in output
 
 
 def test_a_run_can_be_asked_resumed_and_run_again_from_its_config(lucidrl, workplace):

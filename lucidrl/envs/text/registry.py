@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -19,6 +16,7 @@ from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
 from lucidrl.envs.text.interfaces import PromptSource, TextEnv
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.utils.config import Config, validate
+from lucidrl.utils.imports import import_user_module
 
 ENVS: dict[str, tuple[Callable[[Any], TextEnv], type[Config]]] = {
     "arithmetic": (ArithmeticEnv, ArithmeticConfig),
@@ -43,7 +41,7 @@ def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
         close = difflib.get_close_matches(name, ENVS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(ENVS)}, or module:Class of your own"
         raise ConfigError(f"unknown environment {name!r}; {hint}")
-    env_class = _env_class(_import_module(module_name), class_name)
+    env_class = _env_class(import_user_module(module_name), class_name)
     try:
         inspect.signature(env_class).bind(**kwargs)
     except TypeError as error:
@@ -73,23 +71,6 @@ def split_prompts(env: TextEnv, config: EnvConfig) -> tuple[list[Prompt], list[P
     if count > 1:
         raise DataError(f"environment {config.name} gives {count} prompts the id {prompt_id!r}; ids are unique")
     return split(prompts, config.validation_fraction)
-
-
-def _import_module(module_name: str) -> ModuleType:
-    # Installed commands, unlike `python -m`, do not look in the working directory; later imports of the module may.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"module {module_name} needs {error.name}, which is not installed") from error
-        raise ConfigError(
-            f"there is no module {module_name} in {os.getcwd()} or among the installed packages; "
-            "write the environment's name as module:Class"
-        ) from error
-    except Exception as error:
-        raise ConfigError(f"module {module_name} fails when imported, with {type(error).__name__}: {error}") from error
 
 
 def _env_class(module: ModuleType, class_name: str) -> type[TextEnv]:

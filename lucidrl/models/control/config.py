@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -40,7 +40,7 @@ class NetworkConfig(OptimizationConfig):
 class ControlPolicyConfig(NetworkConfig):
     """The network that decides."""
 
-    initial_std: PositiveFloat = 1.0
+    initial_std: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Standard deviation of continuous actions before training, in units of half their range; then it is learned."""
 
 

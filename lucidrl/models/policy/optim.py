@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +62,9 @@ class PolicyOptimizer:
         self._is_scaled = self.loss_scale != 1.0
         self._good_steps = 0
         self._optimizer = _make_optimizer(self._trained, config, key)
-        self._scheduler = _make_scheduler(self._optimizer, config, key)
+        self._make_scheduler = partial(_make_scheduler, self._optimizer, config, key)
+        self._scheduler = self._make_scheduler()
+        self._key = key
 
     @property
     def learning_rate(self) -> float:
@@ -121,20 +125,15 @@ class PolicyOptimizer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, with the settings that are configured now: a changed learning rate is the new
-        peak of the schedule."""
+        """Go on from a saved state, with the settings that are configured now: learning rate and schedule, where they
+        are not as before, are what they would be by now had they been so from the start."""
         self._optimizer.load_state_dict(state["optimizer"])
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(state["scheduler"])
         for group in self._optimizer.param_groups:
-            configured = dict(self._optimizer.defaults)
-            factor = configured.pop("lr") / group.get("initial_lr", group["lr"])
-            group.update(configured)
-            for rate in ("lr", "initial_lr") if factor != 1 else ():
-                if rate in group:
-                    group[rate] *= factor
-            for scheduler in self._schedulers() if factor != 1 else ():
-                scheduler.base_lrs = [group["initial_lr"]]
+            group.pop("initial_lr", None)
+            group.update(self._optimizer.defaults)
+        if self._scheduler is not None:
+            self._scheduler = self._make_scheduler()
+            self._advance_schedule(state["scheduler"]["last_epoch"])
         if self._is_scaled:
             self.loss_scale, self._good_steps = state["loss_scale"], state["good_steps"]
         if self._keeps_masters:
@@ -150,10 +149,15 @@ class PolicyOptimizer:
             for parameter, tensor in zip(self._parameters, self._trained, strict=True):
                 tensor.copy_(self._local(parameter))
 
-    def _schedulers(self) -> list[Any]:
-        if self._scheduler is None:
-            return []
-        return getattr(self._scheduler, "_schedulers", [self._scheduler])
+    def _advance_schedule(self, count: int) -> None:
+        """What a scheduler keeps is mixed with its arguments, so it is not loaded: it takes its steps again."""
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before", UserWarning)
+                for _ in range(count):
+                    self.schedule()
+        except ValueError as error:
+            raise ConfigError(f"{self._key}.scheduler does not reach step {count}, the run's: {error}") from error
 
     @torch.no_grad()
     def _publish(self) -> None:

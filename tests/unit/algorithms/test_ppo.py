@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from lucidrl.errors import CheckpointError, TrainingError
+from lucidrl.algorithms.config import PPOConfig
+from lucidrl.algorithms.gae import generalized_advantages
+from lucidrl.algorithms.ppo import PPO, explained_variance
+from lucidrl.errors import CheckpointError, ConfigError, TrainingError
+from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
+from lucidrl.models.control.interfaces import DiscreteActions, ObservationSpace
+from lucidrl.models.control.policy import ControlPolicy
 from lucidrl.recipes.configs import preset_path
 from lucidrl.recipes.control import make_envs, run_ppo, spaces_of
 from lucidrl.recipes.control_configs import ControlEnvConfig, PPORunConfig
@@ -94,6 +102,39 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(ppo):
     assert digests(first.path)["parameters"] != digests(other.path)["parameters"]
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_frames_are_prepared_with_advantages_of_the_critic_on_what_followed(normalize):
+    torch.manual_seed(0)
+    policy = ControlPolicy(ObservationSpace((3,)), DiscreteActions(2), ControlPolicyConfig(), CriticConfig())
+    seen, followed, rewards = torch.randn(2, 4, 3), torch.randn(2, 4, 3), torch.randn(2, 4, 1)
+    terminated = torch.tensor([[0, 1, 0, 0], [0, 0, 0, 0]]).bool().unsqueeze(-1)
+    truncated = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 0]]).bool().unsqueeze(-1)
+    after = {"observation": followed, "reward": rewards, "terminated": terminated, "done": terminated | truncated}
+    batch = TensorDict({"observation": seen, **policy.network(seen), "next": TensorDict(after, [2, 4])}, [2, 4])
+    unused: Any = None
+    config = PPOConfig(normalize_advantages=normalize)
+    loop = PPO(config, unused, policy, *[unused] * 7)
+    frames = loop.prepare(batch)
+
+    values, next_values = policy.values(seen), policy.values(followed)
+    flags = (terminated.squeeze(-1), (terminated | truncated).squeeze(-1))
+    options = {"discount": config.discount, "gae_lambda": config.gae_lambda}
+    expected = generalized_advantages(rewards.squeeze(-1), values, next_values, *flags, **options)
+    raw = expected.advantages.flatten()
+    wanted = (raw - raw.mean()) / raw.std(correction=0) if normalize else raw
+    torch.testing.assert_close(frames.advantages, wanted)
+    torch.testing.assert_close(frames.value_targets, expected.value_targets.flatten())
+    assert frames.observations.equal(seen.flatten(0, 1))
+    assert frames.logprobs.equal(batch["sample_log_prob"].flatten())
+
+
+def test_explained_variance_is_1_for_perfect_values_and_0_for_a_constant():
+    targets = torch.tensor([1.0, 2.0, 6.0])
+    assert explained_variance(targets, targets) == 1
+    assert explained_variance(torch.ones(3), targets) == pytest.approx(0)
+    assert explained_variance(targets / 2, targets) == pytest.approx(0.75)
+
+
 def test_every_step_records_what_happened(ppo):
     folder, _ = ppo("run", "checkpoint.every=2")
     assert folder.train_metric("frames") == [64.0, 128.0, 192.0, 256.0]
@@ -120,17 +161,24 @@ def test_validation_can_be_left_out_and_an_endless_episode_counts_as_far_as_it_c
     assert {line["validation/length"] for line in cut.lines() if "validation/length" in line} == {5.0}
 
 
+def test_a_metric_that_validation_does_not_measure_is_refused_before_training(ppo):
+    with pytest.raises(ConfigError, match=r"checkpoint\.metric='accuracy' is not measured.*length, reward"):
+        ppo("run", "checkpoint.metric=accuracy")
+
+
 def test_rewards_beyond_all_numbers_stop_the_run_with_the_role_that_they_broke(ppo):
     with pytest.raises(TrainingError, match="gradients of the critic were NaN or infinite in 5 optimizer steps"):
         ppo("run", "ppo.num_epochs=5", "critic.optimizer.kwargs={lr: 1.0e+38}", "critic.activation=relu")
 
 
-def test_a_resume_with_other_envs_or_networks_is_refused(ppo):
+def test_a_resume_with_other_envs_or_networks_is_refused(ppo, tmp_path):
     ppo("run", "ppo.max_steps=1")
     with pytest.raises(CheckpointError, match=r"saved with env\.num_envs=2, not 4"):
         ppo("run", "env.num_envs=4", resume=True)
+    settings = (tmp_path / "run/hyperparams.json").read_bytes()
     with pytest.raises(CheckpointError, match=r"policy\.hidden_sizes"):
         ppo("run", "policy.hidden_sizes=[9]", resume=True)
+    assert (tmp_path / "run/hyperparams.json").read_bytes() == settings
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from functools import partial
 
+import psutil
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
@@ -15,7 +17,7 @@ from torch import nn
 from lucidrl.collectors.async_batched import AsyncBatchedCollector
 from lucidrl.collectors.trajectories import MASK, POLICY_VERSION, TRAJECTORY_IDS
 from lucidrl.errors import ConfigError, DataError, EnvironmentFailure
-from tests.unit.collectors.toys import Chance, Versioned, always_right, without_action
+from tests.unit.collectors.toys import Chance, SlowWalk, Versioned, always_right, without_action
 from tests.unit.envs.faulty import one_faulty
 from tests.unit.envs.toys import START, Countdown, Walk
 
@@ -251,12 +253,93 @@ def test_bad_input_is_told_at_once(arguments, message):
     [
         (without_action, ConfigError, "the policy without_action gave no 'action', but motion"),
         (lambda td: torch.zeros(2, 5), DataError, r"'action' of shape \[2, 5\], but \[2, 2\] is needed for 2 envs"),
-        (lambda td: torch.ones(2, 2), DataError, r"the policy's 'action' is \[1, 1, 1, 1\], which is not in OneHot"),
+        (lambda td: torch.ones(2, 2), DataError, r"the policy's 'action' is \[1\.0, .*\], which is not in OneHot"),
+        (lambda td: torch.full((2, 2), 0.7), DataError, r"'action' is \[0\.6999.*\], which is not in OneHot"),
+        (lambda td: {"action": [0, 1]}, DataError, "the policy gave 'action' as a list; every output must be a tensor"),
     ],
 )
 def test_a_policy_that_does_not_suit_the_envs_is_told(policy, error, message):
     collector = AsyncBatchedCollector([Walk] * 2, policy, frames_per_batch=10)
     with pytest.raises(error, match=message):
+        collector.next()
+
+
+def test_a_policy_that_does_not_suit_the_envs_is_told_when_it_first_acts():
+    both = lambda td: torch.ones(len(td), 2)  # noqa: E731
+    collector = AsyncBatchedCollector([Walk] * 2, both, frames_per_batch=10, init_random_frames=10)
+    with collector, pytest.raises(DataError, match="which is not in OneHot"):
+        list(collector)
+
+
+def test_a_policy_may_keep_what_it_was_given_and_change_it():
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept = []
+
+        def forward(self, observation):
+            self.kept.append(observation)
+            action = torch.tensor([0, 1]).expand(len(observation), 2)
+            return {"action": action, "seen": observation.clone(), "zeroed": observation.zero_()}
+
+    policy = Keeping()
+    with AsyncBatchedCollector([Walk] * NUM_ENVS, policy, frames_per_batch=60, seed=0) as collector:
+        batch = collector.next()
+    assert torch.equal(batch["observation"], batch["seen"])
+    assert all((observation == 0).all() for observation in policy.kept)
+
+
+def test_an_output_of_another_dtype_is_refused():
+    dtypes = iter([torch.int64])
+
+    def policy(tensordict):
+        return {"action": always_right(tensordict), "value": torch.ones(len(tensordict), dtype=next(dtypes, None))}
+
+    collector = AsyncBatchedCollector([Walk] * 2, policy, frames_per_batch=30)
+    with collector, pytest.raises(DataError, match=r"gave 'value' as torch\.float32, but as torch\.int64 before"):
+        collector.next()
+
+
+def test_a_start_that_fails_leaves_no_process():
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(ConfigError, match="seed=-1 is not between"):  # whose traceback holds the collector
+        AsyncBatchedCollector([Walk] * 2, frames_per_batch=10, seed=-1)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_weights_that_another_thread_updates_are_never_torn():
+    stop = threading.Event()
+    with AsyncBatchedCollector([Walk] * 2, Versioned(), frames_per_batch=20) as collector:
+
+        def publish():
+            while not stop.is_set():
+                collector.update_policy_weights_(Versioned(collector.policy_version + 1))
+
+        publisher = threading.Thread(target=publish)
+        publisher.start()
+        try:
+            frames = torch.cat([collector.next() for _ in range(50)])
+        finally:
+            stop.set()
+            publisher.join()
+    assert torch.equal(frames["smallest"], frames[POLICY_VERSION].float())
+    assert torch.equal(frames["largest"], frames[POLICY_VERSION].float())
+
+
+def test_a_seed_from_another_thread_comes_between_two_batches():
+    with AsyncBatchedCollector([SlowWalk] * 2, frames_per_batch=100, step_timeout_s=5) as collector:
+        seeding = threading.Timer(0.03, collector.set_seed, (7,))
+        seeding.start()
+        first = collector.next()
+        seeding.join()
+        second = collector.next()
+    assert first[TRAJECTORY_IDS].max() < second[TRAJECTORY_IDS].min()
+
+
+def test_a_shutdown_from_another_thread_is_told():
+    collector = AsyncBatchedCollector([lambda: SlowWalk(0.1)] * 2, frames_per_batch=100)
+    threading.Timer(0.3, collector.shutdown).start()
+    with pytest.raises(EnvironmentFailure, match="the envs were closed in the middle of a step"):
         collector.next()
 
 

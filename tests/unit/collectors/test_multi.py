@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -16,7 +19,8 @@ from lucidrl.collectors.multi_async import MultiAsyncCollector
 from lucidrl.collectors.multi_sync import MultiSyncCollector
 from lucidrl.collectors.single import Collector
 from lucidrl.collectors.trajectories import MASK, POLICY_VERSION, TRAJECTORY_IDS
-from lucidrl.errors import ConfigError, WorkerError
+from lucidrl.envs.specs import Composite, Unbounded
+from lucidrl.errors import ConfigError, DataError, WorkerError
 from tests.unit.collectors.toys import Chance, SlowWalk, Versioned, always_right, by_other_generators, without_action
 from tests.unit.envs.toys import Countdown, Walk
 
@@ -106,7 +110,9 @@ def test_a_sync_batch_has_exactly_the_frames_that_were_asked_for():
         assert [batch.numel() for batch in batches] == [5, 5, 3]
         assert [(batch[TRAJECTORY_IDS] % 2).tolist() for batch in batches] == [[0, 0, 0, 1, 1]] * 2 + [[0, 0, 1]]
         assert collector.next() is None
-        assert collector.rollout(1).numel() == 1
+        assert [collector.rollout(number).numel() for number in (1, 50)] == [1, 50]
+        with pytest.raises(ConfigError, match="num_frames=0 makes no batch; give at least 1"):
+            collector.rollout(0)
 
 
 def test_an_async_collector_never_asks_for_more_than_is_wanted():
@@ -227,6 +233,8 @@ def test_map_fn_gives_every_worker_its_arguments_and_returns_the_results_in_orde
         assert collector.map_fn("set_seed", [(3,), (30,)]) == [4, 31]
         with pytest.raises(ConfigError, match=r"list_of_args has 1 tuples for 2 worker\(s\); give one tuple a worker"):
             collector.map_fn("set_seed", [(3,)])
+        with pytest.raises(ConfigError, match="list_of_args has 3, which is no tuple of arguments"):
+            collector.map_fn("set_seed", [3, 30])
         with pytest.raises(ConfigError, match="Collector has no method 'fly' to call"):
             collector.map_fn("fly", [(), ()])
         assert collector.rollout().numel() == 4
@@ -274,6 +282,15 @@ def test_a_hook_can_be_set_later():
     with MultiSyncCollector([Walk] * 2, frames_per_batch=4) as collector:
         collector.set_post_collect_hook(lambda batch: batch.set("mark", torch.ones(batch.batch_size)))
         assert collector.rollout()["mark"].tolist() == [1] * 4
+
+
+def test_entries_that_some_workers_do_not_give_are_told():
+    with MultiSyncCollector([Walk] * 2, frames_per_batch=4) as collector:
+        collector.map_fn("set_post_collect_hook", [(None,), (lambda batch: batch.set("mark", batch["action"]),)])
+        with pytest.raises(DataError, match="the batches of workers 0 and 1 differ in mark"):
+            collector.rollout()
+        collector.set_post_collect_hook(None)
+        assert collector.rollout().numel() == 4
 
 
 def test_trajectories_are_cut_and_begun_anew_in_the_workers():
@@ -333,6 +350,43 @@ def test_the_start_method_of_the_program_is_left_alone_and_variables_reach_the_w
     assert multiprocessing.get_start_method(allow_none=True) == before
 
 
+def test_variables_that_the_program_removed_do_not_reach_the_workers():
+    code = """if True:
+        import os
+        os.environ["LUCIDRL_TEST_WORD"] = "said"
+        from lucidrl.collectors import MultiSyncCollector
+        from tests.unit.envs.toys import Walk
+
+        MultiSyncCollector([Walk], frames_per_batch=1).shutdown()  # the fork server starts with the word
+        del os.environ["LUCIDRL_TEST_WORD"]
+
+        def deaf():
+            assert "LUCIDRL_TEST_WORD" not in os.environ
+            return Walk()
+
+        MultiSyncCollector([deaf], frames_per_batch=1).shutdown()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_deadline_can_be_never():
+    with MultiSyncCollector([Walk], frames_per_batch=4, timeout_s=math.inf, start_timeout_s=math.inf) as collector:
+        assert collector.rollout().numel() == 4
+
+
+def test_specs_may_be_of_a_class_that_only_the_program_knows():
+    class Places(Unbounded):
+        pass
+
+    class PlacedWalk(Walk):
+        def __init__(self):
+            super().__init__()
+            self.observation_spec = Composite(observation=Places((2,)), shape=())
+
+    with MultiSyncCollector([PlacedWalk] * 2, frames_per_batch=4) as collector:
+        assert type(collector.workers.specs[1].observation_spec["observation"]) is Places
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -344,6 +398,9 @@ def test_the_start_method_of_the_program_is_left_alone_and_variables_reach_the_w
         ({"create_env_fn": [Walk, Countdown]}, "the env of worker 1 has observation_spec .* the env of worker 0 has"),
         ({"create_env_fn": [threading.Lock().acquire] * 2}, "create_env_fn of worker 0 cannot be sent to a worker"),
         ({"policy": 3}, "policy is 3; give a TensorDict module"),
+        ({"policy_device": "cuda:77"}, "device cuda:77 cannot be used here; give one that this machine has"),
+        ({"timeout_s": 0}, "timeout_s=0 leaves no time for anything; give seconds above 0"),
+        ({"start_timeout_s": math.nan}, "start_timeout_s=nan leaves no time"),
     ],
 )
 def test_bad_input_is_told_at_once(arguments, message):

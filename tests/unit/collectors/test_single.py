@@ -9,7 +9,7 @@ from torch import nn
 
 from lucidrl.collectors.single import Collector, ExplorationType
 from lucidrl.collectors.trajectories import MASK, POLICY_VERSION, TRAJECTORY_IDS
-from lucidrl.errors import ConfigError
+from lucidrl.errors import ConfigError, DataError
 from tests.unit.envs.toys import START, Countdown, Walk
 
 
@@ -99,6 +99,86 @@ def test_frames_that_whole_steps_exceed_are_told(caplog):
     with caplog.at_level(logging.WARNING):
         Collector(Walk((4,)), frames_per_batch=8, total_frames=18)
     assert "total_frames=18 is no multiple of the 4 envs, which step together: 20 frames are collected" in caplog.text
+
+
+def test_both_numbers_that_whole_steps_exceed_are_told(caplog):
+    with caplog.at_level(logging.WARNING):
+        collector = Collector(Walk((4,)), frames_per_batch=10, total_frames=18)
+    assert "batches have 12 frames" in caplog.text
+    assert "20 frames are collected" in caplog.text
+    assert sum(batch.numel() for batch in collector) == 20
+
+
+def test_a_rollout_has_as_many_frames_as_it_is_asked_for():
+    whole = Collector(Walk((2,)), Chance(), frames_per_batch=60, seed=0).rollout()
+    collector = Collector(Walk((2,)), Chance(), frames_per_batch=10, seed=0)
+    parts = torch.cat([collector.rollout(number) for number in (10, 44, 6)], dim=1)
+    assert (parts == whole).all()
+    for number in (0, -3):
+        with pytest.raises(ConfigError, match=f"num_frames={number} makes no batch; give at least 1"):
+            collector.rollout(number)
+
+
+def test_a_rollout_that_fails_is_not_gone_on_from():
+    """The frames up to there are lost, so what comes after them is no part of the same trajectories."""
+
+    class Moody(nn.Module):
+        num_calls = 0
+
+        def forward(self, left):
+            self.num_calls += 1
+            if self.num_calls == 5:
+                raise ValueError("not now")
+            return torch.ones(1, dtype=torch.int64)
+
+    collector = Collector(Countdown(), Moody(), frames_per_batch=3)
+    first = collector.rollout()
+    with pytest.raises(ValueError, match="not now"):
+        collector.rollout()
+    second = collector.rollout()
+    assert second["left"][0] == START
+    assert second[TRAJECTORY_IDS].min() > first[TRAJECTORY_IDS].max()
+
+
+def test_a_policy_may_keep_what_it_was_given():
+    kept = []
+
+    def keeping(tensordict):
+        kept.append(tensordict["observation"])
+        return torch.tensor([0, 1])
+
+    batch = Collector(Walk(), keeping, frames_per_batch=20).rollout()
+    assert torch.equal(torch.stack(kept), batch["observation"])
+
+
+def test_a_batch_has_the_outputs_of_its_own_steps_only():
+    outputs = iter([{"value": torch.tensor(1)}] * 2 + [{}] * 3 + [{"value": torch.tensor(0.5)}] * 2)
+
+    def policy(tensordict):
+        return {"action": torch.tensor([0, 1]), **next(outputs)}
+
+    collector = Collector(Walk(), policy, frames_per_batch=3)
+    assert collector.rollout()["value"].tolist() == [1, 1, 0]
+    assert "value" not in collector.rollout(2)
+    assert collector.rollout(2)["value"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "sentence"),
+    [
+        ([{"value": 1.0}], "the policy gave 'value' as a float; every output must be a tensor"),
+        ([{"action": [0, 1]}], "the policy gave 'action' as a list; every output must be a tensor"),
+        (
+            [{"value": torch.tensor(1)}, {"value": torch.tensor(0.5)}],
+            r"the policy gave 'value' as torch\.float32, but as torch\.int64 before; every step must give the same",
+        ),
+    ],
+)
+def test_outputs_that_cannot_be_kept_are_refused(outputs, sentence):
+    steps = iter(outputs)
+    collector = Collector(Walk(), lambda td: {"action": torch.tensor([0, 1]), **next(steps)}, frames_per_batch=5)
+    with pytest.raises(DataError, match=sentence):
+        collector.rollout()
 
 
 def test_trajectories_go_on_across_batches_and_get_new_numbers_at_their_ends():
@@ -203,6 +283,7 @@ def test_weights_in_use_are_stamped_on_the_frames():
         ({}, "the weights lack weight of the policy; give all of its state dict"),
         ({"weight": torch.zeros(()), "bias": torch.zeros(1)}, "the weights have bias, which the policy has not"),
         ({"weight": torch.zeros(2)}, r"the weight weight has shape \[2\], but in the policy it is \[\]"),
+        ({"weight": 7.0}, "the weights have weight, which is no tensor; collectors take tensors only"),
         (3, "weights cannot be taken from a int"),
     ],
 )
@@ -241,6 +322,11 @@ def test_map_fn_calls_a_method():
         ({"frames_per_batch": 0}, "frames_per_batch=0 makes no batch; give at least 1"),
         ({"frames_per_batch": 10, "total_frames": 0}, "total_frames=0 collects nothing"),
         ({"frames_per_batch": 10, "max_frames_per_traj": -2}, "-2"),
+        (
+            {"frames_per_batch": 10, "device": "cuda:77"},
+            "device cuda:77 cannot be used here; give one that",
+        ),
+        ({"frames_per_batch": 10, "policy_device": "gpu"}, "device gpu cannot be used here"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(arguments, sentence):

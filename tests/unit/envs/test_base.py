@@ -126,6 +126,18 @@ def test_a_partial_reset_leaves_the_other_envs_where_they_are(kind):
     assert stepped["next", "reward"].isfinite().all()
 
 
+def test_a_tensordict_env_acts_on_what_it_is_given():
+    env = Countdown((2,))
+    root = env.reset()
+    root["left"][...] = 5
+    stepped, _ = env.step_and_maybe_reset(root.set("action", torch.ones_like(root["left"])))
+    assert stepped["next", "left"].flatten().tolist() == [4, 4]
+    env.reset(root.set("_reset", torch.tensor([True, False])))
+    frame = env.new_frame()
+    env.step_into({"action": np.ones((2, 1), np.int64)}, frame)
+    assert frame.observation["left"].flatten().tolist() == [START - 1, 4]
+
+
 def test_a_partial_reset_leaves_other_envs_done():
     env = Walk((2,))
     at = env.reset()

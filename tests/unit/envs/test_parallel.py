@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -45,6 +46,19 @@ class Surroundings(EnvBase):
 
     def _step_into(self, actions, out):
         raise AssertionError
+
+
+class Slow(Walk):
+    def _reset_into(self, out, mask):
+        time.sleep(1)
+        super()._reset_into(out, mask)
+
+
+class Forking(Walk):
+    def _reset_into(self, out, mask):
+        if os.fork() == 0:
+            time.sleep(3)
+        os._exit(5)
 
 
 def transformed() -> EnvBase:
@@ -126,6 +140,16 @@ def test_processes_are_few_use_one_thread_each_and_know_the_variables_of_now(mon
     assert os.getpid() not in pids
 
 
+def test_processes_use_one_thread_however_many_the_driver_uses():
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with ParallelEnv(1, Surroundings, start_method="fork") as env:
+            assert env.reset()["threads"].tolist() == [[1]]
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def test_there_are_as_many_processes_as_cores_unless_told():
     with ParallelEnv(3, Walk) as env:
         assert len(env.processes.members) == min(3, len(psutil.Process().cpu_affinity()))
@@ -158,6 +182,25 @@ def test_an_env_that_nobody_has_ends_its_processes():
     env.rollout(3)
     del env
     assert not any(map(psutil.pid_exists, pids))
+
+
+def test_after_an_interrupt_no_half_done_step_is_taken_for_the_next_one():
+    env = ParallelEnv(2, Slow, num_processes=2)
+    pids = [process.pid for process in env.processes.members]
+    threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        env.reset()
+    assert not any(map(psutil.pid_exists, pids))
+    with pytest.raises(EnvironmentFailure, match="have ended: the driver was interrupted while they were at work"):
+        env.reset()
+
+
+def test_a_dead_process_is_noticed_while_one_that_it_forked_holds_its_connection():
+    with ParallelEnv(1, Forking) as env:
+        begun = time.monotonic()
+        with pytest.raises(EnvironmentFailure, match="its process ended with exit code 5"):
+            env.reset()
+        assert time.monotonic() - begun < 1.5
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no real-time signals")

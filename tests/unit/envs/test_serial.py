@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from lucidrl.envs import EnvBase, SerialEnv
+from lucidrl.envs import EnvBase, RewardClipping, SerialEnv, TransformedEnv
 from lucidrl.envs.specs import Categorical, Composite
 from lucidrl.errors import ConfigError, EnvironmentFailure
 from tests.unit.envs.faulty import Faulty, UnpicklableError, one_faulty
@@ -61,6 +61,12 @@ def test_seeds_of_several_that_use_several_each_do_not_overlap():
     assert len(observations.reshape(6, -1).unique(dim=0)) == 6
 
 
+def test_seeds_after_the_last_one_begin_again():
+    env = SerialEnv(3, Walk)
+    assert env.set_seed(2**32 - 2) == 1
+    assert env.seeds_of_envs(2**32 - 2) == [2**32 - 2, 2**32 - 1, 0]
+
+
 def test_single_numbers_are_written_and_read():
     env = SerialEnv(2, Places, create_env_kwargs=[{"start": 1}, {"start": 4}])
     root = env.reset()
@@ -93,6 +99,8 @@ def test_envs_that_differ_are_told_apart():
         SerialEnv(2, Walk, create_env_kwargs=[{}, {"batch_size": (2,)}])
     with pytest.raises(ConfigError, match=r"env 2 has observation_spec .*left.*, but env 0 has .*observation"):
         SerialEnv(3, [Walk, Walk, Countdown])
+    with pytest.raises(ConfigError, match=r"env 1 has reward_spec Bounded.*, but env 0 has Unbounded"):
+        SerialEnv(2, [Walk, lambda: TransformedEnv(Walk(), RewardClipping(0, 1))])
 
 
 def test_a_failing_env_is_named_with_seed_action_and_cause():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -98,6 +100,34 @@ def test_too_many_of_them_in_a_row_end_the_training_and_name_the_role():
     frames.value_targets[:] = torch.inf
     with pytest.raises(TrainingError, match=r"gradients of the critic were NaN or infinite in 3 .*critic\.optimizer"):
         train(policy, frames)
+
+
+def test_what_is_counted_in_a_row_starts_over_with_a_good_step_and_survives_a_resume():
+    policy = make_policy(critic={"max_nonfinite_steps": 2})
+    good = make_frames(policy, 16)
+    bad = replace(good, value_targets=torch.full((16,), torch.inf))
+    for frames in (bad, good, bad):
+        train(policy, frames, num_epochs=1)
+    resumed = make_policy(critic={"max_nonfinite_steps": 2})
+    resumed.load_state_dict(policy.state_dict())
+    with pytest.raises(TrainingError, match="in 2 optimizer steps"):
+        train(resumed, bad, num_epochs=1)
+
+
+def test_every_epoch_goes_over_all_frames_in_another_order():
+    policy = make_policy()
+    frames = make_frames(policy)
+    seen: list[torch.Tensor] = []
+
+    def loss(outputs, minibatch):
+        seen.append(minibatch.advantages)
+        return LOSS(outputs, minibatch)
+
+    policy.train(frames, loss, num_epochs=2, minibatch_frames=16)
+    first, second = torch.cat(seen[:4]), torch.cat(seen[4:])
+    assert first.sort().values.equal(frames.advantages.sort().values)
+    assert second.sort().values.equal(first.sort().values)
+    assert not first.equal(second)
 
 
 def test_an_optimizer_that_does_not_exist_is_named_with_its_role():

@@ -302,3 +302,35 @@ def test_a_learning_rate_changed_at_resume_is_the_new_peak_of_the_schedule():
         for one in (saved, same, changed):
             one.schedule()
     assert changed._optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_schedule_changed_at_resume_is_where_it_would_be_by_now():
+    def optimizer(**kwargs) -> PolicyOptimizer:
+        anneal = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 1.0, **kwargs}}
+        return PolicyOptimizer(parameters_of([1.0]), sgd(1.0, scheduler=anneal))
+
+    saved = optimizer(end_factor=0.5, total_iters=2)
+    for _ in range(3):
+        saved.step()
+        saved.schedule()
+    longer = optimizer(end_factor=0.0, total_iters=10)
+    longer.load_state_dict(copy.deepcopy(saved.state_dict()))
+    rates = []
+    for _ in range(3):
+        rates.append(longer.learning_rate)
+        longer.schedule()
+    assert rates == pytest.approx([0.7, 0.6, 0.5])
+
+
+def test_a_schedule_too_short_for_the_step_it_is_resumed_at_is_a_config_error():
+    def optimizer(total_steps: int) -> PolicyOptimizer:
+        cycle = {"max_lr": 1.0, "total_steps": total_steps, "cycle_momentum": False}
+        scheduler = {"name": "torch.optim.lr_scheduler.OneCycleLR", "kwargs": cycle}
+        return PolicyOptimizer(parameters_of([1.0]), sgd(1.0, scheduler=scheduler))
+
+    saved = optimizer(10)
+    for _ in range(5):
+        saved.schedule()
+    with pytest.raises(ConfigError, match=r"policy\.scheduler does not reach step 5"):
+        optimizer(3).load_state_dict(copy.deepcopy(saved.state_dict()))
