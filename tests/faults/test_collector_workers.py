@@ -112,6 +112,28 @@ def test_a_worker_that_is_gone_is_told_by_calls_too(number, what):
         collector.set_seed(0)
 
 
+def test_ctrl_c_is_for_the_driver_to_decide():
+    """It reaches the workers too; a program that finishes its step first still needs them."""
+    with MultiSyncCollector([healthy] * 2, frames_per_batch=20) as collector:
+        for pid in collector.workers.pids:
+            os.kill(pid, signal.SIGINT)
+        assert collector.next().numel() == 20
+
+
+def test_a_dead_worker_whose_own_process_lives_on_is_told_at_once():
+    def forking():
+        if os.fork() == 0:
+            time.sleep(5)  # and holds the worker's connections open
+            os._exit(0)
+        return healthy()
+
+    collector = MultiSyncCollector([healthy, forking], frames_per_batch=20, timeout_s=20)
+    os.kill(collector.workers.pids[1], signal.SIGKILL)
+    failure, seconds = collect_until_it_fails(collector)
+    assert str(failure).startswith("worker 1 of 2 was ended by SIGKILL")
+    assert seconds < 2
+
+
 def test_a_large_argument_for_a_stopped_worker_does_not_block():
     collector = MultiSyncCollector([healthy] * 2, frames_per_batch=20, timeout_s=TIMEOUT_S)
     os.kill(collector.workers.pids[0], signal.SIGSTOP)

@@ -8,14 +8,18 @@ import threading
 import time
 from functools import partial
 
+import numpy as np
 import psutil
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
+from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
 from torch import nn
 
 from lucidrl.collectors.async_batched import AsyncBatchedCollector
+from lucidrl.collectors.free_envs import FreeEnvs
+from lucidrl.collectors.single import ExplorationType
 from lucidrl.collectors.trajectories import MASK, POLICY_VERSION, TRAJECTORY_IDS
+from lucidrl.envs.creator import EnvCreator
 from lucidrl.errors import ConfigError, DataError, EnvironmentFailure
 from tests.unit.collectors.toys import Chance, SlowWalk, Versioned, always_right, without_action
 from tests.unit.envs.faulty import one_faulty
@@ -215,6 +219,65 @@ def test_a_state_is_gone_on_from():
     assert len(after) == 30
     assert (after[POLICY_VERSION] == 1).all()
     assert after[TRAJECTORY_IDS].min() > before[TRAJECTORY_IDS].max()
+
+
+def test_a_state_beyond_the_random_frames_has_none_of_them():
+    with AsyncBatchedCollector([Walk] * 2, always_right, frames_per_batch=30, init_random_frames=60) as collector:
+        collector.load_state_dict({"num_frames": 60, "policy_version": 0, "num_trajectories": 5})
+        assert (collector.next()["action"][:, 1] == 1).all()
+
+
+def test_after_a_reset_no_trajectory_is_one_that_was_done_before():
+    def slowly(tensordict):
+        time.sleep(0.01)  # other envs are ready by then, and done in the same step
+        return torch.full((len(tensordict), 1), 3)
+
+    with AsyncBatchedCollector(
+        [Countdown] * NUM_ENVS, slowly, frames_per_batch=10, yield_completed_trajectories=True
+    ) as collector:
+        for num_taken in (1, 2, 1):
+            for _ in range(num_taken):
+                collector.next()
+            num_begun = collector.state_dict()["num_trajectories"]
+            collector.reset()
+            assert (collector.next()[TRAJECTORY_IDS] >= num_begun).all()
+
+
+def test_after_a_reset_no_trajectory_is_of_earlier_episodes():
+    with AsyncBatchedCollector(
+        [Walk] * NUM_ENVS, Chance(), frames_per_batch=10, yield_completed_trajectories=True, seed=1
+    ) as collector:
+        for _ in range(5):
+            before = [collector.next() for _ in range(4)]
+            num_begun = collector.state_dict()["num_trajectories"]
+            collector.reset()
+            after = [collector.next() for _ in range(4)]
+            assert max(t[TRAJECTORY_IDS].max() for t in before) < num_begun
+            assert all((t[TRAJECTORY_IDS] == t[TRAJECTORY_IDS][0]).all() for t in after)
+            assert min(t[TRAJECTORY_IDS].min() for t in after) >= num_begun
+
+
+def test_the_exploration_type_decides_how_a_probabilistic_policy_acts():
+    policy = TensorDictSequential(
+        TensorDictModule(lambda o: torch.tensor([0.4, 0.6]).expand(o.shape), ["observation"], ["probs"]),
+        ProbabilisticTensorDictModule(["probs"], ["action"], distribution_class=torch.distributions.OneHotCategorical),
+    )
+    with AsyncBatchedCollector(
+        [Walk] * 2, policy, frames_per_batch=50, exploration_type=ExplorationType.MODE
+    ) as collector:
+        assert (collector.next()["action"][:, 1] == 1).all()
+
+
+def test_envs_are_told_in_order_whichever_was_first():
+    envs = FreeEnvs([EnvCreator(Walk)] * 4, step_timeout_s=20, start_timeout_s=60)
+    try:
+        envs.reset()
+        envs.env.sample_actions(envs.env.rows.actions)
+        envs.start(np.array([3, 0, 2]))
+        time.sleep(0.5)  # until all are done
+        assert envs.wait().tolist() == [0, 2, 3]
+    finally:
+        envs.close()
 
 
 def test_a_policy_that_raised_once_can_be_asked_again():

@@ -19,6 +19,7 @@ from lucidrl.collectors.multi_async import MultiAsyncCollector
 from lucidrl.collectors.multi_sync import MultiSyncCollector
 from lucidrl.collectors.single import Collector
 from lucidrl.collectors.trajectories import MASK, POLICY_VERSION, TRAJECTORY_IDS
+from lucidrl.envs import SerialEnv
 from lucidrl.envs.specs import Composite, Unbounded
 from lucidrl.errors import ConfigError, DataError, WorkerError
 from tests.unit.collectors.toys import Chance, SlowWalk, Versioned, always_right, by_other_generators, without_action
@@ -327,6 +328,49 @@ def test_a_state_is_gone_on_from(kind):
         of_worker = [numbers[numbers % 2 == index] for numbers in ids]
         if all(numbers.numel() for numbers in of_worker):
             assert of_worker[0].max() < of_worker[1].min()
+
+
+def test_a_state_is_gone_on_from_with_the_weights_that_the_policy_has_by_then():
+    policy = Versioned()
+    with MultiSyncCollector([Walk] * 2, policy, frames_per_batch=4) as collector:
+        policy.load_state_dict(Versioned(5).state_dict())
+        collector.load_state_dict(collector.state_dict())
+        assert collector.rollout()["smallest"].tolist() == [5.0] * 4
+
+
+def test_workers_use_no_seed_twice():
+    with MultiSyncCollector([lambda: SerialEnv(2, Walk)] * 2, frames_per_batch=4) as collector:
+        assert collector.set_seed(5) == 9
+        places = collector.rollout()["observation"][:, 0, 0]
+    assert len(places.unique()) == 4
+
+
+def test_workers_use_as_many_threads_as_they_are_told():
+    def policy(tensordict):
+        return {"action": always_right(tensordict), "num_threads": torch.tensor(torch.get_num_threads())}
+
+    with MultiSyncCollector([Walk] * 2, policy, frames_per_batch=4, num_threads=3) as collector:
+        assert collector.rollout()["num_threads"].tolist() == [3] * 4
+
+
+def test_an_async_collector_goes_on_while_the_consumer_works():
+    def stamp(batch):
+        batch["at_s"] = torch.full(batch.batch_size, time.monotonic(), dtype=torch.float64)
+
+    with MultiAsyncCollector([Walk], frames_per_batch=4, timeout_s=2, post_collect_hook=stamp) as collector:
+        collector.next()
+        time.sleep(2.2)  # longer than a batch may take
+        now_s = time.monotonic()
+        assert (collector.next()["at_s"] < now_s).all()
+
+
+def test_workers_close_their_envs(tmp_path):
+    class Closing(Walk):
+        def _close(self):
+            (tmp_path / "closed").touch()
+
+    MultiSyncCollector([Closing], frames_per_batch=4).shutdown()
+    assert (tmp_path / "closed").exists()
 
 
 def test_a_state_of_another_number_of_workers_is_refused():

@@ -1,12 +1,14 @@
 """One collector in this process."""
 
+import copy
 import logging
 
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
+from lucidrl.collectors import base
 from lucidrl.collectors.single import Collector, ExplorationType
 from lucidrl.collectors.trajectories import MASK, POLICY_VERSION, TRAJECTORY_IDS
 from lucidrl.errors import ConfigError, DataError
@@ -294,6 +296,62 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(weights, sentenc
     batch = collector.rollout()
     assert (batch["weight"] == 5).all()
     assert (batch[POLICY_VERSION] == 0).all()
+
+
+def test_batches_are_stored_where_they_are_asked_for():
+    for arguments in ({"storing_device": "meta"}, {"device": "meta"}):
+        assert Collector(Walk(), frames_per_batch=4, **arguments).rollout().device.type == "meta"
+    assert Collector(Walk(), frames_per_batch=4, device="meta", storing_device="cpu").rollout().device.type == "cpu"
+
+
+def test_a_policy_for_another_device_stays_where_it_is():
+    policy = Versioned()
+    collector = Collector(Walk(), policy, frames_per_batch=4, policy_device="meta")
+    assert (policy.weight.device.type, collector.policy.weight.device.type) == ("cpu", "meta")
+
+
+def test_a_copy_of_the_policy_gets_its_weights_by_an_update(monkeypatch):
+    monkeypatch.setattr(base, "on_device", lambda policy, device: copy.deepcopy(policy))  # as for another device
+    policy = Versioned()
+    collector = Collector(Walk(), policy, frames_per_batch=4)
+    policy.load_state_dict({"weight": torch.tensor(3.0)})
+    assert (collector.rollout()["weight"] == 0).all()
+    collector.update_policy_weights_()
+    assert (collector.rollout()["weight"] == 3).all()
+
+
+def test_only_what_a_policy_is_said_to_put_out_is_kept():
+    class Talkative(TensorDictModuleBase):
+        in_keys = ("observation",)
+        out_keys = ("action", ("deep", "product"))
+
+        def forward(self, tensordict):
+            tensordict["sum"] = tensordict["observation"].sum()
+            tensordict["deep", "product"] = tensordict["observation"].prod()
+            return tensordict.set("action", torch.tensor([0, 1]))
+
+    batch = Collector(Walk(), Talkative(), frames_per_batch=4).rollout()
+    assert "sum" not in batch
+    assert torch.equal(batch["deep", "product"], batch["observation"].prod(-1))
+
+
+def test_an_observation_is_as_the_env_gave_it_whatever_the_policy_makes_of_it():
+    def policy(tensordict):
+        tensordict["seen"] = tensordict["observation"].clone()
+        tensordict["observation"] = torch.zeros(2)
+        return tensordict.set("action", torch.tensor([0, 1]))
+
+    batch = Collector(Walk(), policy, frames_per_batch=4).rollout()
+    assert torch.equal(batch["observation"], batch["seen"])
+
+
+def test_a_state_begins_new_episodes():
+    collector = Collector(Countdown(), frames_per_batch=3)
+    before = collector.rollout()
+    collector.load_state_dict(collector.state_dict())
+    after = collector.rollout()
+    assert after["left"][0] == START
+    assert after[TRAJECTORY_IDS].min() > before[TRAJECTORY_IDS].max()
 
 
 def test_a_collector_goes_on_counting_from_its_state():
