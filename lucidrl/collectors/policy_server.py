@@ -104,7 +104,7 @@ class PolicyServer:
                 )
             if value.dtype is not self._dtypes[key]:
                 raise other_dtype(key, value.dtype, self._dtypes[key])
-            place[block] = quick_view(value.detach().cpu())
+            place[block] = quick_view(value)
         if not self._is_checked:
             self._is_checked = True
             check_actions(self._envs.env, self._envs.env.rows.actions, outputs, picked)

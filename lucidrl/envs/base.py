@@ -253,8 +253,11 @@ class EnvBase:
         for key, array in root.observation.items():
             array[...] = next_.observation[key]
         root.clear_flags()
-        if next_.done.any():
-            self._reset_into(root, next_.done[..., 0] if self.batch_size else None)
+        if not self.batch_size:
+            if next_.done[0]:
+                self._reset_into(root, None)
+        elif next_.done.any():
+            self._reset_into(root, next_.done[..., 0])
 
     def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The observation of new episodes; with `_reset` in the TensorDict, only its rows are looked at."""

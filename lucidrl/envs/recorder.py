@@ -30,7 +30,6 @@ class Recorder:
     def __init__(self, env: EnvBase, num_frames: int):
         self.env = env
         self._root, self._next = env.new_frame(), env.new_frame()
-        self._observation = {key: torch.from_numpy(array) for key, array in self._root.observation.items()}
         self._is_started = False
         self._length = 0
         self._make_room(num_frames)
@@ -61,7 +60,8 @@ class Recorder:
             for time in range(num_frames):
                 for stored, array in self._before_step:
                     stored[time] = array
-                outputs = policy({key: tensor.clone() for key, tensor in self._observation.items()})
+                observation = self._root.observation
+                outputs = policy({key: torch.from_numpy(array.copy()) for key, array in observation.items()})
                 for key, value in outputs.items():
                     self._keep(key, value, time)
                 actions = {key: stored[time, ...] for key, stored in self._actions.items()}
@@ -119,7 +119,7 @@ class Recorder:
             )
         if value.dtype is not self._dtypes[key]:
             raise other_dtype(key, value.dtype, self._dtypes[key])
-        stored[time] = quick_view(value.detach().cpu())
+        stored[time] = quick_view(value)
 
     def _begin_output(self, key: Key, value: torch.Tensor) -> None:
         """Make room for an output that comes for the first time in a record; that of earlier steps is zero."""

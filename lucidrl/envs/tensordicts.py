@@ -44,5 +44,8 @@ def arrays_of(tensordict: TensorDictBase, keys: Sequence[Key], whose: str = "the
 
 
 def quick_view(tensor: torch.Tensor) -> Any:
-    """The same host memory for quick access to a few rows: as an array, if there are arrays of the dtype."""
+    """The values for quick access to a few rows: as an array, if there are arrays of the dtype. Of host memory it is a
+    view, of another device's a copy."""
+    if tensor.requires_grad or not tensor.is_cpu:
+        tensor = tensor.detach().cpu()
     return tensor if tensor.dtype == torch.bfloat16 else tensor.numpy()
