@@ -92,7 +92,7 @@ class PolicyServer:
             self._act_at_random(block)
             return
         # Copies, which the policy may keep.
-        outputs = policy({key: torch.from_numpy(array[block].copy()) for key, array in self._roots.items()})
+        outputs = policy({key: torch.from_numpy(self._roots[key][block].copy()) for key in policy.in_keys})
         for key, value in outputs.items():
             if key not in self._dtypes:
                 self._begin_output(key, value)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -20,9 +20,17 @@ if TYPE_CHECKING:
     from lucidrl.envs.base import EnvBase
 
 Tensors = Mapping[Key, torch.Tensor]
-ArrayPolicy = Callable[[Tensors], Tensors]
-"""From the entries of the root, each [*B, ...], to the actions under the env's action keys and whatever else is put
-out, such as log-probabilities and values."""
+
+
+class ArrayPolicy(Protocol):
+    """How envs ask a policy."""
+
+    in_keys: Sequence[Key]
+    """Entries of the root that it reads; only they need be given."""
+
+    def __call__(self, observation: Tensors) -> Tensors:
+        """From entries of the root, each [*B, ...], to the actions under the env's action keys and whatever else is
+        put out, such as log-probabilities and values."""
 
 
 def as_policy(policy: Any, env: EnvBase, device: torch.device | None = None) -> ArrayPolicy:
@@ -84,6 +92,8 @@ def check_actions(env: EnvBase, taken: Arrays, given: Tensors, rows: Any = ...) 
 
 
 class _AtRandom:
+    in_keys: Sequence[Key] = ()
+
     def __init__(self, env: EnvBase):
         self._env = env
 
@@ -99,6 +109,7 @@ class _OnTensorDicts:
     def __init__(self, policy: Callable[[TensorDictBase], Any], env: EnvBase, kept: set[Any] | None):
         self._policy, self._kept = policy, kept
         self._num_batch_dims, self._action_keys = len(env.batch_size), env.action_keys
+        self.in_keys: Sequence[Key] = list(env.observation_leaves())
 
     def __call__(self, observation: Tensors) -> Tensors:
         some = next(iter(observation.values()))
@@ -119,10 +130,10 @@ class _OnObservations:
 
     def __init__(self, module: nn.Module, env: EnvBase):
         self._module, self._action_keys = module, env.action_keys
-        self._inputs = _inputs_of(module, list(env.observation_spec.leaves()))
+        self.in_keys: Sequence[Key] = _inputs_of(module, list(env.observation_leaves()))
 
     def __call__(self, observation: Tensors) -> Tensors:
-        result = self._module(*[observation[key] for key in self._inputs])
+        result = self._module(*[observation[key] for key in self.in_keys])
         if type(result) is torch.Tensor and len(self._action_keys) == 1:
             return {self._action_keys[0]: result}
         return _outputs(result, self._action_keys, self._module)
@@ -133,6 +144,7 @@ class _OnDevice:
 
     def __init__(self, ask: ArrayPolicy, device: torch.device):
         self._ask, self._device = ask, device
+        self.in_keys = ask.in_keys
 
     def __call__(self, observation: Tensors) -> Tensors:
         return self._ask({key: value.to(self._device) for key, value in observation.items()})

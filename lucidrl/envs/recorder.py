@@ -56,12 +56,12 @@ class Recorder:
             self.reset()
         self._outputs: dict[Key, Any] = dict(self._actions)
         self._dtypes: dict[Key, torch.dtype] = {}  # in which the policy gave them
+        inputs = [(key, self._root.observation[key]) for key in policy.in_keys]
         with torch.no_grad():
             for time in range(num_frames):
                 for stored, array in self._before_step:
                     stored[time] = array
-                observation = self._root.observation
-                outputs = policy({key: torch.from_numpy(array.copy()) for key, array in observation.items()})
+                outputs = policy({key: torch.from_numpy(array.copy()) for key, array in inputs})
                 for key, value in outputs.items():
                     self._keep(key, value, time)
                 actions = {key: stored[time, ...] for key, stored in self._actions.items()}
