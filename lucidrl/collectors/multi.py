@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from typing import Any
 
-import cloudpickle
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from torch import nn
@@ -18,6 +17,7 @@ from lucidrl.collectors.single import Collector
 from lucidrl.collectors.weights import SharedWeights, WeightWriter
 from lucidrl.collectors.worker_main import Batch, Call, Collect, Seed
 from lucidrl.collectors.worker_set import WorkerSet
+from lucidrl.distributed.child_process import pickled
 from lucidrl.envs.base import MAX_SEED
 from lucidrl.envs.creator import EnvFactory, env_creators
 from lucidrl.envs.stacked import check_alike
@@ -111,9 +111,9 @@ class MultiCollector(FrameCollector):
         self._weights = WeightWriter(weights)
         self.workers = WorkerSet(
             weights,
-            _pickled("the policy or the hook", shared_arguments),
+            pickled("the policy or the hook", shared_arguments),
             [
-                _pickled(f"create_env_fn of worker {index}", {"create_env_fn": creator, "first_trajectory": index})
+                pickled(f"create_env_fn of worker {index}", {"create_env_fn": creator, "first_trajectory": index})
                 for index, creator in enumerate(creators)
             ],
             num_threads=num_threads,
@@ -178,7 +178,7 @@ class MultiCollector(FrameCollector):
         check_calls(list_of_args, self.num_workers)
         if not callable(getattr(Collector, name, None)):
             raise ConfigError(f"Collector has no method {name!r} to call; give the name of one that it has")
-        return self.workers.call(name, [Call(name, _pickled(f"the arguments of {name}", a)) for a in list_of_args])
+        return self.workers.call(name, [Call(name, pickled(f"the arguments of {name}", a)) for a in list_of_args])
 
     def state_dict(self) -> dict[str, Any]:
         """How far collecting has come, as plain values."""
@@ -220,13 +220,3 @@ class MultiCollector(FrameCollector):
         index, batch = self.workers.next_batch()
         del self._under_way[index]
         return index, batch
-
-
-def _pickled(what: str, content: Any) -> bytes:
-    try:
-        return cloudpickle.dumps(content)
-    except Exception as error:  # pickle raises whatever the object's own methods raise
-        raise ConfigError(
-            f"{what} cannot be sent to a worker process: {type(error).__name__}: {error}; "
-            "let it make there what cannot be pickled"
-        ) from error

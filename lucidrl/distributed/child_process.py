@@ -14,6 +14,8 @@ from contextlib import contextmanager, nullcontext
 from multiprocessing import forkserver
 from typing import Any, Literal, get_args
 
+import cloudpickle
+
 from lucidrl.errors import ConfigError
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
@@ -116,3 +118,18 @@ def _main_hidden() -> Iterator[None]:
             yield
         finally:
             sys.modules["__main__"] = main
+
+
+def pickled(what: str, content: Any) -> bytes:
+    """Content for another process, by cloudpickle: functions of any kind may be in it.
+
+    Raises:
+        ConfigError: if it cannot be pickled.
+    """
+    try:
+        return cloudpickle.dumps(content)
+    except Exception as error:  # pickle raises whatever the object's own methods raise
+        raise ConfigError(
+            f"{what} cannot be sent to a process: {type(error).__name__}: {error}; "
+            "let it make there what cannot be pickled"
+        ) from error

@@ -16,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from lucidrl.distributed.child_main import Raised, RemoteTraceback
-from lucidrl.distributed.child_process import ChildProcess, StartMethod
+from lucidrl.distributed.child_process import ChildProcess, StartMethod, pickled
 from lucidrl.distributed.launchers.messages import receive
 from lucidrl.envs.creator import EnvCreator
 from lucidrl.envs.failures import env_failure
@@ -24,7 +24,7 @@ from lucidrl.envs.process_bell import wait_readable
 from lucidrl.envs.process_main import DONE, FAILED, RESET, SEED, STEP, STEP_AND_RESET, EnvProcessSettings, serve
 from lucidrl.envs.process_memory import EnvRows
 from lucidrl.envs.stacked import EnvSpecs
-from lucidrl.errors import ConfigError, LucidError
+from lucidrl.errors import LucidError
 
 PRELOAD = ("lucidrl.envs.process_main", "gymnasium")
 """What takes long to import and most env processes need."""
@@ -72,7 +72,12 @@ class EnvProcess(ChildProcess):
         # A fork server has a single thread; the driver may have several, of which only the main one lives as long.
         from_main_thread = start_method == "forkserver" or threading.current_thread() is threading.main_thread()
         settings = EnvProcessSettings(
-            first_index, num_all_envs, _pickled(creators), dict(os.environ), from_main_thread, spin_s
+            first_index,
+            num_all_envs,
+            pickled("the env factory", list(creators)),
+            dict(os.environ),
+            from_main_thread,
+            spin_s,
         )
         self._begin("start", start_timeout_s)
         with theirs:  # its only other holder is the process, so that the connection ends with it
@@ -224,13 +229,3 @@ def wait_any(processes: Sequence[EnvProcess], timeout_s: float = math.inf) -> li
         failed = [process for process in processes if process.has_ended or process.deadline <= now]
         if failed or until <= now:
             return failed
-
-
-def _pickled(creators: Sequence[EnvCreator]) -> bytes:
-    try:
-        return cloudpickle.dumps(list(creators))
-    except Exception as error:  # pickle raises whatever the object's own methods raise
-        raise ConfigError(
-            f"the env factory cannot be sent to a process: {type(error).__name__}: {error}; "
-            "let it make what it needs itself instead of taking it from outside"
-        ) from error

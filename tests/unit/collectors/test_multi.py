@@ -440,7 +440,7 @@ def test_specs_may_be_of_a_class_that_only_the_program_knows():
         ({"create_env_fn": Walk}, "create_env_fn is one for all workers; say with num_workers how many there are"),
         ({"create_env_fn": []}, "num_workers=0 makes no env"),
         ({"create_env_fn": [Walk, Countdown]}, "the env of worker 1 has observation_spec .* the env of worker 0 has"),
-        ({"create_env_fn": [threading.Lock().acquire] * 2}, "create_env_fn of worker 0 cannot be sent to a worker"),
+        ({"create_env_fn": [threading.Lock().acquire] * 2}, "create_env_fn of worker 0 cannot be sent to a process"),
         ({"policy": 3}, "policy is 3; give a TensorDict module"),
         ({"policy_device": "cuda:77"}, "device cuda:77 cannot be used here; give one that this machine has"),
         ({"timeout_s": 0}, "timeout_s=0 leaves no time for anything; give seconds above 0"),
