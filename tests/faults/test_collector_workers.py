@@ -19,6 +19,7 @@ from lucidrl.collectors.multi_async import MultiAsyncCollector
 from lucidrl.collectors.multi_sync import MultiSyncCollector
 from lucidrl.envs import ParallelEnv
 from lucidrl.errors import EnvironmentFailure, WorkerError
+from tests.faults.processes import wait_until_gone
 from tests.unit.envs.faulty import Faulty, healthy, one_faulty
 from tests.unit.envs.toys import Walk
 
@@ -212,22 +213,7 @@ def test_env_processes_of_a_worker_end_with_it():
     assert len(env_processes) >= 2
     os.kill(collector.workers.pids[0], signal.SIGKILL)
     collect_until_it_fails(collector)
-    wait_for_end_of(env_processes)
-
-
-def is_running(pid):
-    """A zombie is not: how soon an orphan's is reaped is up to the machine's first process."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_for_end_of(pids, timeout_s=6.0):
-    until = time.monotonic() + timeout_s
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < until, "processes are left"
-        time.sleep(0.05)
+    wait_until_gone(env_processes)
 
 
 # ---- programs
@@ -261,7 +247,7 @@ def test_a_program_that_ends_without_shutdown_exits_and_says_nothing():
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0
     assert errors == ""
-    wait_for_end_of(pids)
+    wait_until_gone(pids)
 
 
 def test_a_program_that_is_interrupted_exits_at_once_without_a_word_of_the_workers():
@@ -271,11 +257,11 @@ def test_a_program_that_is_interrupted_exits_at_once_without_a_word_of_the_worke
     _, errors = process.communicate(timeout=5)
     assert errors.strip().endswith("KeyboardInterrupt")
     assert errors.count("Traceback") == 1
-    wait_for_end_of(pids)
+    wait_until_gone(pids)
 
 
 def test_workers_end_with_a_program_that_is_killed():
     process, pids = program(MultiAsyncCollector, "while True: collector.next()")
     process.kill()
     process.communicate()
-    wait_for_end_of(pids)
+    wait_until_gone(pids)

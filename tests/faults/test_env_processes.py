@@ -18,6 +18,7 @@ import pytest
 
 from lucidrl.envs import ParallelEnv
 from lucidrl.errors import EnvironmentFailure
+from tests.faults.processes import wait_until_gone
 from tests.unit.envs.faulty import healthy, one_faulty
 
 SHORT_S = 0.7
@@ -186,20 +187,6 @@ def run_script(tmp_path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], 
         with suppress(ProcessLookupError):  # nothing is left, unless a test failed
             os.killpg(program.pid, signal.SIGKILL)
         program.communicate()
-
-
-def wait_until_gone(pids: list[int], timeout_s: float) -> None:
-    until = time.monotonic() + timeout_s
-    while any(map(is_running, pids)):
-        assert time.monotonic() < until, "env processes outlived their driver"
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # which is for the system's first process to reap
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_program_that_forgets_to_close_exits(run_script):
