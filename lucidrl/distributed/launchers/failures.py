@@ -5,85 +5,106 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lucidrl.distributed.child_main import Raised, RemoteTraceback
-from lucidrl.distributed.launchers.rank_log import wait_for_growth
-from lucidrl.distributed.launchers.rank_process import Died, Outcome, RankProcess
+from lucidrl.distributed.launchers.interfaces import NodeLost, RankLabel, RankReport, Ranks
+from lucidrl.distributed.launchers.rank_process import Died, Outcome
 from lucidrl.errors import LucidError, WorkerError
 
 START = "the start"
 """The phase before the first call."""
 
 
-def explain_failure(
-    phase: str, timeout_s: float, outcomes: Mapping[int, Outcome], ranks: Sequence[RankProcess]
-) -> LucidError:
+def explain_failure(phase: str, timeout_s: float, outcomes: Mapping[int, Outcome], ranks: Ranks) -> LucidError:
     """The error to raise, for ranks of which at least one did not return.
 
     A dead rank is the cause even if another one noticed first, in a collective; then errors of ours, which are raised
     on purpose; then whatever was raised first. If nothing was, the deadline has passed.
+
+    Raises:
+        NodeLost: if that turns out to be the cause.
     """
     for number, outcome in outcomes.items():
         if isinstance(outcome, Died):
-            return _died(ranks[number], len(ranks), phase)
+            return _died(outcome, number, ranks, phase)
+    late = [label.rank for label in ranks.labels if label.rank not in outcomes]
     raised = [(number, outcome) for number, outcome in outcomes.items() if isinstance(outcome, Raised)]
     raised.sort(key=lambda pair: pair[1].lucid_error is None)
     if raised:
         number, outcome = raised[0]
-        return _raised(outcome, ranks[number], _unfinished(outcomes, ranks), len(ranks), phase)
-    return _late(_unfinished(outcomes, ranks), len(ranks), phase, timeout_s)
+        return _raised(outcome, number, late, ranks, phase)
+    return _late(late, ranks, phase, timeout_s)
 
 
-def _died(rank: RankProcess, size: int, phase: str) -> WorkerError:
-    text = f"{rank.name} of {size} {rank.how_it_ended()} in {phase}; all {rank.role}s were ended"
-    if phase == START and not rank.log.tail():
+def explain_loss(lost: NodeLost, phase: str, labels: Sequence[RankLabel]) -> WorkerError:
+    """The error to raise for a node that is gone with all its ranks: one, however many they were."""
+    role = labels[0].role
+    error = WorkerError(
+        f"node {lost.node} with {_listed(role, lost.ranks)} of {len(labels)} was lost in {phase}: {lost}; "
+        f"all {role}s were ended"
+    )
+    error.__cause__ = lost.__cause__
+    return error
+
+
+def _died(outcome: Died, number: int, ranks: Ranks, phase: str) -> WorkerError:
+    label, report = ranks.labels[number], ranks.report([number], with_stacks=False)[number]
+    text = f"{_named(label, ranks)} {outcome.how} in {phase}; all {label.role}s were ended"
+    if phase == START and not report.tail:
         text += (
             ". It wrote nothing: if a script starts the workers, it must do so under `if __name__ == '__main__':`, "
             "because every rank imports it"
         )
-    return WorkerError(text + _last_lines(rank))
+    return WorkerError(text + _last_lines(label, report))
 
 
-def _raised(outcome: Raised, rank: RankProcess, others: Sequence[RankProcess], size: int, phase: str) -> LucidError:
+def _raised(outcome: Raised, number: int, late: Sequence[int], ranks: Ranks, phase: str) -> LucidError:
+    label = ranks.labels[number]
+    # If the rank gave up waiting for another one, that one is what to look at; and it may be gone with its node.
+    others = ranks.report(late, with_stacks=True)
     error: LucidError
     if outcome.lucid_error is not None:
         error = outcome.lucid_error
-        error.add_note(f"raised by {rank.name} of {size} in {phase}; its output is in {rank.log.path}")
+        error.add_note(f"raised by {_named(label, ranks)} in {phase}; its output is in {label.log_path}")
     else:
-        text = f"{rank.name} of {size} failed in {phase}: {outcome.summary}; all {rank.role}s were ended"
-        # If the rank gave up waiting for another one, that one is what to look at.
-        error = WorkerError(text + _last_lines(rank) + _whereabouts(others))
+        text = f"{_named(label, ranks)} failed in {phase}: {outcome.summary}; all {label.role}s were ended"
+        own = ranks.report([number], with_stacks=False)[number]
+        error = WorkerError(text + _last_lines(label, own) + _whereabouts(others, ranks))
     error.__cause__ = RemoteTraceback(outcome.trace)
     return error
 
 
-def _late(late: Sequence[RankProcess], size: int, phase: str, timeout_s: float) -> WorkerError:
-    role = late[0].role
-    names = f"{role}{'s' if len(late) > 1 else ''} " + ", ".join(str(rank.rank) for rank in late)
+def _late(late: Sequence[int], ranks: Ranks, phase: str, timeout_s: float) -> WorkerError:
+    role = ranks.labels[0].role
     setting = "start_timeout_s" if phase == START else "call_timeout_s"
     text = (
-        f"{names} of {size} did not finish {phase} within {timeout_s:g} s; all {role}s were ended. If it needs longer, "
-        f"raise cluster.{setting}"
+        f"{_listed(role, late)} of {len(ranks.labels)} did not finish {phase} within {timeout_s:g} s; all {role}s were "
+        f"ended. If it needs longer, raise cluster.{setting}"
     )
-    last_lines = "".join(map(_last_lines, late))  # before the ranks write where they are
-    return WorkerError(text + _whereabouts(late) + last_lines)
+    reports = ranks.report(late, with_stacks=True)
+    last_lines = [_last_lines(ranks.labels[number], report) for number, report in reports.items()]
+    return WorkerError(text + _whereabouts(reports, ranks) + "".join(last_lines))
 
 
-def _unfinished(outcomes: Mapping[int, Outcome], ranks: Sequence[RankProcess]) -> list[RankProcess]:
-    return [rank for rank in ranks if rank.rank not in outcomes]
+def _named(label: RankLabel, ranks: Ranks) -> str:
+    where = f" on node {label.node}" if label.node is not None else ""
+    return f"{label.name} of {len(ranks.labels)}{where}"
 
 
-def _last_lines(rank: RankProcess) -> str:
-    tail = rank.log.tail()
-    return f"\nLast lines of {rank.name} ({rank.log.path}):\n{_indented(tail)}" if tail else ""
+def _listed(role: str, numbers: Sequence[int]) -> str:
+    return f"{role}{'s' if len(numbers) > 1 else ''} " + ", ".join(map(str, numbers))
 
 
-def _whereabouts(ranks: Sequence[RankProcess]) -> str:
+def _last_lines(label: RankLabel, report: RankReport) -> str:
+    return f"\nLast lines of {label.name} ({label.log_path}):\n{_indented(report.tail)}" if report.tail else ""
+
+
+def _whereabouts(reports: Mapping[int, RankReport], ranks: Ranks) -> str:
     """Where ranks that are still busy are."""
-    sizes = [(rank.log, rank.ask_for_stack()) for rank in ranks]
-    wait_for_growth(sizes)
     text = ""
-    for rank, (log, size_bytes) in zip(ranks, sizes, strict=True):
-        if stack := log.stack_from(size_bytes):
-            text += f"\n{rank.name.capitalize()} was at, innermost first:\n{stack}"
+    for number, report in reports.items():
+        if report.stack:
+            label = ranks.labels[number]
+            where = f" on node {label.node}" if label.node is not None else ""
+            text += f"\n{label.name.capitalize()}{where} was at, innermost first:\n{report.stack}"
     return text
 
 

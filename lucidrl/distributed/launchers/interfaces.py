@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from lucidrl.distributed.launchers.messages import Message
+    from lucidrl.distributed.launchers.rank_process import Died
 
 
 class Worker(Protocol):
@@ -32,3 +38,61 @@ class Launcher(Protocol):
 
     def shutdown(self) -> None:
         """End all workers; may be called twice."""
+
+
+@dataclass(frozen=True)
+class RankLabel:
+    """What errors say of a rank."""
+
+    rank: int
+    role: str
+    """What errors call such a process, in the singular."""
+    log_path: Path
+    """Where the driver finds what it wrote."""
+    node: str | None = None
+    """Where it runs, if that is not simply this machine."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.rank}"
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What can be learned about a rank from outside."""
+
+    tail: str
+    """The last lines that it wrote."""
+    stack: str = ""
+    """Where it is, innermost frame first, if it was asked and could say."""
+
+
+class NodeLost(Exception):  # noqa: N818 - something observed; becomes a WorkerError
+    """All ranks of a node are out of reach; the message says why."""
+
+    def __init__(self, node: str, ranks: Sequence[int], reason: str):
+        super().__init__(reason)
+        self.node, self.ranks = node, ranks
+
+
+class Ranks(Protocol):
+    """Processes of ranks, wherever they are. All methods but `kill` may raise `NodeLost`."""
+
+    @property
+    def labels(self) -> Sequence[RankLabel]:
+        """Of all, in order."""
+
+    def send(self, messages: Mapping[int, Message]) -> None:
+        """Give every rank its message; `poll` then gives their answers."""
+
+    def poll(self, timeout_s: float) -> Sequence[tuple[int, Message | Died]]:
+        """Answers that have not been given yet; waits for one, or until the time is over."""
+
+    def report(self, numbers: Sequence[int], with_stacks: bool) -> Mapping[int, RankReport]:
+        """What is known of some ranks; with stacks, each that is busy is asked where."""
+
+    def let_end(self, timeout_s: float) -> Sequence[int | None]:
+        """Ask all to shut down and leave; their exit codes, None for those that have not left in time."""
+
+    def kill(self) -> None:
+        """End all now and free what was held for them; may be called twice."""

@@ -19,8 +19,21 @@ from lucidrl.distributed.launchers.rank_main import RankSettings, Returned, serv
 class Died:
     """The process ended before it answered."""
 
+    how: str = "ended"
+    """A verb with the cause."""
+
 
 Outcome = Returned | Raised | Died
+
+
+def outcome_of(answer: Message | Died) -> Outcome:
+    """What an answer says."""
+    if isinstance(answer, Died):
+        return answer
+    try:
+        return answer.content()
+    except Exception as error:
+        return Raised(f"its result cannot be read here: {type(error).__name__}: {error}", "", None)
 
 
 class RankProcess(ChildProcess):
@@ -35,17 +48,13 @@ class RankProcess(ChildProcess):
         with theirs:  # its only other holder is the process, so that the connection ends with it
             super().__init__(serve, (theirs, settings), name=self.name)
 
-    def exchange(self, message: Message) -> Outcome:
-        """Send the message and wait for the answer, without a deadline: `kill` ends the wait."""
+    def exchange(self, message: Message) -> Message | None:
+        """Send the message and wait for the answer, without a deadline: `kill` ends the wait. None if it died."""
         try:
             send(self._connection, message)
-            answer = receive(self._connection)
+            return receive(self._connection)
         except (EOFError, OSError):
-            return Died()
-        try:
-            return answer.content()
-        except Exception as error:
-            return Raised(f"its result cannot be read here: {type(error).__name__}: {error}", "", None)
+            return None
 
     def ask_for_stack(self) -> int:
         """Make the process write where it is into its log; returns the log's size before that."""

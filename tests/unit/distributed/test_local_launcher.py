@@ -14,7 +14,7 @@ import pytest
 
 from lucidrl.distributed.child_main import describe_error
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.launchers import local
+from lucidrl.distributed.launchers import processes
 from lucidrl.distributed.worker_group import WorkerGroup
 from lucidrl.errors import ConfigError, WorkerError
 from tests.unit.distributed.toy_workers import (
@@ -196,7 +196,7 @@ def test_a_class_that_a_new_process_cannot_import_is_told(tmp_path, monkeypatch)
 
 
 def test_a_worker_that_does_not_shut_down_is_killed(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(local, "_SHUTDOWN_DEADLINE_S", 0.5)
+    monkeypatch.setattr(processes, "_SHUTDOWN_DEADLINE_S", 0.5)
     group = WorkerGroup(StubbornAtShutdown, cluster=TWO, log_dir=tmp_path)
     started = time.monotonic()
     group.shutdown()

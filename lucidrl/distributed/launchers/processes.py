@@ -1,0 +1,144 @@
+"""Workers in processes of their own: what their driver does, wherever the processes are.
+
+Every wait has a deadline. When a rank fails in any way, all are killed: others may wait for it in a collective, and
+what they hold is of no use without it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lucidrl.distributed.child_main import Raised
+from lucidrl.distributed.launchers.failures import START, explain_failure, explain_loss
+from lucidrl.distributed.launchers.interfaces import Arguments, NodeLost, Ranks, Worker
+from lucidrl.distributed.launchers.log_folder import LogFolder
+from lucidrl.distributed.launchers.messages import Message
+from lucidrl.distributed.launchers.rank_main import Returned
+from lucidrl.distributed.launchers.rank_process import Died, Outcome, outcome_of
+from lucidrl.errors import DataError, WorkerError
+
+_log = logging.getLogger(__name__)
+
+_GRACE_S = 1.0
+"""After a rank raised, the others have this long to answer too: the one that raised first may only be a witness."""
+_SHUTDOWN_DEADLINE_S = 10.0
+
+
+class ProcessLauncher:
+    """Makes a worker in each of the processes, and calls its methods.
+
+    Args:
+        start_ranks: starts the processes, which are ended with the group.
+        log_dir: where they write `rank_N.log`; by default a temporary folder, kept only if something goes wrong.
+        worker_class: importable by name in a new process.
+        arguments: of its constructor, the same on every rank.
+        start_timeout_s: until when all workers must have been made.
+
+    Raises:
+        WorkerError: if a rank does not start; an error of ours that a worker raises is raised as it is.
+    """
+
+    def __init__(
+        self,
+        start_ranks: Callable[[LogFolder], Ranks],
+        log_dir: Path | None,
+        worker_class: type[Worker],
+        arguments: Arguments,
+        start_timeout_s: float,
+    ):
+        self._ended: str | None = None
+        self._logs = LogFolder(log_dir)
+        try:
+            self._ranks = start_ranks(self._logs)
+        except BaseException:
+            self._logs.end(everything_went_well=False)
+            raise
+        self.size = len(self._ranks.labels)
+        atexit.register(self.shutdown)
+        try:
+            message = _message(worker_class.__name__, (worker_class, arguments))
+            self._run(START, [message] * self.size, start_timeout_s)
+        except BaseException:
+            self._kill("did not start")
+            raise
+
+    def run(self, method: str, calls: Sequence[Arguments], timeout_s: float) -> list[Any]:
+        """Call the method on every rank; arguments that several ranks share are pickled once.
+
+        Raises:
+            WorkerError: if a rank raises, dies or misses the deadline, or the group has ended before; an error of ours
+                that a worker raises is raised as it is. All ranks have ended then.
+            DataError: if the arguments cannot be pickled; nothing has happened then.
+        """
+        if self._ended:
+            raise WorkerError(f"{method} cannot run: the worker group {self._ended}; start another one")
+        keys = [(id(call.kwargs), *map(id, call.args)) for call in calls]
+        messages = {key: _message(method, (method, call)) for key, call in dict(zip(keys, calls, strict=True)).items()}
+        return self._run(method, [messages[key] for key in keys], timeout_s)
+
+    def shutdown(self) -> None:
+        """Let the workers shut down; those that take too long are killed. May be called twice."""
+        if self._ended:
+            return
+        codes: Sequence[int | None] = [None] * self.size
+        try:
+            codes = self._ranks.let_end(_SHUTDOWN_DEADLINE_S)
+        except NodeLost as lost:
+            _log.warning("node %s was lost in the shutdown: %s", lost.node, lost)
+        finally:
+            self._kill("was shut down")
+        for label, code in zip(self._ranks.labels, codes, strict=True):
+            if code != 0:
+                how = "took too long" if code is None else f"ended with exit code {code}"
+                _log.warning("%s %s in its shutdown; its output is in %s", label.name, how, label.log_path)
+        self._logs.end(everything_went_well=all(code == 0 for code in codes))
+
+    def _run(self, phase: str, messages: Sequence[Message], timeout_s: float) -> list[Any]:
+        try:
+            outcomes = self._exchange(messages, timeout_s)
+            values = [outcome.value for _, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
+            if len(values) == self.size:
+                return values
+            failure = explain_failure(phase, timeout_s, outcomes, self._ranks)
+        except NodeLost as lost:
+            failure = explain_loss(lost, phase, self._ranks.labels)
+        except BaseException:  # Ctrl-C for instance; the ranks are in the middle of something
+            self._kill(f"was interrupted in {phase}")
+            raise
+        self._kill(f"failed in {phase}")
+        raise failure
+
+    def _exchange(self, messages: Sequence[Message], timeout_s: float) -> dict[int, Outcome]:
+        """What came of the messages, in order of arrival; ranks without an answer in time are missing."""
+        until = time.monotonic() + timeout_s
+        self._ranks.send(dict(enumerate(messages)))
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < self.size and (remaining_s := until - time.monotonic()) > 0:
+            for number, answer in self._ranks.poll(remaining_s):
+                outcomes[number] = outcome = outcome_of(answer)
+                if isinstance(outcome, Died):
+                    return outcomes
+                if isinstance(outcome, Raised):
+                    until = min(until, time.monotonic() + _GRACE_S)
+        return outcomes
+
+    def _kill(self, ended: str) -> None:
+        self._ended = self._ended or ended
+        atexit.unregister(self.shutdown)
+        self._ranks.kill()
+        self._logs.end(everything_went_well=False)
+
+
+def _message(what: str, content: Any) -> Message:
+    try:
+        return Message.of(content)
+    except Exception as error:  # pickle raises whatever the object's own methods raise
+        raise DataError(
+            f"the arguments of {what} cannot be sent to the workers: {type(error).__name__}: {error}; "
+            "pass objects that can be pickled, and functions and classes of a module instead of local ones"
+        ) from error
