@@ -11,6 +11,7 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.machinery import ModuleSpec
 from multiprocessing import forkserver
 from typing import Any, Literal, get_args
 
@@ -55,7 +56,7 @@ class ChildProcess:
         self._process = context.Process(target=target, args=args, name=name, daemon=False)
         if start_method == "forkserver":
             _preload(preload)
-        with nullcontext() if imports_main else _main_hidden():
+        with nullcontext() if imports_main else main_seen_as(None, None):
             self._process.start()
 
     @property
@@ -107,12 +108,12 @@ def _preload(modules: Iterable[str]) -> None:
 
 
 @contextmanager
-def _main_hidden() -> Iterator[None]:
-    """multiprocessing, when it starts a process, sees a main module without a file, as in a notebook."""
+def main_seen_as(spec: ModuleSpec | None, file: str | None) -> Iterator[None]:
+    """multiprocessing, when it starts a process, sees another main module; without spec and file, as in a notebook."""
     with _main_lock:
         main = sys.modules["__main__"]
         stand_in = types.ModuleType("__main__")  # with all that is in it: other threads may be pickling
-        vars(stand_in).update({**vars(main), "__spec__": None, "__file__": None})
+        vars(stand_in).update({**vars(main), "__spec__": spec, "__file__": file})
         sys.modules["__main__"] = stand_in
         try:
             yield

@@ -10,6 +10,7 @@ from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.launchers.in_process import InProcess
 from lucidrl.distributed.launchers.interfaces import Arguments, Launcher, Worker
 from lucidrl.distributed.launchers.local import LocalProcesses
+from lucidrl.distributed.launchers.ray import RayProcesses
 from lucidrl.errors import DataError
 
 
@@ -17,10 +18,10 @@ class WorkerGroup:
     """One instance of a worker class a rank.
 
     A single one lives in this process: calls are plain method calls, what it raises is raised as it is, and deadlines
-    do not interrupt it. Several, or one that asks for it, live in processes of this machine, with torchrun's variables
-    in their environment (see `init_process_group_from_environment`): arguments and results are copies, what the workers
-    print and log goes to `rank_N.log`, and after any failure all of them are killed and the group has ended. One thread
-    at a time may call.
+    do not interrupt it. Several, or one that asks for it, live in processes of this machine or of a Ray cluster, with
+    torchrun's variables in their environment (see `init_process_group_from_environment`): arguments and results are
+    copies, what the workers print and log goes to `rank_N.log`, and after any failure all of them are killed and the
+    group has ended. One thread at a time may call.
 
     Example:
         >>> with WorkerGroup(Counter, args=(10,), cluster=ClusterConfig(num_workers=2)) as group:
@@ -30,7 +31,7 @@ class WorkerGroup:
     Args:
         worker_class: any class with a `shutdown` method; for several ranks it must be importable by name.
         args: of its constructor, as `kwargs`; the same on every rank.
-        cluster: number of ranks, their threads and deadlines.
+        cluster: number of ranks, where they run, their threads and deadlines.
         log_dir: for `rank_N.log`; by default a temporary folder that is kept only if something goes wrong.
         own_processes: a single worker, too, lives in a process of its own.
         role: what errors call a worker that is a process.
@@ -54,11 +55,13 @@ class WorkerGroup:
         cluster = cluster or ClusterConfig()
         self._call_timeout_s = cluster.call_timeout_s
         arguments = Arguments(args, kwargs or {})
-        self._launcher: Launcher = (
-            InProcess(worker_class, arguments)
-            if cluster.num_workers == 1 and not own_processes
-            else LocalProcesses(worker_class, arguments, cluster, log_dir, role)
-        )
+        self._launcher: Launcher
+        if cluster.uses_ray:
+            self._launcher = RayProcesses(worker_class, arguments, cluster, log_dir, role)
+        elif cluster.num_workers == 1 and not own_processes:
+            self._launcher = InProcess(worker_class, arguments)
+        else:
+            self._launcher = LocalProcesses(worker_class, arguments, cluster, log_dir, role)
 
     @property
     def size(self) -> int:

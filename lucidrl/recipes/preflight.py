@@ -9,6 +9,7 @@ from rich.table import Table
 
 from lucidrl.data.examples import answered, load_examples
 from lucidrl.data.messages import render_prompt, supervised_example
+from lucidrl.distributed.launchers.ray import check_can_be_placed
 from lucidrl.envs.text.registry import make_env, split_prompts
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.loading import DTYPES, ModelFacts, empty_model, model_facts, policy_tokenizer
@@ -49,12 +50,14 @@ class Preflight:
 
 
 def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
-    """Check run folder, trackers, model folder, tokenizer, environment and every prompt; loads no weights.
+    """Check run folder, trackers, Ray cluster, model folder, tokenizer, environment and every prompt; loads no weights.
 
     Raises:
         LucidError: for the first thing that would stop the run.
     """
     check_run_can_start(config)
+    if config.cluster.uses_ray:
+        check_can_be_placed(config.cluster)
     policy = config.policy
     PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy)
     facts = model_facts(policy.model_name, policy.trust_remote_code)

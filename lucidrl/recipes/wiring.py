@@ -14,6 +14,7 @@ from lucidrl.collectors.text import TextCollector
 from lucidrl.data.datasets import Prompt, PromptOrder
 from lucidrl.data.examples import answered, load_examples
 from lucidrl.data.messages import supervised_example
+from lucidrl.distributed.launchers.ray_connection import connected
 from lucidrl.envs.text.registry import make_env, split_prompts
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.models.generation.interfaces import GenerationInterface
@@ -101,6 +102,8 @@ class _TextParts:
         self._config = config
         self._folder = folder
         self._stack = stack
+        if config.cluster.uses_ray:  # for all of the run, and before the logger asks what there is to monitor
+            stack.enter_context(connected(config.cluster.address))
         self._run = RunParts(config, folder, stack, watcher, resume)
         self.logger = self._run.logger
         self._env = make_env(config.env.name, config.env.kwargs)

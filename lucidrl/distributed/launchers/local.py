@@ -11,7 +11,6 @@ from lucidrl.distributed.launchers.log_folder import LogFolder
 from lucidrl.distributed.launchers.processes import ProcessLauncher
 from lucidrl.distributed.launchers.rank_environment import (
     LOOPBACK,
-    host_store,
     listen_for_ranks,
     rank_environment,
     threads_of_a_rank,
@@ -44,9 +43,10 @@ class LocalProcesses(ProcessLauncher):
         role: str = "rank",
     ):
         def start_ranks(logs: LogFolder) -> RankSet:
-            store = host_store(listen_for_ranks(LOOPBACK))
-            settings = [_settings(rank, role, cluster, store.port, logs) for rank in range(cluster.num_workers)]
-            return RankSet(settings, store)
+            listener = listen_for_ranks(LOOPBACK)
+            port = listener.getsockname()[1]
+            settings = [_settings(rank, role, cluster, port, logs) for rank in range(cluster.num_workers)]
+            return RankSet(settings, listener)
 
         super().__init__(start_ranks, log_dir, worker_class, arguments, cluster.start_timeout_s)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -22,6 +24,16 @@ class LogFolder:
 
     def of_rank(self, rank: int) -> Path:
         return self.path / f"rank_{rank}.log"
+
+    @contextmanager
+    def marked(self) -> Iterator[str]:
+        """A file is here meanwhile, of this name: whoever sees it writes to the same folder."""
+        file = self.path / f".seen-{secrets.token_hex(8)}"
+        file.touch()
+        try:
+            yield file.name
+        finally:
+            file.unlink(missing_ok=True)
 
     def end(self, everything_went_well: bool) -> None:
         """Remove a temporary folder that nobody will look into; may be called twice."""

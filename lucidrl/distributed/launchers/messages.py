@@ -1,6 +1,7 @@
 """Objects on their way between driver and ranks: a pickle, and beside it the memory of tensors and arrays, uncopied.
 
-Both ends of the connection are processes of one program that trust each other.
+Both ends of the connection are processes of one program that trust each other. Torch is imported where tensors are made
+or taken apart: what only relays messages does without it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 SMALLEST_OWN_PART_BYTES = 1 << 14
 """Smaller buffers stay in the pickle: a part of their own would cost more than the copy."""
@@ -45,6 +48,10 @@ class Message:
 
         _Pickler(pickled, protocol=5, buffer_callback=keep_in_pickle).dump(content)
         return cls([pickled.getvalue(), *buffers])
+
+    def writable(self) -> Message:
+        """A copy in memory of its own, as the object needs if that of the message is shared with others."""
+        return Message([np.array(part, np.uint8) for part in self.parts])
 
     def content(self) -> Any:
         """The object; its tensors use the memory of the message."""
@@ -81,6 +88,8 @@ class _Pickler(pickle.Pickler):
     """Offers the memory of ordinary CPU tensors as buffers; torch's own way copies it several times."""
 
     def reducer_override(self, value: Any) -> Any:
+        import torch
+
         if type(value) is not torch.Tensor or not _is_plain(value):
             return NotImplemented
         memory: Any = value.contiguous().view(-1).view(torch.uint8).numpy()
@@ -88,6 +97,8 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
+    import torch
+
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -97,4 +108,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-
-from torch.distributed import TCPStore
+from typing import TYPE_CHECKING
 
 from lucidrl.distributed.child_process import num_cores
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
 
@@ -22,6 +24,8 @@ def listen_for_ranks(ip: str) -> socket.socket:
 
 def host_store(listener: socket.socket) -> TCPStore:
     """The store, at the listener's address; it ends with the object."""
+    from torch.distributed import TCPStore
+
     ip, port = listener.getsockname()[:2]
     return TCPStore(ip, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 

@@ -6,14 +6,14 @@ Nothing is decided here; what an answer, a death or a silence means is for the d
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from torch.distributed import TCPStore
-
 from lucidrl.distributed.launchers.interfaces import RankLabel, RankReport
 from lucidrl.distributed.launchers.messages import Message
+from lucidrl.distributed.launchers.rank_environment import host_store
 from lucidrl.distributed.launchers.rank_log import wait_for_growth
 from lucidrl.distributed.launchers.rank_main import RankSettings
 from lucidrl.distributed.launchers.rank_process import Died, RankProcess
@@ -26,18 +26,19 @@ class RankSet:
 
     Args:
         settings: of each rank.
-        store: at which they meet, if this process hosts it; lives as long as they do.
+        listener: where they meet, if this process is to host the store for that; it lives as long as they do.
     """
 
-    def __init__(self, settings: Sequence[RankSettings], store: TCPStore | None = None):
+    def __init__(self, settings: Sequence[RankSettings], listener: socket.socket | None = None):
         self.labels = [RankLabel(one.rank, one.role, one.log_path) for one in settings]
-        self._store = store
         self._ranks: dict[int, RankProcess] = {}
         self._answers: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
         self._waiting: set[int] = set()
         try:
             for one in settings:
                 self._ranks[one.rank] = RankProcess(one)
+            # After them: they import torch meanwhile, as this process may have to.
+            self._store = host_store(listener) if listener is not None else None
         except BaseException:
             self.kill()
             raise
@@ -61,7 +62,8 @@ class RankSet:
                 found = [self._answers.get(timeout=min(remaining_s, _POLL_S))]
             except queue.Empty:
                 # A process that a dead rank started may keep its connection open.
-                found = [(number, None) for number in self._waiting if self._ranks[number].has_ended][:1]
+                dead = [number for number in self._waiting if self._ranks[number].has_ended]
+                found = [(number, None) for number in dead[:1]]
             if found or not remaining_s:
                 break
         while not self._answers.empty():

@@ -1,0 +1,161 @@
+"""What runs on each node of a Ray cluster: it starts the ranks there as the local launcher does, and relays.
+
+Everything is done in the main thread of one actor, in calls of a second at most, so that the driver can always ask the
+next thing, and an agent that does not answer is out of order. The ranks end with it: Linux sees to that.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from lucidrl.distributed.launchers.driver_program import DriverProgram
+from lucidrl.distributed.launchers.interfaces import RankReport
+from lucidrl.distributed.launchers.log_copies import NewOutput
+from lucidrl.distributed.launchers.messages import Message
+from lucidrl.distributed.launchers.rank_environment import (
+    listen_for_ranks,
+    rank_environment,
+    threads_of_a_rank,
+)
+from lucidrl.distributed.launchers.rank_main import RankSettings
+from lucidrl.distributed.launchers.rank_process import Died
+from lucidrl.distributed.launchers.rank_set import RankSet
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """Where an agent is."""
+
+    node_id: str
+    ip: str
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """What runs on a node."""
+
+    role: str
+    ranks: range
+    world_size: int
+    ip: str
+    """Of the node: at which its ranks talk to the others."""
+    store: tuple[str, int]
+    """Address and port."""
+    num_threads: int | None
+    """Of each rank; None for a share of the node's cores."""
+    with_gpus: bool
+    log_dir: Path
+    """Where the driver wants the logs."""
+    mark: str
+    """Name of a file there: a node that sees it has the same folder."""
+
+
+@dataclass(frozen=True)
+class NodeNews:
+    """What happened on a node since the last time."""
+
+    answers: Sequence[tuple[int, Message | Died]] = ()
+    logs: Mapping[int, bytes] = field(default_factory=dict)
+    """What ranks wrote, if the driver cannot read it itself."""
+    exit_codes: Sequence[int | None] = ()
+
+
+class NodeAgent:
+    """The class of the Ray actor.
+
+    Args:
+        program: that drives the ranks.
+    """
+
+    def __init__(self, program: DriverProgram):
+        program.enter()
+        self._program = program
+        self._listener: socket.socket | None = None
+        self._ranks: RankSet | None = None
+        self._output = NewOutput({})
+        self._temporary_dir: Path | None = None
+
+    def facts(self) -> NodeFacts:
+        import ray
+
+        return NodeFacts(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+
+    def listen(self, ip: str) -> int:
+        """Host the store of the ranks, on one address of this node; returns the port."""
+        self._listener = listen_for_ranks(ip)
+        return self._listener.getsockname()[1]
+
+    def start(self, plan: NodePlan) -> None:
+        """Start the processes; they wait for their first message."""
+        log_dir = plan.log_dir
+        if not (log_dir / plan.mark).exists():
+            log_dir = self._temporary_dir = Path(tempfile.mkdtemp(prefix="lucidrl-logs-"))
+            self._output = NewOutput({rank: log_dir / f"rank_{rank}.log" for rank in plan.ranks})
+        settings = [_settings(plan, local_rank, log_dir) for local_rank in range(len(plan.ranks))]
+        with self._program.as_main():
+            self._ranks = RankSet(settings, self._listener)
+
+    def send(self, ranks: Sequence[Sequence[int]], *messages: Message) -> NodeNews:
+        """Give each message to its ranks; they read it from this node's object store, where it is once."""
+        assert self._ranks is not None
+        self._ranks.send({rank: message for of_one, message in zip(ranks, messages, strict=True) for rank in of_one})
+        return NodeNews()
+
+    def poll(self, timeout_s: float) -> NodeNews:
+        """Answers that have not been given yet; waits for one, or until the time is over."""
+        assert self._ranks is not None
+        return NodeNews(self._ranks.poll(timeout_s), self._output.take())
+
+    def report(self, numbers: Sequence[int], with_stacks: bool) -> dict[int, RankReport]:
+        assert self._ranks is not None
+        return self._ranks.report(numbers, with_stacks)
+
+    def let_end(self, timeout_s: float) -> NodeNews:
+        """Ask the ranks to shut down and leave."""
+        assert self._ranks is not None
+        return NodeNews(exit_codes=self._ranks.let_end(timeout_s))
+
+    def kill(self) -> NodeNews:
+        """End the ranks; the rest of what they wrote."""
+        if self._ranks is not None:
+            self._ranks.kill()
+        news = NodeNews(logs=self._output.take(is_last=True))
+        if self._temporary_dir is not None:
+            shutil.rmtree(self._temporary_dir, ignore_errors=True)
+        return news
+
+
+def _settings(plan: NodePlan, local_rank: int, log_dir: Path) -> RankSettings:
+    rank, local_size = plan.ranks[local_rank], len(plan.ranks)
+    num_threads = plan.num_threads or threads_of_a_rank(local_size)
+    environment = rank_environment(
+        rank,
+        plan.world_size,
+        local_rank=local_rank,
+        local_size=local_size,
+        store=plan.store,
+        num_threads=num_threads,
+    )
+    if not plan.with_gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    interface = _interface_with(plan.ip)
+    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        environment["GLOO_SOCKET_IFNAME"] = interface  # gloo would take what the machine's name leads to
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return RankSettings(rank, plan.role, environment, num_threads, log_dir / f"rank_{rank}.log", in_main_thread)
+
+
+def _interface_with(ip: str) -> str | None:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == ip for address in addresses):
+            return name
+    return None

@@ -1,0 +1,144 @@
+"""Workers on the nodes of a Ray cluster.
+
+On each node an agent holds the node's share of a placement group and starts its ranks as the local launcher does; the
+agent of rank 0's node hosts the store at which all meet. Arguments go through Ray's object store, once to a node.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.launchers.driver_program import DriverProgram
+from lucidrl.distributed.launchers.failures import START, explain_loss
+from lucidrl.distributed.launchers.interfaces import Arguments, NodeLost, RankLabel, Worker
+from lucidrl.distributed.launchers.log_folder import LogFolder
+from lucidrl.distributed.launchers.node_agent import NodeAgent, NodePlan
+from lucidrl.distributed.launchers.processes import ProcessLauncher
+from lucidrl.distributed.launchers.rank_environment import LOOPBACK
+from lucidrl.distributed.launchers.ray_connection import LOCAL, connected
+from lucidrl.distributed.launchers.ray_placement import Room, reserved
+from lucidrl.distributed.launchers.remote_ranks import RemoteNode, RemoteRanks, answer_of
+from lucidrl.utils.imports import require_package
+
+
+class RayProcesses(ProcessLauncher):
+    """Ranks on one or several nodes, each in a process with torchrun's variables in its environment.
+
+    Args:
+        worker_class: importable by name in a new process, on every node.
+        arguments: of its constructor, the same on every rank.
+        cluster: which Ray, how many nodes and ranks, what each needs, deadline of the start.
+        log_dir: where `rank_N.log` with the output of rank N goes, from whichever node; by default a temporary folder,
+            which is kept only if something goes wrong.
+        role: what errors call one of them.
+
+    Raises:
+        ConfigError: if Ray is not there or has no room, before anything is started.
+        WorkerError: if a rank does not start; an error of ours that a worker raises is raised as it is.
+    """
+
+    def __init__(
+        self,
+        worker_class: type[Worker],
+        arguments: Arguments,
+        cluster: ClusterConfig,
+        log_dir: Path | None,
+        role: str = "rank",
+    ):
+        def start_ranks(logs: LogFolder) -> RemoteRanks:
+            return _start_ranks(cluster, logs, role)
+
+        super().__init__(start_ranks, log_dir, worker_class, arguments, cluster.start_timeout_s)
+
+
+def check_can_be_placed(cluster: ClusterConfig) -> None:
+    """Refuse workers for which there is no room in a cluster that is there; nothing is started.
+
+    Raises:
+        ConfigError: if Ray is not installed, not to be reached, or too small.
+    """
+    require_package("ray", "cluster.launcher=ray")
+    if cluster.address not in (None, LOCAL):
+        with connected(cluster.address) as is_own_ray, reserved(cluster, is_own_ray):
+            pass
+
+
+def _start_ranks(cluster: ClusterConfig, logs: LogFolder, role: str) -> RemoteRanks:
+    with ExitStack() as held:
+        is_own_ray = held.enter_context(connected(cluster.address))
+        room = held.enter_context(reserved(cluster, is_own_ray))
+        nodes = _start_agents(cluster, room, held)
+        labels = [RankLabel(rank, role, logs.of_rank(rank)) for node in nodes for rank in node.ranks]
+        try:
+            facts = _ask_all(nodes, cluster, [node.actor.facts.remote() for node in nodes])
+            for node, found in zip(nodes, facts, strict=True):
+                node.name = f"{found.ip} ({found.node_id[:8]})"
+            labels = [replace(label, node=nodes[label.rank // cluster.ranks_per_node].name) for label in labels]
+            _start_processes(cluster, nodes, [found.ip for found in facts], logs, role, with_gpus=room.num_gpus > 0)
+        except NodeLost as lost:
+            raise explain_loss(lost, START, labels) from lost.__cause__
+        return RemoteRanks(nodes, labels, held.pop_all())
+
+
+def _start_agents(cluster: ClusterConfig, room: Room, held: ExitStack) -> list[RemoteNode]:
+    """One on each node; `held` ends them, and with them whatever they have started."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    program, share = DriverProgram.of_this_process(), cluster.ranks_per_node
+    nodes = []
+    for number in range(cluster.num_nodes):
+        options = {
+            "num_cpus": room.num_cpus,
+            "num_gpus": room.num_gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(room.group, number),
+        }
+        if program.paths:  # they come first: all nodes run the driver's version of the code
+            search_path = os.pathsep.join([*program.paths, "${PYTHONPATH}"])
+            options["runtime_env"] = {"env_vars": {"PYTHONPATH": search_path}}
+        actor = ray.remote(NodeAgent).options(**options).remote(program)
+        held.callback(_end_agent, actor)
+        nodes.append(RemoteNode(actor, f"number {number}", range(number * share, (number + 1) * share)))
+    return nodes
+
+
+def _start_processes(
+    cluster: ClusterConfig, nodes: Sequence[RemoteNode], ips: Sequence[str], logs: LogFolder, role: str, with_gpus: bool
+) -> None:
+    if len(nodes) == 1:
+        ips = [LOOPBACK]  # nobody else has to reach the ranks
+    (port,) = _ask_all(nodes[:1], cluster, [nodes[0].actor.listen.remote(ips[0])])
+    with logs.marked() as mark:
+        plans = [
+            NodePlan(
+                role=role,
+                ranks=node.ranks,
+                world_size=cluster.num_workers,
+                ip=ip,
+                store=(ips[0], port),
+                num_threads=cluster.num_threads,
+                with_gpus=with_gpus,
+                log_dir=logs.path.resolve(),
+                mark=mark,
+            )
+            for node, ip in zip(nodes, ips, strict=True)
+        ]
+        _ask_all(nodes, cluster, [node.actor.start.remote(plan) for node, plan in zip(nodes, plans, strict=True)])
+
+
+def _ask_all(nodes: Sequence[RemoteNode], cluster: ClusterConfig, references: Sequence[Any]) -> list[Any]:
+    pairs = zip(nodes, references, strict=True)
+    return [answer_of(node, reference, cluster.start_timeout_s) for node, reference in pairs]
+
+
+def _end_agent(actor: Any) -> None:
+    import ray
+
+    if ray.is_initialized():  # the program may have left Ray before
+        ray.kill(actor)

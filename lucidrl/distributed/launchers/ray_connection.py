@@ -1,0 +1,162 @@
+"""The connection of this program to Ray: one, shared by all that use it, and ended with the last of them.
+
+A Ray that is started for the run listens on the loopback interface only, has no dashboard and tells nobody of its use;
+its files are in a folder of its own. A cluster that was there before is left as it was, and so is a connection that the
+program itself has made.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lucidrl.errors import ConfigError
+from lucidrl.utils.imports import require_package
+
+LOCAL = "local"
+"""The address that means a Ray started for the run."""
+
+_REACH_DEADLINE_S = 5.0
+_STATISTICS = "RAY_USAGE_STATS_ENABLED"
+
+
+class _Connection:
+    """What is known of the connection, while there are users."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0
+        self.is_ours = False
+        self.own_folder: Path | None = None
+        """Of a Ray that was started for the run."""
+
+
+_connection = _Connection()
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[bool]:
+    """Be connected to Ray meanwhile; whether it is one that was started for the run.
+
+    Args:
+        address: `host:port` of a cluster, `auto` for the one of this machine, `local` or None for one that is started.
+            A program that is connected already stays so.
+
+    Raises:
+        ConfigError: if Ray is not installed, or there is no cluster to be reached at the address.
+    """
+    require_package("ray", "cluster.launcher=ray")
+    with _connection.lock:
+        if _connection.users == 0:
+            _connect(address)
+        _connection.users += 1
+    try:
+        yield _connection.own_folder is not None
+    finally:
+        with _connection.lock:
+            _connection.users -= 1
+            if _connection.users == 0:
+                _disconnect()
+
+
+def _connect(address: str | None) -> None:
+    import ray
+
+    _connection.is_ours = not ray.is_initialized()
+    if not _connection.is_ours:
+        return
+    if address in (None, LOCAL):
+        # Ray's sockets are below it, and their paths must be short: not where TMPDIR may lead.
+        _connection.own_folder = Path(tempfile.mkdtemp(prefix="lucidrl-ray-", dir="/tmp"))
+        try:
+            _start_on_loopback(_connection.own_folder)
+        except BaseException:
+            _disconnect()
+            raise
+    else:
+        assert address is not None
+        _join(address)
+
+
+def _start_on_loopback(folder: Path) -> None:
+    import ray
+
+    with _alone():
+        ray.init(
+            address=LOCAL,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(folder),
+        )
+    ip = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(ip).is_loopback:
+        raise ConfigError(
+            f"a Ray of version {ray.__version__} that is started here listens on {ip}, not on the loopback interface "
+            "alone; start one yourself as you see fit, and set cluster.address=auto"
+        )
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A Ray that is started meanwhile listens on the loopback interface only, and does not report its use.
+
+    On systems whose firewalls would complain Ray does the former by itself; the switch is read when Ray is imported,
+    which may have happened.
+    """
+    from ray._private import ray_constants
+
+    statistics = os.environ.get(_STATISTICS)
+    reaches_out, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    os.environ[_STATISTICS] = "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = reaches_out
+        del os.environ[_STATISTICS]
+        if statistics is not None:
+            os.environ[_STATISTICS] = statistics
+
+
+def _join(address: str) -> None:
+    import ray
+
+    try:
+        if address != "auto":
+            _check_reachable(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # Ray raises RuntimeError, ConnectionError, ValueError and errors of its own
+        raise ConfigError(
+            f"cluster.address={address} leads to no Ray cluster that can be joined: {_first_line(error)}; start one "
+            "with `ray start --head`, run this command on one of its nodes, or unset cluster.address to have a Ray "
+            "started for the run"
+        ) from error
+
+
+def _check_reachable(address: str) -> None:
+    """At once: Ray itself tries for a long time."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_DEADLINE_S):
+        pass
+
+
+def _disconnect() -> None:
+    import ray
+
+    if _connection.is_ours:
+        ray.shutdown()
+    folder, _connection.own_folder, _connection.is_ours = _connection.own_folder, None, False
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

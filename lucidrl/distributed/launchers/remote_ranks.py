@@ -1,0 +1,144 @@
+"""Ranks on the nodes of a Ray cluster, as their driver reaches them: through one agent a node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from lucidrl.distributed.launchers.interfaces import NodeLost, RankLabel, RankReport
+from lucidrl.distributed.launchers.log_copies import append
+from lucidrl.distributed.launchers.messages import Message
+from lucidrl.distributed.launchers.node_agent import NodeNews
+from lucidrl.distributed.launchers.rank_process import Died
+
+_ROUND_S = 0.5
+"""How long an agent waits for answers of its ranks before it says that there are none."""
+_SILENCE_S = 20.0
+"""An agent that has not even said that is out of reach."""
+_REPORT_DEADLINE_S = 6.0
+_KILL_DEADLINE_S = 8.0
+
+
+@dataclass
+class RemoteNode:
+    """A node with ranks, as its driver sees it."""
+
+    actor: Any
+    """Ray's handle of the agent."""
+    name: str
+    ranks: range
+    waiting: set[int] = field(default_factory=set)
+    """Ranks that have a message and have not answered."""
+    news: Any = None
+    """What the agent was asked for last, if it has not been read: a reference to `NodeNews`."""
+    silent_after: float = 0.0
+    """When that should have come."""
+
+    def ask(self) -> None:
+        self.news = self.actor.poll.remote(_ROUND_S)
+        self.silent_after = time.monotonic() + _SILENCE_S
+
+    def lost(self, reason: str) -> NodeLost:
+        return NodeLost(self.name, self.ranks, reason)
+
+
+class RemoteRanks:
+    """What `Ranks` says, on nodes.
+
+    Args:
+        nodes: their agents have started the ranks.
+        labels: of all ranks.
+        held: what is to be given back when the ranks have ended.
+    """
+
+    def __init__(self, nodes: Sequence[RemoteNode], labels: Sequence[RankLabel], held: ExitStack):
+        self.labels = labels
+        self._nodes, self._held = nodes, held
+
+    def send(self, messages: Mapping[int, Message]) -> None:
+        import ray
+
+        stored = {id(message): ray.put(message) for message in {id(one): one for one in messages.values()}.values()}
+        for node in self._nodes:
+            of_node: dict[int, list[int]] = {}
+            for rank in node.ranks:
+                of_node.setdefault(id(messages[rank]), []).append(rank)
+            node.waiting = set(node.ranks)
+            node.news = node.actor.send.remote(list(of_node.values()), *(stored[key] for key in of_node))
+            node.silent_after = float("inf")  # large arguments take their time to get there
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Message | Died]]:
+        import ray
+
+        asked = {node.news: node for node in self._nodes if node.news is not None}
+        wait_s = min(node.silent_after for node in asked.values()) - time.monotonic()
+        arrived, _ = ray.wait(list(asked), timeout=min(timeout_s, max(0.0, wait_s)))
+        if arrived:
+            return self._read(asked[arrived[0]])
+        for node in asked.values():
+            if time.monotonic() > node.silent_after:
+                if not ray.wait([node.news], timeout=0, fetch_local=False)[0]:
+                    raise node.lost(f"its agent has not answered for {_SILENCE_S:g} s")
+                node.silent_after = float("inf")  # the answer is on its way
+        return []
+
+    def report(self, numbers: Sequence[int], with_stacks: bool) -> dict[int, RankReport]:
+        asked = [(node, [rank for rank in node.ranks if rank in numbers]) for node in self._nodes]
+        references = [(node, node.actor.report.remote(of_node, with_stacks)) for node, of_node in asked if of_node]
+        found: dict[int, RankReport] = {}
+        for node, reference in references:
+            found |= answer_of(node, reference, _REPORT_DEADLINE_S)
+        return {number: found[number] for number in numbers}
+
+    def let_end(self, timeout_s: float) -> list[int | None]:
+        references = [(node, node.actor.let_end.remote(timeout_s)) for node in self._nodes]
+        answers = [answer_of(node, reference, timeout_s + _REPORT_DEADLINE_S) for node, reference in references]
+        return [code for news in answers for code in news.exit_codes]
+
+    def kill(self) -> None:
+        import ray
+
+        nodes, self._nodes = self._nodes, []
+        try:
+            # The agents end their ranks, and tell the rest of what these wrote. Those that cannot end with them.
+            if nodes and ray.is_initialized():
+                references = [node.actor.kill.remote() for node in nodes]
+                ray.wait(references, num_returns=len(nodes), timeout=_KILL_DEADLINE_S)
+                for node, reference in zip(nodes, references, strict=True):
+                    with suppress(NodeLost):
+                        self._take_logs(answer_of(node, reference, 0))
+        finally:
+            self._held.close()
+
+    def _read(self, node: RemoteNode) -> list[tuple[int, Message | Died]]:
+        """What an agent says; it is asked again if there is more to come."""
+        news: NodeNews = answer_of(node, node.news, _REPORT_DEADLINE_S)
+        node.news = None
+        self._take_logs(news)
+        node.waiting -= {rank for rank, _ in news.answers}
+        if node.waiting:
+            node.ask()
+        # Memory of the object store is shared and must not be written to.
+        return [(rank, answer if isinstance(answer, Died) else answer.writable()) for rank, answer in news.answers]
+
+    def _take_logs(self, news: NodeNews) -> None:
+        for rank, content in news.logs.items():
+            append(self.labels[rank].log_path, content)
+
+
+def answer_of(node: RemoteNode, reference: Any, timeout_s: float) -> Any:
+    """What the agent of a node returned; NodeLost if it does not in time, or cannot."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise node.lost(f"its agent has not answered within {timeout_s:g} s") from error
+    except RayError as error:
+        last_line = str(error).strip().splitlines()[-1].strip()
+        is_gone = isinstance(error, RayActorError) and "creation task" not in str(error)
+        raise node.lost("its agent is gone" if is_gone else f"its agent failed with {last_line}") from error
