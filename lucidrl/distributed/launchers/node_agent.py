@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,8 @@ from lucidrl.distributed.launchers.rank_environment import (
 from lucidrl.distributed.launchers.rank_main import RankSettings
 from lucidrl.distributed.launchers.rank_process import Died
 from lucidrl.distributed.launchers.rank_set import RankSet
+
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class NodeAgent:
     """
 
     def __init__(self, program: DriverProgram):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the driver decides
+        _end_with_node()
         program.enter()
         self._program = program
         self._listener: socket.socket | None = None
@@ -132,6 +138,18 @@ class NodeAgent:
         if self._temporary_dir is not None:
             shutil.rmtree(self._temporary_dir, ignore_errors=True)
         return news
+
+
+def _end_with_node() -> None:
+    """Ray lets an actor whose node is gone work on until the rest of the cluster has noticed, and forgets it then."""
+    node = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == node:
+            time.sleep(_POLL_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="node-watch", daemon=True).start()
 
 
 def _settings(plan: NodePlan, local_rank: int, log_dir: Path) -> RankSettings:

@@ -48,14 +48,19 @@ def connected(address: str | None) -> Iterator[bool]:
 
     Args:
         address: `host:port` of a cluster, `auto` for the one of this machine, `local` or None for one that is started.
-            A program that is connected already stays so.
+            A program that is connected already stays so, and starts none.
 
     Raises:
-        ConfigError: if Ray is not installed, or there is no cluster to be reached at the address.
+        ConfigError: if Ray is not installed, there is no cluster to be reached at the address, or the program is
+            connected to another one.
     """
     require_package("ray", "cluster.launcher=ray")
+    import ray
+
     with _connection.lock:
-        if _connection.users == 0:
+        if ray.is_initialized():
+            _check_is_at(address)
+        else:
             _connect(address)
         _connection.users += 1
     try:
@@ -68,11 +73,7 @@ def connected(address: str | None) -> Iterator[bool]:
 
 
 def _connect(address: str | None) -> None:
-    import ray
-
-    _connection.is_ours = not ray.is_initialized()
-    if not _connection.is_ours:
-        return
+    _connection.is_ours = True
     if address in (None, LOCAL):
         # Ray's sockets are below it, and their paths must be short: not where TMPDIR may lead.
         _connection.own_folder = Path(tempfile.mkdtemp(prefix="lucidrl-ray-", dir="/tmp"))
@@ -139,6 +140,19 @@ def _join(address: str) -> None:
             "with `ray start --head`, run this command on one of its nodes, or unset cluster.address to have a Ray "
             "started for the run"
         ) from error
+
+
+def _check_is_at(address: str | None) -> None:
+    """Refuse the address of another cluster than the one that the program is connected to: it can be in one only."""
+    import ray
+
+    current = ray.get_runtime_context().gcs_address
+    if address in (None, LOCAL, "auto", current):
+        return
+    raise ConfigError(
+        f"cluster.address={address} is not {current}, the Ray cluster that this program is connected to; give that "
+        "address or none, or call ray.shutdown() before"
+    )
 
 
 def _check_reachable(address: str) -> None:

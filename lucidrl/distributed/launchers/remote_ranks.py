@@ -36,12 +36,14 @@ class RemoteNode:
     """What the agent was asked for last, if it has not been read: a reference to `NodeNews`."""
     silent_after: float = 0.0
     """When that should have come."""
+    is_lost: bool = False
 
     def ask(self) -> None:
         self.news = self.actor.poll.remote(_ROUND_S)
         self.silent_after = time.monotonic() + _SILENCE_S
 
     def lost(self, reason: str) -> NodeLost:
+        self.is_lost = True
         return NodeLost(self.name, self.ranks, reason)
 
 
@@ -101,9 +103,9 @@ class RemoteRanks:
     def kill(self) -> None:
         import ray
 
-        nodes, self._nodes = self._nodes, []
+        nodes, self._nodes = [node for node in self._nodes if not node.is_lost], []
         try:
-            # The agents end their ranks, and tell the rest of what these wrote. Those that cannot end with them.
+            # The agents end their ranks, and tell the rest of what these wrote. Ranks of others end with these.
             if nodes and ray.is_initialized():
                 references = [node.actor.kill.remote() for node in nodes]
                 ray.wait(references, num_returns=len(nodes), timeout=_KILL_DEADLINE_S)

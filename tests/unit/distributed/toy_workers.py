@@ -37,6 +37,12 @@ class Plain:
     def pid(self) -> int:
         return os.getpid()
 
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    def double(self, value: torch.Tensor) -> torch.Tensor:
+        return 2 * value
+
     def num_threads(self) -> int:
         return torch.get_num_threads()
 

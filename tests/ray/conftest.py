@@ -1,0 +1,25 @@
+"""A Ray cluster of two nodes on this machine, which the tests of a module share."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from tests.ray.nodes import check_all_was_given_back
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """This program is connected to it, as by a `ray.init` of its own."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    simulated = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    simulated.add_node(num_cpus=2)
+    ray.init(address=simulated.address, log_to_driver=False, logging_level=logging.ERROR)
+    yield simulated
+    check_all_was_given_back()
+    ray.shutdown()
+    simulated.shutdown()
