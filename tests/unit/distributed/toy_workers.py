@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -127,17 +127,17 @@ class TwoPartError(LucidError):
         super().__init__(f"{left} and {right}")
 
 
-def run_sleeper(folder: str) -> subprocess.Popen[bytes]:
+def run_sleeper(folder: str, launcher: str = "local") -> subprocess.Popen[bytes]:
     """A driver of two busy workers, which writes their pids to `folder` and never ends."""
-    code = f"from {__name__} import drive_forever; drive_forever({folder!r})"
+    code = f"from {__name__} import drive_forever; drive_forever({folder!r}, {launcher!r})"
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def drive_forever(folder: str) -> None:
+def drive_forever(folder: str, launcher: Literal["local", "ray"]) -> None:
     from lucidrl.distributed.config import ClusterConfig
     from lucidrl.distributed.worker_group import WorkerGroup
 
-    group = WorkerGroup(Plain, cluster=ClusterConfig(num_workers=2), log_dir=Path(folder))
+    group = WorkerGroup(Plain, cluster=ClusterConfig(num_workers=2, launcher=launcher), log_dir=Path(folder))
     pids = group.run_all("pid")
     part = Path(folder, "part")
     part.write_text("\n".join(map(str, pids)))
