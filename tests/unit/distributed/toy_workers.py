@@ -143,3 +143,11 @@ def drive_forever(folder: str, launcher: Literal["local", "ray"]) -> None:
     part.write_text("\n".join(map(str, pids)))
     part.rename(Path(folder, "pids"))
     group.run_all("sleep_on", 0, 600.0)
+
+
+def tell_of_main() -> None:
+    """What a new process sees of the program that started it, a line each."""
+    main = sys.modules["__main__"]
+    found = [main.Worker.number, os.getcwd(), " ".join(sys.argv)]  # type: ignore[attr-defined]
+    found += [os.environ.get(name) for name in ("NCCL_DEBUG", "OMP_NUM_THREADS")]
+    print(*found, sep="\n")  # noqa: T201
