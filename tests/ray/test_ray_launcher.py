@@ -64,6 +64,7 @@ def test_variables_that_change_what_ranks_compute_reach_them_and_secrets_do_not(
         assert "verysecret" not in str(environment)
 
 
+@pytest.mark.filterwarnings("error:The given buffer is not writable")
 def test_arguments_go_to_each_node_once_and_results_are_the_drivers_own(group, monkeypatch):
     stored = []
     put = ray.put
