@@ -70,10 +70,11 @@ def check_can_be_placed(cluster: ClusterConfig) -> None:
 
 
 def _start_ranks(cluster: ClusterConfig, logs: LogFolder, role: str) -> RemoteRanks:
+    program = DriverProgram.of_this_process()  # first: in a rank of a script without the usual guard it raises
     with ExitStack() as held:
         is_own_ray = held.enter_context(connected(cluster.address))
         room = held.enter_context(reserved(cluster, is_own_ray))
-        nodes = _start_agents(cluster, room, held)
+        nodes = _start_agents(program, cluster, room, held)
         labels = [RankLabel(rank, role, logs.of_rank(rank)) for node in nodes for rank in node.ranks]
         try:
             facts = _ask_all(nodes, cluster, [node.actor.facts.remote() for node in nodes])
@@ -86,12 +87,12 @@ def _start_ranks(cluster: ClusterConfig, logs: LogFolder, role: str) -> RemoteRa
         return RemoteRanks(nodes, labels, held.pop_all())
 
 
-def _start_agents(cluster: ClusterConfig, room: Room, held: ExitStack) -> list[RemoteNode]:
+def _start_agents(program: DriverProgram, cluster: ClusterConfig, room: Room, held: ExitStack) -> list[RemoteNode]:
     """One on each node; `held` ends them, and with them whatever they have started."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    program, share = DriverProgram.of_this_process(), cluster.ranks_per_node
+    share = cluster.ranks_per_node
     nodes = []
     for number in range(cluster.num_nodes):
         options = {
