@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.launchers import ray_connection
 from lucidrl.distributed.worker_group import WorkerGroup
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import GRPORunConfig
@@ -64,6 +65,7 @@ def test_an_address_where_no_cluster_is_is_refused_within_seconds(address):
         WorkerGroup(Plain, cluster=ClusterConfig(address=address))
     assert time.monotonic() - started < 10
     assert not ray.is_initialized()
+    assert not ray_connection._connection.is_ours
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lucidrl.errors import ConfigError
+from lucidrl.errors import ConfigError, WorkerError
 from lucidrl.utils.imports import require_package
 
 LOCAL = "local"
@@ -53,6 +53,7 @@ def connected(address: str | None) -> Iterator[bool]:
     Raises:
         ConfigError: if Ray is not installed, there is no cluster to be reached at the address, or the program is
             connected to another one.
+        WorkerError: if the one to be started does not start.
     """
     require_package("ray", "cluster.launcher=ray")
     import ray
@@ -74,30 +75,35 @@ def connected(address: str | None) -> Iterator[bool]:
 
 def _connect(address: str | None) -> None:
     _connection.is_ours = True
-    if address in (None, LOCAL):
-        # Ray's sockets are below it, and their paths must be short: not where TMPDIR may lead.
-        _connection.own_folder = Path(tempfile.mkdtemp(prefix="lucidrl-ray-", dir="/tmp"))
-        try:
+    try:
+        if address is None or address == LOCAL:
+            # Ray's sockets are below it, and their paths must be short: not where TMPDIR may lead.
+            _connection.own_folder = Path(tempfile.mkdtemp(prefix="lucidrl-ray-", dir="/tmp"))
             _start_on_loopback(_connection.own_folder)
-        except BaseException:
-            _disconnect()
-            raise
-    else:
-        assert address is not None
-        _join(address)
+        else:
+            _join(address)
+    except BaseException:
+        _disconnect()
+        raise
 
 
 def _start_on_loopback(folder: Path) -> None:
     import ray
 
-    with _alone():
-        ray.init(
-            address=LOCAL,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=str(folder),
-        )
+    try:
+        with _alone():
+            ray.init(
+                address=LOCAL,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder),
+            )
+    except Exception as error:  # Ray raises plain ones
+        raise WorkerError(
+            f"Ray did not start on this machine: {_first_line(error)}; see whether it is overloaded or out of memory, "
+            "or start a Ray yourself and set cluster.address=auto"
+        ) from error
     ip = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(ip).is_loopback:
         raise ConfigError(
