@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent
 BENCHMARKS = (
     "startup",
     "logging_cost",
+    "profiling_cost",
     "logprob_head",
     "train_vs_bare_loop",
     "dynamic_batching",

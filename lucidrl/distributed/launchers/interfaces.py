@@ -23,6 +23,9 @@ class Arguments(NamedTuple):
 class Launcher(Protocol):
     """Workers that were started, one a rank."""
 
+    is_recording: bool
+    """Whether workers were told to record, and so may have something to write when they end."""
+
     @property
     def size(self) -> int:
         """Number of ranks."""

@@ -32,6 +32,8 @@ from lucidrl.distributed.launchers.messages import Message
 from lucidrl.distributed.launchers.rank_main import RankSettings, Returned
 from lucidrl.distributed.launchers.rank_process import Died, Outcome, RankProcess
 from lucidrl.errors import DataError, WorkerError
+from lucidrl.utils.nsys import request_environment, worker_name
+from lucidrl.utils.nsys_launch import nsys_command
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +41,10 @@ _GRACE_S = 1.0
 """After a rank raised, the others have this long to answer too: the one that raised first may only be a witness."""
 _POLL_S = 0.2
 _SHUTDOWN_DEADLINE_S = 10.0
+_WRITING_DEADLINE_S = 60.0
+"""Of a shutdown in which ranks write what they recorded."""
+_LAST_WORDS_S = 10.0
+"""After a failure, ranks that record have this long to end what they do and to write; a stuck one does not."""
 
 
 class LocalProcesses:
@@ -51,6 +57,7 @@ class LocalProcesses:
         log_dir: where `rank_N.log` with the output of rank N goes; by default a temporary folder, which is kept only
             if something goes wrong.
         role: what errors call one of them.
+        name: what profiling calls them, with their rank behind it.
 
     Raises:
         WorkerError: if a rank does not start; an error of ours that a worker raises is raised as it is.
@@ -63,7 +70,9 @@ class LocalProcesses:
         cluster: ClusterConfig,
         log_dir: Path | None,
         role: str = "rank",
+        name: str = "worker",
     ):
+        self.is_recording = False
         self.size = cluster.num_workers
         self._ended: str | None = None
         self._temporary_dir = Path(tempfile.mkdtemp(prefix="lucidrl-workers-")) if log_dir is None else None
@@ -77,8 +86,11 @@ class LocalProcesses:
         try:
             message = _message(worker_class.__name__, (worker_class, arguments))
             for rank in range(self.size):
-                self._ranks.append(RankProcess(_settings(rank, role, cluster, store.port, log_dir)))
-            self._run(START, [message] * self.size, cluster.start_timeout_s)
+                wrapper = nsys_command(worker_name(name, rank))
+                self._ranks.append(RankProcess(_settings(rank, role, cluster, store.port, log_dir, wrapper)))
+            pids = self._run(START, [message] * self.size, cluster.start_timeout_s)
+            for process, pid in zip(self._ranks, pids, strict=True):
+                process.meet(pid)
         except BaseException:
             self._kill("did not start")
             raise
@@ -101,11 +113,8 @@ class LocalProcesses:
         """Let the workers shut down; those that take too long are killed. May be called twice."""
         if self._ended:
             return
-        for rank in self._ranks:
-            rank.end()
-        until = time.monotonic() + _SHUTDOWN_DEADLINE_S
         try:
-            codes = [rank.join(max(0.0, until - time.monotonic())) for rank in self._ranks]
+            codes = self._let_end(_WRITING_DEADLINE_S if self._may_write else _SHUTDOWN_DEADLINE_S)
         finally:
             self._kill("was shut down")
         for rank, code in zip(self._ranks, codes, strict=True):
@@ -123,9 +132,9 @@ class LocalProcesses:
                 return values
             failure = explain_failure(phase, timeout_s, outcomes, self._ranks)
         except BaseException:  # Ctrl-C for instance; the ranks are in the middle of something
-            self._kill(f"was interrupted in {phase}")
+            self._abandon(f"was interrupted in {phase}")
             raise
-        self._kill(f"failed in {phase}")
+        self._abandon(f"failed in {phase}")
         raise failure
 
     def _exchange(self, messages: Sequence[Message], timeout_s: float) -> dict[int, Outcome]:
@@ -156,8 +165,29 @@ class LocalProcesses:
                 until = min(until, time.monotonic() + _GRACE_S)
         return outcomes
 
+    @property
+    def _may_write(self) -> bool:
+        """Whether something is recorded; what wraps a rank writes its report when that has ended."""
+        return self.is_recording or any(rank.is_wrapped for rank in self._ranks)
+
+    def _let_end(self, timeout_s: float) -> list[int | None]:
+        """Ask all ranks to shut down and leave; their exit codes, None for those that have not left in time."""
+        for rank in self._ranks:
+            rank.end()
+        until = time.monotonic() + timeout_s
+        return [rank.join(max(0.0, until - time.monotonic())) for rank in self._ranks]
+
+    def _abandon(self, ended: str) -> None:
+        """End ranks that are of no use any more; they may write what they recorded first."""
+        try:
+            if self._may_write:
+                self._let_end(_LAST_WORDS_S)
+        finally:
+            self._kill(ended)
+
     def _kill(self, ended: str) -> None:
         self._ended = self._ended or ended
+        self.is_recording = False
         atexit.unregister(self.shutdown)
         for rank in self._ranks:
             rank.kill()
@@ -176,7 +206,9 @@ def _store_on_this_machine() -> TCPStore:
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _settings(rank: int, role: str, cluster: ClusterConfig, port: int, log_dir: Path) -> RankSettings:
+def _settings(
+    rank: int, role: str, cluster: ClusterConfig, port: int, log_dir: Path, wrapper: Sequence[str]
+) -> RankSettings:
     num_threads = cluster.num_threads or _share_of_threads(cluster.num_workers)
     environment = {
         "RANK": str(rank),
@@ -187,9 +219,11 @@ def _settings(rank: int, role: str, cluster: ClusterConfig, port: int, log_dir: 
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # tells torch that the store is there, and rank 0 need not host it
         "OMP_NUM_THREADS": str(num_threads),
+        **request_environment(),
     }
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    return RankSettings(rank, role, environment, num_threads, log_dir / f"rank_{rank}.log", in_main_thread)
+    # What wraps a rank may start it from any thread of its own.
+    dies_with_thread = threading.current_thread() is threading.main_thread() and not wrapper
+    return RankSettings(rank, role, environment, num_threads, log_dir / f"rank_{rank}.log", dies_with_thread, wrapper)
 
 
 def _share_of_threads(num_workers: int) -> int:

@@ -1,0 +1,92 @@
+"""Starts workers under Nsight Systems, so that it captures the steps that they are told to record."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shlex
+import shutil
+from typing import Any
+
+from lucidrl.profiling.gate import armed_environment
+from lucidrl.profiling.settings import FOLDER_VARIABLE, MEMORY_VARIABLE, traces_folder
+from lucidrl.profiling.sinks import NSYS_SESSION
+from lucidrl.utils import nsys
+
+_log = logging.getLogger(__name__)
+
+PROGRAM = "nsys"
+OPTIONS = {
+    "trace": "cuda,cudnn,cublas,nvtx",
+    "sample": "none",
+    "cpuctxsw": "none",
+    "cuda-graph-trace": "node",
+    # Only what is between a worker's start and stop; it runs on after that, and then the report is written.
+    "capture-range": "cudaProfilerApi",
+    "capture-range-end": "stop",
+    "force-overwrite": "true",
+}
+"""Of `nsys profile`, beside the output."""
+_RAY_KEYS = {"trace": "t", "output": "o"}
+"""Ray completes the path of a report under its short name alone."""
+
+
+def nsys_command(name: str) -> list[str]:
+    """Words before the command of a worker that make Nsight Systems run it; none if it runs as it is.
+
+    That is so for names that are not to be recorded, where the driver is run by Nsight Systems already, which then sees
+    its workers too, and where there is no such program, which is said once.
+    """
+    if not _is_for_nsys(name):
+        return []
+    return [PROGRAM, "profile", *(f"--{option}={value}" for option, value in _options(name).items())]
+
+
+def warn_of_no_report(name: str) -> None:
+    """Say how Nsight Systems can record a worker that is part of this process."""
+    if nsys.matches(name) and NSYS_SESSION not in os.environ and shutil.which(PROGRAM) is not None:
+        command = shlex.join([PROGRAM, "profile", *(f"--{option}={value}" for option, value in OPTIONS.items())])
+        _say(
+            f"{name} is part of this process, which Nsight Systems did not start, and records with torch's profiler; "
+            f"run the whole command under it instead: {command} COMMAND"
+        )
+
+
+def ray_nsight_options(name: str) -> dict[str, str]:
+    """What `runtime_env["nsight"]` of a worker's Ray actor has to be; nothing if it runs as it is."""
+    if not _is_for_nsys(name):
+        return {}
+    return {_RAY_KEYS.get(option, option): value for option, value in _options(name).items()}
+
+
+def runtime_env_for(name: str) -> dict[str, Any]:
+    """What the Ray runtime environment of an actor has to have for it to record as a worker of this machine would."""
+    variables = armed_environment()
+    if nsys.profile_request() is not None:
+        variables |= {FOLDER_VARIABLE: str(traces_folder()), **nsys.request_environment()}
+        if MEMORY_VARIABLE in os.environ:
+            variables[MEMORY_VARIABLE] = os.environ[MEMORY_VARIABLE]
+    options = ray_nsight_options(name)
+    return {**({"env_vars": variables} if variables else {}), **({"nsight": options} if options else {})}
+
+
+def _is_for_nsys(name: str) -> bool:
+    if not nsys.matches(name) or NSYS_SESSION in os.environ:
+        return False
+    if shutil.which(PROGRAM) is None:
+        _say(
+            f"there is no `{PROGRAM}` on PATH, so workers record with torch's profiler; install Nsight Systems for more"
+        )
+        return False
+    return True
+
+
+def _options(name: str) -> dict[str, str]:
+    return {**OPTIONS, "output": str(traces_folder() / f"{name}_%h_%p")}
+
+
+@functools.cache
+def _say(sentence: str) -> None:
+    """Once in a process: all workers of a run meet the same."""
+    _log.warning("%s", sentence)
