@@ -38,6 +38,8 @@ class RolloutProfiler:
 
     def obstacle(self, settings: ProfileSettings) -> str | None:
         """Why rollouts cannot be recorded so; None if they can."""
+        if any(hook.is_ending for hook in self._hooks):
+            return "the trace before is not written yet; its thread does that before its next rollout"
         if self.is_active:
             return "rollouts are being recorded already; wait for their trace, or call disable_profile() first"
         return profiler_obstacle(settings.activities)

@@ -103,6 +103,10 @@ class ChildProcess:
     def reap(self) -> None:
         """Leave no zombie after `kill`."""
         self.join(_REAP_DEADLINE_S)
+        self.remove_wrapper()
+
+    def remove_wrapper(self) -> None:
+        """Remove the file that started a wrapped process, which has started; may be called twice."""
         if self._script is not None:
             self._script.remove()
 

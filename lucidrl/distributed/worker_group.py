@@ -11,8 +11,11 @@ from lucidrl.distributed.launchers.in_process import InProcess
 from lucidrl.distributed.launchers.interfaces import Arguments, Launcher, Worker
 from lucidrl.distributed.launchers.local import LocalProcesses
 from lucidrl.errors import DataError
-from lucidrl.utils.nsys import worker_name
+from lucidrl.utils.nsys import is_recorded, worker_name
 from lucidrl.utils.nsys_launch import warn_of_no_report
+
+_RECORDING_TIMEOUT_S = 1800.0
+"""Of the start of a profiler and of the writing of traces: deadlines that suit the work say nothing about these."""
 
 
 class WorkerGroup:
@@ -57,6 +60,7 @@ class WorkerGroup:
     ):
         cluster = cluster or ClusterConfig()
         self._call_timeout_s = cluster.call_timeout_s
+        self._name = name
         arguments = Arguments(args, kwargs or {})
         self._launcher: Launcher
         if cluster.num_workers == 1 and not own_processes:
@@ -95,13 +99,15 @@ class WorkerGroup:
 
         If the group ends meanwhile, however it does, they have a moment to write what they recorded.
         """
+        if not any(is_recorded(worker_name(self._name, rank)) for rank in range(self.size)):
+            return
         self._launcher.is_recording = True
-        self.run_all("start_gpu_profiling")
+        self.run_all("start_gpu_profiling", timeout_s=max(self._call_timeout_s, _RECORDING_TIMEOUT_S))
 
     def stop_gpu_profiling(self) -> None:
         """Tell them that it is enough; harmless if they do not record, or have ended."""
         if self._launcher.is_recording:
-            self.run_all("stop_gpu_profiling")
+            self.run_all("stop_gpu_profiling", timeout_s=max(self._call_timeout_s, _RECORDING_TIMEOUT_S))
             self._launcher.is_recording = False
 
     def shutdown(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -19,6 +19,7 @@ from lucidrl.profiling.trace_files import ProcessName, check_folder, check_templ
 _log = logging.getLogger(__name__)
 
 DEFAULT_PATH = "traces/{host}_{pid}_worker_{worker_idx}.json"
+_LONGEST_NAME = 255 - 38  # as `write_trace` calls it first
 
 
 class ProfileOptions(TypedDict, total=False):
@@ -65,6 +66,23 @@ class ProfileSettings:
     and torch writes one only once."""
 
     def __post_init__(self) -> None:
+        for name in ("num_rollouts", "warmup_rollouts"):
+            if type(number := getattr(self, name)) is not int:
+                raise ConfigError(f"{name}={number!r} is not a whole number; give one")
+        for name in ("workers", "activities"):
+            given = getattr(self, name)
+            if not isinstance(given, Collection) and not (given is None and name == "activities"):
+                raise ConfigError(f"{name}={given!r} is not a list; put what you mean into one")
+        if self.save_path is not None and not isinstance(self.save_path, str | os.PathLike):
+            raise ConfigError(f"save_path={self.save_path!r} is not a path; give text or a Path")
+        if self.save_path is not None and "\0" in str(self.save_path):
+            raise ConfigError(
+                f"save_path={str(self.save_path)!r} has a null character, which no name of a file may have"
+            )
+        if self.on_trace_ready is not None and not callable(self.on_trace_ready):
+            raise ConfigError(
+                f"on_trace_ready={self.on_trace_ready!r} cannot be called; give a function of the profiler"
+            )
         if self.num_rollouts < 1:
             raise ConfigError(f"num_rollouts={self.num_rollouts} records nothing; give at least 1")
         if not 0 <= self.warmup_rollouts < self.num_rollouts:
@@ -88,7 +106,9 @@ class ProfileSettings:
         if not self.workers:
             raise ConfigError("workers is empty, so nobody would record; name at least one, such as workers=[0]")
         for index in self.workers:
-            if not isinstance(index, int) or not 0 <= index < num_workers:
+            if type(index) is not int:
+                raise ConfigError(f"workers has {index!r}; give whole numbers, such as workers=[0]")
+            if not 0 <= index < num_workers:
                 raise ConfigError(f"workers has {index!r}, but they are numbered from 0 to {num_workers - 1}")
         if len(set(self.workers)) < len(self.workers):
             raise ConfigError(f"workers={list(self.workers)} names a worker twice; name each once")
@@ -101,8 +121,10 @@ class ProfileSettings:
                 f"save_path={template!r} is the same for {len(self.workers)} workers, which would overwrite each "
                 "other's traces; put {worker_idx} into it"
             )
-        if any(filled(template, index).is_dir() for index in self.workers):
+        if template.endswith(os.sep) or any(os.path.isdir(filled(template, index)) for index in self.workers):
             raise ConfigError(f"save_path={template!r} is a folder; give the name of a file in it")
+        if any(len(os.fsencode(filled(template, index).name)) > _LONGEST_NAME for index in self.workers):
+            raise ConfigError(f"save_path={template!r} has a name that is too long for a file; give a shorter one")
         here = os.getcwd().replace("{", "{{").replace("}", "}}")
         template = os.path.join(here, template)
         # As far as it is the same for all: folders named after a process are its own to make.
@@ -144,6 +166,11 @@ class _ProfilerHook:
         self.is_done = False
         """Whether the trace is written, or there will be none."""
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is for the thread that makes the rollouts to write the trace, and to record no more."""
+        return self._is_to_stop and not self.is_done
+
     def before_rollout(self) -> None:
         """Begin to record, if the warm-up is over."""
         if self._is_to_stop:
@@ -177,13 +204,25 @@ class _ProfilerHook:
         Another thread than the one that makes the rollouts can only ask for it: that one does it when its rollout is
         over, or before its next.
         """
-        self._is_to_stop = True
-        running = self._running
+        running, was_asked, self._is_to_stop = self._running, self._is_to_stop, True
         if running is not None and running.thread is not threading.current_thread() and running.thread.is_alive():
+            if not was_asked:
+                _log.warning(
+                    "the trace of %s is left to the thread that makes the rollouts, which alone can write it: at the "
+                    "end of its rollout, or before its next",
+                    self._name,
+                )
             return
         # Forgotten first: the profiler holds on to much memory, and one that failed to stop would fail again.
-        self._running, self.is_done = None, True
+        was_done, self._running, self.is_done = self.is_done, None, True
         if running is None:
+            if not was_done:
+                _log.warning(
+                    "there is no trace of %s: it ended after %d rollouts, and the first %d were not to be recorded",
+                    self._name,
+                    self._num_rollouts,
+                    self._settings.warmup_rollouts,
+                )
             return
         try:
             running.profiler.stop()

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ _log = logging.getLogger(__name__)
 
 DRAIN_INTERVAL_S = 0.1
 """A process that is killed loses the spans of about this time."""
+_END = b"\n]\n"
 _CAPACITY = 200_000
 """Spans between two writes; of more, the newest are kept."""
 
@@ -25,8 +27,8 @@ _CAPACITY = 200_000
 class SpanFile:
     """Writes every span of this process that ends, until it is closed. There can be one at a time in a process.
 
-    The file is a Chrome trace in its array form, in which the closing bracket may be missing. Its clock is Unix time in
-    microseconds. When it cannot be written any more, that is a warning, and the spans from then on are lost.
+    The file is a Chrome trace in its array form, whole at any moment. Its clock is Unix time in microseconds. When it
+    cannot be written any more, that is a warning, and the spans from then on are lost.
 
     Raises:
         OSError: if the file cannot be made.
@@ -36,8 +38,8 @@ class SpanFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._process = path, process
         self._file = path.open("xb", buffering=0)  # what is written is with the system, whatever becomes of the process
-        self._can_write = True
-        self._file.write(b"[\n" + b",\n".join(map(orjson.dumps, _head(process))))
+        self._can_write, self._size_bytes = True, 0
+        self._write(b"[\n" + b",\n".join(map(orjson.dumps, _head(process))))
         recorder.keep_spans(_CAPACITY)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._write_until_over, name="span-file", daemon=True)
@@ -51,8 +53,6 @@ class SpanFile:
         self._thread.join()
         self._write_spans()
         recorder.keep_spans(0)
-        if self._can_write:
-            self._write(b"\n]\n")
         self._file.close()
 
     def _write_until_over(self) -> None:
@@ -64,14 +64,18 @@ class SpanFile:
             self._write(b"".join(b",\n" + orjson.dumps(event) for event in _events(spans)))
 
     def _write(self, content: bytes) -> None:
-        """All of it in one go, so that the file ends with a whole span at any moment."""
+        """Put it over the end of the file, with a new end, in one go: the file is whole at any moment."""
         if not self._can_write:
             return
         try:
-            if self._file.write(content) < len(content):
+            if os.pwrite(self._file.fileno(), content + _END, self._size_bytes) < len(content + _END):
                 raise OSError("there is no room left")
+            self._size_bytes += len(content)
         except OSError as error:
             self._can_write = False
+            with suppress(OSError):  # without the half that there was room for
+                os.ftruncate(self._file.fileno(), self._size_bytes)
+                os.pwrite(self._file.fileno(), _END, self._size_bytes)
             _log.warning(
                 "spans of %s are lost from now on: %s cannot be written (%s)", self._process.name, self._path, error
             )

@@ -89,8 +89,9 @@ class SpanRecorder:
 
     def reset(self) -> None:
         """Forget everything finished so far."""
-        # A new lock, because a forked child may have inherited the old one held.
+        # A forked child may have inherited the lock held, and spans open that its parent ends.
         self._lock = threading.Lock()
+        self._local = _OpenNames()
         self._totals = {}
         if self._buffer is not None:
             self._buffer.clear()

@@ -114,8 +114,9 @@ def write_trace(profiler: profile, path: Path, process: ProcessName) -> None:
 
 def _signed(trace: bytes, process: ProcessName) -> bytes:
     """Put the name of the process and the anchor of its clock into a trace, whose text is large: it is not parsed."""
-    base_time = _BASE_TIME.search(trace[:4096])
     begin = trace.find(_EVENTS)
+    # Before that, every GPU of the machine and every process group is described, however many there are.
+    base_time = _BASE_TIME.search(trace, 0, max(begin, 0))
     # The library that writes it tells nobody about a full disk.
     if base_time is None or begin < 0 or not trace.rstrip().endswith(b"}"):
         raise OSError("the trace is not complete, as on a full disk")

@@ -38,9 +38,9 @@ class ProfileConfig(Config):
     @field_validator("steps", mode="before")
     @classmethod
     def _is_text(cls, steps: Any) -> Any:
-        if isinstance(steps, int):
+        if type(steps) is int and steps >= 60:
             raise ValueError(f"{steps} is a number: YAML counts in sixties at a colon; write '3:5' with quotes")
-        return steps
+        return steps if steps is None else str(steps)
 
     @field_validator("steps")
     @classmethod

@@ -27,8 +27,9 @@ class Config(BaseModel):
 
 C = TypeVar("C", bound=Config)
 
-_TEXT = re.compile(r"\s*(\d+\s*:\s*\d+\s*|\*.*)")
-"""Values of the command line that YAML misreads: 3:5 as 185, three sixties and five, and `*policy*` as a reference."""
+_TEXT = re.compile(r"\s*(\d+\s*:\s*\d*\s*|\*.*)")
+"""Values of the command line that YAML misreads: 3:5 as 185, three sixties and five, 3: as a mapping, `*policy*` as a
+reference."""
 
 
 def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequence[str] = ()) -> C:

@@ -32,7 +32,7 @@ NRL_NSYS_PROFILE_STEP_RANGE = os.environ.get("NRL_NSYS_PROFILE_STEP_RANGE", "")
 POLICY, GENERATION, DRIVER = "policy", "generation", "driver"
 """Kinds of workers. The driver is the process that runs the loop; there is one."""
 
-_RANGE = re.compile(r"\s*(\d+)\s*:\s*(\d+)\s*")
+_RANGE = re.compile(r"\s*(\d{1,18})\s*:\s*(\d{1,18})\s*")
 
 
 class ProfilablePolicy(Protocol):
@@ -160,9 +160,10 @@ def is_recorded(name: str) -> bool:
     return profile_request() is None or matches(name)
 
 
+# By identity, because a policy need not be hashable, and nothing is left on it.
 _running: dict[int, ProfilablePolicy] = {}
 _done: dict[int, weakref.ref[ProfilablePolicy]] = {}
-# By identity, because a policy need not be hashable, and nothing is left on it.
+os.register_at_fork(after_in_child=_running.clear)  # what records is the parent's to stop
 
 
 def maybe_gpu_profile_step(policy: ProfilablePolicy, step: int) -> None:
@@ -181,20 +182,29 @@ def maybe_gpu_profile_step(policy: ProfilablePolicy, step: int) -> None:
     if request is None or step not in request.steps:
         end_gpu_profile(policy)
     elif id(policy) not in _running and not _is_done(policy):
-        policy.start_gpu_profiling()
         if not _running:
             atexit.register(_end_all)
         _running[id(policy)] = policy
+        try:
+            policy.start_gpu_profiling()
+        except BaseException:
+            _forget(policy)
+            raise
 
 
 def end_gpu_profile(policy: ProfilablePolicy) -> None:
     """Stop to record, if it does."""
-    if _running.pop(id(policy), None) is None:
-        return
+    if id(policy) in _running:
+        _forget(policy)
+        policy.stop_gpu_profiling()
+
+
+def _forget(policy: ProfilablePolicy) -> None:
+    """It records no more, and not again."""
+    del _running[id(policy)]
     if not _running:
         atexit.unregister(_end_all)
     _remember(policy)
-    policy.stop_gpu_profiling()
 
 
 def _remember(policy: ProfilablePolicy) -> None:

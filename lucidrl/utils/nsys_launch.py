@@ -83,7 +83,8 @@ def _is_for_nsys(name: str) -> bool:
 
 
 def _options(name: str) -> dict[str, str]:
-    return {**OPTIONS, "output": str(traces_folder() / f"{name}_%h_%p")}
+    folder = str(traces_folder()).replace("%", "%%")  # which begins what nsys fills in
+    return {**OPTIONS, "output": f"{folder}/{name}_%h_%p"}
 
 
 @functools.cache

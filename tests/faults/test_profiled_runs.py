@@ -100,7 +100,7 @@ def group(tmp_path, traces):
         yield group
 
 
-def test_a_stuck_rank_is_killed_and_does_not_hold_up_the_others_words(group, traces, monkeypatch):
+def test_a_stuck_rank_is_killed_and_does_not_hold_up_the_others_words(group, traces, monkeypatch, caplog):
     monkeypatch.setattr(local, "_LAST_WORDS_S", 3.0)
     group.start_gpu_profiling()
     group.run_all("work")
@@ -109,6 +109,7 @@ def test_a_stuck_rank_is_killed_and_does_not_hold_up_the_others_words(group, tra
     with pytest.raises(WorkerError, match="rank 1 of 2 did not finish sleep_on"):
         group.run_all("sleep_on", 1, 60.0, timeout_s=0.5)
     assert time.monotonic() - started < 12
+    assert "rank 1 did not end within 3 s; what was recorded there, beside spans, is lost" in caplog.text
     assert "aten::add" in {event.get("name") for event in read_trace(operators_file(traces, "worker-0"))["traceEvents"]}
     assert spans_of(spans_file(traces, "worker-1")) == ["work"]
     wait_until_gone(pids)
@@ -135,6 +136,21 @@ def test_a_shutdown_lets_a_rank_write(tmp_path, traces, monkeypatch):
     monkeypatch.setattr(local, "_SHUTDOWN_DEADLINE_S", 0.2)
     with WorkerGroup(SlowlyWriting, log_dir=tmp_path / "logs", own_processes=True) as group:
         group.start_gpu_profiling()
+        group.run_all("work")
+    assert operators_file(traces, "worker-0").exists()
+
+
+class SlowToStop(Recorded):
+    def stop_gpu_profiling(self) -> None:
+        time.sleep(1.0)
+        super().stop_gpu_profiling()
+
+
+def test_a_trace_that_takes_longer_than_a_call_may_does_not_end_the_run(tmp_path, traces):
+    cluster = ClusterConfig(num_threads=1, start_timeout_s=60, call_timeout_s=0.5)
+    with WorkerGroup(SlowToStop, cluster=cluster, log_dir=tmp_path / "logs", own_processes=True) as group:
+        group.start_gpu_profiling()
+        group.stop_gpu_profiling()
         group.run_all("work")
     assert operators_file(traces, "worker-0").exists()
 

@@ -34,7 +34,9 @@ def explain_failure(
 
 def _died(rank: RankProcess, size: int, phase: str) -> WorkerError:
     text = f"{rank.name} of {size} {rank.how_it_ended()} in {phase}; all {rank.role}s were ended"
-    if phase == START and not rank.log.tail():
+    if phase == START and rank.is_wrapped and not rank.log.tail():
+        text += f". It wrote nothing, and it was run by {rank.wrapper}: see what that wrote, or take it off PATH"
+    elif phase == START and not rank.log.tail():
         text += (
             ". It wrote nothing: if a script starts the workers, it must do so under `if __name__ == '__main__':`, "
             "because every rank imports it"

@@ -181,7 +181,13 @@ class LocalProcesses:
         """End ranks that are of no use any more; they may write what they recorded first."""
         try:
             if self._may_write:
-                self._let_end(_LAST_WORDS_S)
+                codes = self._let_end(_LAST_WORDS_S)
+                if lost := [rank.name for rank, code in zip(self._ranks, codes, strict=True) if code is None]:
+                    _log.warning(
+                        "%s did not end within %g s; what was recorded there, beside spans, is lost",
+                        ", ".join(lost),
+                        _LAST_WORDS_S,
+                    )
         finally:
             self._kill(ended)
 

@@ -31,6 +31,8 @@ class RankProcess(ChildProcess):
         self.rank, self.role = settings.rank, settings.role
         self.name = f"{settings.role} {settings.rank}"
         """What errors call it."""
+        self.wrapper = next(iter(settings.wrapper), "")
+        """The program that runs it, if there is one."""
         self.log = RankLog(settings.log_path)
         self._connection, theirs = socket.socketpair()
         with theirs:  # its only other holder is the process, so that the connection ends with it
@@ -38,7 +40,9 @@ class RankProcess(ChildProcess):
         self._worker = None if self.is_wrapped else psutil.Process(self.pid)
 
     def meet(self, pid: int) -> None:
-        """Learn which process is the worker's own, since another program may run it."""
+        """Learn which process is the worker's own, since another program may run it; what started that is not needed
+        any more."""
+        self.remove_wrapper()
         with suppress(psutil.NoSuchProcess):
             self._worker = psutil.Process(pid)
 

@@ -191,7 +191,7 @@ def test_the_trace_of_a_thread_that_has_ended_is_lost_with_a_warning(tmp_path, c
         ({"workers": []}, "workers is empty, so nobody would record"),
         ({"workers": [2]}, "workers has 2, but they are numbered from 0 to 1"),
         ({"workers": [0, -1]}, "workers has -1, but they are numbered from 0 to 1"),
-        ({"workers": ["0"]}, "workers has '0', but they are numbered from 0 to 1"),
+        ({"workers": ["0"]}, r"workers has '0'; give whole numbers, such as workers=\[0\]"),
         ({"workers": [1, 1]}, r"workers=\[1, 1\] names a worker twice; name each once"),
         ({"save_path": "{rank}.json"}, r"save_path='{rank}.json' has {rank}, which means nothing; use {worker_idx}"),
         (
@@ -228,3 +228,29 @@ def test_folders_named_after_a_process_are_made_by_it(tmp_path, caplog):
     assert list((tmp_path / "a").iterdir()) == []
     made(_ProfilerHook(settings), 1)
     assert f"the trace of collector worker 0 is in {tmp_path}/a/{os.getpid()}/t.json" in caplog.text
+
+
+MISFITS = {
+    "workers": [0, iter([0]), [True], [0.0], ["0"]],
+    "num_rollouts": [2.5, float("inf"), "3", None],
+    "warmup_rollouts": [0.5, None],
+    "save_path": [5, b"trace.json", "new/", "a\0b.json", "a" * 300],
+    "activities": [ProfilerActivity.CPU, iter([ProfilerActivity.CPU])],
+    "on_trace_ready": [5],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in MISFITS.items() for value in values])
+def test_what_is_not_of_its_kind_is_refused_by_its_name(tmp_path, monkeypatch, name, value):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{name}"):
+        ProfileSettings(**{name: value}).checked(num_workers=2)
+
+
+def test_an_end_within_the_warm_up_is_told(caplog):
+    hook = _ProfilerHook(ProfileSettings(num_rollouts=9, warmup_rollouts=5))
+    hook.before_rollout()
+    hook(None)
+    hook.stop()
+    hook.stop()
+    assert caplog.text.count("it ended after 1 rollouts, and the first 5 were not to be recorded") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import resource
@@ -127,3 +128,16 @@ def test_a_file_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         SpanFile(tmp_path / "file" / "spans.json", ProcessName.now("driver"))
+
+
+def test_the_file_is_whole_at_any_moment_and_on_a_full_disk(file, path):
+    with span("generate"):
+        pass
+    wait_for(lambda: spans_of(path) == ["generate"])
+    assert json.loads(path.read_text())
+    with files_of_at_most(path.stat().st_size + 50):
+        for _ in range(3):
+            with span("train"):
+                pass
+        file.close()
+    assert [event["name"] for event in json.loads(path.read_text()) if event["ph"] == "X"] == ["generate"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -107,3 +108,12 @@ def test_a_folder_that_cannot_be_written_is_refused_by_the_name_of_its_setting(t
         check_folder(tmp_path / "file" / "below", "there")
     check_folder(tmp_path / "new" / "below", "there")
     assert list((tmp_path / "new" / "below").iterdir()) == []
+
+
+def test_a_trace_may_describe_any_number_of_gpus_and_process_groups(tmp_path):
+    process = ProcessName.now("policy-0")
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        profiler.add_metadata_json("distributedInfo", json.dumps({"pg_config": [{"ranks": list(range(64))}] * 50}))
+        torch.ones(3)
+    write_trace(profiler, tmp_path / "trace.json", process)
+    assert read_trace(tmp_path / "trace.json")["lucidrl"]["process"] == "policy-0"

@@ -160,7 +160,10 @@ MISTAKES = {
     "profile.steps=0:3": "profile.steps: '0:3' begins at 0, but steps are counted from 1; write 1:3",
     "profile.steps=5:3": "profile.steps: '5:3' has no steps",
     "profile.steps=soon": "profile.steps: 'soon' is not a range of steps; write start:stop, such as 3:5",
-    "profile.steps=7": "profile.steps: 7 is a number: YAML counts in sixties at a colon; write '3:5' with quotes",
+    "profile.steps=7": "profile.steps: '7' is not a range of steps; write start:stop, such as 3:5",
+    "profile.steps=3:": "profile.steps: '3:' is not a range of steps; write start:stop, such as 3:5",
+    "profile.steps=true": "profile.steps: 'True' is not a range of steps",
+    f"profile.steps=1:{'9' * 5000}": "is not a range of steps",
     "profile.memory_snapshot=true": "workers and memory_snapshot say how steps are recorded, but profile.steps is not",
     "profile.step=3:5": "unknown key profile.step; did you mean profile.steps?",
 }

@@ -183,7 +183,7 @@ def test_one_that_cannot_start_does_not_record(ask):
     policy = Failing()
     with pytest.raises(OSError, match="no counters"):
         policy.visit(2)
-    assert policy.visit(4) == []
+    assert policy.visit(3, 4) == []  # nor is it started again
 
 
 def test_one_that_cannot_stop_is_not_stopped_again(ask):
@@ -297,3 +297,24 @@ def test_a_failure_at_the_end_is_told_and_the_others_are_stopped(ask, caplog):
         nsys._end_all()
     assert fine.calls == ["start at 2", "stop at 2"]
     assert "a recording could not be ended" in caplog.text
+
+
+def test_a_fork_does_not_stop_what_its_parent_records(tmp_path):
+    code = """
+import os
+import sys
+from lucidrl.utils import nsys
+
+class Policy:
+    def start_gpu_profiling(self): ...
+    def stop_gpu_profiling(self): print("stop", os.getpid() == parent, flush=True)
+
+parent = os.getpid()
+nsys.set_profile_request("*", "2:4")
+policy = Policy()
+nsys.maybe_gpu_profile_step(policy, 2)
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+"""
+    assert run_program(code, tmp_path).splitlines() == ["stop True"]

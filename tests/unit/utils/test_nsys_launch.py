@@ -7,7 +7,6 @@ import os
 import signal
 import tempfile
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -50,6 +49,7 @@ def stand_in(tmp_path, monkeypatch):
     """The folder in which the stand-in notes what happens."""
     folder = tmp_path / "bin"
     folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     (folder / "nsys").write_text(STAND_IN.format(folder=folder))
     (folder / "nsys").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
@@ -116,14 +116,12 @@ def test_the_launcher_runs_those_that_match_under_it_and_they_do_what_others_do(
         pids = group.run_all("pid")
         # Ctrl-C of a terminal, which would end nsys, does not reach it.
         assert [os.getpgid(pid) == os.getpgid(0) for pid in pids] == [False, True]
-        folders = list(Path(tempfile.gettempdir()).glob("lucidrl-wrapper-*"))
+        assert list(stand_in.glob("lucidrl-wrapper-*")) == []  # needed for the start alone
     arguments = (stand_in / "arguments").read_text().splitlines()
     assert len(arguments) == 1
     assert f"--output={traces}/worker-0_%h_%p" in arguments[0]
     assert {path.name.partition("_")[0] for path in traces.iterdir()} == {"worker-0"}
     assert (stand_in / "reports").read_text() == "report\n"
-    assert folders
-    assert not any(folder.exists() for folder in folders)
     wait_until_gone(pids)
 
 
@@ -148,3 +146,9 @@ def test_a_wrapped_rank_ends_when_what_runs_it_is_killed(traces, stand_in, tmp_p
     with pytest.raises(WorkerError, match="rank 0 of 2 was ended by SIGKILL"):
         group.run_all("sleep_on", 0, 60.0)
     wait_until_gone(pids)
+
+
+def test_a_program_that_does_not_run_its_command_is_named(traces, stand_in):
+    (stand_in / "nsys").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(WorkerError, match=r"exit code 1 in the start.* it was run by nsys: see what that wrote"):
+        WorkerGroup(Recorded, cluster=TWO)
