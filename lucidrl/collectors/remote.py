@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lucidrl.profiling.gate import VARIABLES
+from lucidrl.profiling.gate import VARIABLES, armed_environment
 from lucidrl.utils.imports import require_package
-from lucidrl.utils.nsys_launch import runtime_env_for
 
 
 def actor_class(cls: type, options: Mapping[str, Any]) -> Any:
-    """The class as a Ray actor class, whose processes record, and have per-frame ranges, if those of this machine do.
+    """The class as a Ray actor class, whose processes have per-frame ranges if this one does.
 
     Args:
         options: of `ray.remote`; neither they nor what is in them is changed, and what they say counts.
@@ -20,11 +19,9 @@ def actor_class(cls: type, options: Mapping[str, Any]) -> Any:
     import ray
 
     given = dict(options)
-    if needed := runtime_env_for(cls.__name__):
+    if variables := armed_environment():
         own: Mapping[str, Any] = given.get("runtime_env") or {}
         own_variables = own.get("env_vars") or {}
-        variables = dict(needed.pop("env_vars", {}))
-        if not own_variables.keys().isdisjoint(VARIABLES):  # a caller who names one has decided
-            variables = {name: value for name, value in variables.items() if name not in VARIABLES}
-        given["runtime_env"] = {**needed, **own, "env_vars": {**variables, **own_variables}}
+        if own_variables.keys().isdisjoint(VARIABLES):  # otherwise the caller has decided
+            given["runtime_env"] = {**own, "env_vars": {**variables, **own_variables}}
     return ray.remote(**given)(cls) if given else ray.remote(cls)

@@ -66,7 +66,7 @@ class ChildProcess:
         self._script = _Script([*wrapper, sys.executable]) if wrapper else None
         with (
             nullcontext() if imports_main else _main_hidden(),
-            nullcontext() if self._script is None else _started_by(self._script.path),
+            _started_by(None if self._script is None else str(self._script.path)),
         ):
             self._process.start()
 
@@ -151,12 +151,19 @@ class _Script:
 
 
 @contextmanager
-def _started_by(executable: Path) -> Iterator[None]:
-    """multiprocessing spawns processes with another interpreter, which it can only be told for all of them."""
-    resource_tracker.ensure_running()  # it would be spawned that way too
+def _started_by(executable: str | None) -> Iterator[None]:
+    """multiprocessing spawns processes with this interpreter, which it can only be told for all of them.
+
+    Args:
+        executable: None for its own.
+    """
     with _executable_lock:
+        if executable is None:
+            yield
+            return
+        resource_tracker.ensure_running()  # it would be spawned that way too
         before = spawn.get_executable()
-        spawn.set_executable(str(executable))
+        spawn.set_executable(executable)
         try:
             yield
         finally:

@@ -145,6 +145,7 @@ class _Running:
     process: ProcessName
     thread: threading.Thread
     """The only one that torch lets stop it."""
+    pid: int
 
 
 class _ProfilerHook:
@@ -190,7 +191,7 @@ class _ProfilerHook:
             self.is_done = True
             _log.warning("there will be no trace of %s: %s", self._name, error)
         else:
-            self._running = _Running(profiler, process, threading.current_thread())
+            self._running = _Running(profiler, process, threading.current_thread(), os.getpid())
 
     def __call__(self, batch: object) -> None:
         """Count a rollout; the last one ends the recording."""
@@ -205,6 +206,9 @@ class _ProfilerHook:
         over, or before its next.
         """
         running, was_asked, self._is_to_stop = self._running, self._is_to_stop, True
+        if running is not None and running.pid != os.getpid():  # what is recorded of a process is not that of a fork
+            self._running, self.is_done = None, True
+            return
         if running is not None and running.thread is not threading.current_thread() and running.thread.is_alive():
             if not was_asked:
                 _log.warning(

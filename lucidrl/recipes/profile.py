@@ -70,9 +70,11 @@ def profiling_as_asked(settings: Mapping[str, Any]) -> Iterator[None]:
     variables = {name: os.environ.get(name) for name in VARIABLES}
     asked_before = nsys.NRL_NSYS_WORKER_PATTERNS, nsys.NRL_NSYS_PROFILE_STEP_RANGE
     try:
-        if profile.steps is not None:
-            nsys.set_profile_request(profile.workers, profile.steps)
-            os.environ[MEMORY_VARIABLE] = str(int(profile.memory_snapshot))
+        if profile.steps is not None:  # what else is not set is left to the variables
+            patterns = asked_before[0] if "workers" not in profile.model_fields_set else ""
+            nsys.set_profile_request(patterns or profile.workers, profile.steps)
+            if "memory_snapshot" in profile.model_fields_set:
+                os.environ[MEMORY_VARIABLE] = str(int(profile.memory_snapshot))
         if nsys.profile_request() is not None and not gate.arm():
             _log.warning(
                 "ranges of single frames are missing in the traces of this process, which was at work before steps to "

@@ -10,7 +10,7 @@ import shutil
 from typing import Any
 
 from lucidrl.profiling.gate import armed_environment
-from lucidrl.profiling.settings import FOLDER_VARIABLE, MEMORY_VARIABLE, traces_folder
+from lucidrl.profiling.settings import FOLDER_VARIABLE, MEMORY_VARIABLE, traces_folder, wants_memory_snapshot
 from lucidrl.profiling.sinks import NSYS_SESSION
 from lucidrl.utils import nsys
 
@@ -65,8 +65,7 @@ def runtime_env_for(name: str) -> dict[str, Any]:
     variables = armed_environment()
     if nsys.profile_request() is not None:
         variables |= {FOLDER_VARIABLE: str(traces_folder()), **nsys.request_environment()}
-        if MEMORY_VARIABLE in os.environ:
-            variables[MEMORY_VARIABLE] = os.environ[MEMORY_VARIABLE]
+        variables[MEMORY_VARIABLE] = str(int(wants_memory_snapshot()))
     options = ray_nsight_options(name)
     return {**({"env_vars": variables} if variables else {}), **({"nsight": options} if options else {})}
 

@@ -7,6 +7,11 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
+from lucidrl.collectors.single import Collector
+from lucidrl.utils import nsys
+
 ENVIRONMENT = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -62,3 +67,14 @@ def test_the_variable_is_put_into_the_actors_environment_beside_the_callers_own(
         {"runtime_env": {"env_vars": {"TORCHRL_PROFILING": "0"}}},
         {"runtime_env": {"env_vars": armed}},
     ]
+
+
+def test_an_actor_that_nobody_tells_to_record_steps_is_not_run_under_nsight_systems(monkeypatch):
+    ray = pytest.importorskip("ray")
+    seen = []
+    monkeypatch.setattr(ray, "remote", lambda *args, **options: seen.append(options) or (lambda cls: cls))
+    monkeypatch.setattr("shutil.which", lambda program: f"/bin/{program}")
+    monkeypatch.setattr(nsys, "NRL_NSYS_WORKER_PATTERNS", "*")
+    monkeypatch.setattr(nsys, "NRL_NSYS_PROFILE_STEP_RANGE", "3:5")
+    Collector.as_remote(num_cpus=1)
+    assert "nsight" not in seen[0].get("runtime_env", {})

@@ -303,9 +303,10 @@ def test_hooks_in_workers_are_called_while_they_record_and_afterwards(kind, tmp_
         collector.enable_profile(
             workers=[0, 1], num_rollouts=2, warmup_rollouts=0, save_path=tmp_path / "{worker_idx}.json"
         )
-        assert all((collector.next()["mark"] == 1).all() for _ in range(8))
+        while collector.workers.recording:  # of a worker that is slower than the other, no batch may come for long
+            assert (collector.next()["mark"] == 1).all()
         assert {path.name for path in tmp_path.iterdir()} == {"0.json", "1.json"}
-        assert not collector.workers.recording
+        assert all((collector.next()["mark"] == 1).all() for _ in range(4))
 
 
 @MULTI

@@ -19,6 +19,7 @@ from tests.unit.profiling.reading import run_program
         ({"LUCIDRL_PROFILING": "1"}, True),
         ({"TORCHRL_PROFILING": "1"}, True),
         ({"TORCHRL_PROFILING": "true"}, True),
+        ({"TORCHRL_PROFILING": "True"}, True),
         ({"TORCHRL_PROFILING": "0"}, False),
         ({"TORCHRL_PROFILING": ""}, False),
         ({"LUCIDRL_PROFILING": "0", "TORCHRL_PROFILING": "1"}, False),
@@ -32,8 +33,9 @@ def test_either_variable_arms_and_our_own_decides(variables, is_armed):
 def test_to_switch_on_what_is_not_there_warns_and_does_nothing(monkeypatch):
     monkeypatch.setattr(gate, "is_armed", False)
     monkeypatch.setattr(gate, "is_enabled", False)
-    with pytest.warns(UserWarning, match="set LUCIDRL_PROFILING=1 before lucidrl is imported"):
+    with pytest.warns(UserWarning, match="set LUCIDRL_PROFILING=1 before lucidrl is imported") as warned:
         lucidrl.set_profiling_enabled(True)
+    assert warned[0].filename == __file__  # who called it is told, not where it is written
     assert not gate.is_enabled
 
 

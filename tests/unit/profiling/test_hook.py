@@ -254,3 +254,31 @@ def test_an_end_within_the_warm_up_is_told(caplog):
     hook.stop()
     hook.stop()
     assert caplog.text.count("it ended after 1 rollouts, and the first 5 were not to be recorded") == 1
+
+
+def test_every_option_reaches_torchs_profiler(monkeypatch):
+    given = {}
+    monkeypatch.setattr("lucidrl.profiling.hook.started_profiler", lambda activities, **options: given.update(options))
+    names = ("record_shapes", "profile_memory", "with_stack", "with_flops")
+    settings = ProfileSettings(num_rollouts=1, warmup_rollouts=0, **dict.fromkeys(names, True))
+    _ProfilerHook(settings).before_rollout()
+    assert given == dict.fromkeys(names, True)
+
+
+def test_the_library_below_is_told_not_to_talk(monkeypatch):
+    monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
+    started_profiler().stop()
+    assert os.environ["KINETO_LOG_LEVEL"] == "6"
+
+
+def test_a_fork_of_the_process_neither_stops_nor_writes_what_its_parent_records(tmp_path):
+    hook = _ProfilerHook(ProfileSettings(num_rollouts=1, warmup_rollouts=0, save_path=tmp_path / "trace.json"))
+    hook.before_rollout()
+    child = os.fork()
+    if child == 0:
+        hook.stop()
+        os._exit(int((tmp_path / "trace.json").exists()))
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    hook(None)
+    assert (tmp_path / "trace.json").exists()

@@ -231,6 +231,16 @@ def test_a_memory_snapshot_is_taken_on_request(traces, monkeypatch, cuda_calls):
     assert path.endswith(".memory.pickle")
 
 
+@pytest.mark.parametrize(("asked", "operators"), [("0", True), ("1", False)])
+def test_no_memory_snapshot_is_taken_unasked_or_of_a_driver(traces, monkeypatch, cuda_calls, asked, operators):
+    monkeypatch.setenv(MEMORY_VARIABLE, asked)
+    monkeypatch.setattr(recording, "is_under_nsys", lambda: True)
+    record = Recording("driver", operators=operators)
+    record.start()
+    record.stop()
+    assert not [call for call in cuda_calls if "history" in call]
+
+
 def test_on_a_cpu_a_memory_snapshot_is_one_sentence(traces, monkeypatch, caplog):
     monkeypatch.setenv(MEMORY_VARIABLE, "1")
     record = Recording("policy-0")

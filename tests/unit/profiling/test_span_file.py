@@ -122,6 +122,17 @@ def test_a_full_disk_is_one_warning_and_spans_go_on(path, caplog):
     (record,) = caplog.records
     assert "spans of policy-0 are lost from now on" in record.getMessage()
     assert str(path) in record.getMessage()
+    json.loads(path.read_text())  # what there is ends with a whole span
+
+
+def test_a_disk_that_takes_only_a_part_is_full(path, caplog):
+    with files_of_at_most(1000), caplog.at_level(logging.WARNING):
+        file = SpanFile(path, ProcessName.now("policy-0"))
+        for _ in range(20):
+            with span("train"):
+                pass
+        file.close()  # all of them in one write, of which the beginning fits
+    assert "there is no room left" in caplog.text
 
 
 def test_a_file_that_cannot_be_made_is_an_error(tmp_path):

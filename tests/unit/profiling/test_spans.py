@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import threading
 import time
 
@@ -127,6 +128,33 @@ def test_spans_are_nvtx_ranges_where_nsight_systems_runs_the_process(monkeypatch
     with spans.span("step"), spans.span("train"):
         pass
     assert pushed == ["step", "train", "end", "end"]
+
+
+@pytest.mark.parametrize(("is_run_by_it", "has_gpu"), [(True, True), (True, False), (False, True)])
+def test_nsight_systems_is_noticed_when_the_program_begins(monkeypatch, is_run_by_it, has_gpu):
+    if is_run_by_it:
+        monkeypatch.setenv(sinks.NSYS_SESSION, "1")
+    else:
+        monkeypatch.delenv(sinks.NSYS_SESSION, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    fresh = runpy.run_path(sinks.__file__)
+    assert fresh["is_under_nsys"]() is fresh["_emits_nvtx"] is (is_run_by_it and has_gpu)
+
+
+def test_a_forked_child_forgets_the_single_spans_of_its_parent():
+    recorder = SpanRecorder()
+    recorder.keep_spans(10)
+    with recorder.span("parent"):
+        pass
+    recorder.reset()
+    assert recorder.take_spans() == []
+
+
+def test_a_timed_function_keeps_its_name():
+    @SpanRecorder().span("train")
+    def run(): ...
+
+    assert run.__name__ == "run"
 
 
 def test_an_open_span_counts_when_it_ends():

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lucidrl.errors import ConfigError
 from lucidrl.profiling.sinks import recorded
-from lucidrl.profiling.trace_files import ProcessName, check_folder, check_template, filled, write_trace
+from lucidrl.profiling.trace_files import ProcessName, _signed, check_folder, check_template, filled, write_trace
 from tests.unit.profiling.reading import ranges_of, read_trace, run_program
 
 
@@ -117,3 +117,11 @@ def test_a_trace_may_describe_any_number_of_gpus_and_process_groups(tmp_path):
         torch.ones(3)
     write_trace(profiler, tmp_path / "trace.json", process)
     assert read_trace(tmp_path / "trace.json")["lucidrl"]["process"] == "policy-0"
+
+
+def test_half_a_trace_is_none():
+    """As the library leaves it on a full disk, if it leaves anything."""
+    half = b'{"baseTimeNanoseconds": 1, "traceEvents": [ {"name": "x"'
+    with pytest.raises(OSError, match="not complete"):
+        _signed(half, ProcessName.now("worker"))
+    assert b'"worker"' in _signed(half + b"}]}", ProcessName.now("worker"))

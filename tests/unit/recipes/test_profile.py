@@ -136,6 +136,11 @@ def test_settings_win_over_variables_and_both_are_as_before_afterwards(monkeypat
         assert os.environ[nsys.RANGE_VARIABLE] == "3:5"
         assert os.environ[MEMORY_VARIABLE] == "1"
         assert os.environ[gate.VARIABLES[0]] == "1"
+    monkeypatch.setenv(MEMORY_VARIABLE, "1")
+    before[MEMORY_VARIABLE] = "1"
+    with profiling_as_asked({"profile": {"steps": "3:5"}}):  # what is not set is left to the variables
+        assert nsys.profile_request().patterns == ("driver",)
+        assert os.environ[MEMORY_VARIABLE] == "1"
     with profiling_as_asked({}):
         assert str(nsys.profile_request().steps) == "7:9"
         assert os.environ[gate.VARIABLES[0]] == "1"
@@ -215,4 +220,7 @@ def test_steps_after_the_last_are_told_and_the_run_is_as_it_would_be(tmp_path, c
     said = capfd.readouterr().out
     assert said.count("nothing will be recorded: the steps 9:12 come after the last, 4") == 1
     assert list(Path("late/traces").iterdir()) == []
+    launch("ppo", None, None, ["profile.steps=2:4", "ppo.max_steps=5"], Path("plain"))
+    assert "nothing will be recorded: the steps 2:4 were done before" in capfd.readouterr().out
+    launch("ppo", None, None, ["profile.steps=null", "ppo.max_steps=5"], Path("late"))
     assert digests(Path("late")) == digests(Path("plain"))

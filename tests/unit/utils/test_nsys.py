@@ -186,7 +186,7 @@ def test_one_that_cannot_start_does_not_record(ask):
     assert policy.visit(3, 4) == []  # nor is it started again
 
 
-def test_one_that_cannot_stop_is_not_stopped_again(ask):
+def test_one_that_cannot_stop_is_neither_stopped_nor_started_again(ask):
     class Failing(Noting):
         def stop_gpu_profiling(self) -> None:
             super().stop_gpu_profiling()
@@ -196,7 +196,7 @@ def test_one_that_cannot_stop_is_not_stopped_again(ask):
     policy = Failing()
     with pytest.raises(OSError, match="no room"):
         policy.visit(2, 3)
-    assert policy.visit(4, 5) == ["start at 2", "stop at 3"]
+    assert policy.visit(4, 2, 5) == ["start at 2", "stop at 3"]
 
 
 class Slotted:
