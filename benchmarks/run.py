@@ -21,10 +21,12 @@ FOLDER = Path(__file__).parent
 BENCHMARKS = (
     "startup",
     "logging_cost",
+    "profiling_cost",
     "logprob_head",
     "train_vs_bare_loop",
     "dynamic_batching",
     "ranks",
+    "ray_step",
     "checkpoint_stall",
     "refit",
     "group_sampling",
@@ -33,7 +35,7 @@ BENCHMARKS = (
     "demo",
     "smollm2_grpo",
 )
-WITH_MODEL = ("train_vs_bare_loop", "ranks", "checkpoint_stall", "refit", "group_sampling", "smollm2_grpo")
+WITH_MODEL = ("train_vs_bare_loop", "ranks", "ray_step", "checkpoint_stall", "refit", "group_sampling", "smollm2_grpo")
 RECORDED_VERSIONS = ("torch", "transformers", "trl", "torchrl", "tensordict", "gymnasium", "stable-baselines3")
 
 

@@ -55,7 +55,7 @@ def grpo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset 
 
     Settings come from the preset, then from --config, then from KEY=VALUE. With neither --preset nor --config the
     preset is `demo` for the embedded model and `chat` for any other. Everything is written to a run folder below
-    `runs/`; Ctrl-C finishes the step and saves.
+    `runs/`; Ctrl-C finishes the step and saves. `profile.steps=3:5` records the steps 3 and 4 in its `traces/`.
     """
     from lucidrl.recipes.launch import launch
 
@@ -71,7 +71,8 @@ def sft(overrides: Overrides = None, config: ConfigFile = None, preset: Preset =
         lucidrl sft policy.model_name=FOLDER data.file=conversations.jsonl sft.max_steps=200
 
     A line of the file is {"messages": [...]} or {"prompt": "...", "completion": "..."}. Without a file, the
-    environment's prompts with their known answers are learned.
+    environment's prompts with their known answers are learned. `profile.steps=3:5` records the steps 3 and 4 in
+    `traces/` of the run folder.
     """
     from lucidrl.recipes.launch import launch
 
@@ -93,7 +94,8 @@ def ppo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset =
     A step collects `collector.frames_per_batch` frames from `env.num_envs` envs, then goes over them
     `ppo.num_epochs` times in minibatches of `ppo.minibatch_frames`. The policy and the critic are two networks
     with settings of their own: `policy.optimizer.kwargs.lr=1e-3`, `critic.hidden_sizes=[128,128]`. Validation plays
-    `validation.num_episodes` episodes without exploring. Ctrl-C finishes the step and saves; go on with
+    `validation.num_episodes` episodes without exploring. `profile.steps=3:5` records the steps 3 and 4, frame by frame,
+    in `traces/` of the run folder. Ctrl-C finishes the step and saves; go on with
 
         lucidrl ppo --resume runs/ppo/exp_001 ppo.max_steps=200
     """

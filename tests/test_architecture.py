@@ -132,9 +132,19 @@ def test_every_folder_of_modules_is_a_package():
     assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
 
 
-@pytest.mark.parametrize("module", ["lucidrl", "lucidrl.cli", "lucidrl.recipes.configs", "lucidrl.models.policy"])
+@pytest.mark.parametrize(
+    "module",
+    ["lucidrl", "lucidrl.cli", "lucidrl.recipes.configs", "lucidrl.models.policy", "lucidrl.recipes.profile"],
+)
 def test_what_answers_at_once_loads_nothing_heavy(module):
     heavy = sorted(HEAVY)
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"
+
+
+def test_settings_are_looked_at_before_torch_is_loaded():
+    """Per-frame ranges are armed then, and a mistake is told at once."""
+    code = "import sys, lucidrl.recipes.launch; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "False"

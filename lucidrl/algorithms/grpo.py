@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lucidrl.algorithms.advantages import compute_advantages, has_signal
 from lucidrl.algorithms.config import GRPOConfig, ValidationConfig
-from lucidrl.algorithms.loop import StepClock, StopRequest, Watcher
+from lucidrl.algorithms.loop import StepClock, StepProfiles, StopRequest, Watcher
 from lucidrl.algorithms.losses import ClippedPGLoss
 from lucidrl.algorithms.resume import processes_state, restore_processes
 from lucidrl.algorithms.saver import Saver
@@ -18,7 +19,9 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import RefitError
 from lucidrl.models.policy.interfaces import TrainResult
 from lucidrl.models.policy.policy import Policy
+from lucidrl.profiling.spans import span
 from lucidrl.utils.logger import Logger
+from lucidrl.utils.nsys import ProfilablePolicy
 
 
 @dataclass
@@ -42,6 +45,8 @@ class GRPO:
     """Steps between samples of the validation shown to the watcher; 0 = none."""
     plot_mismatch_every: int = 0
     """Steps between plots of how generation and training differ; 0 = none."""
+    profiled: Sequence[ProfilablePolicy] = ()
+    """What is recorded beside policy and driver, such as generators of their own."""
     step: int = 0
     """The last completed step."""
 
@@ -49,10 +54,11 @@ class GRPO:
         """Train until `max_steps`, or until asked to stop; returns the last completed step, which is saved."""
         loss_fn = ClippedPGLoss(self.config.loss, on_policy=self.on_policy)
         clock = StepClock()
-        with StopRequest(self.watcher.announce) as stop:
+        with StopRequest(self.watcher.announce) as stop, StepProfiles(self.policy, *self.profiled) as profiles:
             if self.step == 0:
                 self.validate()
             for step in range(self.step + 1, self.config.max_steps + 1):
+                profiles.begin(step)
                 clock.restart()
                 rollouts = self.collector.collect()
                 self.saver.settle()
@@ -81,9 +87,10 @@ class GRPO:
                 f"{self.policy.weight_version}; update the collector's weights after every step"
             )
         batch = rollouts.to_batch(self.pad_id)
-        batch["advantages"] = compute_advantages(
-            self.config.advantages, rollouts.rewards, rollouts.group_ids, rollouts.is_valid
-        )
+        with span("advantages"):
+            batch["advantages"] = compute_advantages(
+                self.config.advantages, rollouts.rewards, rollouts.group_ids, rollouts.is_valid
+            )
         if self.config.drop_groups_without_signal:
             batch["sample_mask"] *= has_signal(rollouts.rewards, rollouts.group_ids, rollouts.is_valid)
         if self.config.mask_truncated:

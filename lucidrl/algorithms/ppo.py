@@ -17,7 +17,7 @@ from lucidrl.algorithms.episodes import EpisodeCounter
 from lucidrl.algorithms.evaluation import Evaluator
 from lucidrl.algorithms.gae import generalized_advantages
 from lucidrl.algorithms.interfaces import Stateful
-from lucidrl.algorithms.loop import StepClock, StopRequest, Watcher
+from lucidrl.algorithms.loop import StepClock, StepProfiles, StopRequest, Watcher
 from lucidrl.algorithms.ppo_loss import ClippedFrameLoss
 from lucidrl.algorithms.resume import processes_state, restore_processes
 from lucidrl.algorithms.saver import Saver
@@ -53,10 +53,11 @@ class PPO:
         """Train until `max_steps`, or until asked to stop; returns the last completed step, which is saved."""
         loss_fn = ClippedFrameLoss(self.config.clip, self.config.entropy_coefficient)
         clock = StepClock()
-        with StopRequest(self.watcher.announce) as stop:
+        with StopRequest(self.watcher.announce) as stop, StepProfiles(self.policy) as profiles:
             if self.step == 0:
                 self.validate()
             for step in range(self.step + 1, self.config.max_steps + 1):
+                profiles.begin(step)
                 clock.restart()
                 with span("collect"):
                     batch = self.collector.rollout()
@@ -79,6 +80,7 @@ class PPO:
                     break
         return self.step
 
+    @span("advantages")
     def prepare(self, batch: TensorDictBase) -> Frames:
         """What there is to learn from a [B, T] batch: the advantage of each action, and better values."""
         batch = batch.to(self.policy.device)

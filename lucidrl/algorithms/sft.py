@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lucidrl.algorithms.config import SFTConfig, ValidationConfig
-from lucidrl.algorithms.loop import StepClock, StopRequest, Watcher
+from lucidrl.algorithms.loop import StepClock, StepProfiles, StopRequest, Watcher
 from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.algorithms.resume import processes_state, restore_processes
 from lucidrl.algorithms.saver import Saver
@@ -17,6 +17,7 @@ from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.data.messages import collate
 from lucidrl.models.policy.policy import Policy
 from lucidrl.utils.logger import Logger
+from lucidrl.utils.nsys import ProfilablePolicy
 
 
 @dataclass
@@ -36,6 +37,8 @@ class SFT:
     saver: Saver
     watcher: Watcher
     pad_id: int
+    profiled: Sequence[ProfilablePolicy] = ()
+    """What is recorded beside policy and driver, such as generators of their own."""
     step: int = 0
     """The last completed step."""
     position: int = 0
@@ -45,10 +48,11 @@ class SFT:
         """Train until `max_steps`, or until asked to stop; returns the last completed step, which is saved."""
         loss_fn = NLLLoss()
         clock = StepClock()
-        with StopRequest(self.watcher.announce) as stop:
+        with StopRequest(self.watcher.announce) as stop, StepProfiles(self.policy, *self.profiled) as profiles:
             if self.step == 0:
                 self.validate(loss_fn)
             for step in range(self.step + 1, self.config.max_steps + 1):
+                profiles.begin(step)
                 clock.restart()
                 chosen = self._next_examples()
                 batch = collate([self.examples[index] for index in chosen], self.pad_id, supervised=True)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn import InteractionType
 
-from lucidrl.collectors.base import LocalCollector
 from lucidrl.collectors.frame_store import FrameStore
 from lucidrl.collectors.free_envs import FreeEnvs
+from lucidrl.collectors.local import LocalCollector
 from lucidrl.collectors.parts import Device, ReplayBuffer
 from lucidrl.collectors.policy_server import ENV_INDEX, PolicyServer
 from lucidrl.envs.base import EnvBase
@@ -24,6 +24,7 @@ from lucidrl.envs.creator import EnvCreator, EnvFactory, env_creators
 from lucidrl.envs.policies import ArrayPolicy, as_policy
 from lucidrl.envs.transforms import TimeLimit, TransformedEnv
 from lucidrl.errors import ConfigError
+from lucidrl.profiling.ranges import profiled
 
 
 class AsyncBatchedCollector(LocalCollector):
@@ -86,6 +87,9 @@ class AsyncBatchedCollector(LocalCollector):
             policy_device=policy_device,
             storing_device=storing_device,
             post_collect_hook=post_collect_hook,
+            init_random_frames=init_random_frames,
+            reset_at_each_iter=reset_at_each_iter,
+            exploration_type=exploration_type,
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
             split_trajs=split_trajs,
@@ -98,11 +102,8 @@ class AsyncBatchedCollector(LocalCollector):
         if max_frames_per_traj:
             creators = [EnvCreator(_limited, {"create": c, "max_steps": max_frames_per_traj}) for c in creators]
         self._yields_trajectories = yield_completed_trajectories
-        self._init_random_frames, self._reset_at_each_iter = init_random_frames, reset_at_each_iter
-        self._exploration_type = exploration_type
         self._num_asked = 0  # frames that were asked for, of which some are still to come
         self._begins_anew = True
-        self._is_shut_down = False
         self._envs = FreeEnvs(creators, step_timeout_s=step_timeout_s, start_timeout_s=start_timeout_s)
         self._server = PolicyServer(self._envs)
         self._arrived = np.zeros(0, np.int64)  # envs whose frames were not taken yet
@@ -116,22 +117,6 @@ class AsyncBatchedCollector(LocalCollector):
         except BaseException:
             self.shutdown()
             raise
-
-    def rollout(self, num_frames: int | None = None) -> TensorDictBase:
-        """A batch of `num_frames`, by default `frames_per_batch`, or a trajectory, as it was collected."""
-        if self._is_shut_down:
-            raise ConfigError("the collector was shut down; make another one")
-        num_frames = self._num_or_default(num_frames)
-        try:
-            with self._collecting, torch.no_grad(), set_interaction_type(self._exploration_type):
-                if self._begins_anew or self._reset_at_each_iter:
-                    self._begins_anew = False
-                    self._begin_anew()
-                batch = self._rollout_yield_trajs() if self._yields_trajectories else self._rollout_frames(num_frames)
-        except BaseException:
-            self.reset()  # the frames up to here are lost
-            raise
-        return self._collected(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """How far collecting has come, as plain values; an env's own state is beyond reach, so new episodes begin."""
@@ -147,9 +132,7 @@ class AsyncBatchedCollector(LocalCollector):
         self._server.num_trajectories = state["num_trajectories"]
         self.reset()
 
-    def shutdown(self) -> None:
-        """End the envs' processes; may be called twice."""
-        self._is_shut_down = True
+    def _close_envs(self) -> None:
         self._envs.close()
 
     def _seed_envs(self, seed: int) -> int:
@@ -162,6 +145,13 @@ class AsyncBatchedCollector(LocalCollector):
             batch = batch[torch.argsort(batch[ENV_INDEX], stable=True)]  # frames of a trajectory side by side
         return batch
 
+    def _rollout(self, num_frames: int) -> TensorDictBase:
+        """So many frames, or a trajectory."""
+        if self._takes_new_episodes():
+            self._begin_anew()
+        return self._rollout_yield_trajs() if self._yields_trajectories else self._rollout_frames(num_frames)
+
+    @profiled("AsyncBatchedCollector._rollout_frames")
     def _rollout_frames(self, num_frames: int) -> TensorDictBase:
         """The next frames in the order in which they come."""
         frames = self._frames
@@ -171,6 +161,7 @@ class AsyncBatchedCollector(LocalCollector):
             self._go_on(arrived)
         return frames.take()
 
+    @profiled("AsyncBatchedCollector._rollout_yield_trajs")
     def _rollout_yield_trajs(self) -> TensorDictBase:
         """The next trajectory that is done."""
         while not self._trajectories:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-import torch
 from tensordict import TensorDictBase
-from torch import nn
 
-from lucidrl.collectors.parts import (
-    Device,
-    ReplayBuffer,
-    call_method,
-    check_calls,
-    check_frames,
-    device_of,
-    load_weights,
-    on_device,
-)
+from lucidrl.collectors.parts import Device, ReplayBuffer, check_frames, device_of
+from lucidrl.collectors.remote import actor_class
 from lucidrl.collectors.trajectories import split_trajectories
 from lucidrl.errors import ConfigError
+from lucidrl.profiling.hook import ProfileOptions, ProfileSettings
 
 
 class FrameCollector(ABC):
@@ -59,6 +49,7 @@ class FrameCollector(ABC):
         """The next batch, processed as asked for; None when there were `total_frames`."""
         batch = self._next_batch()
         if batch is None:
+            self.disable_profile()
             return None
         if self._split_trajs:
             batch = split_trajectories(batch)
@@ -68,9 +59,52 @@ class FrameCollector(ABC):
             self._replay_buffer.extend(batch)
         return batch
 
+    def enable_profile(self, **options: Unpack[ProfileOptions]) -> None:
+        """Record some of the next rollouts with torch's profiler, in the workers that make them.
+
+            collector.enable_profile(workers=[0, 1], num_rollouts=5, save_path="traces/worker_{worker_idx}.json")
+
+        A worker writes its trace after the last of these rollouts; or, with what there is by then, when one fails, when
+        there were `total_frames`, at `disable_profile` and at `shutdown`. Then it can be enabled again. What runs
+        between rollouts in the same thread is recorded too. Rollouts, policy and env have names in the trace if
+        LUCIDRL_PROFILING=1 was set when `lucidrl` was imported.
+
+        Args:
+            options: fields of `lucidrl.profiling.hook.ProfileSettings`, which says what they mean.
+
+        Raises:
+            ConfigError: before anything starts, if it cannot be done as asked.
+        """
+        self._start_profile(ProfileSettings(**options).checked(self.num_workers))
+
+    @classmethod
+    def as_remote(cls, **options: Any) -> Any:
+        """This class as a Ray actor class.
+
+            actor = Collector.as_remote(num_cpus=1).remote(make_env, policy, frames_per_batch=200)
+            batch = ray.get(actor.next.remote())
+
+        Args:
+            options: of `ray.remote`, which are left as they are. If this process has per-frame ranges, the variable
+                that arms them is added to what the actor finds in its environment.
+        """
+        return actor_class(cls, options)
+
+    @abstractmethod
+    def disable_profile(self) -> None:
+        """Write what was recorded so far, and record no more; may be called twice."""
+
+    @abstractmethod
+    def set_profiling_enabled(self, enabled: bool) -> None:
+        """Show the per-frame ranges in the workers from now on, or silence them; they must be armed there."""
+
     @abstractmethod
     def shutdown(self) -> None:
         """Release everything; may be called twice."""
+
+    @abstractmethod
+    def _start_profile(self, settings: ProfileSettings) -> None:
+        """Let the workers record that the settings name, or none of them."""
 
     @abstractmethod
     def _next_batch(self) -> TensorDictBase | None:
@@ -97,90 +131,3 @@ class FrameCollector(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-
-class LocalCollector(FrameCollector):
-    """A collector whose policy acts in this process, which is its only worker."""
-
-    num_workers = 1
-
-    def __init__(
-        self,
-        policy: Any,
-        *,
-        device: Device,
-        policy_device: Device,
-        storing_device: Device,
-        post_collect_hook: Callable[[TensorDictBase], object] | None,
-        **batches: Any,
-    ):
-        super().__init__(storing_device=storing_device or device, **batches)
-        self._computes_on = device_of(policy_device or device)
-        self._source, self.policy = policy, on_device(policy, self._computes_on)
-        self.post_collect_hook = post_collect_hook
-        self._begins_anew = False
-        self._collecting = threading.RLock()  # what other threads ask for comes between two batches
-
-    def update_policy_weights_(self, policy_or_weights: Any = None, *, version: int | None = None) -> None:
-        """From now on, act with newer weights.
-
-        Args:
-            policy_or_weights: a state dict, a TensorDict of parameters, or a module to take them from; by default the
-                policy that the collector was given, which need not be said if it computes where it is.
-            version: what frames are stamped with; by default one more than before.
-        """
-        with self._collecting:
-            if isinstance(self.policy, nn.Module):
-                if policy_or_weights is not None:
-                    load_weights(self.policy, policy_or_weights)
-                elif self.policy is not self._source:
-                    load_weights(self.policy, self._source)
-            elif policy_or_weights is not None:
-                raise ConfigError("the policy has no weights to update; give the collector an nn.Module")
-            self.policy_version = self.policy_version + 1 if version is None else version
-
-    def set_seed(self, seed: int) -> int:
-        """Seed the envs and torch's generator, which policies draw from; new episodes begin with the next batch.
-
-        Returns:
-            The first seed that is not used by it.
-        """
-        with self._collecting:
-            torch.manual_seed(seed)
-            following = self._seed_envs(seed)
-            self.reset()
-            return following
-
-    def reset(self) -> None:
-        """Begin new episodes with the next batch."""
-        self._begins_anew = True
-
-    def set_post_collect_hook(self, hook: Callable[[TensorDictBase], object] | None) -> None:
-        """Call the hook with each batch from now on, in place of an earlier one."""
-        self.post_collect_hook = hook
-
-    def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call the method `name` in every worker, which is this collector."""
-        check_calls(list_of_args, self.num_workers)
-        return [call_method(self, name, list_of_args[0])]
-
-    @abstractmethod
-    def rollout(self, num_frames: int | None = None) -> TensorDictBase:
-        """A batch of `num_frames`, by default `frames_per_batch`, as it was collected."""
-
-    @abstractmethod
-    def _seed_envs(self, seed: int) -> int:
-        """Returns the first seed that is not used by it."""
-
-    def _next_batch(self) -> TensorDictBase | None:
-        num_frames = self._num_wanted(self.num_frames)
-        return self.rollout(num_frames) if num_frames else None
-
-    def _collected(self, batch: TensorDictBase) -> TensorDictBase:
-        """Count a batch, put it where it belongs, and show it."""
-        self.num_frames += batch.numel()
-        if self._storing_device is not None:
-            batch = batch.to(self._storing_device)
-        if self.post_collect_hook is not None:
-            self.post_collect_hook(batch)
-        return batch

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
+
+if TYPE_CHECKING:
+    from lucidrl.profiling.hook import ProfileOptions
 
 BatchT = TypeVar("BatchT", covariant=True)
 
@@ -11,12 +14,26 @@ BatchT = TypeVar("BatchT", covariant=True)
 class CollectorInterface(Protocol[BatchT]):
     """Gathers batches of experience with the policy's newest weights."""
 
+    num_workers: int
+
     def __iter__(self) -> Iterator[BatchT]:
         """Batches, one after the other."""
         ...
 
     def update_policy_weights_(self, *, version: int) -> None:
         """From the next batch on, collect with this version of the weights."""
+        ...
+
+    def enable_profile(self, **options: Unpack[ProfileOptions]) -> None:
+        """Record some of the next rollouts, in the workers that make them; see `ProfileSettings` for the options."""
+        ...
+
+    def disable_profile(self) -> None:
+        """Write what was recorded so far, and record no more; may be called twice."""
+        ...
+
+    def set_profiling_enabled(self, enabled: bool) -> None:
+        """Show the per-frame ranges in all workers from now on, or silence them; they must be armed there."""
         ...
 
     def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:

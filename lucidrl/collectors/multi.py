@@ -22,6 +22,8 @@ from lucidrl.envs.base import MAX_SEED
 from lucidrl.envs.creator import EnvFactory, env_creators
 from lucidrl.envs.stacked import check_alike
 from lucidrl.errors import ConfigError
+from lucidrl.profiling.hook import ProfileSettings
+from lucidrl.profiling.ranges import _maybe_record_function
 
 
 class MultiCollector(FrameCollector):
@@ -140,13 +142,13 @@ class MultiCollector(FrameCollector):
                 policy that the collector was given.
             version: what batches are stamped with; by default one more than before.
         """
-        version = self.policy_version + 1 if version is None else version
-        if isinstance(self.policy, nn.Module):
-            self._weights.publish(weights_of(self.policy if policy_or_weights is None else policy_or_weights), version)
-        elif policy_or_weights is not None:
+        if policy_or_weights is None:
+            policy_or_weights = self.policy if isinstance(self.policy, nn.Module) else {}
+        elif not isinstance(self.policy, nn.Module):
             raise ConfigError("the policy has no weights to update; give the collector an nn.Module")
-        else:
-            self._weights.publish({}, version)
+        version = self.policy_version + 1 if version is None else version
+        with _maybe_record_function(f"{type(self).__name__}.update_policy_weights_"):
+            self._weights.publish(weights_of(policy_or_weights), version)
         self.policy_version = version
 
     def set_seed(self, seed: int) -> int:
@@ -169,6 +171,16 @@ class MultiCollector(FrameCollector):
     def set_post_collect_hook(self, hook: Callable[[TensorDictBase], object] | None) -> None:
         """Call the hook with each batch of a worker from now on, in that worker and in place of an earlier one."""
         self.map_fn("set_post_collect_hook", [(hook,)] * self.num_workers)
+
+    def disable_profile(self) -> None:
+        """Let the workers write what they recorded so far, and record no more; may be called twice."""
+        if self.workers.recording:
+            self.map_fn("disable_profile", [()] * self.num_workers)
+            self.workers.recording.clear()
+
+    def set_profiling_enabled(self, enabled: bool) -> None:
+        """Show the per-frame ranges of all workers from now on, or silence them; they must be armed there."""
+        self.map_fn("set_profiling_enabled", [(enabled,)] * self.num_workers)
 
     def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call the method `name` of every worker's `Collector`, each with its own arguments; the results, by worker.
@@ -210,6 +222,15 @@ class MultiCollector(FrameCollector):
     def _num_envs_that_step_together(self) -> int:
         """Batches have a multiple of so many frames."""
 
+    def _start_profile(self, settings: ProfileSettings) -> None:
+        calls = [(settings, index) for index in range(self.num_workers)]
+        for index, obstacle in enumerate(self.map_fn("profile_obstacle", calls)):
+            if obstacle is not None:
+                raise ConfigError(f"worker {index} cannot be recorded: {obstacle}")
+        for index, num_earlier in enumerate(self.map_fn("start_profile", calls)):
+            if num_earlier is not None:
+                self.workers.recording[index] = num_earlier
+
     def _request(self, index: int, num_frames: int, num_frames_before: int) -> None:
         """Ask a worker for a batch; `num_frames_before` it, the policy may have to act at random."""
         self.workers.request(index, Collect(num_frames, num_frames_before))
@@ -219,4 +240,7 @@ class MultiCollector(FrameCollector):
         """The batch that comes first of those that were asked for, and the worker it is from."""
         index, batch = self.workers.next_batch()
         del self._under_way[index]
+        # A batch may be older than the recording.
+        if batch.num_traces > self.workers.recording.get(index, batch.num_traces):
+            del self.workers.recording[index]
         return index, batch

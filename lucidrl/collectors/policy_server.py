@@ -17,6 +17,7 @@ from lucidrl.envs.arrays import FLAGS, Key
 from lucidrl.envs.policies import ArrayPolicy, check_actions, check_is_tensor, other_dtype
 from lucidrl.envs.tensordicts import quick_view
 from lucidrl.errors import DataError
+from lucidrl.profiling.ranges import _maybe_record_function
 
 ENV_INDEX = "env_index"
 
@@ -92,7 +93,9 @@ class PolicyServer:
             self._act_at_random(block)
             return
         # Copies, which the policy may keep.
-        outputs = policy({key: torch.from_numpy(self._roots[key][block].copy()) for key in policy.in_keys})
+        inputs = {key: torch.from_numpy(self._roots[key][block].copy()) for key in policy.in_keys}
+        with _maybe_record_function("AsyncBatchedCollector.policy"):
+            outputs = policy(inputs)
         for key, value in outputs.items():
             if key not in self._dtypes:
                 self._begin_output(key, value)

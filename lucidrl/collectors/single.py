@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn import InteractionType
 
-from lucidrl.collectors.base import LocalCollector
+from lucidrl.collectors.local import LocalCollector
 from lucidrl.collectors.parts import Device, ReplayBuffer, check_frames
 from lucidrl.collectors.trajectories import POLICY_VERSION, TRAJECTORY_IDS, TrajectoryNumbers
 from lucidrl.envs.base import EnvBase
@@ -21,7 +21,7 @@ from lucidrl.envs.creator import EnvCreator, EnvFactory, make_env
 from lucidrl.envs.policies import as_policy
 from lucidrl.envs.recorder import Recorder
 from lucidrl.envs.transforms import TimeLimit, TransformedEnv
-from lucidrl.errors import ConfigError
+from lucidrl.profiling.ranges import profiled
 
 ExplorationType = InteractionType
 
@@ -91,6 +91,9 @@ class Collector(LocalCollector):
             policy_device=policy_device,
             storing_device=storing_device,
             post_collect_hook=post_collect_hook,
+            init_random_frames=init_random_frames,
+            reset_at_each_iter=reset_at_each_iter,
+            exploration_type=exploration_type,
             frames_per_batch=frames_per_batch,
             total_frames=total_frames,
             split_trajs=split_trajs,
@@ -110,34 +113,10 @@ class Collector(LocalCollector):
         check_frames(frames_per_batch, total_frames, self._num_envs)
         self._act = as_policy(self.policy, self.env, self._computes_on)
         self._act_at_random = as_policy(None, self.env)
-        self._init_random_frames, self._reset_at_each_iter = init_random_frames, reset_at_each_iter
-        self._exploration_type = exploration_type
-        self._recorder = Recorder(self.env, self._num_steps(frames_per_batch))
+        self._recorder = Recorder(self.env, self._num_steps(frames_per_batch), "Collector.policy")
         self._numbers = TrajectoryNumbers(self.env.batch_size, first_trajectory, trajectory_stride)
-        self._is_shut_down = False
         if seed is not None:
             self.set_seed(seed)
-
-    def rollout(self, num_frames: int | None = None) -> TensorDictBase:
-        """A batch of `num_frames`, by default `frames_per_batch`, as it was collected."""
-        if self._is_shut_down:
-            raise ConfigError("the collector was shut down; make another one")
-        num_steps = self._num_steps(self._num_or_default(num_frames))
-        try:
-            with self._collecting, set_interaction_type(self._exploration_type):
-                if self._begins_anew or self._reset_at_each_iter:
-                    self._begins_anew = False
-                    self._numbers.begin_anew()
-                    self._recorder.reset()
-                is_random, version = self.num_frames < self._init_random_frames, self.policy_version
-                self._recorder.record(self._act_at_random if is_random else self._act, num_steps)
-        except BaseException:
-            self.reset()  # the frames up to here are lost
-            raise
-        batch = self._recorder.take()
-        batch[TRAJECTORY_IDS] = self._numbers.of(batch["next", "done"].squeeze(-1).numpy())
-        batch[POLICY_VERSION] = torch.full(batch.batch_size, version)
-        return self._collected(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """How far collecting has come, as plain values; an env's own state is beyond reach, so new episodes begin."""
@@ -152,9 +131,19 @@ class Collector(LocalCollector):
         self._numbers.num_begun = state["num_trajectories"]
         self.reset()
 
-    def shutdown(self) -> None:
-        """Close the env; may be called twice."""
-        self._is_shut_down = True
+    @profiled("Collector.rollout")
+    def _rollout(self, num_frames: int) -> TensorDictBase:
+        if self._takes_new_episodes():
+            self._numbers.begin_anew()
+            self._recorder.reset()
+        is_random, version = self.num_frames < self._init_random_frames, self.policy_version
+        self._recorder.record(self._act_at_random if is_random else self._act, self._num_steps(num_frames))
+        batch = self._recorder.take()
+        batch[TRAJECTORY_IDS] = self._numbers.of(batch["next", "done"].squeeze(-1).numpy())
+        batch[POLICY_VERSION] = torch.full(batch.batch_size, version)
+        return batch
+
+    def _close_envs(self) -> None:
         self.env.close()
 
     def _seed_envs(self, seed: int) -> int:

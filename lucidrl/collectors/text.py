@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from lucidrl.collectors.config import TextCollectorConfig
+from lucidrl.collectors.profile import RolloutProfiler
 from lucidrl.collectors.rollouts import Conversation, Rollouts
 from lucidrl.data.datasets import Prompt, PromptOrder
 from lucidrl.data.messages import render_prompt, render_reply, sampled_message, with_tokens
@@ -20,6 +21,9 @@ from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import DataError, EnvironmentFailure, RefitError
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface
 from lucidrl.models.generation.sampling import draw_key
+from lucidrl.profiling import gate
+from lucidrl.profiling.hook import ProfileOptions, ProfileSettings
+from lucidrl.profiling.ranges import profiled
 from lucidrl.profiling.spans import span
 
 
@@ -32,6 +36,8 @@ class TextCollector:
         prompts: what is asked in training, in an order that depends on `seed` alone.
         context_length: a prompt must leave room for at least one new token.
     """
+
+    num_workers = 1
 
     def __init__(
         self,
@@ -55,6 +61,7 @@ class TextCollector:
         self._position = 0
         self._batches = 0
         self._rendered: dict[str, list[int]] = {}
+        self._profiler = RolloutProfiler("text collector")
 
     def __iter__(self) -> Iterator[Rollouts]:
         while True:
@@ -71,6 +78,10 @@ class TextCollector:
 
     def collect(self) -> Rollouts:
         """The next step's conversations."""
+        return self._profiler.run(self._collect)
+
+    @span("rollout")
+    def _collect(self) -> Rollouts:
         self._batches += 1
         wanted = self._config.prompts_per_step
         asked: Counter[str] = Counter()
@@ -98,8 +109,28 @@ class TextCollector:
         """One conversation for each prompt; takes nothing from the training prompts."""
         return self._rollouts(self._run_groups(prompts, 1, Counter(), greedy), extra={})
 
+    @profiled("TextCollector.update_policy_weights_")
     def update_policy_weights_(self, version: int) -> None:
         self._generator.update_weights(version)
+
+    def enable_profile(self, **options: Unpack[ProfileOptions]) -> None:
+        """Record some of the next calls of `collect` with torch's profiler; see `ProfileSettings` for the options.
+
+        The trace is written after the last of them; or, with what there is by then, when one fails, at
+        `disable_profile` and at `shutdown`.
+
+        Raises:
+            ConfigError: before anything starts, if it cannot be done as asked.
+        """
+        self._profiler.enable(ProfileSettings(**options).checked(self.num_workers))
+
+    def disable_profile(self) -> None:
+        """Write what was recorded so far, and record no more; may be called twice."""
+        self._profiler.disable()
+
+    def set_profiling_enabled(self, enabled: bool) -> None:
+        """Show the per-frame ranges of this process from now on, or silence them; they must be armed."""
+        gate.set_profiling_enabled(enabled)
 
     def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """This process is the only worker."""
@@ -116,6 +147,8 @@ class TextCollector:
         self.runner.load_state_dict(state)
 
     def shutdown(self) -> None:
+        """Release everything; may be called twice."""
+        self._profiler.disable()
         self.runner.close()
 
     def _next_prompts(self, count: int) -> list[Prompt]:
@@ -188,7 +221,9 @@ class TextCollector:
     def _judge(self, conversations: list[Conversation], turn: int) -> None:
         """Let the environment reward each answer and, where it is not done, append its reply."""
         requests = [EnvRequest(c.name, c.log, c.info, turn) for c in conversations]
-        for conversation, reply in zip(conversations, self.runner.step(requests), strict=True):
+        with span("reward"):
+            replies = self.runner.step(requests)
+        for conversation, reply in zip(conversations, replies, strict=True):
             if reply is None:
                 conversation.is_dropped = conversation.is_done = True
                 conversation.reward = 0.0

@@ -7,6 +7,7 @@ after it, and nothing gets lost. Batches have a connection of their own.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -30,6 +31,9 @@ from lucidrl.distributed.launchers.rank_main import Returned
 from lucidrl.envs.arrays import Key
 from lucidrl.envs.stacked import EnvSpecs
 from lucidrl.utils.random_state import seed_everything
+
+_DRIVER_GONE_S = 0.1
+"""A driver that is killed closes its connections one by one."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class Batch:
 
     entries: dict[Key, torch.Tensor]
     batch_size: tuple[int, ...]
+    num_traces: int
+    """How many the worker has written so far."""
 
 
 class _CollectorWorker:
@@ -102,6 +108,8 @@ class _CollectorWorker:
                 return self._collector.set_seed(command.seed)
 
     def shutdown(self) -> None:
+        if self._collector.is_profiled and _driver_is_gone():
+            self._collector.forget_profile()  # this process ends with it at any moment, and would leave half a file
         self._collector.shutdown()
 
     def _collect(self, command: Collect) -> Batch:
@@ -111,7 +119,7 @@ class _CollectorWorker:
         self._collector.num_frames = command.num_frames_before  # decides whether to act at random
         batch = self._collector.rollout(command.num_frames)
         entries: dict[Key, Any] = dict(batch.items(include_nested=True, leaves_only=True))
-        return Batch(entries, tuple(batch.batch_size))
+        return Batch(entries, tuple(batch.batch_size), self._collector.num_traces)
 
 
 def serve(control: socket.socket, batches: socket.socket, settings: WorkerSettings, weights: SharedWeights) -> None:
@@ -140,6 +148,13 @@ def serve(control: socket.socket, batches: socket.socket, settings: WorkerSettin
             _answer(batches if isinstance(command, Collect) else control, partial(worker.carry_out, command))
     if worker is not None:
         worker.shutdown()
+
+
+def _driver_is_gone() -> bool:
+    driver = multiprocessing.parent_process()
+    assert driver is not None
+    driver.join(_DRIVER_GONE_S)
+    return not driver.is_alive()
 
 
 def _answer(connection: socket.socket, work: Callable[[], Any]) -> None:

@@ -36,6 +36,8 @@ ROLLOUT = "a rollout"
 START = "the start"
 _POLL_S = 0.2
 _SHUTDOWN_DEADLINE_S = 1.0
+_TRACE_DEADLINE_S = 10.0
+"""To end the rollout and write the trace, for a worker that records."""
 
 
 class _Arrivals:
@@ -88,6 +90,9 @@ class WorkerSet:
         self._batches = _Arrivals()
         self._due: dict[int, float] = {}  # by worker: deadline of the batch that it was asked for
         self._workers: list[WorkerProcess] = []
+        self.recording: dict[int, int] = {}
+        """Workers that have a trace to write before they end, and get the time for it; with the number of those that
+        each has written before."""
         base_seed = int(torch.randint(2**62, ()))  # torch.manual_seed in the driver decides what workers do unseeded
         try:
             for index, own in enumerate(own_arguments):
@@ -134,13 +139,13 @@ class WorkerSet:
         """Let the workers close their envs; those that take too long are killed. May be called twice."""
         if self._ended:
             return
-        for worker in self._workers:
-            worker.end()
-        until = time.monotonic() + _SHUTDOWN_DEADLINE_S
+        self._ended = "was shut down"
         try:
-            late = [w.index for w in self._workers if w.join(max(0.0, until - time.monotonic())) is None]
+            late = self._end(range(self.size), _SHUTDOWN_DEADLINE_S)
+            # Those that record go on meanwhile, and have the rest of their time after that.
+            late = [index for index in late if index not in self.recording]
         finally:
-            self._kill("was shut down")
+            self._kill(self._ended)
         if late:
             _log.warning("collector workers %s were busy for more than %g s and killed", late, _SHUTDOWN_DEADLINE_S)
 
@@ -214,10 +219,26 @@ class WorkerSet:
 
     def _kill(self, ended: str) -> None:
         self._ended = self._ended or ended
-        for worker in self._workers:
-            worker.kill()
-        for worker in self._workers:
-            worker.reap()
+        try:
+            if lost := self._end(sorted(self.recording), _TRACE_DEADLINE_S):
+                _log.warning(
+                    "collector workers %s were busy for more than %g s and killed; their traces are lost",
+                    lost,
+                    _TRACE_DEADLINE_S,
+                )
+        finally:
+            self.recording.clear()
+            for worker in self._workers:
+                worker.kill()
+            for worker in self._workers:
+                worker.reap()
+
+    def _end(self, indices: Sequence[int], timeout_s: float) -> list[int]:
+        """Let workers end in order; those that have not by then."""
+        for index in indices:
+            self._workers[index].end()
+        until = time.monotonic() + timeout_s
+        return [index for index in indices if self._workers[index].join(max(0.0, until - time.monotonic())) is None]
 
 
 def _late(arrivals: _Arrivals, due: Mapping[int, float]) -> list[int]:

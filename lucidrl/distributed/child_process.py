@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
+import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.machinery import ModuleSpec
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, spawn
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import cloudpickle
+import psutil
 
 from lucidrl.errors import ConfigError
 
@@ -24,6 +28,7 @@ StartMethod = Literal["forkserver", "spawn", "fork"]
 _REAP_DEADLINE_S = 5.0
 _POLL_S = 0.05
 _main_lock = threading.Lock()
+_executable_lock = threading.Lock()
 
 
 class ChildProcess:
@@ -36,6 +41,8 @@ class ChildProcess:
             not wait for all that the program imports.
         preload: modules that processes of the fork server find imported; those that it has when it starts, which is
             once in the life of the program.
+        wrapper: words of a command that runs the interpreter, which is then a process below that of the command; only
+            for `spawn`.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class ChildProcess:
         start_method: StartMethod = "spawn",
         imports_main: bool = True,
         preload: Iterable[str] = (),
+        wrapper: Sequence[str] = (),
     ):
         if start_method not in get_args(StartMethod):
             raise ConfigError(f"start_method={start_method!r} is not one of {', '.join(get_args(StartMethod))}")
@@ -56,8 +64,17 @@ class ChildProcess:
         self._process = context.Process(target=target, args=args, name=name, daemon=False)
         if start_method == "forkserver":
             _preload(preload)
-        with nullcontext() if imports_main else main_seen_as(None, None):
+        self._script = _Script([*wrapper, sys.executable]) if wrapper else None
+        with (
+            nullcontext() if imports_main else main_seen_as(None, None),
+            _started_by(None if self._script is None else str(self._script.path)),
+        ):
             self._process.start()
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether another program runs the process: `pid` and the exit code are that program's."""
+        return self._script is not None
 
     @property
     def pid(self) -> int:
@@ -78,11 +95,21 @@ class ChildProcess:
 
     def kill(self) -> None:
         """End the process now; may be called twice."""
+        if self.is_wrapped:
+            with suppress(psutil.Error):
+                for process in psutil.Process(self.pid).children(recursive=True):
+                    process.kill()
         self._process.kill()
 
     def reap(self) -> None:
         """Leave no zombie after `kill`."""
         self.join(_REAP_DEADLINE_S)
+        self.remove_wrapper()
+
+    def remove_wrapper(self) -> None:
+        """Remove the file that started a wrapped process, which has started; may be called twice."""
+        if self._script is not None:
+            self._script.remove()
 
     def how_it_ended(self) -> str:
         """For a process that is about to end or has ended: a verb with its cause."""
@@ -105,6 +132,43 @@ def _preload(modules: Iterable[str]) -> None:
     """Add to what the program itself, or another part of it, wants preloaded; the list can only be set as a whole."""
     wanted = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
     forkserver.set_forkserver_preload(list(dict.fromkeys([*wanted, *modules])))
+
+
+class _Script:
+    """A file that runs a command with the arguments that it is given, out of reach of Ctrl-C.
+
+    A terminal sends that to all processes of a group; what it means to them is for their driver to say.
+    """
+
+    def __init__(self, command: Sequence[str]):
+        self._folder = tempfile.TemporaryDirectory(prefix="lucidrl-wrapper-")
+        self.path = Path(self._folder.name, "python")
+        own_group = [sys.executable, "-ISc", "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"]
+        self.path.write_text(f'#!/bin/sh\nexec {shlex.join([*own_group, *command])} "$@"\n')
+        self.path.chmod(0o700)
+
+    def remove(self) -> None:
+        self._folder.cleanup()
+
+
+@contextmanager
+def _started_by(executable: str | None) -> Iterator[None]:
+    """multiprocessing spawns processes with this interpreter, which it can only be told for all of them.
+
+    Args:
+        executable: None for its own.
+    """
+    with _executable_lock:
+        if executable is None:
+            yield
+            return
+        resource_tracker.ensure_running()  # it would be spawned that way too
+        before = spawn.get_executable()
+        spawn.set_executable(executable)
+        try:
+            yield
+        finally:
+            spawn.set_executable(before)
 
 
 @contextmanager

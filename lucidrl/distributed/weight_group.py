@@ -27,6 +27,7 @@ from lucidrl.distributed.weight_buckets import (
     plan_buckets,
 )
 from lucidrl.errors import RefitError
+from lucidrl.profiling.spans import span
 
 TIMEOUT_S = 120.0
 """Deadline of the meeting and of each bucket, unless another is asked for; a dead member is noticed at once."""
@@ -140,6 +141,7 @@ class WeightGroup:
             while self._under_way:
                 self._finish()
 
+    @span("refit")
     def receive(self, infos: Sequence[TensorInfo], sink: WeightSink) -> int:
         """On the other ranks: give `sink` one version of the weights as the sender sends it; returns the version.
 

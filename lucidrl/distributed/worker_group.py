@@ -12,6 +12,11 @@ from lucidrl.distributed.launchers.interfaces import Arguments, Launcher, Worker
 from lucidrl.distributed.launchers.local import LocalProcesses
 from lucidrl.distributed.launchers.ray import RayProcesses
 from lucidrl.errors import DataError
+from lucidrl.utils.nsys import is_recorded, worker_name
+from lucidrl.utils.nsys_launch import warn_of_no_report
+
+_RECORDING_TIMEOUT_S = 1800.0
+"""Of the start of a profiler and of the writing of traces: deadlines that suit the work say nothing about these."""
 
 
 class WorkerGroup:
@@ -35,6 +40,7 @@ class WorkerGroup:
         log_dir: for `rank_N.log`; by default a temporary folder that is kept only if something goes wrong.
         own_processes: a single worker, too, lives in a process of its own.
         role: what errors call a worker that is a process.
+        name: what profiling calls the workers, with their rank behind it; see `lucidrl.utils.nsys`.
 
     Raises:
         WorkerError: here and in calls, if one of several ranks raises, dies or misses its deadline. Errors of ours
@@ -51,17 +57,20 @@ class WorkerGroup:
         log_dir: Path | None = None,
         own_processes: bool = False,
         role: str = "rank",
+        name: str = "worker",
     ):
         cluster = cluster or ClusterConfig()
         self._call_timeout_s = cluster.call_timeout_s
+        self._name = name
         arguments = Arguments(args, kwargs or {})
         self._launcher: Launcher
         if cluster.uses_ray:
-            self._launcher = RayProcesses(worker_class, arguments, cluster, log_dir, role)
+            self._launcher = RayProcesses(worker_class, arguments, cluster, log_dir, role, name)
         elif cluster.num_workers == 1 and not own_processes:
+            warn_of_no_report(worker_name(name, 0))
             self._launcher = InProcess(worker_class, arguments)
         else:
-            self._launcher = LocalProcesses(worker_class, arguments, cluster, log_dir, role)
+            self._launcher = LocalProcesses(worker_class, arguments, cluster, log_dir, role, name)
 
     @property
     def size(self) -> int:
@@ -87,6 +96,22 @@ class WorkerGroup:
                 "give one tuple of arguments a rank"
             )
         return self._run(method, [Arguments(args) for args in args_by_rank], timeout_s)
+
+    def start_gpu_profiling(self) -> None:
+        """Tell the workers to record, by their methods of this name.
+
+        If the group ends meanwhile, however it does, they have a moment to write what they recorded.
+        """
+        if not any(is_recorded(worker_name(self._name, rank)) for rank in range(self.size)):
+            return
+        self._launcher.is_recording = True
+        self.run_all("start_gpu_profiling", timeout_s=max(self._call_timeout_s, _RECORDING_TIMEOUT_S))
+
+    def stop_gpu_profiling(self) -> None:
+        """Tell them that it is enough; harmless if they do not record, or have ended."""
+        if self._launcher.is_recording:
+            self.run_all("stop_gpu_profiling", timeout_s=max(self._call_timeout_s, _RECORDING_TIMEOUT_S))
+            self._launcher.is_recording = False
 
     def shutdown(self) -> None:
         """Shut every worker down and end its process; may be called twice."""

@@ -21,6 +21,7 @@ from lucidrl.envs.specs import Categorical, Composite, Spec, Unbounded
 from lucidrl.envs.specs.spec import cast_exactly
 from lucidrl.envs.tensordicts import arrays_of, tensordict_of
 from lucidrl.errors import ConfigError, DataError
+from lucidrl.profiling.ranges import profiled
 
 MAX_SEED = 2**32 - 1
 
@@ -83,6 +84,7 @@ class EnvBase:
     def action_keys(self) -> list[Key]:
         return list(self.action_leaves())
 
+    @profiled("EnvBase.reset")
     def reset(self, tensordict: TensorDictBase | None = None) -> TensorDict:
         """Begin new episodes; returns observation and flags.
 
@@ -93,7 +95,7 @@ class EnvBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
         frame = self.new_frame()
         if mask is None:
-            self.reset_into(frame)
+            self._reset_and_clear(frame, None)
         else:
             assert tensordict is not None
             copy_rows(arrays_of(tensordict, list(frame.observation)), frame.observation)
@@ -102,6 +104,7 @@ class EnvBase:
             self._partial_reset(frame, mask)
         return tensordict_of({**frame.observation, **frame.flags()}, self.batch_size, self.device)
 
+    @profiled("EnvBase.step")
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Act; writes what came of it under "next" and returns the same TensorDict."""
         result = self._step(tensordict)
@@ -111,18 +114,16 @@ class EnvBase:
             result = self._next_of(frame)
         return tensordict.set("next", result)
 
+    @profiled("EnvBase.step_and_maybe_reset")
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
         """Act, and begin anew where an episode is done.
 
         Returns:
             The TensorDict with the true end of the episodes under "next", and the root of the next step.
         """
-        next_, root = self.new_frame(), self.new_frame()
-        self._set_root(tensordict)
-        self.step_and_reset_into(self._actions_of(tensordict), next_, root)
-        following = tensordict_of({**root.observation, **root.flags()}, self.batch_size, self.device)
-        return tensordict.set("next", self._next_of(next_)), following
+        return self._step_and_maybe_reset(tensordict)
 
+    @profiled("EnvBase.rollout")
     def rollout(
         self,
         max_steps: int,
@@ -141,7 +142,7 @@ class EnvBase:
         """
         if max_steps < 1:
             raise ConfigError(f"max_steps={max_steps} leaves nothing to do; give at least 1")
-        recorder = Recorder(self, max_steps)
+        recorder = Recorder(self, max_steps, "EnvBase.policy")
         if auto_reset:
             recorder.reset()
         elif tensordict is None:
@@ -216,15 +217,17 @@ class EnvBase:
         for key, spec in self.action_leaves().items():
             out[key][...] = spec.sample(self._rng)
 
+    @profiled("EnvBase.reset")
     def reset_into(self, out: Frame, mask: np.ndarray | None = None) -> None:
         """Begin new episodes in the envs that the mask [*B] picks, or in all; other rows of `out` stay."""
-        self._reset_into(out, mask)
-        out.clear_flags(mask)
+        self._reset_and_clear(out, mask)
 
+    @profiled("EnvBase.step")
     def step_into(self, actions: Arrays, out: Frame) -> None:
         """Act, and write everything that came of it."""
         self._step_into(actions, out)
 
+    @profiled("EnvBase.step_and_maybe_reset")
     def step_and_reset_into(self, actions: Arrays, next_: Frame, root: Frame) -> None:
         """Act into `next_`, and make `root` what the next action is decided on: begun anew where done."""
         self._step_and_reset_into(actions, next_, root)
@@ -269,7 +272,7 @@ class EnvBase:
         """What comes of the action in the TensorDict: observation, reward, and flags, of which `done` or `terminated`
         and `truncated` may be left out."""
         frame = self.new_frame()
-        self.step_into(self._actions_of(tensordict), frame)
+        self._step_into(self._actions_of(tensordict), frame)
         return self._next_of(frame)
 
     def _set_seed(self, seed: int) -> None:
@@ -278,6 +281,17 @@ class EnvBase:
     def _close(self) -> None: ...
 
     # ---- between both
+
+    def _reset_and_clear(self, out: Frame, mask: np.ndarray | None) -> None:
+        self._reset_into(out, mask)
+        out.clear_flags(mask)
+
+    def _step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
+        next_, root = self.new_frame(), self.new_frame()
+        self._set_root(tensordict)
+        self._step_and_reset_into(self._actions_of(tensordict), next_, root)
+        following = tensordict_of({**root.observation, **root.flags()}, self.batch_size, self.device)
+        return tensordict.set("next", self._next_of(next_)), following
 
     def _partial_reset(self, frame: Frame, mask: torch.Tensor) -> None:
         if mask.dtype != torch.bool or tuple(mask.shape) not in (self.batch_size, (*self.batch_size, 1)):
@@ -289,9 +303,9 @@ class EnvBase:
             copy_rows(frame.observation, self._root_arrays())
         if not self.batch_size:
             if rows:
-                self.reset_into(frame)
+                self._reset_and_clear(frame, None)
         elif rows.any():
-            self.reset_into(frame, rows)
+            self._reset_and_clear(frame, rows)
 
     def _set_root(self, tensordict: TensorDictBase) -> None:
         """What a TensorDict env acts on is in the TensorDict, as it has no state of its own."""

@@ -15,6 +15,7 @@ from lucidrl.envs.gym_spaces import codec_of, observation_codec
 from lucidrl.envs.specs import Bounded, Composite, Spec, Unbounded
 from lucidrl.envs.specs.spec import torch_dtype_of
 from lucidrl.errors import ConfigError, EnvironmentFailure
+from lucidrl.profiling.ranges import profiled
 
 if TYPE_CHECKING:
     import gymnasium
@@ -82,6 +83,7 @@ class GymEnv(EnvBase):
         self.observation_spec = observation.expand(self.batch_size).to(self.device)
         self.action_spec = action.expand((*self.batch_size, *action.shape)).to(self.device)
 
+    @profiled("GymEnv._reset")
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
         if not self.batch_size:
             self._members[0].reset_into(out)
@@ -93,6 +95,7 @@ class GymEnv(EnvBase):
                 except Exception as error:
                     raise self._failure(index, "reset", None, error) from error
 
+    @profiled("GymEnv._step")
     def _step_into(self, actions: Arrays, out: Frame) -> None:
         if not self.batch_size:
             self._members[0].step_into(actions, out)

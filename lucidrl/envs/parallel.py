@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict, TensorDictBase
 
 from lucidrl.distributed.child_process import StartMethod, num_cores
 from lucidrl.envs.arrays import Arrays, Frame, copy_rows
@@ -15,6 +16,7 @@ from lucidrl.envs.process_set import EnvProcessSet
 from lucidrl.envs.processes import EnvProcess
 from lucidrl.envs.stacked import StackedEnv
 from lucidrl.errors import ConfigError
+from lucidrl.profiling.ranges import profiled
 
 
 class ParallelEnv(StackedEnv):
@@ -76,17 +78,30 @@ class ParallelEnv(StackedEnv):
             self.processes.kill("did not start")
             raise
 
+    # Ranges of its own, so that a trace tells waiting for processes from stepping here.
+
+    @profiled("ParallelEnv.step_and_maybe_reset")
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
+        return self._step_and_maybe_reset(tensordict)
+
+    @profiled("ParallelEnv.step_and_maybe_reset")
+    def step_and_reset_into(self, actions: Arrays, next_: Frame, root: Frame) -> None:
+        self._step_and_reset_into(actions, next_, root)
+
+    @profiled("ParallelEnv._reset")
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
         self.rows.mask[...] = True if mask is None else mask
         picked = [process for process in self.processes.members if self.rows.mask[process.rows].any()]
         self.processes.run(EnvProcess.start_reset, picked)
         copy_rows(self.rows.root.observation, out.observation, mask)
 
+    @profiled("ParallelEnv._step")
     def _step_into(self, actions: Arrays, out: Frame) -> None:
         copy_rows(actions, self.rows.actions)
         self.processes.run(EnvProcess.start_step)
         _copy(self.rows.next, out)
 
+    @profiled("ParallelEnv._step")
     def _step_and_reset_into(self, actions: Arrays, next_: Frame, root: Frame) -> None:
         copy_rows(actions, self.rows.actions)
         self.processes.run(EnvProcess.start_step_and_reset)

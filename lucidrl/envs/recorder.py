@@ -15,6 +15,7 @@ from lucidrl.envs.arrays import FLAGS, Arrays, Key, copy_rows
 from lucidrl.envs.policies import ArrayPolicy, check_actions, check_is_tensor, other_dtype
 from lucidrl.envs.tensordicts import quick_view, tensordict_of
 from lucidrl.errors import DataError
+from lucidrl.profiling.ranges import profiled
 
 if TYPE_CHECKING:
     from lucidrl.envs.base import EnvBase
@@ -25,10 +26,15 @@ class Recorder:
 
     The env always writes into the same two frames: they stay in the processor's cache, and what an env derives from a
     frame is derived once. The policy gets copies, which it may keep.
+
+    Args:
+        num_frames: of a record, at first.
+        policy_range: what traces call each call of the policy.
     """
 
-    def __init__(self, env: EnvBase, num_frames: int):
+    def __init__(self, env: EnvBase, num_frames: int, policy_range: str):
         self.env = env
+        self._as_range = profiled(policy_range)
         self._root, self._next = env.new_frame(), env.new_frame()
         self._is_started = False
         self._length = 0
@@ -56,12 +62,13 @@ class Recorder:
             self.reset()
         self._outputs: dict[Key, Any] = dict(self._actions)
         self._dtypes: dict[Key, torch.dtype] = {}  # in which the policy gave them
+        ask = self._as_range(policy.__call__)
         inputs = [(key, self._root.observation[key]) for key in policy.in_keys]
         with torch.no_grad():
             for time in range(num_frames):
                 for stored, array in self._before_step:
                     stored[time] = array
-                outputs = policy({key: torch.from_numpy(array.copy()) for key, array in inputs})
+                outputs = ask({key: torch.from_numpy(array.copy()) for key, array in inputs})
                 for key, value in outputs.items():
                     self._keep(key, value, time)
                 actions = {key: stored[time, ...] for key, stored in self._actions.items()}

@@ -14,6 +14,7 @@ from lucidrl.envs.creator import EnvFactory, env_creators, make_env
 from lucidrl.envs.failures import describe, env_failure
 from lucidrl.envs.stacked import EnvSpecs, StackedEnv
 from lucidrl.errors import EnvironmentFailure
+from lucidrl.profiling.ranges import profiled
 
 
 class SerialEnv(StackedEnv):
@@ -54,6 +55,7 @@ class SerialEnv(StackedEnv):
         """[1]: the row of the env that was called last; who watches from another process replaces it by shared
         memory."""
 
+    @profiled("SerialEnv._reset")
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
         rows = self._rows(out)
         picked = range(self.num_envs) if mask is None else np.flatnonzero(mask.reshape(self.num_envs, -1).any(axis=1))
@@ -61,16 +63,17 @@ class SerialEnv(StackedEnv):
             for index in picked:
                 self.at_work[0] = index
                 part = None if mask is None or mask[index].all() else mask[index]
-                self._envs[index].reset_into(rows[index], part)
+                self._envs[index]._reset_into(rows[index], part)
         except Exception as error:
             raise self._failure("reset", None, error) from error
 
+    @profiled("SerialEnv._step")
     def _step_into(self, actions: Arrays, out: Frame) -> None:
         at_work, rows = self.at_work, self._rows(out)
         try:
             for index, env in enumerate(self._envs):
                 at_work[0] = index
-                env.step_into({key: array[index, ...] for key, array in actions.items()}, rows[index])
+                env._step_into({key: array[index, ...] for key, array in actions.items()}, rows[index])
         except Exception as error:
             raise self._failure("step", actions, error) from error
 

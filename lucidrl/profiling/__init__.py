@@ -1,1 +1,24 @@
-"""Where the time of a run goes: phase spans on one clock."""
+"""Where the time of a run goes: spans of phases, ranges of single frames, and traces of both on one clock.
+
+Nothing is imported before it is used, so that `import lucidrl` stays quick.
+"""
+
+import importlib
+from typing import Any
+
+from lucidrl.profiling.gate import set_profiling_enabled
+
+_HOMES = {
+    "_ProfilerHook": "lucidrl.profiling.hook",
+    "_maybe_record_function": "lucidrl.profiling.ranges",
+    "profiled": "lucidrl.profiling.ranges",
+    "span": "lucidrl.profiling.spans",
+}
+
+__all__ = ["set_profiling_enabled", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

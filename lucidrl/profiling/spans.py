@@ -4,8 +4,12 @@
         ...
     recorder.drain()  # {"generate": SpanTotal(seconds=1.2, count=1)}
 
-A span costs about a microsecond, so phases are always timed. Durations come from the monotonic clock; starts are that
-clock moved by one wall-clock anchor per process, so they line up across processes and never jump within one.
+    @span("refit")
+    def broadcast(self): ...
+
+A span costs about a microsecond, so phases are always timed; whoever records the process sees them too. Durations come
+from the monotonic clock; starts are that clock moved by one wall-clock anchor per process, so they line up across
+processes and never jump within one.
 """
 
 from __future__ import annotations
@@ -14,8 +18,15 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import wraps
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from lucidrl.profiling.sinks import recorded
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class SpanTotal(NamedTuple):
@@ -33,7 +44,7 @@ class Span(NamedTuple):
     """Unix time in nanoseconds."""
     duration_ns: int
     thread: int
-    """Identifier of the thread, as `threading.get_ident` gives it."""
+    """Identifier of the thread, as the system and torch's traces know it."""
     depth: int
     """How many spans of the same thread were open around it."""
 
@@ -43,15 +54,17 @@ class SpanRecorder:
 
     def __init__(self) -> None:
         self._anchor_ns = time.time_ns() - time.perf_counter_ns()
-        self._local = _ThreadDepth()
+        self._local = _OpenNames()
         self._lock = threading.Lock()
         self._totals: dict[str, tuple[int, int]] = {}
         self._buffer: deque[Span] | None = None
 
     def span(self, name: str) -> _OpenSpan:
-        """A context manager that times its block, also when the block raises.
+        """A context manager that times its block, or a decorator that times calls; also when they raise.
 
-        Nested spans each count their whole duration, so totals of different names overlap where the spans do.
+        Nested spans each count their whole duration, so totals of different names overlap where the spans do. A span
+        within another of its own name is part of that one: a driver and the worker that it calls may both name what
+        they do, and it counts once where both are in one process.
         """
         return _OpenSpan(self, name)
 
@@ -76,8 +89,9 @@ class SpanRecorder:
 
     def reset(self) -> None:
         """Forget everything finished so far."""
-        # A new lock, because a forked child may have inherited the old one held.
+        # A forked child may have inherited the lock held, and spans open that its parent ends.
         self._lock = threading.Lock()
+        self._local = _OpenNames()
         self._totals = {}
         if self._buffer is not None:
             self._buffer.clear()
@@ -87,33 +101,53 @@ class SpanRecorder:
             total_ns, count = self._totals.get(name, (0, 0))
             self._totals[name] = (total_ns + duration_ns, count + 1)
             if self._buffer is not None:
-                self._buffer.append(Span(name, start + self._anchor_ns, duration_ns, threading.get_ident(), depth))
+                self._buffer.append(Span(name, start + self._anchor_ns, duration_ns, threading.get_native_id(), depth))
 
 
-class _ThreadDepth(threading.local):
-    depth = 0
+class _OpenNames(threading.local):
+    """Of the spans that are open in a thread."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
 
 
 class _OpenSpan:
     """One use of `SpanRecorder.span`. A class, because a generator context manager costs twice as much."""
 
-    __slots__ = ("_name", "_recorder", "_start")
+    __slots__ = ("_is_inner", "_name", "_recorder", "_shown", "_start")
 
     def __init__(self, recorder: SpanRecorder, name: str) -> None:
         self._recorder = recorder
         self._name = name
 
     def __enter__(self) -> None:
-        self._recorder._local.depth += 1
+        names = self._recorder._local.names
+        self._is_inner = self._name in names
+        if self._is_inner:
+            return
+        names.append(self._name)
+        self._shown = recorded(self._name)
+        self._shown.__enter__()
         self._start = time.perf_counter_ns()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._is_inner:
+            return
         duration_ns = time.perf_counter_ns() - self._start
-        local = self._recorder._local
-        local.depth -= 1
-        self._recorder._finish(self._name, self._start, duration_ns, local.depth)
+        self._shown.__exit__(kind, error, traceback)
+        names = self._recorder._local.names
+        names.pop()
+        self._recorder._finish(self._name, self._start, duration_ns, len(names))
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            with _OpenSpan(self._recorder, self._name):
+                return function(*args, **kwargs)
+
+        return timed
 
 
 recorder = SpanRecorder()

@@ -16,8 +16,10 @@ from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.errors import ConfigError
 from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
+from lucidrl.recipes.profile import ProfileConfig
 from lucidrl.recipes.tracking import TextTrackingConfig, TrackingConfig
 from lucidrl.utils.config import Config
+from lucidrl.utils.nsys import DRIVER, GENERATION, POLICY, worker_name
 
 PRESETS = Path(str(files("lucidrl.recipes").joinpath("presets")))
 
@@ -72,6 +74,13 @@ class BaseRunConfig(Config, ABC):
     """Checkpoints."""
     tracking: TrackingConfig = TrackingConfig()
     """Records."""
+    profile: ProfileConfig = ProfileConfig()
+    """Traces of some steps."""
+
+    @property
+    def worker_names(self) -> list[str]:
+        """What profiling calls those who work on the run."""
+        return [worker_name(POLICY, 0), DRIVER]
 
     @property
     @abstractmethod
@@ -101,6 +110,16 @@ class TextRunConfig(BaseRunConfig):
     """Held-out problems."""
     tracking: TextTrackingConfig = TextTrackingConfig()
     """Records."""
+
+    @property
+    def worker_names(self) -> list[str]:
+        generation = self.policy.generation
+        num_generators = generation.num_workers if generation.placement == "separate" else 0
+        return [
+            *(worker_name(POLICY, rank) for rank in range(self.cluster.num_workers)),
+            *(worker_name(GENERATION, number) for number in range(num_generators)),
+            DRIVER,
+        ]
 
     @property
     @abstractmethod

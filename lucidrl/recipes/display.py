@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from lucidrl.data.interfaces import LLMMessageLogType
+from lucidrl.recipes.profile import TRACES_NAME
 from lucidrl.utils.logger import print_message_log_samples
 
 SHOWN = {
@@ -29,8 +30,8 @@ HEADLINES = ("accuracy", "reward", "loss")
 """Validation metrics worth a line, the best known first."""
 NUM_SAMPLES = 3
 """Conversations shown where samples are asked for."""
-INNER_PHASES = frozenset({"forward", "backward", "optimizer", "logprobs", "reference"})
-"""Spans inside of another phase; the summary adds up the outer ones."""
+UNLISTED_PHASES = frozenset({"rollout", "reward", "forward", "backward", "optimizer", "logprobs", "reference"})
+"""Spans around others or inside of them: those in between are listed, and add up to the step."""
 
 
 class RunDisplay:
@@ -99,7 +100,7 @@ class RunDisplay:
         self._num_steps += 1
         for name, value in metrics.items():
             phase = name.removeprefix("time/").removesuffix("_s")
-            if name.startswith("time/") and phase not in INNER_PHASES:
+            if name.startswith("time/") and phase not in UNLISTED_PHASES:
                 self._seconds_of_phase[phase] += value
         text = "  ".join(form.format(metrics[name]) for name, form in SHOWN.items() if name in metrics)
         self._progress.update(self._task, completed=step, metrics=text)
@@ -120,6 +121,8 @@ class RunDisplay:
         self.announce(f"run folder: {self._folder}")
         entries = sorted(f"{path.name}/" if path.is_dir() else path.name for path in self._folder.iterdir())
         self.announce(f"  with {', '.join(entries)}")
+        if any((self._folder / TRACES_NAME).glob("*.json")):
+            self.announce(f"  {TRACES_NAME}/ has the recorded steps; ui.perfetto.dev shows its .json files")
         self.announce("next:")
         for command in self._next_commands(last_step):
             self.announce(f"  {shlex.join(command)}")

@@ -13,11 +13,13 @@ from rich.table import Column, Table
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import BaseRunConfig, preset_path
 from lucidrl.recipes.display import RunDisplay
+from lucidrl.recipes.profile import profiling_as_asked, use_traces_folder
 from lucidrl.recipes.recipe import C, Recipe
-from lucidrl.recipes.run_folder import create_run_folder, occupied, read_run_config
-from lucidrl.utils.config import dump_yaml, load_config
+from lucidrl.recipes.run_folder import create_run_folder, occupied, read_run_config, run_config_path
+from lucidrl.utils.config import dump_yaml, load_config, merged_settings
 from lucidrl.utils.imports import import_object
 from lucidrl.utils.logger import configure_rich_logging
+from lucidrl.utils.nsys import check_patterns, profile_request
 
 RECIPES = {
     "grpo": "lucidrl.recipes.text.GRPO_RECIPE",
@@ -37,16 +39,28 @@ def launch(
             "run it without torchrun, with cluster.num_workers=..."
         )
     configure_rich_logging(level="WARNING", show_path=False)
+    if resume is not None and (config_file is not None or preset is not None):
+        raise ConfigError("--resume takes the settings of the run itself; leave out --config and --preset")
+    layers = _layers(config_file, preset) if resume is None else [run_config_path(resume)]
+    with profiling_as_asked(merged_settings(*layers, overrides=overrides, resolve=False)):
+        _launch(algorithm, config_file, preset, overrides, resume)
+
+
+def _launch(
+    algorithm: str, config_file: Path | None, preset: str | None, overrides: list[str], resume: Path | None
+) -> None:
     recipe = _recipe(algorithm)
+    config: BaseRunConfig
     if resume is not None:
-        if config_file is not None or preset is not None:
-            raise ConfigError("--resume takes the settings of the run itself; leave out --config and --preset")
         config, folder = read_run_config(recipe.schema, resume, overrides), resume
+        check_patterns(config.worker_names)
     else:
         config = resolve(recipe, config_file, preset, overrides)
         # Before the folder is made: a run that cannot start should leave nothing behind.
+        check_patterns(config.worker_names)
         recipe.preflight(config)
         folder = create_run_folder(config, algorithm)
+    use_traces_folder(folder)
     display = RunDisplay(
         algorithm,
         config.max_steps,
@@ -56,6 +70,9 @@ def launch(
     )
     display.announce(f"{algorithm}: {config.title}, in {folder}")
     display.console.print(arithmetic_table(config))
+    request = profile_request()
+    if request is not None and request.steps.start > config.max_steps:
+        display.announce(f"nothing will be recorded: the steps {request.steps} come after the last, {config.max_steps}")
     with display, occupied(folder):
         last_step = recipe.run(config, folder, display, resume is not None)
     display.summary(last_step)
@@ -65,19 +82,24 @@ def resolve(recipe: Recipe[C], config_file: Path | None, preset: str | None, ove
     """Preset, then file, then overrides."""
     if preset is None and config_file is None:
         preset = recipe.default_preset(overrides)
-    layers = [preset_path(preset)] if preset is not None else []
-    if config_file is not None:
-        layers.append(config_file)
-    return load_config(recipe.schema, *layers, overrides=overrides)
+    return load_config(recipe.schema, *_layers(config_file, preset), overrides=overrides)
+
+
+def _layers(config_file: Path | None, preset: str | None) -> list[Path]:
+    named = [preset_path(preset)] if preset is not None else []
+    return named if config_file is None else [*named, config_file]
 
 
 def check_run(algorithm: str, config_file: Path | None, preset: str | None, overrides: list[str]) -> None:
     """Print what a run would be; raise if it could not be."""
     if algorithm not in RECIPES:
         raise ConfigError(f"--algorithm={algorithm} is not known; choose one of {', '.join(RECIPES)}")
-    recipe = _recipe(algorithm)
-    config = resolve(recipe, config_file, preset, overrides)
-    found = recipe.preflight(config)
+    settings = merged_settings(*_layers(config_file, preset), overrides=overrides, resolve=False)
+    with profiling_as_asked(settings):
+        recipe = _recipe(algorithm)
+        config: BaseRunConfig = resolve(recipe, config_file, preset, overrides)
+        check_patterns(config.worker_names)
+        found = recipe.preflight(config)
     console = Console()
     console.print(Syntax(dump_yaml(config), "yaml", background_color="default"))
     console.print(arithmetic_table(config))

@@ -16,6 +16,7 @@ from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.run_folder import CHECKPOINTS_NAME, check_can_create, update_run_config
 from lucidrl.utils.logger import Logger
 from lucidrl.utils.logger.backends import check_trackers
+from lucidrl.utils.nsys import profile_request
 from lucidrl.utils.random_state import seed_everything
 
 
@@ -64,6 +65,9 @@ class RunParts:
         # Only now: a resume that is refused has changed nothing.
         update_run_config(self._folder, self._config)
         self._log_settings()
+        request = profile_request()
+        if request is not None and request.steps.stop <= self._newest.step + 1:
+            self._watcher.announce(f"nothing will be recorded: the steps {request.steps} were done before")
 
     def _log_settings(self) -> None:
         self.logger.log_hyperparams(self._config.model_dump(mode="json"))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from rich.table import Table
 
-from lucidrl.algorithms.loop import Watcher
 from lucidrl.recipes.configs import BaseRunConfig
+
+if TYPE_CHECKING:
+    from lucidrl.algorithms.loop import Watcher
 
 C = TypeVar("C", bound=BaseRunConfig)
 

@@ -144,9 +144,18 @@ def check_can_create(run: RunConfig) -> None:
 
 def read_run_config(schema: type[C], folder: Path, overrides: list[str]) -> C:
     """The config a run was started with, changed by overrides."""
+    return load_config(schema, run_config_path(folder), overrides=overrides)
+
+
+def run_config_path(folder: Path) -> Path:
+    """The file with the config a run was started with.
+
+    Raises:
+        ConfigError: if there is none.
+    """
     if not (folder / CONFIG_NAME).is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no {CONFIG_NAME}; give the folder of an earlier run")
-    return load_config(schema, folder / CONFIG_NAME, overrides=overrides)
+    return folder / CONFIG_NAME
 
 
 def update_run_config(folder: Path, config: BaseRunConfig) -> None:

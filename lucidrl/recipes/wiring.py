@@ -47,6 +47,7 @@ def run_grpo(config: GRPORunConfig, folder: Path, watcher: Watcher, resume: bool
             dump_samples_every=config.tracking.dump_samples_every,
             print_samples_every=config.tracking.print_samples_every,
             plot_mismatch_every=config.tracking.plot_mismatch_every,
+            profiled=parts.generators,
         )
         parts.restore(loop)
         return loop.run()
@@ -81,6 +82,7 @@ def run_sft(config: SFTRunConfig, folder: Path, watcher: Watcher, resume: bool =
             saver=parts.saver,
             watcher=watcher,
             pad_id=parts.pad_id,
+            profiled=parts.generators,
         )
         parts.restore(loop)
         return loop.run()
@@ -120,6 +122,8 @@ class _TextParts:
             )
         )
         self.saver = self._run.saver(self.policy)
+        self.generators: list[SeparateGenerator] = []
+        """Those in processes of their own."""
 
     def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
         """Training prompts, and the held-out ones that validation asks: the same in every run."""
@@ -158,7 +162,8 @@ class _TextParts:
             log_dir=self._folder / LOGS_NAME,
             seed=config.seed,
         )
-        return self._stack.enter_context(generator)
+        self.generators.append(self._stack.enter_context(generator))
+        return generator
 
     def restore(self, loop: GRPO | SFT) -> None:
         """Go on from the newest checkpoint, if the run is a resumed one."""

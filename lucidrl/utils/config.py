@@ -7,6 +7,7 @@ command line and turns every complaint of pydantic into one `ConfigError` with v
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -26,6 +27,10 @@ class Config(BaseModel):
 
 C = TypeVar("C", bound=Config)
 
+_TEXT = re.compile(r"\s*(\d+\s*:\s*\d*\s*|\*.*)")
+"""Values of the command line that YAML misreads: 3:5 as 185, three sixties and five, 3: as a mapping, `*policy*` as a
+reference."""
+
 
 def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequence[str] = ()) -> C:
     """Merge the layers (files or mappings, later ones win), then the overrides, and validate.
@@ -40,6 +45,13 @@ def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequ
     Raises:
         ConfigError: for an unreadable file, a malformed override or any invalid value; it lists all of them.
     """
+    return validate(schema, merged_settings(*layers, overrides=overrides))
+
+
+def merged_settings(
+    *layers: Path | dict[str, Any], overrides: Sequence[str] = (), resolve: bool = True
+) -> dict[str, Any]:
+    """What `load_config` validates: layers and overrides in one mapping, with references to other keys resolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -48,10 +60,10 @@ def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequ
         for layer in layers:
             merged = _merged(merged, _read_yaml(layer) if isinstance(layer, Path) else OmegaConf.create(layer))
         merged = _merged(merged, _read_overrides(overrides))
-        content = OmegaConf.to_container(merged, resolve=True)
+        content: Any = OmegaConf.to_container(merged, resolve=resolve)
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration cannot be merged: {error}") from error
-    return validate(schema, content)
+    return content
 
 
 def validate(schema: type[C], content: Any, at: str = "") -> C:
@@ -97,9 +109,12 @@ def _read_overrides(overrides: Sequence[str]) -> Any:
 
     content: Any = OmegaConf.create({})
     for text in overrides:
-        key, equals, _ = text.partition("=")
+        key, equals, value = text.partition("=")
         if not equals or not key.strip() or key.startswith("-"):
             raise ConfigError(f"override {text!r} is not of the form key=value, such as grpo.max_steps=50")
+        if _TEXT.fullmatch(value):
+            quoted = value.replace("'", "''")
+            text = f"{key}='{quoted}'"
         try:
             content = OmegaConf.merge(content, OmegaConf.from_dotlist([text]))
         except yaml.YAMLError as error:

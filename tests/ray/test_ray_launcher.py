@@ -166,6 +166,7 @@ def learned(cluster_config: ClusterConfig, folder: Path) -> tuple[list[float], d
     return losses, tensors
 
 
+@pytest.mark.slow
 def test_two_nodes_learn_what_two_local_ranks_learn_to_the_bit(cluster, tmp_path):
     losses, tensors = learned(TWO_NODES, tmp_path / "nodes")
     local_losses, local_tensors = learned(ClusterConfig(num_workers=2), tmp_path / "local")

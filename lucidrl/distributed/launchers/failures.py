@@ -48,7 +48,9 @@ def explain_loss(lost: NodeLost, phase: str, labels: Sequence[RankLabel]) -> Wor
 def _died(outcome: Died, number: int, ranks: Ranks, phase: str) -> WorkerError:
     label, report = ranks.labels[number], ranks.report([number], with_stacks=False)[number]
     text = f"{_named(label, ranks)} {outcome.how} in {phase}; all {label.role}s were ended"
-    if phase == START and not report.tail:
+    if phase == START and label.wrapper and not report.tail:
+        text += f". It wrote nothing, and it was run by {label.wrapper}: see what that wrote, or take it off PATH"
+    elif phase == START and not report.tail:
         text += (
             ". It wrote nothing: if a script starts the workers, it must do so under `if __name__ == '__main__':`, "
             "because every rank imports it"

@@ -15,6 +15,7 @@ class InProcess:
     size = 1
 
     def __init__(self, worker_class: type[Worker], arguments: Arguments):
+        self.is_recording = False
         self._worker: Worker | None = worker_class(*arguments.args, **arguments.kwargs)
 
     def run(self, method: str, calls: Sequence[Arguments], timeout_s: float) -> list[Any]:
@@ -24,6 +25,6 @@ class InProcess:
         return [getattr(self._worker, method)(*call.args, **call.kwargs)]
 
     def shutdown(self) -> None:
-        worker, self._worker = self._worker, None
+        worker, self._worker, self.is_recording = self._worker, None, False
         if worker is not None:
             worker.shutdown()

@@ -29,6 +29,9 @@ class Arguments(NamedTuple):
 class Launcher(Protocol):
     """Workers that were started, one a rank."""
 
+    is_recording: bool
+    """Whether workers were told to record, and so may have something to write when they end."""
+
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -51,6 +54,8 @@ class RankLabel:
     """Where the driver finds what it wrote."""
     node: str | None = None
     """Where it runs, if that is not simply this machine."""
+    wrapper: str = ""
+    """The program that runs it, if it is not run as it is."""
 
     @property
     def name(self) -> str:
@@ -76,7 +81,7 @@ class NodeLost(Exception):  # noqa: N818 - something observed; becomes a WorkerE
 
 
 class Ranks(Protocol):
-    """Processes of ranks, wherever they are. All methods but `kill` may raise `NodeLost`."""
+    """Processes of ranks, wherever they are. `send`, `poll` and `report` may raise `NodeLost`."""
 
     @property
     def labels(self) -> Sequence[RankLabel]:
@@ -88,11 +93,17 @@ class Ranks(Protocol):
     def poll(self, timeout_s: float) -> Sequence[tuple[int, Message | Died]]:
         """Answers that have not been given yet; waits for one, or until the time is over."""
 
+    def meet(self, pids: Sequence[int]) -> None:
+        """Learn which processes are the workers' own, since another program may run them."""
+
     def report(self, numbers: Sequence[int], with_stacks: bool) -> Mapping[int, RankReport]:
         """What is known of some ranks; with stacks, each that is busy is asked where."""
 
-    def let_end(self, timeout_s: float) -> Sequence[int | None]:
-        """Ask all to shut down and leave; their exit codes, None for those that have not left in time."""
+    def let_end(self, timeout_s: float) -> Mapping[int, int | None]:
+        """Ask all to shut down and leave; their exit codes, None for those that have not left in time.
+
+        Those that are out of reach are missing.
+        """
 
     def kill(self) -> None:
         """End all now and free what was held for them; may be called twice."""

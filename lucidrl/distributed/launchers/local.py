@@ -17,6 +17,8 @@ from lucidrl.distributed.launchers.rank_environment import (
 )
 from lucidrl.distributed.launchers.rank_main import RankSettings
 from lucidrl.distributed.launchers.rank_set import RankSet
+from lucidrl.utils.nsys import request_environment, worker_name
+from lucidrl.utils.nsys_launch import nsys_command
 
 
 class LocalProcesses(ProcessLauncher):
@@ -29,6 +31,7 @@ class LocalProcesses(ProcessLauncher):
         log_dir: where `rank_N.log` with the output of rank N goes; by default a temporary folder, which is kept only
             if something goes wrong.
         role: what errors call one of them.
+        name: what profiling calls them, with their rank behind it.
 
     Raises:
         WorkerError: if a rank does not start; an error of ours that a worker raises is raised as it is.
@@ -41,21 +44,31 @@ class LocalProcesses(ProcessLauncher):
         cluster: ClusterConfig,
         log_dir: Path | None,
         role: str = "rank",
+        name: str = "worker",
     ):
         def start_ranks(logs: LogFolder) -> RankSet:
             listener = listen_for_ranks(LOOPBACK)
             port = listener.getsockname()[1]
-            settings = [_settings(rank, role, cluster, port, logs) for rank in range(cluster.num_workers)]
+            settings = [_settings(rank, role, name, cluster, port, logs) for rank in range(cluster.num_workers)]
             return RankSet(settings, listener)
 
         super().__init__(start_ranks, log_dir, worker_class, arguments, cluster.start_timeout_s)
 
 
-def _settings(rank: int, role: str, cluster: ClusterConfig, port: int, logs: LogFolder) -> RankSettings:
+def _settings(rank: int, role: str, name: str, cluster: ClusterConfig, port: int, logs: LogFolder) -> RankSettings:
     size = cluster.num_workers
     num_threads = cluster.num_threads or threads_of_a_rank(size)
     environment = rank_environment(
         rank, size, local_rank=rank, local_size=size, store=(LOOPBACK, port), num_threads=num_threads
     )
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    return RankSettings(rank, role, environment, num_threads, logs.of_rank(rank), in_main_thread)
+    wrapper = nsys_command(worker_name(name, rank))
+    return RankSettings(
+        rank,
+        role,
+        environment | request_environment(),
+        num_threads,
+        logs.of_rank(rank),
+        # What wraps a rank may start it from any thread of its own.
+        die_with_starting_thread=threading.current_thread() is threading.main_thread() and not wrapper,
+        wrapper=wrapper,
+    )

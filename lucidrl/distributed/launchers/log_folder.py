@@ -6,7 +6,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 
@@ -25,15 +25,9 @@ class LogFolder:
     def of_rank(self, rank: int) -> Path:
         return self.path / f"rank_{rank}.log"
 
-    @contextmanager
-    def marked(self) -> Iterator[str]:
-        """A file is here meanwhile, of this name: whoever sees it writes to the same folder."""
-        file = self.path / f".seen-{secrets.token_hex(8)}"
-        file.touch()
-        try:
-            yield file.name
-        finally:
-            file.unlink(missing_ok=True)
+    def marked(self) -> AbstractContextManager[str]:
+        """As `marked`, for those who may write logs."""
+        return marked(self.path)
 
     def end(self, everything_went_well: bool) -> None:
         """Remove a temporary folder that nobody will look into; may be called twice."""
@@ -44,3 +38,14 @@ class LogFolder:
         else:
             with suppress(OSError):  # kept if there is anything to read
                 self.path.rmdir()
+
+
+@contextmanager
+def marked(folder: Path) -> Iterator[str]:
+    """A file is there meanwhile, of this name: whoever sees it writes to the same folder."""
+    file = folder / f".seen-{secrets.token_hex(8)}"
+    file.touch()
+    try:
+        yield file.name
+    finally:
+        file.unlink(missing_ok=True)

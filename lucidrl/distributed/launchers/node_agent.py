@@ -31,6 +31,9 @@ from lucidrl.distributed.launchers.rank_environment import (
 from lucidrl.distributed.launchers.rank_main import RankSettings
 from lucidrl.distributed.launchers.rank_process import Died
 from lucidrl.distributed.launchers.rank_set import RankSet
+from lucidrl.profiling.settings import traces_folder
+from lucidrl.utils import nsys
+from lucidrl.utils.nsys_launch import lacks_nsys, nsys_command
 
 _POLL_S = 0.5
 
@@ -48,6 +51,8 @@ class NodePlan:
     """What runs on a node."""
 
     role: str
+    name: str
+    """What profiling calls the workers, with their rank behind it."""
     ranks: range
     world_size: int
     ip: str
@@ -61,6 +66,22 @@ class NodePlan:
     """Where the driver wants the logs."""
     mark: str
     """Name of a file there: a node that sees it has the same folder."""
+    profiling: Mapping[str, str]
+    """Variables that say what is to be recorded, and into which folder."""
+    traces_mark: str | None
+    """Name of a file in that folder, if anything is to be recorded."""
+
+
+@dataclass(frozen=True)
+class NodeStart:
+    """What became of a plan."""
+
+    wrappers: Sequence[str]
+    """The program that runs each rank, if it is not run as it is."""
+    lacks_nsys: bool
+    """A rank records, and Nsight Systems, which would run it, is not here."""
+    keeps_traces: bool
+    """A rank records, and the driver does not see into what."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +91,7 @@ class NodeNews:
     answers: Sequence[tuple[int, Message | Died]] = ()
     logs: Mapping[int, bytes] = field(default_factory=dict)
     """What ranks wrote, if the driver cannot read it itself."""
-    exit_codes: Sequence[int | None] = ()
+    exit_codes: Mapping[int, int | None] = field(default_factory=dict)
 
 
 class NodeAgent:
@@ -100,8 +121,10 @@ class NodeAgent:
         self._listener = listen_for_ranks(ip)
         return self._listener.getsockname()[1]
 
-    def start(self, plan: NodePlan) -> None:
+    def start(self, plan: NodePlan) -> NodeStart:
         """Start the processes; they wait for their first message."""
+        os.environ.update(plan.profiling)
+        nsys.take_request_from_environment()
         log_dir = plan.log_dir
         if not (log_dir / plan.mark).exists():
             log_dir = self._temporary_dir = Path(tempfile.mkdtemp(prefix="lucidrl-logs-"))
@@ -109,6 +132,13 @@ class NodeAgent:
         settings = [_settings(plan, local_rank, log_dir) for local_rank in range(len(plan.ranks))]
         with self._program.as_main():
             self._ranks = RankSet(settings, self._listener)
+        recorded = [name for rank in plan.ranks if nsys.matches(name := nsys.worker_name(plan.name, rank))]
+        is_seen = plan.traces_mark is None or (traces_folder() / plan.traces_mark).exists()
+        return NodeStart(
+            wrappers=[label.wrapper for label in self._ranks.labels],
+            lacks_nsys=any(map(lacks_nsys, recorded)),
+            keeps_traces=bool(recorded) and not is_seen,
+        )
 
     def send(self, ranks: Sequence[Sequence[int]], *messages: Message) -> NodeNews:
         """Give each message to its ranks; they read it from this node's object store, where it is once."""
@@ -121,6 +151,10 @@ class NodeAgent:
         assert self._ranks is not None
         return NodeNews(self._ranks.poll(timeout_s), self._output.take())
 
+    def meet(self, pids: Sequence[int]) -> None:
+        assert self._ranks is not None
+        self._ranks.meet(pids)
+
     def report(self, numbers: Sequence[int], with_stacks: bool) -> dict[int, RankReport]:
         assert self._ranks is not None
         return self._ranks.report(numbers, with_stacks)
@@ -128,7 +162,7 @@ class NodeAgent:
     def let_end(self, timeout_s: float) -> NodeNews:
         """Ask the ranks to shut down and leave."""
         assert self._ranks is not None
-        return NodeNews(exit_codes=self._ranks.let_end(timeout_s))
+        return NodeNews(exit_codes=self._ranks.let_end(timeout_s), logs=self._output.take())
 
     def kill(self) -> NodeNews:
         """End the ranks; the rest of what they wrote."""
@@ -168,8 +202,17 @@ def _settings(plan: NodePlan, local_rank: int, log_dir: Path) -> RankSettings:
     interface = _interface_with(plan.ip)
     if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         environment["GLOO_SOCKET_IFNAME"] = interface  # gloo would take what the machine's name leads to
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    return RankSettings(rank, plan.role, environment, num_threads, log_dir / f"rank_{rank}.log", in_main_thread)
+    wrapper = nsys_command(nsys.worker_name(plan.name, rank))
+    return RankSettings(
+        rank,
+        plan.role,
+        environment | nsys.request_environment(),
+        num_threads,
+        log_dir / f"rank_{rank}.log",
+        # What wraps a rank may start it from any thread of its own.
+        die_with_starting_thread=threading.current_thread() is threading.main_thread() and not wrapper,
+        wrapper=wrapper,
+    )
 
 
 def _interface_with(ip: str) -> str | None:

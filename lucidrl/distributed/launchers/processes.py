@@ -27,6 +27,10 @@ _log = logging.getLogger(__name__)
 _GRACE_S = 1.0
 """After a rank raised, the others have this long to answer too: the one that raised first may only be a witness."""
 _SHUTDOWN_DEADLINE_S = 10.0
+_WRITING_DEADLINE_S = 60.0
+"""Of a shutdown in which ranks write what they recorded."""
+_LAST_WORDS_S = 10.0
+"""After a failure, ranks that record have this long to end what they do and to write; a stuck one does not."""
 
 
 class ProcessLauncher:
@@ -51,6 +55,7 @@ class ProcessLauncher:
         arguments: Arguments,
         start_timeout_s: float,
     ):
+        self.is_recording = False
         self._ended: str | None = None
         self._logs = LogFolder(log_dir)
         try:
@@ -62,7 +67,7 @@ class ProcessLauncher:
         atexit.register(self.shutdown)
         try:
             message = _message(worker_class.__name__, (worker_class, arguments))
-            self._run(START, [message] * self.size, start_timeout_s)
+            self._ranks.meet(self._run(START, [message] * self.size, start_timeout_s))
         except BaseException:
             self._kill("did not start")
             raise
@@ -85,18 +90,16 @@ class ProcessLauncher:
         """Let the workers shut down; those that take too long are killed. May be called twice."""
         if self._ended:
             return
-        codes: Sequence[int | None] = [None] * self.size
         try:
-            codes = self._ranks.let_end(_SHUTDOWN_DEADLINE_S)
-        except NodeLost as lost:
-            _log.warning("node %s was lost in the shutdown: %s", lost.node, lost)
+            codes = self._ranks.let_end(_WRITING_DEADLINE_S if self._may_write else _SHUTDOWN_DEADLINE_S)
         finally:
             self._kill("was shut down")
-        for label, code in zip(self._ranks.labels, codes, strict=True):
+        for rank, code in codes.items():
             if code != 0:
+                label = self._ranks.labels[rank]
                 how = "took too long" if code is None else f"ended with exit code {code}"
                 _log.warning("%s %s in its shutdown; its output is in %s", label.name, how, label.log_path)
-        self._logs.end(everything_went_well=all(code == 0 for code in codes))
+        self._logs.end(everything_went_well=list(codes.values()) == [0] * self.size)
 
     def _run(self, phase: str, messages: Sequence[Message], timeout_s: float) -> list[Any]:
         try:
@@ -108,9 +111,9 @@ class ProcessLauncher:
         except NodeLost as lost:
             failure = explain_loss(lost, phase, self._ranks.labels)
         except BaseException:  # Ctrl-C for instance; the ranks are in the middle of something
-            self._kill(f"was interrupted in {phase}")
+            self._abandon(f"was interrupted in {phase}")
             raise
-        self._kill(f"failed in {phase}")
+        self._abandon(f"failed in {phase}")
         raise failure
 
     def _exchange(self, messages: Sequence[Message], timeout_s: float) -> dict[int, Outcome]:
@@ -127,8 +130,28 @@ class ProcessLauncher:
                     until = min(until, time.monotonic() + _GRACE_S)
         return outcomes
 
+    @property
+    def _may_write(self) -> bool:
+        """Whether something is recorded; what wraps a rank writes its report when that has ended."""
+        return self.is_recording or any(label.wrapper for label in self._ranks.labels)
+
+    def _abandon(self, ended: str) -> None:
+        """End ranks that are of no use any more; they may write what they recorded first."""
+        try:
+            if self._may_write:
+                codes = self._ranks.let_end(_LAST_WORDS_S)
+                if lost := [self._ranks.labels[rank].name for rank, code in codes.items() if code is None]:
+                    _log.warning(
+                        "%s did not end within %g s; what was recorded there, beside spans, is lost",
+                        ", ".join(lost),
+                        _LAST_WORDS_S,
+                    )
+        finally:
+            self._kill(ended)
+
     def _kill(self, ended: str) -> None:
         self._ended = self._ended or ended
+        self.is_recording = False
         atexit.unregister(self.shutdown)
         self._ranks.kill()
         self._logs.end(everything_went_well=False)

@@ -12,13 +12,14 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from lucidrl.distributed.child_main import describe_error, end_with_driver
+from lucidrl.utils import nsys
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class RankSettings:
     log_path: Path
     die_with_starting_thread: bool
     """Linux can end a process with the thread that started it, which is only meant if that is the main thread."""
+    wrapper: Sequence[str] = ()
+    """Words of a command that runs the process, if it is not run as it is."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,10 @@ class Returned:
 
 
 def serve(connection: socket.socket, settings: RankSettings) -> None:
-    """Answer the driver's messages until it closes the connection; the first one makes the worker."""
+    """Answer the driver's messages until it closes the connection.
+
+    The first one makes the worker, and the answer is the number of this process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the driver decides
     end_with_driver(settings.die_with_starting_thread)
     _redirect_output(settings.log_path)
@@ -51,6 +57,7 @@ def serve(connection: socket.socket, settings: RankSettings) -> None:
     faulthandler.register(signal.SIGUSR1)  # the driver asks where this rank hangs
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.environ.update(settings.environment)
+    nsys.take_request_from_environment()
 
     import torch
 
@@ -64,7 +71,7 @@ def serve(connection: socket.socket, settings: RankSettings) -> None:
         if worker is None:
             worker_class, call = message.content()
             worker = worker_class(*call.args, **call.kwargs)
-            return Returned(None)
+            return Returned(os.getpid())
         method, call = message.content()
         return Returned(getattr(worker, method)(*call.args, **call.kwargs))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
+
+import psutil
 
 from lucidrl.distributed.child_main import Raised
 from lucidrl.distributed.child_process import ChildProcess
@@ -46,7 +47,15 @@ class RankProcess(ChildProcess):
         self.log = RankLog(settings.log_path)
         self._connection, theirs = socket.socketpair()
         with theirs:  # its only other holder is the process, so that the connection ends with it
-            super().__init__(serve, (theirs, settings), name=self.name)
+            super().__init__(serve, (theirs, settings), name=self.name, wrapper=settings.wrapper)
+        self._worker = None if self.is_wrapped else psutil.Process(self.pid)
+
+    def meet(self, pid: int) -> None:
+        """Learn which process is the worker's own, since another program may run it; what started that is not needed
+        any more."""
+        self.remove_wrapper()
+        with suppress(psutil.NoSuchProcess):
+            self._worker = psutil.Process(pid)
 
     def exchange(self, message: Message) -> Message | None:
         """Send the message and wait for the answer, without a deadline: `kill` ends the wait. None if it died."""
@@ -59,9 +68,9 @@ class RankProcess(ChildProcess):
     def ask_for_stack(self) -> int:
         """Make the process write where it is into its log; returns the log's size before that."""
         size_bytes = self.log.size_bytes()
-        with suppress(ProcessLookupError):
-            if not self.has_ended:
-                os.kill(self.pid, signal.SIGUSR1)
+        if self._worker is not None:
+            with suppress(psutil.NoSuchProcess):
+                self._worker.send_signal(signal.SIGUSR1)
         return size_bytes
 
     def end(self) -> None:
@@ -72,6 +81,9 @@ class RankProcess(ChildProcess):
     def kill(self) -> None:
         """End the process now, and every wait for it; may be called twice."""
         super().kill()
+        if self._worker is not None:  # what ran it may have ended before
+            with suppress(psutil.NoSuchProcess):
+                self._worker.kill()
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # a process that it started may hold the other end
 

@@ -30,7 +30,9 @@ class RankSet:
     """
 
     def __init__(self, settings: Sequence[RankSettings], listener: socket.socket | None = None):
-        self.labels = [RankLabel(one.rank, one.role, one.log_path) for one in settings]
+        self.labels = [
+            RankLabel(one.rank, one.role, one.log_path, wrapper=next(iter(one.wrapper), "")) for one in settings
+        ]
         self._ranks: dict[int, RankProcess] = {}
         self._answers: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
         self._waiting: set[int] = set()
@@ -71,6 +73,10 @@ class RankSet:
         self._waiting -= {number for number, _ in found}
         return [(number, message or Died(self._ranks[number].how_it_ended())) for number, message in found]
 
+    def meet(self, pids: Sequence[int]) -> None:
+        for rank, pid in zip(self._ranks.values(), pids, strict=True):
+            rank.meet(pid)
+
     def report(self, numbers: Sequence[int], with_stacks: bool) -> dict[int, RankReport]:
         ranks = [self._ranks[number] for number in numbers]
         tails = [rank.log.tail() for rank in ranks]  # before the ranks write where they are
@@ -81,11 +87,11 @@ class RankSet:
         stacks = [log.stack_from(size_bytes) for log, size_bytes in sizes]
         return {number: RankReport(*found) for number, *found in zip(numbers, tails, stacks, strict=True)}
 
-    def let_end(self, timeout_s: float) -> list[int | None]:
+    def let_end(self, timeout_s: float) -> dict[int, int | None]:
         for rank in self._ranks.values():
             rank.end()
         until = time.monotonic() + timeout_s
-        return [rank.join(max(0.0, until - time.monotonic())) for rank in self._ranks.values()]
+        return {number: rank.join(max(0.0, until - time.monotonic())) for number, rank in self._ranks.items()}
 
     def kill(self) -> None:
         for rank in self._ranks.values():

@@ -6,9 +6,10 @@ agent of rank 0's node hosts the store at which all meet. Arguments go through R
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,19 @@ from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.launchers.driver_program import DriverProgram
 from lucidrl.distributed.launchers.failures import START, explain_loss
 from lucidrl.distributed.launchers.interfaces import Arguments, NodeLost, RankLabel, Worker
-from lucidrl.distributed.launchers.log_folder import LogFolder
-from lucidrl.distributed.launchers.node_agent import NodeAgent, NodePlan
+from lucidrl.distributed.launchers.log_folder import LogFolder, marked
+from lucidrl.distributed.launchers.node_agent import NodeAgent, NodePlan, NodeStart
 from lucidrl.distributed.launchers.processes import ProcessLauncher
 from lucidrl.distributed.launchers.rank_environment import LOOPBACK
 from lucidrl.distributed.launchers.ray_connection import LOCAL, connected
 from lucidrl.distributed.launchers.ray_placement import Room, reserved
 from lucidrl.distributed.launchers.remote_ranks import RemoteNode, RemoteRanks, answer_of
+from lucidrl.profiling.settings import FOLDER_VARIABLE, traces_folder
+from lucidrl.utils import nsys
 from lucidrl.utils.imports import require_package
+from lucidrl.utils.nsys_launch import warn_of_no_nsys
+
+_log = logging.getLogger(__name__)
 
 
 class RayProcesses(ProcessLauncher):
@@ -37,6 +43,7 @@ class RayProcesses(ProcessLauncher):
         log_dir: where `rank_N.log` with the output of rank N goes, from whichever node; by default a temporary folder,
             which is kept only if something goes wrong.
         role: what errors call one of them.
+        name: what profiling calls them, with their rank behind it.
 
     Raises:
         ConfigError: if Ray is not there or has no room, before anything is started.
@@ -50,9 +57,10 @@ class RayProcesses(ProcessLauncher):
         cluster: ClusterConfig,
         log_dir: Path | None,
         role: str = "rank",
+        name: str = "worker",
     ):
         def start_ranks(logs: LogFolder) -> RemoteRanks:
-            return _start_ranks(cluster, logs, role)
+            return _start_ranks(cluster, logs, role, name)
 
         super().__init__(start_ranks, log_dir, worker_class, arguments, cluster.start_timeout_s)
 
@@ -69,7 +77,7 @@ def check_can_be_placed(cluster: ClusterConfig) -> None:
             pass
 
 
-def _start_ranks(cluster: ClusterConfig, logs: LogFolder, role: str) -> RemoteRanks:
+def _start_ranks(cluster: ClusterConfig, logs: LogFolder, role: str, name: str) -> RemoteRanks:
     program = DriverProgram.of_this_process()  # first: in a rank of a script without the usual guard it raises
     with ExitStack() as held:
         is_own_ray = held.enter_context(connected(cluster.address))
@@ -81,9 +89,13 @@ def _start_ranks(cluster: ClusterConfig, logs: LogFolder, role: str) -> RemoteRa
             for node, found in zip(nodes, facts, strict=True):
                 node.name = f"{found.ip} ({found.node_id[:8]})"
             labels = [replace(label, node=nodes[label.rank // cluster.ranks_per_node].name) for label in labels]
-            _start_processes(cluster, nodes, [found.ip for found in facts], logs, role, with_gpus=room.num_gpus > 0)
+            ips = [found.ip for found in facts]
+            starts = _start_processes(cluster, nodes, ips, logs, role, name, with_gpus=room.num_gpus > 0)
         except NodeLost as lost:
             raise explain_loss(lost, START, labels) from lost.__cause__
+        _tell_of_traces(nodes, starts)
+        wrappers = [wrapper for start in starts for wrapper in start.wrappers]
+        labels = [replace(label, wrapper=wrapper) for label, wrapper in zip(labels, wrappers, strict=True)]
         return RemoteRanks(nodes, labels, held.pop_all())
 
 
@@ -110,15 +122,22 @@ def _start_agents(program: DriverProgram, cluster: ClusterConfig, room: Room, he
 
 
 def _start_processes(
-    cluster: ClusterConfig, nodes: Sequence[RemoteNode], ips: Sequence[str], logs: LogFolder, role: str, with_gpus: bool
-) -> None:
+    cluster: ClusterConfig,
+    nodes: Sequence[RemoteNode],
+    ips: Sequence[str],
+    logs: LogFolder,
+    role: str,
+    name: str,
+    with_gpus: bool,
+) -> list[NodeStart]:
     if len(nodes) == 1:
         ips = [LOOPBACK]  # nobody else has to reach the ranks
     (port,) = _ask_all(nodes[:1], cluster, [nodes[0].actor.listen.remote(ips[0])])
-    with logs.marked() as mark:
+    with logs.marked() as mark, _marked_traces(name, cluster.num_workers) as traces_mark:
         plans = [
             NodePlan(
                 role=role,
+                name=name,
                 ranks=node.ranks,
                 world_size=cluster.num_workers,
                 ip=ip,
@@ -127,10 +146,40 @@ def _start_processes(
                 with_gpus=with_gpus,
                 log_dir=logs.path.resolve(),
                 mark=mark,
+                profiling={**nsys.request_environment(), FOLDER_VARIABLE: str(traces_folder())},
+                traces_mark=traces_mark,
             )
             for node, ip in zip(nodes, ips, strict=True)
         ]
-        _ask_all(nodes, cluster, [node.actor.start.remote(plan) for node, plan in zip(nodes, plans, strict=True)])
+        return _ask_all(
+            nodes, cluster, [node.actor.start.remote(plan) for node, plan in zip(nodes, plans, strict=True)]
+        )
+
+
+@contextmanager
+def _marked_traces(name: str, size: int) -> Iterator[str | None]:
+    """A file of this name is in the traces folder meanwhile, if workers are to record steps and it can be there."""
+    with ExitStack() as held:
+        mark = None
+        if any(nsys.matches(nsys.worker_name(name, rank)) for rank in range(size)):
+            with suppress(OSError):  # whoever writes there will say so
+                traces_folder().mkdir(parents=True, exist_ok=True)
+                mark = held.enter_context(marked(traces_folder()))
+        yield mark
+
+
+def _tell_of_traces(nodes: Sequence[RemoteNode], starts: Sequence[NodeStart]) -> None:
+    pairs = list(zip(nodes, starts, strict=True))
+    if lacking := [node.name for node, start in pairs if start.lacks_nsys]:
+        warn_of_no_nsys(f" of node {', '.join(lacking)}")
+    if keeping := [node.name for node, start in pairs if start.keeps_traces]:
+        _log.warning(
+            "%s is not seen by node %s: traces of ranks there stay there, in a folder of that name; "
+            "let them go to where all nodes see them, by run.root or %s",
+            traces_folder(),
+            ", ".join(keeping),
+            FOLDER_VARIABLE,
+        )
 
 
 def _ask_all(nodes: Sequence[RemoteNode], cluster: ClusterConfig, references: Sequence[Any]) -> list[Any]:

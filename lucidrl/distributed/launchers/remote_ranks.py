@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -14,8 +15,10 @@ from lucidrl.distributed.launchers.messages import Message
 from lucidrl.distributed.launchers.node_agent import NodeNews
 from lucidrl.distributed.launchers.rank_process import Died
 
+_log = logging.getLogger(__name__)
+
 _ROUND_S = 0.5
-"""How long an agent waits for answers of its ranks before it says that there are none."""
+"""How long an agent waits for its ranks, to answer or to leave, before it says that they have not."""
 _SILENCE_S = 20.0
 """An agent that has not even said that is out of reach."""
 _REPORT_DEADLINE_S = 6.0
@@ -87,6 +90,10 @@ class RemoteRanks:
                 node.silent_after = float("inf")  # the answer is on its way
         return []
 
+    def meet(self, pids: Sequence[int]) -> None:
+        for node in self._nodes:  # what is asked next is done after this, and tells if the node is lost
+            node.actor.meet.remote([pids[rank] for rank in node.ranks])
+
     def report(self, numbers: Sequence[int], with_stacks: bool) -> dict[int, RankReport]:
         asked = [(node, [rank for rank in node.ranks if rank in numbers]) for node in self._nodes]
         references = [(node, node.actor.report.remote(of_node, with_stacks)) for node, of_node in asked if of_node]
@@ -95,10 +102,13 @@ class RemoteRanks:
             found |= answer_of(node, reference, _REPORT_DEADLINE_S)
         return {number: found[number] for number in numbers}
 
-    def let_end(self, timeout_s: float) -> list[int | None]:
-        references = [(node, node.actor.let_end.remote(timeout_s)) for node in self._nodes]
-        answers = [answer_of(node, reference, timeout_s + _REPORT_DEADLINE_S) for node, reference in references]
-        return [code for news in answers for code in news.exit_codes]
+    def let_end(self, timeout_s: float) -> dict[int, int | None]:
+        until = time.monotonic() + timeout_s
+        while True:
+            remaining_s = max(0.0, until - time.monotonic())
+            codes = self._exit_codes(min(remaining_s, _ROUND_S))
+            if not remaining_s or None not in codes.values():
+                return codes
 
     def kill(self) -> None:
         import ray
@@ -114,6 +124,22 @@ class RemoteRanks:
                         self._take_logs(answer_of(node, reference, 0))
         finally:
             self._held.close()
+
+    def _exit_codes(self, timeout_s: float) -> dict[int, int | None]:
+        """Of the ranks within reach, which have been asked to leave."""
+        nodes = [node for node in self._nodes if not node.is_lost]
+        references = [node.actor.let_end.remote(timeout_s) for node in nodes]
+        until = time.monotonic() + timeout_s + _REPORT_DEADLINE_S
+        codes: dict[int, int | None] = {}
+        for node, reference in zip(nodes, references, strict=True):
+            try:
+                news: NodeNews = answer_of(node, reference, max(0.0, until - time.monotonic()))
+            except NodeLost as lost:  # those of other nodes have their time all the same
+                _log.warning("node %s was lost while its ranks were to end: %s", lost.node, lost)
+                continue
+            self._take_logs(news)
+            codes |= news.exit_codes
+        return codes
 
     def _read(self, node: RemoteNode) -> list[tuple[int, Message | Died]]:
         """What an agent says; it is asked again if there is more to come."""

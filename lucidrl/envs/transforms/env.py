@@ -12,6 +12,7 @@ from lucidrl.envs.base import EnvBase
 from lucidrl.envs.specs import Composite
 from lucidrl.envs.transforms.base import Compose, Transform, transforms_of
 from lucidrl.errors import ConfigError
+from lucidrl.profiling.ranges import profiled
 
 _STEP, _RESET = 0, 1
 
@@ -101,17 +102,19 @@ class TransformedEnv(EnvBase):
             frame.reward if "reward" in changed else None,
         )
 
+    @profiled("TransformedEnv._reset")
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
         chain = self._chain(out, _RESET)
-        chain.env.reset_into(chain.frame, mask)
+        chain.env._reset_into(chain.frame, mask)
         for transform, source, target in chain.stages:
             transform.reset(source, target, mask)
 
+    @profiled("TransformedEnv._step")
     def _step_into(self, actions: Arrays, out: Frame) -> None:
         chain = self._chain(out, _STEP)
         for transform, _, _ in reversed(chain.stages):
             actions = transform.before_step(actions)
-        chain.env.step_into(actions, chain.frame)
+        chain.env._step_into(actions, chain.frame)
         for transform, source, target in chain.stages:
             transform.step(source, target)
 
@@ -120,25 +123,33 @@ class TransformedEnv(EnvBase):
             super()._step_and_reset_into(actions, next_, root)
             return
         # A batch does both in one go, which saves ParallelEnv a way to its processes and back.
+        ended = self._step_and_begin(actions, next_, root)
+        if next_.done.any():
+            if ended.any():
+                self._reset_transforms(root, ended[..., 0])
+            cut_off = next_.done & ~ended  # by transforms, which the innermost env knows nothing of
+            if cut_off.any():
+                self._reset_into(root, cut_off[..., 0])
+
+    @profiled("TransformedEnv._step")
+    def _step_and_begin(self, actions: Arrays, next_: Frame, root: Frame) -> np.ndarray:
+        """Act, and begin anew without transforms; bool [*B, 1]: where the innermost env ended an episode."""
         ending, beginning = self._chain(next_, _STEP), self._chain(root, _RESET)
         for transform, _, _ in reversed(ending.stages):
             actions = transform.before_step(actions)
-        ending.env.step_and_reset_into(actions, ending.frame, beginning.frame)
+        ending.env._step_and_reset_into(actions, ending.frame, beginning.frame)
         ended = next_.done.copy()
         for transform, source, target in ending.stages:
             transform.step(source, target)
         for key in beginning.transformed:
             root.observation[key][...] = next_.observation[key]
-        if next_.done.any():
-            self._begin(beginning, root, ended, next_.done & ~ended)
+        return ended
 
-    def _begin(self, chain: _Chain, root: Frame, ended: np.ndarray, cut_off: np.ndarray) -> None:
-        """Begin episodes after those that ended, which the innermost env has begun, and that transforms cut off."""
-        if ended.any():
-            for transform, source, target in chain.stages:
-                transform.reset(source, target, ended[..., 0])
-        if cut_off.any():
-            self._reset_into(root, cut_off[..., 0])
+    @profiled("TransformedEnv._reset")
+    def _reset_transforms(self, root: Frame, mask: np.ndarray) -> None:
+        """Begin episodes that the innermost env has begun already."""
+        for transform, source, target in self._chain(root, _RESET).stages:
+            transform.reset(source, target, mask)
 
     def _set_seed(self, seed: int) -> None:
         self._below.set_seed(seed)

@@ -22,8 +22,10 @@ from lucidrl.models.control.interfaces import (
 )
 from lucidrl.models.control.networks import CriticNetwork, GreedyPolicy, PolicyNetwork
 from lucidrl.models.control.role import Role
+from lucidrl.profiling.recording import Recording
 from lucidrl.profiling.spans import span
 from lucidrl.utils.device import default_device
+from lucidrl.utils.nsys import POLICY, is_recorded, profile_request, worker_name
 
 
 class ControlPolicy:
@@ -36,7 +38,9 @@ class ControlPolicy:
         policy: ControlPolicyConfig,
         critic: CriticConfig,
     ):
+        profile_request()  # refused now if it makes no sense, and not when the first step begins
         self.device = default_device()
+        self._recording = Recording(worker_name(POLICY, 0))
         self.network = PolicyNetwork(observations, actions, policy).to(self.device)
         """Acts, as collectors call it; always with the newest weights."""
         self.greedy = GreedyPolicy(self.network)
@@ -66,11 +70,13 @@ class ControlPolicy:
             for _ in range(num_epochs):
                 for indices in torch.randperm(len(frames)).split(minibatch_frames):
                     minibatch = frames.select(indices.to(self.device))
-                    losses = loss_fn(self.score(minibatch), minibatch)
-                    # The networks share nothing, so one backward pass serves both losses.
-                    (losses.policy + losses.critic).backward()
+                    with span("forward"):
+                        losses = loss_fn(self.score(minibatch), minibatch)
+                    with span("backward"):  # the networks share nothing, so one pass serves both losses
+                        (losses.policy + losses.critic).backward()
                     measured.append(losses.metrics)
-                    norms.append({_metric(role, "grad_norm"): role.step() for role in self._roles})
+                    with span("optimizer"):
+                        norms.append({_metric(role, "grad_norm"): role.step() for role in self._roles})
             for role in self._roles:
                 role.optimizer.schedule()
         means = {name: float(torch.stack([metrics[name] for metrics in measured]).mean()) for name in measured[0]}
@@ -96,6 +102,15 @@ class ControlPolicy:
         saved = [(role, role.read(folder)) for role in self._roles]
         for role, state in saved:
             role.load(state)
+
+    def start_gpu_profiling(self) -> None:
+        """Record this process from now on, unless names were asked for and `policy-0` is none of them."""
+        if is_recorded(self._recording.name):
+            self._recording.start()
+
+    def stop_gpu_profiling(self) -> None:
+        """Write what was recorded; harmless if nothing was."""
+        self._recording.stop()
 
     def state_dict(self) -> dict[str, Any]:
         """Where this runs, and what it keeps beside weights and optimizers; plain values.

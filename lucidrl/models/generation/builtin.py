@@ -23,6 +23,7 @@ from lucidrl.models.generation.sampling import draw, draw_key, uniforms
 from lucidrl.models.generation.stopping import StopStrings
 from lucidrl.models.loading import context_length, stop_token_ids
 from lucidrl.models.logprobs import LogprobModel
+from lucidrl.profiling.spans import span
 
 COMPACT_BELOW = 7 / 8
 """Finished rows are dropped from the cache when no more than this share of it is still in use."""
@@ -54,6 +55,7 @@ class BuiltinGenerator:
         self.weight_version = version
 
     @torch.no_grad()
+    @span("generate")
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:

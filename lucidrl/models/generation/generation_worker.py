@@ -19,7 +19,9 @@ from lucidrl.models.loading import DTYPES, load_model
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.introspection import device_id
+from lucidrl.profiling.recording import Recording
 from lucidrl.utils.device import default_device
+from lucidrl.utils.nsys import GENERATION, is_recorded, worker_name
 
 
 class GenerationWorker:
@@ -44,6 +46,7 @@ class GenerationWorker:
         )
         scorer = LogprobModel(model.requires_grad_(False), config.generation.temperature).to(device)
         self._device = device
+        self._recording = Recording(worker_name(GENERATION, number))
         self._weight_group: WeightGroup | None = None
         self._announced: list[TensorInfo] = []
         self._generator = BuiltinGenerator(scorer, tokenizer, config.generation, seed + number)
@@ -99,8 +102,18 @@ class GenerationWorker:
         """SHA-256 of the weights in use."""
         return self.receiver.checksum()
 
+    def start_gpu_profiling(self) -> None:
+        """Record this generator from now on, unless names were asked for and its own is none of them."""
+        if is_recorded(self._recording.name):
+            self._recording.start()
+
+    def stop_gpu_profiling(self) -> None:
+        """Write what was recorded; harmless if nothing was."""
+        self._recording.stop()
+
     def shutdown(self) -> None:
-        """Leave the policy's weight group; may be called twice."""
+        """Stop profiling and leave the policy's weight group; may be called twice."""
+        self.stop_gpu_profiling()
         if self._weight_group is not None:
             self._weight_group.close()
 

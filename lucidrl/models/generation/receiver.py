@@ -13,6 +13,7 @@ from torch import nn
 from lucidrl.distributed.shared_memory import AttachedMemory, DeviceMemoryHandle, MemoryHandle, open_device_memory
 from lucidrl.distributed.weight_buckets import BucketHandle, checksum_of, copy_weights, digest_of, free_bytes
 from lucidrl.errors import RefitError
+from lucidrl.profiling.spans import span
 
 
 class WeightReceiver:
@@ -66,6 +67,7 @@ class WeightReceiver:
         copy_weights([(self._own[name], tensor)])
         self._staged[name] = self._own[name]
 
+    @span("refit")
     def take(self, handles: Mapping[str, tuple[bool, BucketHandle]]) -> None:
         """Take a packed bucket; device memory of the sender may be written again as soon as this returns.
 
@@ -98,6 +100,7 @@ class WeightReceiver:
                 self.put(name, tensor)
         self._wait_for_copies()
 
+    @span("refit")
     def commit(self, version: int) -> None:
         """Compute with the new weights from now on; nothing is copied.
 

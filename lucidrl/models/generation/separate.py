@@ -24,6 +24,7 @@ from lucidrl.models.generation.interfaces import GenerationDatumSpec, Generation
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
+from lucidrl.utils.nsys import GENERATION
 
 LOGS = "generation"
 """Folder of the generators' logs, below that of the run's."""
@@ -68,6 +69,7 @@ class SeparateGenerator:
             log_dir=log_dir / LOGS if log_dir is not None else None,
             own_processes=True,
             role="generator",
+            name=GENERATION,
         )
 
     def generate(
@@ -95,6 +97,14 @@ class SeparateGenerator:
             self.group.run_all("commit_refit", version)
         self._source.update_weights(version)
         self.weight_version = version
+
+    def start_gpu_profiling(self) -> None:
+        """Let those generators record that are asked to; see `lucidrl.utils.nsys`."""
+        self.group.start_gpu_profiling()
+
+    def stop_gpu_profiling(self) -> None:
+        """Let them write what they recorded; harmless if they did not."""
+        self.group.stop_gpu_profiling()
 
     def shutdown(self) -> None:
         """End the generators; may be called twice."""

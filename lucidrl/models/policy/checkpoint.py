@@ -42,6 +42,7 @@ from lucidrl.models.policy.optimizer_state import (
     whole_state,
 )
 from lucidrl.models.policy.sharding import Sharding
+from lucidrl.profiling.spans import span
 
 WEIGHTS_STEM = "model"
 
@@ -69,6 +70,7 @@ class PolicyCheckpoints:
         pin_memory = sharding.mesh.device.type == "cuda"
         self._writer = CheckpointWriter(self._rank, sharding.mesh.layout.size, self._group, pin_memory=pin_memory)
 
+    @span("save")
     def begin(self, weights: str, optimizer: str | None = None, tokenizer: str | None = None) -> int:
         """Copy what is to be saved and write it in the background, into new folders; see `CheckpointWriter.begin`."""
         self._offload.check_weights("saving")
@@ -92,10 +94,12 @@ class PolicyCheckpoints:
         """Whether this rank has written what was begun; the other ranks are not asked."""
         return self._writer.is_done()
 
+    @span("save")
     def finish(self) -> dict[Path, FileDigest]:
         """Wait for this rank's files, without the other ranks; see `CheckpointWriter.finish`."""
         return self._writer.finish()
 
+    @span("save")
     def save(self, weights: str, optimizer: str | None = None, tokenizer: str | None = None) -> None:
         """Write folders, each of which appears, with a manifest, when it is complete.
 
@@ -112,6 +116,7 @@ class PolicyCheckpoints:
             digests = {path: digest for own in by_rank for path, digest in own.items()}
             agreed(lambda: _put_all_in_place(hidden, digests) if self._rank == 0 else None, self._group)
 
+    @span("load")
     def load(self, weights: str, optimizer: str | None = None, *, verify: bool) -> None:
         """Take weights, and the optimizer's state if its folder is given; all of it, or nothing.
 

@@ -6,34 +6,26 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 import resource
 import socket
 import sys
 import zlib
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from lucidrl.distributed.collectives import gather_over
 from lucidrl.distributed.process_group import RankInfo
-from lucidrl.errors import ConfigError
 from lucidrl.models.policy.sharding import Sharding
+from lucidrl.profiling.recording import Recording
+from lucidrl.utils.nsys import POLICY, is_recorded, worker_name
 
-logger = logging.getLogger(__name__)
-
-PROFILE_DIR_VARIABLE = "LUCIDRL_PROFILE_DIR"
-"""Folder of the traces of CPU workers; by default `traces` in the current one."""
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
 NOISE_STD = 0.01
 
@@ -108,51 +100,13 @@ class ProcessMemory:
         self._largest_seen = self._process.memory_info().rss
 
 
-class DeviceProfiler:
-    """Profiles a worker between `start` and `stop`; calls that change nothing are harmless.
-
-    On CUDA they bound what an attached profiler such as Nsight Systems captures. On a CPU, `stop` writes the operators
-    that the starting thread (and its backward passes) ran as one Chrome trace, into the folder that the environment
-    variable LUCIDRL_PROFILE_DIR named at `start`.
-    """
-
-    def __init__(self, device: torch.device, rank: int):
-        self._device, self._rank = device, rank
-        self._stop: Callable[[], None] | None = None
-
-    def start(self) -> None:
-        """Raises ConfigError if traces cannot be written."""
-        if self._stop is not None:
-            return
-        if self._device.type == "cuda":
-            torch.cuda.profiler.start()
-            self._stop = torch.cuda.profiler.stop
-        else:
-            folder = _profile_folder()
-            running = profile(activities=[ProfilerActivity.CPU])
-            running.start()
-            self._stop = partial(self._write_trace, running, folder)
-
-    def stop(self) -> None:
-        # Forgotten first: the profiler holds on to much memory, and one that failed to stop would fail again.
-        stop, self._stop = self._stop, None
-        if stop is not None:
-            stop()
-
-    def _write_trace(self, running: profile, folder: Path) -> None:
-        running.stop()
-        path = folder / f"rank{self._rank}_{datetime.now(UTC):%Y%m%dT%H%M%S_%f}.json"
-        running.export_chrome_trace(str(path))
-        logger.info("rank %d: profile written to %s", self._rank, path)
-
-
 class Introspection:
     """Facts about the process and device of one worker."""
 
     def __init__(self, rank: RankInfo, device: torch.device, sharding: Sharding):
         self._rank, self._device, self._sharding = rank, device, sharding
         self.memory = CudaMemory(device) if device.type == "cuda" else ProcessMemory()
-        self.profiler = DeviceProfiler(device, rank.rank)
+        self._recording = Recording(worker_name(POLICY, rank.rank))
 
     def gpu_info(self) -> dict[str, Any]:
         """See `PolicyWorker.get_gpu_info`."""
@@ -165,6 +119,14 @@ class Introspection:
             "environment": {name: os.environ.get(name) for name in RANK_VARIABLES},
             "parameter_devices": {name: str(parameter.device) for name, parameter in parameters},
         }
+
+    def start_recording(self) -> None:
+        """See `PolicyWorker.start_gpu_profiling`."""
+        if is_recorded(self._recording.name):
+            self._recording.start()
+
+    def stop_recording(self) -> None:
+        self._recording.stop()
 
     def device_id(self) -> str:
         return device_id(self._device, self._rank.local_rank)
@@ -222,16 +184,3 @@ def _lifetime_peak_bytes() -> int:
             return int(found[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _profile_folder() -> Path:
-    """Where traces go; made if it is not there."""
-    folder = Path(os.environ.get(PROFILE_DIR_VARIABLE) or "traces")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the folder {folder} for profiles cannot be made ({error.strerror}); "
-            f"set {PROFILE_DIR_VARIABLE} to one that can be written"
-        ) from error
-    return folder.absolute()

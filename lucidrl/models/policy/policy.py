@@ -23,6 +23,7 @@ from lucidrl.models.policy.interfaces import TrainResult
 from lucidrl.models.policy.worker import PolicyWorker
 from lucidrl.profiling.spans import span
 from lucidrl.utils.config import validate
+from lucidrl.utils.nsys import POLICY, profile_request
 
 WEIGHTS, OPTIMIZER = "policy", "optimizer"
 """Folders of a checkpoint; the first is a complete Hugging Face model with its tokenizer."""
@@ -56,6 +57,7 @@ class Policy:
         init_reference_model: bool = True,
         seed: int = 0,
     ):
+        profile_request()  # refused now if it makes no sense, and not when the first step begins
         config = validate(PolicyConfig, config)
         cluster = cluster or ClusterConfig()
         worker_class = worker_class_of(config)
@@ -74,7 +76,9 @@ class Policy:
             # Ranks wait for each other in a start too. The deadlines themselves are the group's business.
             "timeout_s": max(cluster.start_timeout_s, cluster.call_timeout_s),
         }
-        self.group = WorkerGroup(worker_class, (config, tokenizer), options, cluster=cluster, log_dir=log_dir)
+        self.group = WorkerGroup(
+            worker_class, (config, tokenizer), options, cluster=cluster, log_dir=log_dir, name=POLICY
+        )
 
     def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction, eval_mode: bool = False) -> TrainResult:
         """One pass over the rows; see `PolicyWorker.train`. In `eval_mode` they are one global batch."""
@@ -150,6 +154,14 @@ class Policy:
             common = {name: value for name, value in ranks[0].items() if name != "process"}
             ranks = [common] * self.group.size
         self.group.run_each("load_state_dict", [(rank,) for rank in ranks])
+
+    def start_gpu_profiling(self) -> None:
+        """Let those workers record that are asked to; see `lucidrl.utils.nsys`."""
+        self.group.start_gpu_profiling()
+
+    def stop_gpu_profiling(self) -> None:
+        """Let them write what they recorded; harmless if they did not."""
+        self.group.stop_gpu_profiling()
 
     def shutdown(self) -> None:
         """End the workers; may be called twice."""

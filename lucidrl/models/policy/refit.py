@@ -17,6 +17,7 @@ from lucidrl.distributed.weight_group import WeightGroup
 from lucidrl.errors import RefitError
 from lucidrl.models.policy.introspection import device_id
 from lucidrl.models.policy.sharding import Sharding
+from lucidrl.profiling.spans import span
 
 IpcHandles = dict[str, tuple[bool, BucketHandle]]
 """Id of a device → (packed, where the weights are); see `device_id`."""
@@ -71,6 +72,7 @@ class WeightExport:
         """What the next buckets say about themselves: the version of the weights and, if asked, their digest."""
         self._version, self._verify = version, verify
 
+    @span("refit")
     def prepare_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """Begin a refit: names and sizes of all weights, and the bytes that buckets on their way may take together."""
         self._parts = self._sharding.local_weights()
@@ -78,6 +80,7 @@ class WeightExport:
         free = free_bytes(self._device) + self._memory.spare_bytes()
         return [(info.name, info.size_bytes) for info in self.infos()], float(free)
 
+    @span("refit")
     def ipc_handles(self, keys: Sequence[str]) -> IpcHandles:
         """Packs the named weights into one bucket; ranks that need not write give nothing."""
         parts, bucket = self._prepared_parts(keys), self._bucket_of(keys)
@@ -118,6 +121,7 @@ class WeightExport:
         """What receivers have to be told once, before the first broadcast."""
         return {info.name: (info.shape, info.dtype) for info in self.infos()}
 
+    @span("refit")
     def broadcast(self) -> None:
         """Send all weights to the generators, which have to receive at the same time."""
         if not self._is_collective:

@@ -32,6 +32,7 @@ class Training:
         self._max_nonfinite_steps = max_nonfinite_steps
         self.nonfinite_steps_in_a_row = 0
 
+    @span("train")
     def run(
         self,
         data: BatchedDataDict[Any],

@@ -325,12 +325,12 @@ class PolicyWorker(ABC):
         return state_dict_of(self.sharding)
 
     def start_gpu_profiling(self) -> None:
-        """Begin a profile of this worker; see `DeviceProfiler`."""
-        self._introspection.profiler.start()
+        """Record this worker from now on, unless names were asked for and its own is none of them; see `Recording`."""
+        self._introspection.start_recording()
 
     def stop_gpu_profiling(self) -> None:
-        """End it; harmless if none was begun."""
-        self._introspection.profiler.stop()
+        """Write what was recorded; harmless if nothing was."""
+        self._introspection.stop_recording()
 
     def _add_noise_to_weights(self) -> None:
         """Add N(0, 0.01) to the trainable weights, for tests; to be called on every rank."""

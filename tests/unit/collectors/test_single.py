@@ -8,7 +8,7 @@ import torch
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
-from lucidrl.collectors import base
+from lucidrl.collectors import local
 from lucidrl.collectors.single import Collector, ExplorationType
 from lucidrl.collectors.trajectories import MASK, POLICY_VERSION, TRAJECTORY_IDS
 from lucidrl.errors import ConfigError, DataError
@@ -311,7 +311,7 @@ def test_a_policy_for_another_device_stays_where_it_is():
 
 
 def test_a_copy_of_the_policy_gets_its_weights_by_an_update(monkeypatch):
-    monkeypatch.setattr(base, "on_device", lambda policy, device: copy.deepcopy(policy))  # as for another device
+    monkeypatch.setattr(local, "on_device", lambda policy, device: copy.deepcopy(policy))  # as for another device
     policy = Versioned()
     collector = Collector(Walk(), policy, frames_per_batch=4)
     policy.load_state_dict({"weight": torch.tensor(3.0)})

@@ -11,7 +11,10 @@ import pytest
 from lucidrl.distributed.launchers.driver_program import DriverProgram, own_paths, passed_variables
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "LUCIDRL_PROFILING"])
+@pytest.mark.parametrize(
+    "name",
+    ["OMP_NUM_THREADS", "NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "LUCIDRL_PROFILING", "TORCHRL_PROFILING"],
+)
 def test_variables_that_change_what_a_rank_computes_are_told(monkeypatch, name):
     monkeypatch.setenv(name, "1")
     assert passed_variables()[name] == "1"

@@ -1,12 +1,16 @@
 """Spans time phases: nested, in threads, through exceptions and forks."""
 
+import json
 import os
+import runpy
 import threading
 import time
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
 
-from lucidrl.profiling import spans
+from lucidrl.profiling import sinks, spans
 from lucidrl.profiling.spans import SpanRecorder
 
 
@@ -36,7 +40,7 @@ def test_single_spans_know_their_depth_thread_and_wall_clock_start():
         time.sleep(0.001)
     inner, outer = recorder.take_spans()
     assert (outer.name, outer.depth, inner.name, inner.depth) == ("step", 0, "train", 1)
-    assert outer.thread == inner.thread == threading.get_ident()
+    assert outer.thread == inner.thread == threading.get_native_id()
     assert outer.start_ns <= inner.start_ns
     assert inner.start_ns + inner.duration_ns <= outer.start_ns + outer.duration_ns
     assert abs(outer.start_ns - before_ns) < 1e8
@@ -75,6 +79,82 @@ def test_threads_lose_no_span_and_nest_apart():
             thread.join()
     assert recorder.drain()["inner"].count == 2000
     assert {span.depth for span in recorder.take_spans() if span.name == "inner"} == {1}
+
+
+def test_a_span_within_one_of_its_own_name_is_part_of_it():
+    recorder = SpanRecorder()
+    recorder.keep_spans(10)
+    with recorder.span("train"), recorder.span("forward"), recorder.span("train"):
+        time.sleep(0.002)
+    assert [(span.name, span.depth) for span in recorder.take_spans()] == [("forward", 1), ("train", 0)]
+    assert recorder.drain()["train"].count == 1
+
+
+def test_a_span_of_the_same_name_in_another_thread_counts_for_itself():
+    recorder = SpanRecorder()
+
+    def work():
+        with recorder.span("train"):
+            pass
+
+    with recorder.span("train"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert recorder.drain()["train"].count == 2
+
+
+def test_spans_show_up_in_a_trace_of_torchs_profiler_nested_as_they_are(tmp_path):
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with spans.span("step"), spans.span("train"):
+            torch.ones(3)
+        with pytest.raises(RuntimeError), spans.span("fails"):
+            raise RuntimeError
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    found = {event["name"]: event for event in events if event.get("cat") == "user_annotation"}
+    assert found.keys() >= {"step", "train", "fails"}
+    step, train = found["step"], found["train"]
+    assert step["ts"] <= train["ts"]
+    assert train["ts"] + train["dur"] <= step["ts"] + step["dur"]
+    assert train["tid"] == threading.get_native_id()
+
+
+def test_spans_are_nvtx_ranges_where_nsight_systems_runs_the_process(monkeypatch):
+    pushed = []
+    monkeypatch.setattr(sinks, "_emits_nvtx", True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", pushed.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: pushed.append("end"))
+    with spans.span("step"), spans.span("train"):
+        pass
+    assert pushed == ["step", "train", "end", "end"]
+
+
+@pytest.mark.parametrize(("is_run_by_it", "has_gpu"), [(True, True), (True, False), (False, True)])
+def test_nsight_systems_is_noticed_when_the_program_begins(monkeypatch, is_run_by_it, has_gpu):
+    if is_run_by_it:
+        monkeypatch.setenv(sinks.NSYS_SESSION, "1")
+    else:
+        monkeypatch.delenv(sinks.NSYS_SESSION, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    fresh = runpy.run_path(sinks.__file__)
+    assert fresh["is_under_nsys"]() is fresh["_emits_nvtx"] is (is_run_by_it and has_gpu)
+
+
+def test_a_forked_child_forgets_the_single_spans_of_its_parent():
+    recorder = SpanRecorder()
+    recorder.keep_spans(10)
+    with recorder.span("parent"):
+        pass
+    recorder.reset()
+    assert recorder.take_spans() == []
+
+
+def test_a_timed_function_keeps_its_name():
+    @SpanRecorder().span("train")
+    def run(): ...
+
+    assert run.__name__ == "run"
 
 
 def test_an_open_span_counts_when_it_ends():

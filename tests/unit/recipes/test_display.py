@@ -14,6 +14,7 @@ from lucidrl.recipes.display import RunDisplay
 from lucidrl.recipes.launch import arithmetic_table
 
 STEP = {"reward": 0.5, "tokens_per_s": 12345.6, "time/step_s": 2.0, "time/train_s": 1.5, "time/forward_s": 1.0}
+STEP |= {"time/rollout_s": 0.5, "time/reward_s": 0.25}
 
 
 @pytest.fixture
@@ -48,7 +49,15 @@ def test_the_phases_add_up_to_all_steps(folder):
     assert lines["train"] == ["3.0", "75%"]
     assert lines["other"] == ["1.0", "25%"]
     assert lines["all"] == ["steps", "4.0", "100%"]
-    assert "forward" not in lines
+    assert not lines.keys() & {"rollout", "reward", "forward"}
+
+
+def test_traces_are_pointed_out_where_there_are_some(folder):
+    assert "recorded steps" not in shown(folder, [1], 1)
+    (folder / "traces").mkdir()
+    assert "recorded steps" not in shown(folder, [1], 1)
+    (folder / "traces" / "policy-0.json").touch()
+    assert "traces/ has the recorded steps" in shown(folder, [1], 1)
 
 
 def test_folder_names_are_literal_and_commands_can_be_copied(folder):

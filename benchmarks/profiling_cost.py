@@ -1,0 +1,186 @@
+"""What the profiling layer costs: a range when it is off, silenced, on, and recorded; spans in a step of the demo.
+
+Ranges are compared with `contextlib.nullcontext` and, while recording, with torch's `record_function`. The variable
+that arms them is read at import, so armed and unarmed are processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import timeit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+from harness import Claim, arguments, report
+
+LOOPS, REPEATS = 50_000, 15
+RECORDED_LOOPS = 3_000
+BOOTSTRAPS = 2_000
+
+
+def seconds_of_block(context: Callable[[str], Any], loops: int = LOOPS) -> float:
+    """Of one empty block in the context, at best."""
+    return min(timeit.repeat("with context('x'): pass", number=loops, repeat=1, globals={"context": context})) / loops
+
+
+def ratio(context: Callable[[str], Any], reference: Callable[[str], Any], loops: int = LOOPS) -> float:
+    """Both take turns."""
+    pairs = [(seconds_of_block(context, loops), seconds_of_block(reference, loops)) for _ in range(REPEATS)]
+    return median(ours / theirs for ours, theirs in pairs)
+
+
+def measure_ranges() -> dict[str, Any]:
+    """In this process, armed or not."""
+    import lucidrl
+    from lucidrl.profiling import _maybe_record_function, gate, profiled
+
+    def plain() -> None: ...
+
+    measured: dict[str, Any] = {
+        "is_plain": profiled("x")(plain) is plain,
+        "quiet": ratio(_maybe_record_function, nullcontext),
+    }
+    if gate.is_armed:
+        lucidrl.set_profiling_enabled(False)
+        measured["silenced"] = ratio(_maybe_record_function, nullcontext)
+        lucidrl.set_profiling_enabled(True)
+        measured |= measure_recording(_maybe_record_function)
+    return measured
+
+
+def measure_recording(range_: Callable[[str], Any]) -> dict[str, Any]:
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    eager = ratio(record_function, nullcontext, RECORDED_LOOPS)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        recording = ratio(range_, record_function, RECORDED_LOOPS)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "x"]
+    return {"eager": eager, "recording": recording, "categories": sorted({event["cat"] for event in events})}
+
+
+def ranges_claims() -> list[Claim]:
+    found = {}
+    for armed in ("", "1"):
+        code = "import json, profiling_cost; print(json.dumps(profiling_cost.measure_ranges()))"
+        environment = {**os.environ, "LUCIDRL_PROFILING": armed, "KINETO_LOG_LEVEL": "6"}
+        command = [sys.executable, "-c", code]
+        output = subprocess.run(
+            command, check=True, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent
+        ).stdout
+        found[armed] = json.loads(output)
+    off, on = found[""], found["1"]
+    print(f"record_function without a profiler: {on['eager']:.0f}x nullcontext")
+    return [
+        Claim("a decorated function when unarmed: the function itself", 1, float(off["is_plain"]), unit=""),
+        Claim("an inline range when unarmed, next to nullcontext", 1.3, off["quiet"], at_most=True),
+        Claim("armed and silenced, next to nullcontext", 1.5, on["silenced"], at_most=True),
+        Claim("armed, nobody records, next to nullcontext", 3, on["quiet"], at_most=True),
+        Claim("recording, next to record_function", 1, on["recording"], at_most=True),
+        Claim("recorded ranges that are user annotations", 1, float(on["categories"] == ["user_annotation"]), unit=""),
+    ]
+
+
+@contextmanager
+def without_spans() -> Iterator[None]:
+    from lucidrl.profiling import spans
+
+    def nothing(*args: object) -> None: ...
+
+    with (
+        mock.patch.object(spans._OpenSpan, "__enter__", nothing),
+        mock.patch.object(spans._OpenSpan, "__exit__", nothing),
+    ):
+        yield
+
+
+def demo_step(threads: int) -> Callable[[], None]:
+    """A function that takes the demo's first step, each time the very same one."""
+    import torch
+
+    from lucidrl.algorithms.advantages import compute_advantages
+    from lucidrl.algorithms.losses import ClippedPGLoss
+    from lucidrl.collectors.text import TextCollector
+    from lucidrl.envs.text.registry import make_env, split_prompts
+    from lucidrl.envs.text.runner import EnvRunner
+    from lucidrl.models.loading import model_facts, policy_tokenizer
+    from lucidrl.models.policy.policy import Policy
+    from lucidrl.recipes.configs import GRPORunConfig, preset_path
+    from lucidrl.utils.config import load_config
+
+    torch.set_num_threads(threads)
+    config = load_config(GRPORunConfig, preset_path("demo"), overrides=["policy.optimizer.kwargs.lr=1e-30"])
+    tokenizer = policy_tokenizer(config.policy)
+    policy = Policy(config.policy, tokenizer, init_reference_model=False, seed=config.seed)
+    env = make_env(config.env.name, config.env.kwargs)
+    runner = EnvRunner(env, config.env.deadline_s, config.env.max_concurrency, config.env.on_error)
+    prompts, _ = split_prompts(env, config.env)
+    length = model_facts(config.policy.model_name).context_length
+    collector = TextCollector(
+        policy, runner, tokenizer, prompts, config.collector, context_length=length, seed=config.seed
+    )
+    beginning = collector.state_dict()
+    loss_fn = ClippedPGLoss(config.grpo.loss, on_policy=True)
+
+    def step() -> None:
+        collector.load_state_dict(beginning)
+        rollouts = collector.collect()
+        batch = rollouts.to_batch(tokenizer.pad_token_id)
+        batch["advantages"] = compute_advantages(
+            config.grpo.advantages, rollouts.rewards, rollouts.group_ids, rollouts.is_valid
+        )
+        policy.train(batch, loss_fn)
+
+    return step
+
+
+def spans_claims(pairs: int, threads: int) -> list[Claim]:
+    step = demo_step(threads)
+
+    def seconds(is_timed: bool) -> float:
+        with nullcontext() if is_timed else without_spans():
+            start = time.perf_counter()
+            step()
+            return time.perf_counter() - start
+
+    for _ in range(3):
+        step()
+    ratios = []
+    for number in range(pairs):
+        # Each pair begins with the other one, so that a machine that slows down favours neither.
+        order = (True, False) if number % 2 else (False, True)
+        measured = {is_timed: seconds(is_timed) for is_timed in order}
+        ratios.append(measured[True] / measured[False])
+    low, high = interval_of_median(ratios)
+    print(
+        f"a demo step with spans next to one without, {pairs} pairs: {median(ratios):.4f}, 95 % [{low:.4f}, {high:.4f}]"
+    )
+    return [Claim("a demo step with spans, next to without: low end of the interval", 1, low, at_most=True)]
+
+
+def interval_of_median(values: list[float]) -> tuple[float, float]:
+    """95 %, by bootstrap."""
+    draw = random.Random(0)
+    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(BOOTSTRAPS))
+    return medians[int(0.025 * BOOTSTRAPS)], medians[int(0.975 * BOOTSTRAPS)]
+
+
+def main() -> None:
+    options = arguments(__doc__, pairs=(int, 40, "pairs of demo steps"))
+    report(ranges_claims() + spans_claims(options.pairs, options.threads), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""A profiler that lives where rollouts are made, and records some of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch.profiler import ProfilerActivity, profile, supported_activities
+
+from lucidrl.errors import ConfigError
+from lucidrl.profiling.trace_files import ProcessName, check_folder, check_template, filled, write_trace
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_PATH = "traces/{host}_{pid}_worker_{worker_idx}.json"
+_LONGEST_NAME = 255 - 38  # as `write_trace` calls it first
+
+
+class ProfileOptions(TypedDict, total=False):
+    """Arguments of `enable_profile`; `ProfileSettings` says what they mean."""
+
+    workers: Sequence[int]
+    num_rollouts: int
+    warmup_rollouts: int
+    save_path: str | os.PathLike[str] | None
+    activities: Sequence[ProfilerActivity] | None
+    record_shapes: bool
+    profile_memory: bool
+    with_stack: bool
+    with_flops: bool
+    on_trace_ready: Callable[[profile], object] | None
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """What to record of a collector's rollouts. Shapes and stacks cost many times the time and the space.
+
+    Raises:
+        ConfigError: for what could not be recorded or written.
+    """
+
+    workers: Sequence[int] = (0,)
+    """The workers that are recorded, each in a trace of its own."""
+    num_rollouts: int = 3
+    """Rollouts until the trace is written, those of the warm-up included."""
+    warmup_rollouts: int = 1
+    """Rollouts at the beginning that are not recorded; 0 records the very next one."""
+    save_path: str | os.PathLike[str] | None = None
+    """Where the trace goes; `{worker_idx}`, `{pid}` and `{host}` are filled in by each worker, and a name that ends in
+    .gz is compressed. By default `traces/{host}_{pid}_worker_{worker_idx}.json`, or nowhere if `on_trace_ready` is
+    given."""
+    activities: Sequence[ProfilerActivity] | None = None
+    """What torch's profiler watches; by default the CPU, and the GPU if there is one."""
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    on_trace_ready: Callable[[profile], object] | None = None
+    """Called in the worker with the profiler, when all is recorded. With a `save_path` the trace is written by then,
+    and torch writes one only once."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_rollouts", "warmup_rollouts"):
+            if type(number := getattr(self, name)) is not int:
+                raise ConfigError(f"{name}={number!r} is not a whole number; give one")
+        for name in ("workers", "activities"):
+            given = getattr(self, name)
+            if not isinstance(given, Collection) and not (given is None and name == "activities"):
+                raise ConfigError(f"{name}={given!r} is not a list; put what you mean into one")
+        if self.save_path is not None and not isinstance(self.save_path, str | os.PathLike):
+            raise ConfigError(f"save_path={self.save_path!r} is not a path; give text or a Path")
+        if self.save_path is not None and "\0" in str(self.save_path):
+            raise ConfigError(
+                f"save_path={str(self.save_path)!r} has a null character, which no name of a file may have"
+            )
+        if self.on_trace_ready is not None and not callable(self.on_trace_ready):
+            raise ConfigError(
+                f"on_trace_ready={self.on_trace_ready!r} cannot be called; give a function of the profiler"
+            )
+        if self.num_rollouts < 1:
+            raise ConfigError(f"num_rollouts={self.num_rollouts} records nothing; give at least 1")
+        if not 0 <= self.warmup_rollouts < self.num_rollouts:
+            raise ConfigError(
+                f"warmup_rollouts={self.warmup_rollouts} of num_rollouts={self.num_rollouts} leaves nothing to record; "
+                "give a number from 0 to one less"
+            )
+        if self.activities is not None and not self.activities:
+            raise ConfigError("activities is empty, so nothing would be recorded; leave it out, or name some")
+        for activity in self.activities or ():
+            if not isinstance(activity, ProfilerActivity):
+                raise ConfigError(f"activities has {activity!r}; give members of torch.profiler.ProfilerActivity")
+
+    def checked(self, num_workers: int) -> ProfileSettings:
+        """The same, with a path that means the same in every process; refused if it cannot be recorded of a collector
+        with so many workers.
+
+        Raises:
+            ConfigError: naming what is wrong.
+        """
+        if not self.workers:
+            raise ConfigError("workers is empty, so nobody would record; name at least one, such as workers=[0]")
+        for index in self.workers:
+            if type(index) is not int:
+                raise ConfigError(f"workers has {index!r}; give whole numbers, such as workers=[0]")
+            if not 0 <= index < num_workers:
+                raise ConfigError(f"workers has {index!r}, but they are numbered from 0 to {num_workers - 1}")
+        if len(set(self.workers)) < len(self.workers):
+            raise ConfigError(f"workers={list(self.workers)} names a worker twice; name each once")
+        template = self.path_template
+        if template is None:
+            return self
+        found = check_template(template)
+        if len(self.workers) > 1 and not found & {"worker_idx", "pid"}:
+            raise ConfigError(
+                f"save_path={template!r} is the same for {len(self.workers)} workers, which would overwrite each "
+                "other's traces; put {worker_idx} into it"
+            )
+        if template.endswith(os.sep) or any(os.path.isdir(filled(template, index)) for index in self.workers):
+            raise ConfigError(f"save_path={template!r} is a folder; give the name of a file in it")
+        if any(len(os.fsencode(filled(template, index).name)) > _LONGEST_NAME for index in self.workers):
+            raise ConfigError(f"save_path={template!r} has a name that is too long for a file; give a shorter one")
+        here = os.getcwd().replace("{", "{{").replace("}", "}}")
+        template = os.path.join(here, template)
+        # As far as it is the same for all: folders named after a process are its own to make.
+        check_folder(Path(template.partition("{")[0] + "_").parent, "save_path")
+        return replace(self, save_path=template)
+
+    @property
+    def path_template(self) -> str | None:
+        """Where traces go, if anywhere."""
+        if self.save_path is None:
+            return None if self.on_trace_ready is not None else DEFAULT_PATH
+        return os.fspath(self.save_path)
+
+
+@dataclass(frozen=True)
+class _Running:
+    profiler: profile
+    process: ProcessName
+    thread: threading.Thread
+    """The only one that torch lets stop it."""
+    pid: int
+
+
+class _ProfilerHook:
+    """Records rollouts of one worker, as the settings ask, and then writes the trace.
+
+    To be told when a rollout begins and, called with its batch, when it is over; both by the thread that makes it,
+    which is what torch's profiler records. Whatever goes wrong is a warning: rollouts go on.
+
+    Args:
+        role: what the trace calls the process.
+    """
+
+    def __init__(self, settings: ProfileSettings, worker_idx: int = 0, role: str = "collector worker"):
+        self._settings, self._worker_idx = settings, worker_idx
+        self._name = f"{role} {worker_idx}"
+        self._num_rollouts = 0
+        self._running: _Running | None = None
+        self._is_to_stop = False
+        self.is_done = False
+        """Whether the trace is written, or there will be none."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it is for the thread that makes the rollouts to write the trace, and to record no more."""
+        return self._is_to_stop and not self.is_done
+
+    def before_rollout(self) -> None:
+        """Begin to record, if the warm-up is over."""
+        if self._is_to_stop:
+            self.stop()
+        if self._running is not None or self.is_done or self._num_rollouts < self._settings.warmup_rollouts:
+            return
+        process = ProcessName.now(self._name)
+        try:
+            profiler = started_profiler(
+                self._settings.activities,
+                record_shapes=self._settings.record_shapes,
+                profile_memory=self._settings.profile_memory,
+                with_stack=self._settings.with_stack,
+                with_flops=self._settings.with_flops,
+            )
+        except Exception as error:
+            self.is_done = True
+            _log.warning("there will be no trace of %s: %s", self._name, error)
+        else:
+            self._running = _Running(profiler, process, threading.current_thread(), os.getpid())
+
+    def __call__(self, batch: object) -> None:
+        """Count a rollout; the last one ends the recording."""
+        self._num_rollouts += 1
+        if self._is_to_stop or self._num_rollouts >= self._settings.num_rollouts:
+            self.stop()
+
+    def stop(self) -> None:
+        """Write what was recorded so far, and record no more; may be called twice.
+
+        Another thread than the one that makes the rollouts can only ask for it: that one does it when its rollout is
+        over, or before its next.
+        """
+        running, was_asked, self._is_to_stop = self._running, self._is_to_stop, True
+        if running is not None and running.pid != os.getpid():  # what is recorded of a process is not that of a fork
+            self._running, self.is_done = None, True
+            return
+        if running is not None and running.thread is not threading.current_thread() and running.thread.is_alive():
+            if not was_asked:
+                _log.warning(
+                    "the trace of %s is left to the thread that makes the rollouts, which alone can write it: at the "
+                    "end of its rollout, or before its next",
+                    self._name,
+                )
+            return
+        # Forgotten first: the profiler holds on to much memory, and one that failed to stop would fail again.
+        was_done, self._running, self.is_done = self.is_done, None, True
+        if running is None:
+            if not was_done:
+                _log.warning(
+                    "there is no trace of %s: it ended after %d rollouts, and the first %d were not to be recorded",
+                    self._name,
+                    self._num_rollouts,
+                    self._settings.warmup_rollouts,
+                )
+            return
+        try:
+            running.profiler.stop()
+            if running.thread is threading.current_thread():
+                self._give(running)
+            else:
+                _log.warning("the trace of %s is lost: the thread that made the rollouts has ended", self._name)
+        except Exception:
+            _log.warning("the trace of %s is lost", self._name, exc_info=True)
+
+    def _give(self, running: _Running) -> None:
+        """To whom it was promised."""
+        template = self._settings.path_template
+        if template is not None:
+            path = filled(template, self._worker_idx)
+            try:
+                write_trace(running.profiler, path, running.process)
+            except OSError as error:
+                _log.warning("the trace of %s is lost: %s cannot be written (%s)", self._name, path, error)
+            else:
+                _log.info("the trace of %s is in %s", self._name, path)
+        if self._settings.on_trace_ready is not None:
+            try:
+                self._settings.on_trace_ready(running.profiler)
+            except Exception:  # of a user's own code; rollouts are worth more
+                _log.warning("on_trace_ready failed", exc_info=True)
+
+
+def profiler_obstacle(activities: Sequence[ProfilerActivity] | None) -> str | None:
+    """Why torch's profiler cannot record these activities in this process; None if it can."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return "a profiler of torch records in this process already, and there can be one; end it first"
+    if missing := sorted(activity.name for activity in set(activities or ()) - supported_activities()):
+        return f"activities has {missing[0]}, which cannot be recorded on this machine; leave it out"
+    return None
+
+
+def started_profiler(activities: Sequence[ProfilerActivity] | None = None, **options: Any) -> profile:
+    """torch's profiler, recording this thread; by default the CPU, and the GPU if there is one.
+
+    Only this thread can stop it; another one that tries and then asks for the trace crashes the process.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    if obstacle := profiler_obstacle(activities):
+        raise ConfigError(obstacle)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the library below announces each start and stop on the terminal
+    if activities is None:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    profiler = profile(activities=list(activities), **options)
+    profiler.start()
+    return profiler

@@ -1,0 +1,137 @@
+"""Records what one process does for a while, and never stands in its way."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from lucidrl.profiling.hook import started_profiler
+from lucidrl.profiling.settings import traces_folder, wants_memory_snapshot
+from lucidrl.profiling.sinks import is_under_nsys
+from lucidrl.profiling.span_file import SpanFile
+from lucidrl.profiling.trace_files import ProcessName, write_trace
+
+_log = logging.getLogger(__name__)
+
+_turn = threading.Lock()
+"""Held by the recording of this process."""
+
+
+class Recording:
+    """What this process does between `start` and `stop`, as files in the traces folder of the moment of `start`.
+
+    `<name>_<host>_<pid>_<time>.spans.json` has the spans, written while they end. `….json` is what torch's profiler saw
+    of the starting thread, written by `stop`; a process that Nsight Systems runs has that record its GPU instead. On
+    request `….memory.pickle` tells who held the GPU's memory.
+
+    A process has one recording at a time: another one that is started meanwhile leaves it to the first. Calls that
+    change nothing are harmless, and what cannot be recorded or written is a warning: the process goes on.
+
+    Args:
+        name: what people call the process.
+        operators: record also what torch runs, beside the spans.
+    """
+
+    def __init__(self, name: str, *, operators: bool = True):
+        self.name = name
+        self._operators = operators
+        self._parts: ExitStack | None = None
+        self._pid = 0
+
+    def start(self) -> None:
+        """Begin to record; to be stopped by the same thread."""
+        if not _turn.acquire(blocking=False):
+            return
+        process = ProcessName.now(self.name)
+        stem = f"{self.name}_{socket.gethostname()}_{os.getpid()}_{datetime.now(UTC):%Y%m%dT%H%M%S_%f}"
+        folder = traces_folder()
+        parts = ExitStack()  # ended in reverse: what costs most records shortest
+        parts.callback(_turn.release)
+        self._parts, self._pid = parts, os.getpid()  # before anything records: Ctrl-C may come at any moment
+        atexit.register(self.stop)
+        self._begin(parts, "spans", lambda: _spans(folder / f"{stem}.spans.json", process))
+        if self._operators and wants_memory_snapshot():
+            self._begin(parts, "memory", lambda: _memory(folder / f"{stem}.memory.pickle"))
+        if self._operators and is_under_nsys():
+            self._begin(parts, "GPU work", _nsys_range)
+        elif self._operators:
+            self._begin(parts, "operators", lambda: _operator_trace(folder / f"{stem}.json", process))
+
+    def stop(self) -> None:
+        """Write what was recorded, and record no more."""
+        # Forgotten first: the profiler holds on to much memory, and one that failed to stop would fail again.
+        parts, self._parts = self._parts, None
+        if parts is None or self._pid != os.getpid():  # what is recorded of a process is not that of a fork of it
+            return
+        atexit.unregister(self.stop)
+        parts.close()
+
+    def _begin(self, parts: ExitStack, what: str, begin: Callable[[], Callable[[], object]]) -> None:
+        """Begin a part, whose end is what `begin` returns; neither may do harm."""
+
+        def attempt(step: Callable[[], object]) -> object:
+            try:
+                return step()
+            except Exception as error:  # whatever a profiler meets, the run is worth more
+                _log.warning("the traces of %s lack its %s: %s", self.name, what, str(error) or type(error).__name__)
+                return None
+
+        end = attempt(begin)
+        if callable(end):
+            parts.callback(attempt, end)
+
+
+def _new_turn() -> None:
+    global _turn
+    _turn = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_turn)
+
+
+def _spans(path: Path, process: ProcessName) -> Callable[[], None]:
+    return SpanFile(path, process).close
+
+
+def _nsys_range() -> Callable[[], object]:
+    """What Nsight Systems captures, if it was told to wait for this."""
+    torch.cuda.profiler.start()
+    return torch.cuda.profiler.stop
+
+
+def _memory(path: Path) -> Callable[[], None]:
+    if not torch.cuda.is_available():
+        raise RuntimeError("a memory snapshot is of a GPU, and there is none")
+    torch.cuda.memory._record_memory_history()
+
+    def end() -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    return end
+
+
+def _operator_trace(path: Path, process: ProcessName) -> Callable[[], None]:
+    profiler = started_profiler()
+    thread = threading.get_ident()
+
+    def end() -> None:
+        profiler.stop()  # in any case: the process could not end without a crash
+        if threading.get_ident() != thread:  # then there is nothing to write, and asking for it is a crash
+            raise RuntimeError("the thread that started to record has to stop it")
+        write_trace(profiler, path, process)
+        _log.info("the trace of %s is in %s", process.name, path)
+
+    return end

@@ -1,0 +1,132 @@
+"""Traces of torch's profiler as files that say whose they are and when they were made."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import socket
+import string
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from torch.profiler import profile
+
+from lucidrl.errors import ConfigError
+
+PLACEHOLDERS = ("worker_idx", "pid", "host")
+"""What the path of a trace may have in braces."""
+KEY = "lucidrl"
+"""Of what a trace says about itself, beside its events."""
+
+_EVENTS = b'"traceEvents": ['
+_BASE_TIME = re.compile(rb'"baseTimeNanoseconds": (\d+)')
+
+
+@dataclass(frozen=True)
+class ProcessName:
+    """Who a trace is of."""
+
+    name: str
+    """What people call the process, such as "collector worker 0"."""
+    started_ns: int
+    """Unix time at which the recording began, in nanoseconds."""
+
+    @classmethod
+    def now(cls, name: str) -> ProcessName:
+        return cls(name, time.time_ns())
+
+    def described(self, base_time_ns: int = 0) -> dict[str, Any]:
+        """What a trace says about itself, if its clock counts microseconds from `base_time_ns`: among other things,
+        the same moment on that clock and as Unix time."""
+        return {
+            "process": self.name,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "anchor": {"unix_time_ns": self.started_ns, "ts_us": (self.started_ns - base_time_ns) / 1000},
+        }
+
+
+def check_template(template: str) -> set[str]:
+    """The placeholders in the path of a trace.
+
+    Raises:
+        ConfigError: if it has others than there are.
+    """
+    try:
+        fields = [(field, spec, conversion) for _, field, spec, conversion in string.Formatter().parse(template)]
+    except ValueError as error:
+        raise ConfigError(f"save_path={template!r} cannot be read: {error}; {_remedy()}") from error
+    found = {field for field, _, _ in fields if field is not None}
+    if unknown := sorted(found - set(PLACEHOLDERS)):
+        raise ConfigError(f"save_path={template!r} has {{{unknown[0]}}}, which means nothing; {_remedy()}")
+    if any(spec or conversion for _, spec, conversion in fields):
+        raise ConfigError(f"save_path={template!r} formats a placeholder, which is not supported; {_remedy()}")
+    return found
+
+
+def filled(template: str, worker_idx: int) -> Path:
+    """The path of this process's trace."""
+    values: Mapping[str, Any] = {"worker_idx": worker_idx, "pid": os.getpid(), "host": socket.gethostname()}
+    return Path(template.format(**values)).absolute()
+
+
+def check_folder(folder: Path, setting: str) -> None:
+    """Make a folder if it is not there, and see whether files can be made in it.
+
+    Raises:
+        ConfigError: naming the setting that gave it.
+    """
+    probe = folder / f".probe-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"traces cannot be written to {folder} ({error.strerror}); set {setting} to where they can"
+        ) from error
+
+
+def write_trace(profiler: profile, path: Path, process: ProcessName) -> None:
+    """Write what a profiler recorded, all of it or nothing; compressed if the path ends in .gz. It can be written once.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    new = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    unfinished = new.with_name(f"{new.name}.tmp")  # as the library calls it that writes it
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(new))
+        trace = _signed(new.read_bytes() if new.exists() else b"", process)
+        new.write_bytes(gzip.compress(trace, compresslevel=1) if path.suffix == ".gz" else trace)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
+
+
+def _signed(trace: bytes, process: ProcessName) -> bytes:
+    """Put the name of the process and the anchor of its clock into a trace, whose text is large: it is not parsed."""
+    begin = trace.find(_EVENTS)
+    # Before that, every GPU of the machine and every process group is described, however many there are.
+    base_time = _BASE_TIME.search(trace, 0, max(begin, 0))
+    # The library that writes it tells nobody about a full disk.
+    if base_time is None or begin < 0 or not trace.rstrip().endswith(b"}"):
+        raise OSError("the trace is not complete, as on a full disk")
+    description = orjson.dumps(process.described(int(base_time[1])))
+    name = orjson.dumps(process.name)
+    named = re.compile(rb'("name": "process_name",\s+"ts": [\d.]+,\s+"pid": %d,\s[^}]*"name": )"[^"]*"' % os.getpid())
+    head, rest = trace[:begin], trace[begin:]
+    rest = named.sub(lambda found: found[1] + name, rest, count=1)
+    return head + b'"%s": %s,\n    ' % (KEY.encode(), description) + rest
+
+
+def _remedy() -> str:
+    return f"use {', '.join(f'{{{name}}}' for name in PLACEHOLDERS)}, and double other braces"

@@ -1,0 +1,266 @@
+"""Whatever happens to a recorded run: what was recorded is on disk, and the run's result is what it would be."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lucidrl.algorithms.losses import NLLLoss
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.launchers import processes
+from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.errors import WorkerError
+from lucidrl.models.embedded import embedded_tokenizer
+from lucidrl.models.generation.separate import SeparateGenerator
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from lucidrl.models.policy.policy import Policy
+from lucidrl.profiling.settings import FOLDER_VARIABLE
+from lucidrl.recipes.control import run_ppo
+from lucidrl.recipes.control_configs import PPORunConfig
+from lucidrl.utils import nsys
+from lucidrl.utils.config import load_config
+from tests.faults.processes import wait_until_gone
+from tests.faults.records import digests
+from tests.unit.algorithms.conftest import Watcher
+from tests.unit.distributed.recorded_workers import Recorded, SlowlyWriting
+from tests.unit.profiling.reading import counts_of, read_trace
+from tests.unit.profiling.span_reading import spans_of
+
+ROOT = Path(__file__).parents[2]
+TWO = ClusterConfig(num_workers=2, num_threads=1, start_timeout_s=60, call_timeout_s=60)
+PPO = (
+    "tracking: {tensorboard: false, monitor: false}\ncheckpoint: {every: 0, metric: null}\nnum_threads: 1\n"
+    "env: {num_envs: 2}\ncollector: {frames_per_batch: 256}\nvalidation: {num_episodes: 0}\n"
+    "ppo: {max_steps: 6, minibatch_frames: 64, num_epochs: 2}\n"
+)
+
+
+@pytest.fixture
+def traces(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "traces"))
+    return tmp_path / "traces"
+
+
+def spans_file(traces: Path, worker: str) -> Path:
+    (path,) = traces.glob(f"{worker}_*.spans.json")
+    return path
+
+
+def operators_file(traces: Path, worker: str) -> Path:
+    (path,) = (path for path in traces.glob(f"{worker}_*.json") if not path.name.endswith(".spans.json"))
+    return path
+
+
+def rows(num_rows: int = 4) -> BatchedDataDict[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.randint(3, 12, (num_rows, 6), generator=generator),
+            "input_lengths": torch.full((num_rows,), 6),
+            "token_mask": torch.ones(num_rows, 6),
+            "sample_mask": torch.ones(num_rows),
+        }
+    )
+
+
+# Ranks
+
+
+def test_a_rank_killed_while_it_records_leaves_its_spans_and_the_others_leave_everything(tmp_path, traces):
+    config = PolicyConfig(model_name="embedded")
+    policy = Policy(config, embedded_tokenizer(), cluster=TWO, log_dir=tmp_path / "logs", init_reference_model=False)
+    policy.start_gpu_profiling()
+    policy.train(rows(), NLLLoss())
+    time.sleep(0.3)
+    doomed = policy.group._launcher._ranks._ranks[1].pid
+    os.kill(doomed, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="rank 1 of 2 was ended by SIGKILL"):
+        policy.train(rows(), NLLLoss())
+    policy.stop_gpu_profiling()  # harmless: there is nobody left
+    assert "train" in spans_of(spans_file(traces, "policy-1"))
+    assert len(list(traces.glob("policy-1_*"))) == 1
+    assert spans_file(traces, "policy-0").read_text().endswith("]\n")
+    assert counts_of(operators_file(traces, "policy-0"))["train"] >= 1
+
+
+@pytest.fixture
+def group(tmp_path, traces):
+    with WorkerGroup(Recorded, cluster=TWO, log_dir=tmp_path / "logs") as group:
+        yield group
+
+
+def test_a_stuck_rank_is_killed_and_does_not_hold_up_the_others_words(group, traces, monkeypatch, caplog):
+    monkeypatch.setattr(processes, "_LAST_WORDS_S", 3.0)
+    group.start_gpu_profiling()
+    group.run_all("work")
+    pids = group.run_all("pid")
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of 2 did not finish sleep_on"):
+        group.run_all("sleep_on", 1, 60.0, timeout_s=0.5)
+    assert time.monotonic() - started < 12
+    assert "rank 1 did not end within 3 s; what was recorded there, beside spans, is lost" in caplog.text
+    assert "aten::add" in {event.get("name") for event in read_trace(operators_file(traces, "worker-0"))["traceEvents"]}
+    assert spans_of(spans_file(traces, "worker-1")) == ["work"]
+    wait_until_gone(pids)
+
+
+def test_ctrl_c_while_ranks_work_leaves_them_time_to_write(group, traces):
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    group.start_gpu_profiling()
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            group.run_all("work", 1.5)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    for worker in ("worker-0", "worker-1"):
+        assert operators_file(traces, worker).exists()
+        assert spans_of(spans_file(traces, worker)) == ["work"]
+
+
+def test_a_shutdown_lets_a_rank_write(tmp_path, traces, monkeypatch):
+    monkeypatch.setattr(processes, "_SHUTDOWN_DEADLINE_S", 0.2)
+    with WorkerGroup(SlowlyWriting, log_dir=tmp_path / "logs", own_processes=True) as group:
+        group.start_gpu_profiling()
+        group.run_all("work")
+    assert operators_file(traces, "worker-0").exists()
+
+
+class SlowToStop(Recorded):
+    def stop_gpu_profiling(self) -> None:
+        time.sleep(1.0)
+        super().stop_gpu_profiling()
+
+
+def test_a_trace_that_takes_longer_than_a_call_may_does_not_end_the_run(tmp_path, traces):
+    cluster = ClusterConfig(num_threads=1, start_timeout_s=60, call_timeout_s=0.5)
+    with WorkerGroup(SlowToStop, cluster=cluster, log_dir=tmp_path / "logs", own_processes=True) as group:
+        group.start_gpu_profiling()
+        group.stop_gpu_profiling()
+        group.run_all("work")
+    assert operators_file(traces, "worker-0").exists()
+
+
+# Memory that moves
+
+
+def trained(is_recorded: bool) -> dict[str, torch.Tensor]:
+    """Weights after two steps, with all of the policy put away in between."""
+    worker = DTensorPolicyWorker(PolicyConfig(model_name="embedded"), embedded_tokenizer(), init_reference_model=False)
+    if is_recorded:
+        worker.start_gpu_profiling()
+    worker.train(rows(), NLLLoss(), gbs=4)
+    worker.offload_before_refit()
+    worker.prepare_weights_for_ipc()
+    worker.offload_after_refit()
+    worker.prepare_for_training()
+    worker.train(rows(), NLLLoss(), gbs=4)
+    worker.shutdown()
+    return {name: tensor.detach().clone() for name, tensor in worker.model.model.named_parameters()}
+
+
+def test_offloading_while_recording_changes_nothing(traces):
+    plain, recorded = trained(is_recorded=False), trained(is_recorded=True)
+    assert all(torch.equal(recorded[name], tensor) for name, tensor in plain.items())
+    assert counts_of(operators_file(traces, "policy-0"))["train"] == 2
+
+
+def test_a_refit_while_recording_brings_the_weights_over(tmp_path, traces):
+    config = PolicyConfig(model_name="embedded", generation={"max_new_tokens": 3, "placement": "separate"})
+    prompts = BatchedDataDict({"input_ids": torch.full((2, 3), 5), "input_lengths": torch.tensor([3, 3])})
+    one_thread = ClusterConfig(num_threads=1)
+    with (
+        Policy(config, embedded_tokenizer(), init_reference_model=False) as policy,
+        SeparateGenerator(policy, config, embedded_tokenizer(), cluster=one_thread, log_dir=tmp_path) as generator,
+    ):
+        for recorded in (policy, generator):
+            recorded.start_gpu_profiling()
+        policy.train(rows(), NLLLoss())
+        generator.update_weights(1)
+        answers = generator.generate(prompts, greedy=True)
+        assert torch.equal(answers["output_ids"], policy.generate(prompts, greedy=True)["output_ids"])
+        for recorded in (policy, generator):
+            recorded.stop_gpu_profiling()
+    assert "refit" in spans_of(spans_file(traces, "policy-0"))
+    assert "generate" in counts_of(operators_file(traces, "generation-0"))
+
+
+# Whole runs
+
+
+def start(folder: Path, *overrides: str, largest_file_bytes: int | None = None) -> subprocess.Popen[str]:
+    (folder / "settings.yaml").write_text(PPO)
+    command = [sys.executable, "-c", "from lucidrl.cli import main; main()", "ppo", "--config", "settings.yaml"]
+    command += [*overrides, "run.root=.", "run.name=run"]
+
+    def limit() -> None:
+        if largest_file_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file_bytes, largest_file_bytes))
+
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=limit,
+    )
+
+
+def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
+    with start(tmp_path, "profile.steps=2:5", largest_file_bytes=200_000) as process:
+        said = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, said
+    assert "lack its operators" in said.replace("\n", " ")
+    assert [path.name.endswith(".spans.json") for path in (tmp_path / "run" / "traces").iterdir()] == [True]
+    (tmp_path / "plain").mkdir()
+    run_ppo(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
+    assert digests(tmp_path / "run") == digests(tmp_path / "plain")
+
+
+def test_ctrl_c_in_the_range_leaves_what_was_recorded(tmp_path):
+    with start(tmp_path, "profile.steps=2:900", "ppo.max_steps=1000") as process:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        until = time.monotonic() + 60
+        while not (metrics.exists() and b'"step":4' in metrics.read_bytes()):
+            assert process.poll() is None, process.stdout.read()
+            assert time.monotonic() < until, "the run did not begin"
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, said
+    traces = tmp_path / "run" / "traces"
+    assert counts_of(operators_file(traces, "policy-0"))["train"] >= 2
+    assert spans_file(traces, "policy-0").read_text().endswith("]\n")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_whatever_ends_the_loop_leaves_what_was_recorded(tmp_path, traces, monkeypatch, error):
+    class Ending(Watcher):
+        def on_step(self, step, metrics):
+            if step == 3:
+                raise error
+
+    monkeypatch.setattr(nsys, "NRL_NSYS_WORKER_PATTERNS", "*")
+    monkeypatch.setattr(nsys, "NRL_NSYS_PROFILE_STEP_RANGE", "2:9")
+    (tmp_path / "settings.yaml").write_text(PPO)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(error):
+        run_ppo(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "run", Ending())
+    assert counts_of(operators_file(traces, "policy-0"))["train"] == 2
+    assert not torch.autograd.profiler._is_profiler_enabled

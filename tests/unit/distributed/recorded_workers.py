@@ -1,0 +1,45 @@
+"""A worker that records itself, for tests of the launcher and of faults."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from lucidrl.profiling.recording import Recording
+from lucidrl.profiling.spans import span
+from lucidrl.utils.nsys import is_recorded, worker_name
+from tests.unit.distributed.toy_workers import Plain
+
+
+class Recorded(Plain):
+    """Joins nobody; its work is sums and sleep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recording = Recording(worker_name("worker", self.rank))
+
+    def work(self, seconds: float = 0.0) -> None:
+        with span("work"):
+            torch.ones(3) + 1
+        time.sleep(seconds)
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def start_gpu_profiling(self) -> None:
+        if is_recorded(self._recording.name):
+            self._recording.start()
+
+    def stop_gpu_profiling(self) -> None:
+        self._recording.stop()
+
+    def shutdown(self) -> None:
+        self._recording.stop()
+
+
+class SlowlyWriting(Recorded):
+    def shutdown(self) -> None:
+        time.sleep(1.0)
+        super().shutdown()

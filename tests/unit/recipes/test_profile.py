@@ -1,0 +1,226 @@
+"""`profile.steps` records steps of a run, changes nothing of its result, and is refused where it makes no sense."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lucidrl.errors import ConfigError
+from lucidrl.profiling import gate
+from lucidrl.profiling.settings import FOLDER_VARIABLE, MEMORY_VARIABLE
+from lucidrl.recipes.configs import GRPORunConfig
+from lucidrl.recipes.control import run_ppo
+from lucidrl.recipes.control_configs import PPORunConfig
+from lucidrl.recipes.launch import check_run, launch
+from lucidrl.recipes.profile import VARIABLES, profiling_as_asked
+from lucidrl.recipes.wiring import run_grpo
+from lucidrl.utils import nsys
+from lucidrl.utils.config import dump_yaml, load_config
+from tests.faults.records import digests
+from tests.unit.algorithms.conftest import Watcher
+from tests.unit.profiling.reading import counts_of, nesting_of
+from tests.unit.profiling.span_reading import spans_of
+
+ROOT = Path(__file__).parents[3]
+QUIET = "tracking: {tensorboard: false, monitor: false}\ncheckpoint: {every: 0, metric: null}\nnum_threads: 1\n"
+PPO = QUIET + (
+    "env: {num_envs: 2}\ncollector: {frames_per_batch: 64}\nvalidation: {num_episodes: 0}\n"
+    "ppo: {max_steps: 4, minibatch_frames: 32, num_epochs: 2}\n"
+)
+GRPO = QUIET + (
+    "env: {name: arithmetic, kwargs: {max_operand: 9}}\nvalidation: {num_prompts: 0}\ncluster: {num_threads: 1}\n"
+    "policy: {generation: {max_new_tokens: 4}, optimizer: {kwargs: {lr: 1.0e-3}}}\n"
+    "grpo: {max_steps: 3, loss: {entropy_coefficient: 0.01}}\n"
+    "collector: {prompts_per_step: 4, samples_per_prompt: 4}\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch):
+    """Nothing is asked for, and what is armed here does not stay so."""
+    monkeypatch.setattr("lucidrl.recipes.launch.configure_rich_logging", lambda **options: None)
+    monkeypatch.setattr(gate, "is_armed", gate.is_armed)
+    monkeypatch.setattr(gate, "is_enabled", gate.is_enabled)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    nsys.take_request_from_environment()
+    for name in (nsys.PATTERNS_VARIABLE, nsys.RANGE_VARIABLE):
+        monkeypatch.delenv(name)
+
+
+def lucidrl(folder: Path, algorithm: str, settings: str, *overrides: str) -> str:
+    """Run the command with these settings, in `folder`/run; what it says."""
+    (folder / "settings.yaml").write_text(settings)
+    command = [sys.executable, "-c", "from lucidrl.cli import main; main()", algorithm, "--config", "settings.yaml"]
+    command += [*overrides, "run.root=.", "run.name=run"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def traces_of(folder: Path) -> dict[str, Path]:
+    """By name of the worker; those of spans with `spans` behind it."""
+    found = {}
+    for path in (folder / "run" / "traces").iterdir():
+        name = path.name.partition("_")[0]
+        found[f"{name} spans" if path.name.endswith(".spans.json") else name] = path
+    return found
+
+
+def test_a_recorded_ppo_run_shows_its_frames_and_learns_the_same(tmp_path):
+    said = lucidrl(tmp_path, "ppo", PPO, "profile.steps=2:4")
+    found = traces_of(tmp_path)
+    assert found.keys() == {"policy-0", "policy-0 spans"}
+    counts = counts_of(found["policy-0"])
+    assert counts["Collector.rollout"] == 2
+    assert counts["EnvBase.step_and_maybe_reset"] == 2 * 64 // 2
+    assert {("collect", "Collector.rollout"), ("Collector.rollout", "Collector.policy")} <= nesting_of(
+        found["policy-0"]
+    )
+    assert spans_of(found["policy-0 spans"]).count("collect") == 2
+    assert "traces/ has the recorded steps" in said
+    (tmp_path / "plain").mkdir()
+    run_ppo(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
+    assert digests(tmp_path / "run") == digests(tmp_path / "plain")
+
+
+def test_a_recorded_grpo_run_shows_policy_and_generator_and_learns_the_same(tmp_path):
+    lucidrl(tmp_path, "grpo", GRPO, "profile.steps=2:3", "policy.generation.placement=separate")
+    found = traces_of(tmp_path)
+    assert found.keys() == {"policy-0", "policy-0 spans", "generation-0", "generation-0 spans"}
+    assert counts_of(found["policy-0"])["train"] == 1
+    assert "generate" in counts_of(found["generation-0"])
+    assert {"train", "refit"} <= {*spans_of(found["policy-0 spans"])}
+    (tmp_path / "plain").mkdir()
+    run_grpo(load_config(GRPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
+    assert digests(tmp_path / "run") == digests(tmp_path / "plain")
+
+
+@pytest.mark.slow
+def test_workers_that_are_not_named_do_not_record(tmp_path):
+    settings = ("profile.steps=2:3", "profile.workers=policy-1,driver", "cluster.num_workers=2")
+    lucidrl(tmp_path, "grpo", GRPO, *settings)
+    assert traces_of(tmp_path).keys() == {"policy-1", "policy-1 spans", "driver spans"}
+
+
+# What is asked for
+
+
+def test_a_range_is_no_number_of_base_sixty_on_the_command_line():
+    for text in ("3:5", "3 : 5", "'3:5'", "03:05"):
+        config = load_config(PPORunConfig, overrides=[f"profile.steps={text}"])
+        assert config.profile.steps == "3:5"
+    again = load_config(PPORunConfig, overrides=["profile.steps=10:12"])
+    assert "steps: '10:12'" in dump_yaml(again)
+
+
+@pytest.mark.parametrize("patterns", ["*", "*policy*", "*policy*,driver", "policy-[01]", "*'s"])
+def test_patterns_need_no_quotes_on_the_command_line(patterns):
+    overrides = ["profile.steps=3:5", f"profile.workers={patterns}"]
+    assert load_config(PPORunConfig, overrides=overrides).profile.workers == patterns
+
+
+def test_settings_win_over_variables_and_both_are_as_before_afterwards(monkeypatch):
+    monkeypatch.setenv(nsys.PATTERNS_VARIABLE, "driver")
+    monkeypatch.setenv(nsys.RANGE_VARIABLE, "7:9")
+    nsys.take_request_from_environment()
+    before = {name: os.environ.get(name) for name in VARIABLES}
+    with profiling_as_asked({"profile": {"steps": "3:5", "workers": "*policy*", "memory_snapshot": True}}):
+        request = nsys.profile_request()
+        assert (request.patterns, str(request.steps)) == (("*policy*",), "3:5")
+        assert os.environ[nsys.RANGE_VARIABLE] == "3:5"
+        assert os.environ[MEMORY_VARIABLE] == "1"
+        assert os.environ[gate.VARIABLES[0]] == "1"
+    monkeypatch.setenv(MEMORY_VARIABLE, "1")
+    before[MEMORY_VARIABLE] = "1"
+    with profiling_as_asked({"profile": {"steps": "3:5"}}):  # what is not set is left to the variables
+        assert nsys.profile_request().patterns == ("driver",)
+        assert os.environ[MEMORY_VARIABLE] == "1"
+    with profiling_as_asked({}):
+        assert str(nsys.profile_request().steps) == "7:9"
+        assert os.environ[gate.VARIABLES[0]] == "1"
+    assert {name: os.environ.get(name) for name in VARIABLES} == before
+    assert str(nsys.profile_request().steps) == "7:9"
+
+
+def test_without_a_request_nothing_is_armed():
+    with profiling_as_asked({}):
+        assert nsys.profile_request() is None
+        assert gate.VARIABLES[0] not in os.environ
+
+
+def test_every_worker_has_a_name():
+    assert load_config(PPORunConfig).worker_names == ["policy-0", "driver"]
+    overrides = ["cluster.num_workers=2", "policy.generation.placement=separate", "policy.generation.num_workers=1"]
+    names = ["policy-0", "policy-1", "generation-0", "driver"]
+    assert load_config(GRPORunConfig, overrides=overrides).worker_names == names
+
+
+MISTAKES = {
+    "profile.steps=0:3": "profile.steps: '0:3' begins at 0, but steps are counted from 1; write 1:3",
+    "profile.steps=5:3": "profile.steps: '5:3' has no steps",
+    "profile.steps=soon": "profile.steps: 'soon' is not a range of steps; write start:stop, such as 3:5",
+    "profile.steps=7": "profile.steps: '7' is not a range of steps; write start:stop, such as 3:5",
+    "profile.steps=3:": "profile.steps: '3:' is not a range of steps; write start:stop, such as 3:5",
+    "profile.steps=true": "profile.steps: 'True' is not a range of steps",
+    f"profile.steps=1:{'9' * 5000}": "is not a range of steps",
+    "profile.memory_snapshot=true": "workers and memory_snapshot say how steps are recorded, but profile.steps is not",
+    "profile.step=3:5": "unknown key profile.step; did you mean profile.steps?",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_makes_no_sense_is_refused_before_anything_is_made(tmp_path, mistake):
+    for start in (
+        lambda: launch("ppo", None, None, [mistake, f"run.root={tmp_path}"], None),
+        lambda: check_run("ppo", None, None, [mistake]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            start()
+        assert MISTAKES[mistake] in str(caught.value)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_range_without_quotes_in_a_file_is_told_apart_from_a_number(tmp_path):
+    (tmp_path / "file.yaml").write_text("profile: {steps: 3:5}\n")
+    with pytest.raises(ConfigError, match=r"profile\.steps: 185 is a number: .*quotes"):
+        launch("ppo", tmp_path / "file.yaml", None, [], None)
+
+
+def test_the_variables_are_refused_just_as_early(tmp_path, monkeypatch):
+    monkeypatch.setattr(nsys, "NRL_NSYS_PROFILE_STEP_RANGE", "3:5")
+    for start in (
+        lambda: launch("grpo", None, None, [f"run.root={tmp_path}"], None),
+        lambda: check_run("grpo", None, None, []),
+    ):
+        with pytest.raises(ConfigError, match="says nothing without NRL_NSYS_WORKER_PATTERNS"):
+            start()
+    assert not any(tmp_path.iterdir())
+
+
+def test_patterns_that_mean_nobody_are_refused_with_the_names_there_are(tmp_path):
+    settings = ["profile.steps=1:2", "profile.workers=*generation*", f"run.root={tmp_path}"]
+    for start in (lambda: launch("ppo", None, None, settings, None), lambda: check_run("ppo", None, None, settings)):
+        with pytest.raises(ConfigError, match=r"no worker of this run matches .*the names are policy-0, driver"):
+            start()
+    assert not any(tmp_path.iterdir())
+    assert FOLDER_VARIABLE not in os.environ
+
+
+def test_steps_after_the_last_are_told_and_the_run_is_as_it_would_be(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("settings.yaml").write_text(PPO)
+    for name, overrides in (("late", ["profile.steps=9:12"]), ("plain", [])):
+        launch("ppo", Path("settings.yaml"), None, [*overrides, "run.root=.", f"run.name={name}"], None)
+    said = capfd.readouterr().out
+    assert said.count("nothing will be recorded: the steps 9:12 come after the last, 4") == 1
+    assert list(Path("late/traces").iterdir()) == []
+    launch("ppo", None, None, ["profile.steps=2:4", "ppo.max_steps=5"], Path("plain"))
+    assert "nothing will be recorded: the steps 2:4 were done before" in capfd.readouterr().out
+    launch("ppo", None, None, ["profile.steps=null", "ppo.max_steps=5"], Path("late"))
+    assert digests(Path("late")) == digests(Path("plain"))

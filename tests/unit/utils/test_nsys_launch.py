@@ -1,0 +1,153 @@
+"""A worker that is asked for is run by Nsight Systems; here by a stand-in that notes its arguments."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+import time
+
+import psutil
+import pytest
+
+from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.launchers import processes
+from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.errors import WorkerError
+from lucidrl.profiling.settings import FOLDER_VARIABLE, NSYS_SESSION
+from lucidrl.utils import nsys, nsys_launch
+from tests.faults.processes import wait_until_gone
+from tests.unit.distributed.recorded_workers import Recorded
+
+TWO = ClusterConfig(num_workers=2, start_timeout_s=60, call_timeout_s=60)
+STAND_IN = """#!/bin/sh
+# Notes its arguments, and runs the command below itself as nsys does.
+echo "$@" >> {folder}/arguments
+shift
+while case "$1" in -*) true;; *) false;; esac; do shift; done
+NSYS_PROFILING_SESSION_ID=1 "$@"
+code=$?
+echo "report" >> {folder}/reports
+exit $code
+"""
+
+
+@pytest.fixture
+def traces(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "traces"))
+    monkeypatch.delenv(NSYS_SESSION, raising=False)
+    monkeypatch.setattr(nsys, "NRL_NSYS_WORKER_PATTERNS", "*-0")
+    monkeypatch.setattr(nsys, "NRL_NSYS_PROFILE_STEP_RANGE", "3:5")
+    nsys_launch._say.cache_clear()
+    return tmp_path / "traces"
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """The folder in which the stand-in notes what happens."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    (folder / "nsys").write_text(STAND_IN.format(folder=folder))
+    (folder / "nsys").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder
+
+
+def test_the_command_captures_between_start_and_stop_into_the_traces_folder(traces, stand_in):
+    program, verb, *options = nsys_launch.nsys_command("policy-0")
+    assert (program, verb) == ("nsys", "profile")
+    assert {"--trace=cuda,cudnn,cublas,nvtx", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"} <= {
+        *options
+    }
+    assert f"--output={traces}/policy-0_%h_%p" in options
+
+
+def test_others_run_as_they_are(traces, stand_in, monkeypatch):
+    assert nsys_launch.nsys_command("policy-1") == []
+    assert nsys_launch.ray_nsight_options("policy-1") == {}
+    monkeypatch.setenv(NSYS_SESSION, "7")  # nsys sees the workers of what it runs
+    assert nsys_launch.nsys_command("policy-0") == []
+    monkeypatch.delenv(NSYS_SESSION)
+    monkeypatch.setattr(nsys, "NRL_NSYS_WORKER_PATTERNS", "")
+    monkeypatch.setattr(nsys, "NRL_NSYS_PROFILE_STEP_RANGE", "")
+    assert nsys_launch.nsys_command("policy-0") == []
+
+
+def test_without_the_program_that_is_said_once(traces, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with caplog.at_level(logging.WARNING):
+        assert nsys_launch.nsys_command("policy-0") == []
+        assert nsys_launch.nsys_command("generation-0") == []
+        assert nsys_launch.nsys_command("policy-1") == []
+    (message,) = caplog.messages
+    assert message.startswith("there is no `nsys` on PATH, so workers record with torch's profiler; install")
+
+
+def test_a_worker_in_this_process_says_how_to_run_the_whole_command(traces, stand_in, caplog):
+    with caplog.at_level(logging.WARNING), WorkerGroup(Recorded, name="policy"):
+        pass
+    (message,) = caplog.messages
+    assert message.startswith("policy-0 is part of this process")
+    assert "run the whole command under it instead: nsys profile --trace=cuda" in message
+
+
+def test_ray_gets_the_same_options_under_the_names_that_it_knows(traces, stand_in, monkeypatch):
+    options = nsys_launch.ray_nsight_options("policy-0")
+    assert options["t"] == "cuda,cudnn,cublas,nvtx"
+    assert options["o"] == f"{traces}/policy-0_%h_%p"
+    assert options["capture-range"] == "cudaProfilerApi"
+    environment = nsys_launch.runtime_env_for("policy-0")
+    assert environment["nsight"] == options
+    assert environment["env_vars"][nsys.RANGE_VARIABLE] == "3:5"
+    assert environment["env_vars"][FOLDER_VARIABLE] == str(traces)
+    assert "nsight" not in nsys_launch.runtime_env_for("policy-1")
+
+
+def test_the_launcher_runs_those_that_match_under_it_and_they_do_what_others_do(traces, stand_in, tmp_path):
+    with WorkerGroup(Recorded, cluster=TWO, log_dir=tmp_path / "logs") as group:
+        assert group.run_all("variable", NSYS_SESSION) == ["1", None]
+        assert group.run_all("variable", nsys.PATTERNS_VARIABLE) == ["*-0", "*-0"]
+        group.start_gpu_profiling()
+        group.run_all("work")
+        group.stop_gpu_profiling()
+        pids = group.run_all("pid")
+        # Ctrl-C of a terminal, which would end nsys, does not reach it.
+        assert [os.getpgid(pid) == os.getpgid(0) for pid in pids] == [False, True]
+        assert list(stand_in.glob("lucidrl-wrapper-*")) == []  # needed for the start alone
+    arguments = (stand_in / "arguments").read_text().splitlines()
+    assert len(arguments) == 1
+    assert f"--output={traces}/worker-0_%h_%p" in arguments[0]
+    assert {path.name.partition("_")[0] for path in traces.iterdir()} == {"worker-0"}
+    assert (stand_in / "reports").read_text() == "report\n"
+    wait_until_gone(pids)
+
+
+def test_a_wrapped_rank_that_hangs_is_asked_where_and_ended(traces, stand_in, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_LAST_WORDS_S", 0.5)
+    group = WorkerGroup(Recorded, cluster=TWO, log_dir=tmp_path / "logs")
+    pids = group.run_all("pid")
+    runners = [child.pid for child in psutil.Process().children() if "nsys" in " ".join(child.cmdline())]
+    assert len(runners) == 1
+    with pytest.raises(WorkerError, match=r"(?s)rank 0 of 2 did not finish sleep_on within 1 s.*in sleep_on"):
+        group.run_all("sleep_on", 0, 60.0, timeout_s=1.0)
+    wait_until_gone([*pids, *runners])
+
+
+def test_a_wrapped_rank_ends_when_what_runs_it_is_killed(traces, stand_in, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_LAST_WORDS_S", 0.5)
+    group = WorkerGroup(Recorded, cluster=TWO, log_dir=tmp_path / "logs")
+    pids = group.run_all("pid")
+    (runner,) = [child for child in psutil.Process().children() if "nsys" in " ".join(child.cmdline())]
+    os.kill(runner.pid, signal.SIGKILL)
+    time.sleep(0.3)
+    with pytest.raises(WorkerError, match="rank 0 of 2 was ended by SIGKILL"):
+        group.run_all("sleep_on", 0, 60.0)
+    wait_until_gone(pids)
+
+
+def test_a_program_that_does_not_run_its_command_is_named(traces, stand_in):
+    (stand_in / "nsys").write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(WorkerError, match=r"exit code 1 in the start.* it was run by nsys: see what that wrote"):
+        WorkerGroup(Recorded, cluster=TWO)
