@@ -128,6 +128,7 @@ def test_a_connection_that_the_program_has_made_is_used_and_left(cluster, tmp_pa
         WorkerGroup(Plain, cluster=ClusterConfig(address="127.0.0.1:1"))
 
 
+@pytest.mark.slow
 def test_logs_of_a_node_with_another_file_system_come_to_the_drivers_folder(cluster, tmp_path, monkeypatch):
     @contextmanager
     def unmarked(self):

@@ -22,6 +22,7 @@ from tests.ray.nodes import agent_of, check_all_was_given_back
 from tests.unit.distributed.recorded_workers import Recorded, SlowlyWriting
 from tests.unit.profiling.span_reading import spans_of
 
+pytestmark = pytest.mark.slow
 TWO_NODES = ClusterConfig(launcher="ray", num_workers=2, num_nodes=2, start_timeout_s=60, call_timeout_s=60)
 
 
@@ -58,7 +59,6 @@ def test_a_stuck_rank_does_not_hold_up_the_words_of_another_node(group, traces, 
     wait_until_gone(pids)
 
 
-@pytest.mark.slow
 def test_a_lost_node_leaves_the_others_time_to_write(group, traces):
     group.start_gpu_profiling()
     group.run_all("work")
@@ -71,7 +71,6 @@ def test_a_lost_node_leaves_the_others_time_to_write(group, traces):
     assert spans_of(spans) == ["work"]
 
 
-@pytest.mark.slow
 def test_a_shutdown_lets_ranks_write(cluster, tmp_path, traces, monkeypatch):
     monkeypatch.setattr(processes, "_SHUTDOWN_DEADLINE_S", 0.2)
     with WorkerGroup(SlowlyWriting, cluster=TWO_NODES, log_dir=tmp_path / "logs") as group:
@@ -81,7 +80,6 @@ def test_a_shutdown_lets_ranks_write(cluster, tmp_path, traces, monkeypatch):
         assert files_of(traces, worker) == [".json", ".spans.json"]
 
 
-@pytest.mark.slow
 def test_a_node_that_does_not_see_the_traces_folder_or_has_no_nsys_is_named(
     cluster, tmp_path, traces, monkeypatch, caplog
 ):
