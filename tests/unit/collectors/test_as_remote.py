@@ -33,7 +33,7 @@ def test_an_actor_collects_with_ranges_that_its_driver_armed_and_the_callers_opt
 
         options = {{"num_cpus": 1, "runtime_env": {{"env_vars": {{"MINE": "kept"}}}}}}
         before = json.dumps(options)
-        ray.init(num_cpus=1, include_dashboard=False)
+        ray.init(address="local", num_cpus=1, include_dashboard=False)
         actor = Collector.as_remote(**options).remote(
             lambda: GymEnv("CartPole-v1"), frames_per_batch=20, total_frames=60, seed=0
         )
