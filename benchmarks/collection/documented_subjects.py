@@ -25,9 +25,10 @@ class Documented:
         root: of its imports.
         policy_elsewhere: makes the policy where environments have more entries than the observation, or none step
             together: a system may refuse a plain module there.
+        ray_home: where its RayCollector is, below the root.
     """
 
-    def __init__(self, root: str, policy_elsewhere: Callable[[str], Any] = make_policy):
+    def __init__(self, root: str, policy_elsewhere: Callable[[str], Any] = make_policy, ray_home: str = "collectors"):
         self.envs: Any = import_module(f"{root}.envs")
         self.collectors: Any = import_module(f"{root}.collectors")
         self.subjects: dict[str, Subject] = {
@@ -39,6 +40,7 @@ class Documented:
             "MultiSyncCollector x2": self.multi_collector("MultiSyncCollector"),
             "MultiAsyncCollector x2": self.multi_collector("MultiAsyncCollector"),
             "AsyncBatchedCollector x2": self.multi_collector("AsyncBatchedCollector", policy_elsewhere),
+            "RayCollector x2": self.ray_collector(import_module(f"{root}.{ray_home}")),
         }
 
     def env(self, task: str) -> Any:
@@ -64,17 +66,34 @@ class Documented:
 
         return subject
 
-    def multi_collector(self, kind: str, policy: Callable[[str], Any] = make_policy) -> Subject:
+    def multi_collector(
+        self, kind: str, policy: Callable[[str], Any] = make_policy, home: Any = None, total_frames: int = -1
+    ) -> Subject:
         @contextmanager
         def subject(task: str) -> Iterator[Collect]:
-            collector = getattr(self.collectors, kind)(
+            collector = getattr(home or self.collectors, kind)(
                 [partial(self.envs.GymEnv, task)] * NUM_WORKERS,
                 policy=policy(task),
                 frames_per_batch=FRAMES,
-                total_frames=-1,
+                total_frames=total_frames,
             )
             yield batches_of(collector)
             collector.shutdown()
+
+        return subject
+
+    def ray_collector(self, home: Any) -> Subject:
+        """Asynchronous, as both systems have it by default, in a Ray of the program. TorchRL's takes -1 for an end."""
+        with_ray = self.multi_collector("RayCollector", home=home, total_frames=10**9)
+
+        @contextmanager
+        def subject(task: str) -> Iterator[Collect]:
+            import ray
+
+            ray.init(address="local", num_cpus=NUM_WORKERS, include_dashboard=False, log_to_driver=False)
+            with with_ray(task) as collect:
+                yield collect
+            ray.shutdown()
 
         return subject
 

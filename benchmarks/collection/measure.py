@@ -19,7 +19,12 @@ TURN_S = 0.3
 """About how long a candidate gathers frames in one turn."""
 SETTLE_S = 0.1
 """Until workers have stopped that gather as much ahead as they may."""
-AHEAD = {"MultiSyncCollector x2": 2, "MultiAsyncCollector x2": 2, "AsyncBatchedCollector x2, processes": 3}
+AHEAD = {
+    "MultiSyncCollector x2": 2,
+    "MultiAsyncCollector x2": 2,
+    "AsyncBatchedCollector x2, processes": 3,
+    "RayCollector x2": 2,
+}
 """Batches that may have been made so: they are taken before the clock starts."""
 NEVER_RESTS = {"AsyncBatchedCollector x2"}
 """May gather ahead without end, and is closed after each turn."""

@@ -27,6 +27,6 @@ def async_batched_processes(task: str) -> Iterator[Collect]:
 
 
 SUBJECTS = {
-    **Documented("torchrl", tensordict_policy).subjects,
+    **Documented("torchrl", tensordict_policy, "collectors.distributed").subjects,
     "AsyncBatchedCollector x2, processes": async_batched_processes,
 }

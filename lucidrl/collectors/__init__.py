@@ -11,6 +11,7 @@ _HOMES = {
     "ExplorationType": "lucidrl.collectors.single",
     "MultiAsyncCollector": "lucidrl.collectors.multi_async",
     "MultiSyncCollector": "lucidrl.collectors.multi_sync",
+    "RayCollector": "lucidrl.collectors.ray",
     "_ProfilerHook": "lucidrl.profiling.hook",
     "_maybe_record_function": "lucidrl.profiling.ranges",
     "split_trajectories": "lucidrl.collectors.trajectories",

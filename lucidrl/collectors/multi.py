@@ -1,21 +1,23 @@
-"""What the collectors with worker processes share: everything but the order in which batches are asked for."""
+"""What the collectors with workers share: everything but the order in which batches are asked for, and from where."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 from torch import nn
 
 from lucidrl.collectors.base import FrameCollector
+from lucidrl.collectors.batch_orders import BatchOrder, Requests
 from lucidrl.collectors.parts import Device, ReplayBuffer, check_calls, check_frames, weights_of
+from lucidrl.collectors.process_host import ProcessHost
 from lucidrl.collectors.single import Collector
-from lucidrl.collectors.weights import SharedWeights, WeightWriter
-from lucidrl.collectors.worker_main import Batch, Call, Collect, Seed
+from lucidrl.collectors.worker_host import WorkerHost, WorkerPlan
+from lucidrl.collectors.worker_main import Call, Seed
 from lucidrl.collectors.worker_set import WorkerSet
 from lucidrl.distributed.child_process import pickled
 from lucidrl.envs.base import MAX_SEED
@@ -27,7 +29,7 @@ from lucidrl.profiling.ranges import _maybe_record_function
 
 
 class MultiCollector(FrameCollector):
-    """Worker processes that each run a `Collector` on an env of their own; iterate to get batches.
+    """Workers, processes of this machine, that each run a `Collector` on an env of their own; iterate to get batches.
 
     The arguments that are not listed here mean what they mean for `Collector`. The env, the policy and
     `post_collect_hook` live in the workers, `split_trajs`, `postproc` and `replay_buffer` apply here, to whole batches.
@@ -49,6 +51,8 @@ class MultiCollector(FrameCollector):
             is its cause. Errors of ours that a worker raises (`LucidError`) keep their type. All workers have ended
             then.
     """
+
+    _order_class: type[BatchOrder]
 
     def __init__(
         self,
@@ -94,10 +98,9 @@ class MultiCollector(FrameCollector):
         self.num_workers = num_workers
         creators = env_creators(num_workers, create_env_fn, create_env_kwargs)
         self.policy = policy
-        self._under_way: dict[int, int] = {}  # by worker: frames that it was asked for and has not given yet
         shared_arguments = {
             "policy": policy,
-            "frames_per_batch": self._most_frames_of_a_worker(),
+            "frames_per_batch": self._order_class.most_frames_of_a_worker(frames_per_batch, num_workers),
             "device": device,
             "storing_device": "cpu",  # batches travel through host memory
             "policy_device": policy_device,
@@ -109,25 +112,26 @@ class MultiCollector(FrameCollector):
             "post_collect_hook": post_collect_hook,
             "trajectory_stride": self.num_workers,
         }
-        weights = SharedWeights.like(weights_of(policy) if isinstance(policy, nn.Module) else {})
-        self._weights = WeightWriter(weights)
-        self.workers = WorkerSet(
-            weights,
+        plan = WorkerPlan(
             pickled("the policy or the hook", shared_arguments),
             [
                 pickled(f"create_env_fn of worker {index}", {"create_env_fn": creator, "first_trajectory": index})
                 for index, creator in enumerate(creators)
             ],
+            weights=weights_of(policy) if isinstance(policy, nn.Module) else {},
             num_threads=num_threads,
+            base_seed=int(torch.randint(2**62, ())),  # torch.manual_seed in the driver decides what they do unseeded
             timeout_s=timeout_s,
             start_timeout_s=start_timeout_s,
         )
+        self.workers = WorkerSet(self._make_host(plan), plan)
         # Runs when nobody has the collector any more, and at exit before multiprocessing waits for processes to end.
         util.Finalize(self, self.workers.shutdown, exitpriority=0)
         try:
             check_alike(self.workers.specs, lambda index: f"the env of worker {index}")
-            self._env_batch_size = self.workers.specs[0].batch_size
-            check_frames(frames_per_batch, total_frames, self._num_envs_that_step_together())
+            self._requests = Requests(self.workers)
+            self._order = self._order_class(self._requests, self._storing_device)
+            check_frames(frames_per_batch, total_frames, self._order.num_envs_that_step_together)
             if seed is not None:
                 self.set_seed(seed)
         except BaseException:
@@ -148,7 +152,7 @@ class MultiCollector(FrameCollector):
             raise ConfigError("the policy has no weights to update; give the collector an nn.Module")
         version = self.policy_version + 1 if version is None else version
         with _maybe_record_function(f"{type(self).__name__}.update_policy_weights_"):
-            self._weights.publish(weights_of(policy_or_weights), version)
+            self.workers.publish(weights_of(policy_or_weights), version)
         self.policy_version = version
 
     def set_seed(self, seed: int) -> int:
@@ -204,8 +208,7 @@ class MultiCollector(FrameCollector):
                 f"the state is that of {len(state['workers'])} workers, but there are {self.num_workers}; "
                 "load it with as many as it was saved with"
             )
-        while self._under_way:
-            self._next_under_way()  # of the episodes that end here
+        self._requests.drop()  # of the episodes that end here
         self.map_fn("load_state_dict", [(worker,) for worker in state["workers"]])
         self.num_frames = state["num_frames"]
         self.update_policy_weights_(version=state["policy_version"])
@@ -214,13 +217,15 @@ class MultiCollector(FrameCollector):
         """End the workers, within seconds whatever they are busy with; may be called twice."""
         self.workers.shutdown()
 
-    @abstractmethod
-    def _most_frames_of_a_worker(self) -> int:
-        """In one batch; known before the workers start."""
+    def _make_host(self, plan: WorkerPlan) -> WorkerHost:
+        """Where the workers run."""
+        return ProcessHost(plan.weights)
 
-    @abstractmethod
-    def _num_envs_that_step_together(self) -> int:
-        """Batches have a multiple of so many frames."""
+    def _next_batch(self) -> TensorDictBase | None:
+        batch = self._order.next_batch(self.num_frames, self._num_wanted)
+        if batch is not None:
+            self.num_frames += batch.numel()
+        return batch
 
     def _start_profile(self, settings: ProfileSettings) -> None:
         calls = [(settings, index) for index in range(self.num_workers)]
@@ -230,17 +235,3 @@ class MultiCollector(FrameCollector):
         for index, num_earlier in enumerate(self.map_fn("start_profile", calls)):
             if num_earlier is not None:
                 self.workers.recording[index] = num_earlier
-
-    def _request(self, index: int, num_frames: int, num_frames_before: int) -> None:
-        """Ask a worker for a batch; `num_frames_before` it, the policy may have to act at random."""
-        self.workers.request(index, Collect(num_frames, num_frames_before))
-        self._under_way[index] = num_frames
-
-    def _next_under_way(self) -> tuple[int, Batch]:
-        """The batch that comes first of those that were asked for, and the worker it is from."""
-        index, batch = self.workers.next_batch()
-        del self._under_way[index]
-        # A batch may be older than the recording.
-        if batch.num_traces > self.workers.recording.get(index, batch.num_traces):
-            del self.workers.recording[index]
-        return index, batch

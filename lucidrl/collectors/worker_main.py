@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from lucidrl.collectors import parts
+from lucidrl.collectors.parts import Weights
 from lucidrl.collectors.single import Collector
 from lucidrl.collectors.weights import SharedWeights, WeightReader
 from lucidrl.distributed.child_main import describe_error, end_with_driver
@@ -86,40 +87,47 @@ class Batch:
     """How many the worker has written so far."""
 
 
-class _CollectorWorker:
-    """The worker's collector, with the weights that the driver publishes."""
+class CollectorWorker:
+    """A collector that does what its driver asks, with the weights that the driver publishes.
 
-    def __init__(self, arguments: dict[str, Any], weights: SharedWeights):
-        self._collector = Collector(**arguments)
-        self._weights = WeightReader(weights)
+    Args:
+        newer_weights: weights and their version, if there are newer ones than at the last call.
+    """
 
-    def env_specs(self) -> EnvSpecs:
-        return EnvSpecs.of(self._collector.env)
+    def __init__(self, collector: Collector, newer_weights: Callable[[], tuple[Weights, int] | None]):
+        self.collector = collector
+        self._newer_weights = newer_weights
+
+    def env_specs(self) -> bytes:
+        """By cloudpickle: a spec may be of a class that only the program knows."""
+        return cloudpickle.dumps(EnvSpecs.of(self.collector.env))
 
     def carry_out(self, command: Command) -> Any:
         match command:
             case Collect():
                 return self._collect(command)
             case Call():
-                return parts.call_method(self._collector, command.method, cloudpickle.loads(command.args))
+                return parts.call_method(self.collector, command.method, cloudpickle.loads(command.args))
             case Seed():
                 random.seed(command.seed)
                 np.random.seed(command.seed)
-                return self._collector.set_seed(command.seed)
-
-    def shutdown(self) -> None:
-        if self._collector.is_profiled and _driver_is_gone():
-            self._collector.forget_profile()  # this process ends with it at any moment, and would leave half a file
-        self._collector.shutdown()
+                return self.collector.set_seed(command.seed)
 
     def _collect(self, command: Collect) -> Batch:
-        if newer := self._weights.read():  # here only: a batch is of one version
+        if newer := self._newer_weights():  # here only: a batch is of one version
             weights, version = newer
-            self._collector.update_policy_weights_(weights or None, version=version)
-        self._collector.num_frames = command.num_frames_before  # decides whether to act at random
-        batch = self._collector.rollout(command.num_frames)
+            self.collector.update_policy_weights_(weights or None, version=version)
+        self.collector.num_frames = command.num_frames_before  # decides whether to act at random
+        batch = self.collector.rollout(command.num_frames)
         entries: dict[Key, Any] = dict(batch.items(include_nested=True, leaves_only=True))
-        return Batch(entries, tuple(batch.batch_size), self._collector.num_traces)
+        return Batch(entries, tuple(batch.batch_size), self.collector.num_traces)
+
+
+def prepare_process(num_threads: int, base_seed: int, stream: int) -> None:
+    """What is decided about a worker's process before anything is made in it."""
+    logging.getLogger(parts.__name__).setLevel(logging.ERROR)  # the driver warns of numbers of frames, once for all
+    torch.set_num_threads(num_threads)
+    seed_everything(base_seed, stream)
 
 
 def serve(control: socket.socket, batches: socket.socket, settings: WorkerSettings, weights: SharedWeights) -> None:
@@ -128,16 +136,15 @@ def serve(control: socket.socket, batches: socket.socket, settings: WorkerSettin
     end_with_driver(die_with_starting_thread=True)  # that of the fork server, which ends with the driver
     os.environ.clear()
     os.environ.update(settings.environment)
-    logging.getLogger(parts.__name__).setLevel(logging.ERROR)  # the driver warns of numbers of frames, once for all
-    torch.set_num_threads(settings.num_threads)
-    seed_everything(settings.base_seed, stream=settings.index)
-    worker: _CollectorWorker | None = None
+    prepare_process(settings.num_threads, settings.base_seed, stream=settings.index)
+    worker: CollectorWorker | None = None
 
     def start() -> bytes:
         nonlocal worker
         shared, own = arguments
-        worker = _CollectorWorker({**cloudpickle.loads(shared), **cloudpickle.loads(own)}, weights)
-        return cloudpickle.dumps(worker.env_specs())  # a spec may be of a class that only the program knows
+        collector = Collector(**cloudpickle.loads(shared), **cloudpickle.loads(own))
+        worker = CollectorWorker(collector, WeightReader(weights).read)
+        return worker.env_specs()
 
     with suppress(EOFError, OSError):  # the driver closed the connection, or is gone
         arguments: tuple[bytes, bytes] = receive(control).content()
@@ -147,7 +154,9 @@ def serve(control: socket.socket, batches: socket.socket, settings: WorkerSettin
             assert worker is not None
             _answer(batches if isinstance(command, Collect) else control, partial(worker.carry_out, command))
     if worker is not None:
-        worker.shutdown()
+        if worker.collector.is_profiled and _driver_is_gone():
+            worker.collector.forget_profile()  # this process ends with it at any moment, and would leave half a file
+        worker.collector.shutdown()
 
 
 def _driver_is_gone() -> bool:

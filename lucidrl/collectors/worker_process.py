@@ -19,7 +19,7 @@ from lucidrl.distributed.launchers.rank_process import Died, Outcome
 
 
 class WorkerProcess:
-    """Started at once.
+    """Started at once; see `Worker`.
 
     A thread of its own takes what the worker sends off both connections, as soon as it comes: the worker never waits
     for the driver, whatever that is busy with.
@@ -29,6 +29,9 @@ class WorkerProcess:
         send_timeout_s: how long a worker may leave a command unread for which there is no room on the way.
         on_reply, on_batch: called, in that thread, with what came over the connection; with `Died` when it ends.
     """
+
+    excused_until = -math.inf
+    cause_of_end: BaseException | None = None
 
     def __init__(
         self,
@@ -57,11 +60,6 @@ class WorkerProcess:
         threading.Thread(target=self._read, args=reading, name=name, daemon=True).start()
 
     def send(self, command: Command) -> None:
-        """Returns when the command is on its way.
-
-        Raises:
-            OSError: if the worker is gone; BlockingIOError if it left no room in time.
-        """
         with self._sending:
             send(self._control, Message.of(command))
 
@@ -73,8 +71,10 @@ class WorkerProcess:
     def has_ended(self) -> bool:
         return self._process.has_ended
 
+    def where(self) -> str:
+        return ""
+
     def end(self) -> None:
-        """Ask the worker to shut down and leave; does not wait."""
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
 

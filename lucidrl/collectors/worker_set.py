@@ -1,4 +1,4 @@
-"""The worker processes of a collector: asked together or one by one, ended together.
+"""The workers of a collector, wherever they run: asked together or one by one, ended together.
 
 Every wait has a deadline and notices at once that a worker is gone. Whatever goes wrong with one of them, all are
 ended: what the others hold is of no use to a collector that cannot go on.
@@ -7,25 +7,20 @@ ended: what the others hold is of no use to a collector that cannot go on.
 from __future__ import annotations
 
 import logging
-import os
-import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import cloudpickle
-import torch
 
-from lucidrl.collectors.weights import SharedWeights
-from lucidrl.collectors.worker_main import Batch, Call, Collect, Command, Seed, WorkerSettings
-from lucidrl.collectors.worker_process import WorkerProcess
+from lucidrl.collectors.parts import Weights
+from lucidrl.collectors.worker_host import Arrivals, Worker, WorkerHost, WorkerPlan
+from lucidrl.collectors.worker_main import Batch, Call, Collect, Command, Seed
 from lucidrl.distributed.child_main import Raised, RemoteTraceback
 from lucidrl.distributed.launchers.rank_main import Returned
-from lucidrl.distributed.launchers.rank_process import Died, Outcome
+from lucidrl.distributed.launchers.rank_process import Died
 from lucidrl.envs.stacked import EnvSpecs
 from lucidrl.errors import LucidError, WorkerError
 
@@ -40,68 +35,33 @@ _TRACE_DEADLINE_S = 10.0
 """To end the rollout and write the trace, for a worker that records."""
 
 
-class _Arrivals:
-    """What came from the workers, in order; those who put it in are threads of their own."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
-        self.here: deque[tuple[int, Outcome]] = deque()
-
-    def put(self, index: int, outcome: Outcome) -> None:
-        self._queue.put((index, outcome))
-
-    def take_in(self, timeout_s: float) -> None:
-        """Add what came to those that are `here`, as soon as there is something."""
-        with suppress(queue.Empty):
-            self.here.append(self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait())
-            while True:
-                self.here.append(self._queue.get_nowait())
-
-
 class WorkerSet:
-    """Workers that have started, one for each item of `own_arguments`.
-
-    Batches are for one thread; calls may come from any.
+    """Workers that have started. Batches are for one thread; calls may come from any.
 
     Args:
-        shared_arguments, own_arguments: of the workers' collectors, by cloudpickle.
-        timeout_s: deadline of a batch and of a call.
+        host: where they run; closed with them.
 
     Raises:
         WorkerError: here and in all calls, if a worker raises, dies or misses its deadline. Errors of ours that a
             worker raises (`LucidError`) keep their type. All workers have ended then.
     """
 
-    def __init__(
-        self,
-        weights: SharedWeights,
-        shared_arguments: bytes,
-        own_arguments: Sequence[bytes],
-        *,
-        num_threads: int,
-        timeout_s: float,
-        start_timeout_s: float,
-    ):
-        self.size = len(own_arguments)
-        self._timeout_s = timeout_s
+    def __init__(self, host: WorkerHost, plan: WorkerPlan):
+        self.size = plan.num_workers
+        self._host = host
+        self._timeout_s = plan.timeout_s
         self._ended: str | None = None
         self._calling = threading.Lock()
-        self._replies = _Arrivals()
-        self._batches = _Arrivals()
         self._due: dict[int, float] = {}  # by worker: deadline of the batch that it was asked for
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[Worker] = []
         self.recording: dict[int, int] = {}
         """Workers that have a trace to write before they end, and get the time for it; with the number of those that
         each has written before."""
-        base_seed = int(torch.randint(2**62, ()))  # torch.manual_seed in the driver decides what workers do unseeded
         try:
-            for index, own in enumerate(own_arguments):
-                settings = WorkerSettings(index, dict(os.environ), num_threads, base_seed)
-                put_reply, put_batch = partial(self._replies.put, index), partial(self._batches.put, index)
-                self._workers.append(
-                    WorkerProcess(settings, weights, (shared_arguments, own), timeout_s, put_reply, put_batch)
-                )
-            self.specs: list[EnvSpecs] = [cloudpickle.loads(specs) for specs in self._gather(START, start_timeout_s)]
+            for index in range(self.size):
+                self._workers.append(host.start(index, plan))
+            specs = self._gather(START, plan.start_timeout_s)
+            self.specs: list[EnvSpecs] = [cloudpickle.loads(each) for each in specs]
             """Of the workers' envs."""
         except BaseException:
             self._kill("did not start")
@@ -109,8 +69,12 @@ class WorkerSet:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes, by worker."""
+        """Of the workers' processes, on whichever machine."""
         return [worker.pid for worker in self._workers]
+
+    def publish(self, weights: Weights, version: int) -> None:
+        """What every worker takes, whole, when it begins its next batch."""
+        self._host.publish(weights, version)
 
     def call(self, phase: str, commands: Sequence[Call | Seed]) -> list[Any]:
         """Give every worker its command; what came of them, by worker. Waits for rollouts that are under way."""
@@ -131,7 +95,7 @@ class WorkerSet:
         """The batch that comes first of those that were asked for, and who it is from."""
         self._check_alive(ROLLOUT)
         with self._in_whole(ROLLOUT):
-            index, batch = self._next(self._batches, self._due, ROLLOUT, self._timeout_s)
+            index, batch = self._next(self._host.batches, self._due, ROLLOUT, self._timeout_s)
         del self._due[index]
         return index, batch
 
@@ -162,36 +126,49 @@ class WorkerSet:
         due = dict.fromkeys(range(self.size), time.monotonic() + timeout_s)
         results: dict[int, Any] = {}
         while due:
-            index, result = self._next(self._replies, due, phase, timeout_s)
+            index, result = self._next(self._host.replies, due, phase, timeout_s)
             results[index] = result
             del due[index]
         return [results[index] for index in range(self.size)]
 
-    def _next(self, arrivals: _Arrivals, due: Mapping[int, float], phase: str, timeout_s: float) -> tuple[int, Any]:
+    def _next(self, arrivals: Arrivals, due: Mapping[int, float], phase: str, timeout_s: float) -> tuple[int, Any]:
         """What the next of those workers returned that have something due."""
-        while (late := _late(arrivals, due)) == [] and not arrivals.here:
+        while (late := self._late(arrivals, due)) == [] and not arrivals.here:
             self._wait(arrivals, due)
         if late:
-            self._fail(_lateness(late, self.size, phase, timeout_s), phase)
+            self._fail(self._lateness(late, phase, timeout_s), phase)
         index, outcome = arrivals.here.popleft()
         if not isinstance(outcome, Returned):
             self._fail(self._failure(index, outcome, phase), phase)
         return index, outcome.value
 
-    def _wait(self, arrivals: _Arrivals, due: Mapping[int, float]) -> None:
+    def _late(self, arrivals: Arrivals, due: Mapping[int, float]) -> list[int]:
+        """Workers whose deadline has passed, though nothing is here from them."""
+        arrivals.take_in(0)
+        now, came = time.monotonic(), {index for index, _ in arrivals.here}
+        return [index for index in due if self._deadline(index, due) <= now and index not in came]
+
+    def _wait(self, arrivals: Arrivals, due: Mapping[int, float]) -> None:
         """Wait for a moment until something arrives or is late."""
-        arrivals.take_in(min(_POLL_S, min(due.values()) - time.monotonic()))
+        next_deadline = min(self._deadline(index, due) for index in due)
+        arrivals.take_in(min(_POLL_S, next_deadline - time.monotonic()))
         if not arrivals.here:
             # A process that a dead worker started may keep its connections open.
             for index in due:
                 if self._workers[index].has_ended:
                     arrivals.here.append((index, Died()))
 
+    def _deadline(self, index: int, due: Mapping[int, float]) -> float:
+        return max(due[index], self._workers[index].excused_until)
+
     def _failure(self, index: int, outcome: Raised | Died, phase: str) -> LucidError:
         """The error to raise for a worker that did not return."""
-        name = f"worker {index} of {self.size}"
+        worker = self._workers[index]
+        name = " ".join(filter(None, (f"worker {index} of {self.size}", worker.where())))
         if isinstance(outcome, Died):
-            return WorkerError(f"{name} {self._workers[index].how_it_ended()} in {phase}; all workers were ended")
+            failure = WorkerError(f"{name} {worker.how_it_ended()} in {phase}; all workers were ended")
+            failure.__cause__ = worker.cause_of_end
+            return failure
         error = outcome.lucid_error
         if error is None:
             error = WorkerError(f"{name} failed in {phase}: {outcome.summary}; all workers were ended")
@@ -199,6 +176,15 @@ class WorkerSet:
             error.add_note(f"raised by {name} in {phase}")
         error.__cause__ = RemoteTraceback(outcome.trace)
         return error
+
+    def _lateness(self, late: Sequence[int], phase: str, timeout_s: float) -> WorkerError:
+        names = f"worker{'s' if len(late) > 1 else ''} " + ", ".join(map(str, sorted(late)))
+        setting = "start_timeout_s" if phase == START else "timeout_s"
+        places = [f"worker {index} {place}" for index in sorted(late) if (place := self._workers[index].where())]
+        return WorkerError(
+            f"{names} of {self.size} did not finish {phase} within {timeout_s:g} s; all workers were ended. If it "
+            f"needs longer, raise {setting}" + (f" ({'; '.join(places)})" if places else "")
+        )
 
     def _fail(self, failure: LucidError, phase: str) -> NoReturn:
         self._check_alive(phase)  # another thread may have told the cause
@@ -209,7 +195,7 @@ class WorkerSet:
         try:
             self._workers[index].send(command)
         except BlockingIOError:
-            self._fail(_lateness([index], self.size, phase, self._timeout_s), phase)
+            self._fail(self._lateness([index], phase, self._timeout_s), phase)
         except OSError:
             self._fail(self._failure(index, Died(), phase), phase)
 
@@ -232,6 +218,7 @@ class WorkerSet:
                 worker.kill()
             for worker in self._workers:
                 worker.reap()
+            self._host.close()
 
     def _end(self, indices: Sequence[int], timeout_s: float) -> list[int]:
         """Let workers end in order; those that have not by then."""
@@ -239,19 +226,3 @@ class WorkerSet:
             self._workers[index].end()
         until = time.monotonic() + timeout_s
         return [index for index in indices if self._workers[index].join(max(0.0, until - time.monotonic())) is None]
-
-
-def _late(arrivals: _Arrivals, due: Mapping[int, float]) -> list[int]:
-    """Workers whose deadline has passed, though nothing is here from them."""
-    arrivals.take_in(0)
-    now, came = time.monotonic(), {index for index, _ in arrivals.here}
-    return [index for index, deadline in due.items() if deadline <= now and index not in came]
-
-
-def _lateness(late: Sequence[int], size: int, phase: str, timeout_s: float) -> WorkerError:
-    names = f"worker{'s' if len(late) > 1 else ''} " + ", ".join(map(str, sorted(late)))
-    setting = "start_timeout_s" if phase == START else "timeout_s"
-    return WorkerError(
-        f"{names} of {size} did not finish {phase} within {timeout_s:g} s; all workers were ended. If it needs longer, "
-        f"raise {setting}"
-    )

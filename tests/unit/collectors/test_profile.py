@@ -370,7 +370,7 @@ def test_a_worker_that_is_stuck_loses_its_trace_and_is_named(tmp_path, monkeypat
     monkeypatch.setattr("lucidrl.collectors.worker_set._TRACE_DEADLINE_S", 0.5)
     collector = MultiAsyncCollector([lambda: Faulty("hang"), healthy], frames_per_batch=2)
     collector.enable_profile(workers=[0], num_rollouts=9, warmup_rollouts=0, save_path=tmp_path / "trace.json")
-    collector._request(0, 4, 0)
+    collector._requests.ask(0, 4, 0)
     collector.shutdown()
     assert "collector workers [0] were busy for more than 0.5 s and killed; their traces are lost" in caplog.text
     wait_until_gone(collector.workers.pids)

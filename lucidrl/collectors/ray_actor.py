@@ -1,0 +1,149 @@
+"""What an actor of a Ray collector runs: an ordinary `Collector`, as its driver asks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from lucidrl.collectors.parts import Weights
+from lucidrl.collectors.sent_traces import SentTrace, TraceOutbox
+from lucidrl.collectors.single import Collector
+from lucidrl.collectors.worker_main import Call, CollectorWorker, Command, prepare_process
+from lucidrl.distributed.child_main import Raised, describe_error
+from lucidrl.distributed.launchers.messages import Message
+from lucidrl.distributed.launchers.rank_main import Returned
+from lucidrl.profiling.hook import ProfileSettings
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor is."""
+
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Past:
+    """What an actor goes on from that replaces another one."""
+
+    state: Mapping[str, Any] | None = None
+    """Of the other one's collector, after its last answer."""
+    calls: Sequence[Call] = ()
+    """That changed how it collects."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an actor gives back, whatever happened."""
+
+    outcome: Returned | Raised
+    place: Place
+    state: Mapping[str, Any] | None
+    """Of the collector; None if it could not be made."""
+    traces: Sequence[SentTrace]
+    """Written since the last answer."""
+
+
+class CollectorActor:
+    """A worker of a collector. Its methods do not raise: what went wrong is in the answer, by the same pickle as
+    between processes of one machine.
+
+    Args:
+        search_path: where the driver's modules are, if they are also on this machine.
+        num_threads, base_seed, stream: see `prepare_process`.
+    """
+
+    def __init__(self, search_path: Sequence[str], num_threads: int, base_seed: int, stream: int):
+        import ray
+
+        sys.path.extend(path for path in search_path if path not in sys.path)
+        node_id = ray.get_runtime_context().get_node_id()
+        self._place = Place(f"{ray.util.get_node_ip_address()} ({node_id[:8]})", os.getpid())
+        self._process = (num_threads, base_seed, stream)
+        self._traces = TraceOutbox()
+        self._news: tuple[Weights, int] | None = None
+        self._worker: CollectorWorker | None = None
+        self._failure: Raised | None = None  # to start
+
+    def start(self, shared: bytes, own: bytes, past: Past) -> Message:
+        """Make the collector, and return the specs of its env.
+
+        Args:
+            shared, own: arguments of the collector, by cloudpickle.
+        """
+        return self._answer(partial(self._start, shared, own, past))
+
+    def carry_out(self, command: Command, news: Message | None) -> Message:
+        """Carry out a command.
+
+        Args:
+            news: weights and their version, if there are newer ones than at the last call.
+        """
+        self._news = None if news is None else in_own_memory(news).content()
+        return self._answer(partial(self._carry_out, command))
+
+    def shutdown(self) -> Message:
+        """Close the env; the answer has what was recorded so far."""
+        return self._answer(self._shutdown)
+
+    def _start(self, shared: bytes, own: bytes, past: Past) -> bytes:
+        prepare_process(*self._process)
+        collector = _ActorsCollector(self._traces, {**cloudpickle.loads(shared), **cloudpickle.loads(own)})
+        worker = CollectorWorker(collector, lambda: self._news)
+        if past.state is not None:
+            collector.load_state_dict(past.state)
+        for call in past.calls:
+            worker.carry_out(call)
+        self._worker = worker
+        return worker.env_specs()
+
+    def _carry_out(self, command: Command) -> Any:
+        assert self._worker is not None
+        return self._worker.carry_out(command)
+
+    def _shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.collector.shutdown()
+
+    def _answer(self, work: Callable[[], Any]) -> Message:
+        """What came of some work, even if that was an error; one that could not start has that to say to everything."""
+        outcome: Returned | Raised
+        try:
+            outcome = self._failure or Returned(work())
+        except BaseException as error:  # SystemExit too: the driver learns of everything, and ends this actor
+            outcome = describe_error(error)
+            if self._worker is None:
+                self._failure = outcome
+        state = None if self._worker is None else self._worker.collector.state_dict()
+        answer = Answer(outcome, self._place, state, self._traces.take())
+        try:
+            return Message.of(answer)
+        except Exception as error:  # what a method returned cannot be pickled
+            return Message.of(replace(answer, outcome=describe_error(error)))
+
+
+class _ActorsCollector(Collector):
+    """Its traces are for the driver, which may be on another machine."""
+
+    def __init__(self, traces: TraceOutbox, arguments: Mapping[str, Any]):
+        self._traces = traces
+        super().__init__(**arguments)
+
+    def start_profile(self, settings: ProfileSettings, worker_idx: int) -> int | None:
+        if worker_idx in settings.workers:
+            settings = self._traces.redirected(settings, worker_idx)
+        return super().start_profile(settings, worker_idx)
+
+
+def in_own_memory(message: Message) -> Message:
+    """A copy: what comes from Ray's object store can be read only, and keeps the object there."""
+    pickled, *buffers = message.parts
+    return Message([pickled, *(np.array(buffer) for buffer in buffers)])
