@@ -569,7 +569,7 @@ ENDLESS = """
     from lucidrl.collectors import RayCollector
     from lucidrl.envs import GymEnv
 
-    collector = RayCollector([lambda: GymEnv("CartPole-v1")] * 2, frames_per_batch=200)
+    collector = RayCollector([lambda: GymEnv("CartPole-v1")] * 2, frames_per_batch=200, sync=True)
     collector.next()
     collector.enable_profile(num_rollouts=10**9, warmup_rollouts=0, save_path=os.environ["FOLDER"] + "/trace.json")
     collector.next()
