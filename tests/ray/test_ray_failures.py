@@ -51,7 +51,9 @@ def test_a_killed_rank_is_found_at_once_while_another_node_waits_for_it(group, t
 
 def test_a_hung_rank_is_found_at_the_deadline_with_where_each_node_is(group):
     text = failure_of(group, "reduce_unless", 0, 60.0, timeout_s=1.0, within_s=11)
-    assert text.startswith("ranks 0, 1 of 2 did not finish reduce_unless within 1 s; all ranks were ended.")
+    assert text.startswith(
+        "ranks 0, 1 of 2 on nodes NODE, NODE did not finish reduce_unless within 1 s; all ranks were ended."
+    )
     assert "in sleep_on" in text.partition("Rank 0 on node NODE was at")[2].partition("Rank 1")[0]
     assert "in all_reduce" in text.partition("Rank 1 on node NODE was at")[2]
 

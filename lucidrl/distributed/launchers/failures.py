@@ -78,8 +78,8 @@ def _late(late: Sequence[int], ranks: Ranks, phase: str, timeout_s: float) -> Wo
     role = ranks.labels[0].role
     setting = "start_timeout_s" if phase == START else "call_timeout_s"
     text = (
-        f"{_listed(role, late)} of {len(ranks.labels)} did not finish {phase} within {timeout_s:g} s; all {role}s were "
-        f"ended. If it needs longer, raise cluster.{setting}"
+        f"{_listed(role, late)} of {len(ranks.labels)}{_on_nodes(late, ranks)} did not finish {phase} within "
+        f"{timeout_s:g} s; all {role}s were ended. If it needs longer, raise cluster.{setting}"
     )
     reports = ranks.report(late, with_stacks=True)
     last_lines = [_last_lines(ranks.labels[number], report) for number, report in reports.items()]
@@ -87,8 +87,13 @@ def _late(late: Sequence[int], ranks: Ranks, phase: str, timeout_s: float) -> Wo
 
 
 def _named(label: RankLabel, ranks: Ranks) -> str:
-    where = f" on node {label.node}" if label.node is not None else ""
-    return f"{label.name} of {len(ranks.labels)}{where}"
+    return f"{label.name} of {len(ranks.labels)}{_on_nodes([label.rank], ranks)}"
+
+
+def _on_nodes(numbers: Sequence[int], ranks: Ranks) -> str:
+    """Where ranks are, if that is not simply this machine."""
+    nodes = list(dict.fromkeys(node for number in numbers if (node := ranks.labels[number].node) is not None))
+    return f" on node{'s' if len(nodes) > 1 else ''} {', '.join(nodes)}" if nodes else ""
 
 
 def _listed(role: str, numbers: Sequence[int]) -> str:
@@ -104,9 +109,8 @@ def _whereabouts(reports: Mapping[int, RankReport], ranks: Ranks) -> str:
     text = ""
     for number, report in reports.items():
         if report.stack:
-            label = ranks.labels[number]
-            where = f" on node {label.node}" if label.node is not None else ""
-            text += f"\n{label.name.capitalize()}{where} was at, innermost first:\n{report.stack}"
+            name = ranks.labels[number].name.capitalize()
+            text += f"\n{name}{_on_nodes([number], ranks)} was at, innermost first:\n{report.stack}"
     return text
 
 
