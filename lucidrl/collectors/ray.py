@@ -8,7 +8,7 @@ from typing import Any
 from lucidrl.collectors.batch_orders import AsyncOrder, SyncOrder
 from lucidrl.collectors.multi import MultiCollector
 from lucidrl.collectors.ray_host import RayHost
-from lucidrl.collectors.ray_resources import Options, options_by_worker
+from lucidrl.collectors.ray_options import Options, options_by_worker
 from lucidrl.collectors.worker_host import WorkerPlan
 from lucidrl.envs.creator import EnvFactory
 from lucidrl.errors import ConfigError

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import cloudpickle
-import numpy as np
 
 from lucidrl.collectors.parts import Weights
 from lucidrl.collectors.sent_traces import SentTrace, TraceOutbox
@@ -48,6 +46,8 @@ class Answer:
     place: Place
     state: Mapping[str, Any] | None
     """Of the collector; None if it could not be made."""
+    is_recording: bool
+    """Whether there is a trace that is yet to be written."""
     traces: Sequence[SentTrace]
     """Written since the last answer."""
 
@@ -57,14 +57,12 @@ class CollectorActor:
     between processes of one machine.
 
     Args:
-        search_path: where the driver's modules are, if they are also on this machine.
         num_threads, base_seed, stream: see `prepare_process`.
     """
 
-    def __init__(self, search_path: Sequence[str], num_threads: int, base_seed: int, stream: int):
+    def __init__(self, num_threads: int, base_seed: int, stream: int):
         import ray
 
-        sys.path.extend(path for path in search_path if path not in sys.path)
         node_id = ray.get_runtime_context().get_node_id()
         self._place = Place(f"{ray.util.get_node_ip_address()} ({node_id[:8]})", os.getpid())
         self._process = (num_threads, base_seed, stream)
@@ -87,7 +85,7 @@ class CollectorActor:
         Args:
             news: weights and their version, if there are newer ones than at the last call.
         """
-        self._news = None if news is None else in_own_memory(news).content()
+        self._news = None if news is None else news.writable().content()
         return self._answer(partial(self._carry_out, command))
 
     def shutdown(self) -> Message:
@@ -122,8 +120,10 @@ class CollectorActor:
             outcome = describe_error(error)
             if self._worker is None:
                 self._failure = outcome
-        state = None if self._worker is None else self._worker.collector.state_dict()
-        answer = Answer(outcome, self._place, state, self._traces.take())
+        collector = None if self._worker is None else self._worker.collector
+        state = None if collector is None else collector.state_dict()
+        is_recording = collector is not None and collector.is_profiled
+        answer = Answer(outcome, self._place, state, is_recording, self._traces.take())
         try:
             return Message.of(answer)
         except Exception as error:  # what a method returned cannot be pickled
@@ -141,9 +141,3 @@ class _ActorsCollector(Collector):
         if worker_idx in settings.workers:
             settings = self._traces.redirected(settings, worker_idx)
         return super().start_profile(settings, worker_idx)
-
-
-def in_own_memory(message: Message) -> Message:
-    """A copy: what comes from Ray's object store can be read only, and keeps the object there."""
-    pickled, *buffers = message.parts
-    return Message([pickled, *(np.array(buffer) for buffer in buffers)])

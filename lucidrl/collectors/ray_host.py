@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,12 +10,14 @@ from typing import Any
 
 from lucidrl.collectors.parts import Weights
 from lucidrl.collectors.ray_actor import CollectorActor, Past
-from lucidrl.collectors.ray_resources import Options, asked_and_free, check_room, needs
-from lucidrl.collectors.ray_session import connected
+from lucidrl.collectors.ray_options import Options, check_room, needs
 from lucidrl.collectors.ray_weights import RayWeights
 from lucidrl.collectors.ray_worker import RayArrivals, RayWorker
 from lucidrl.collectors.remote import actor_class
 from lucidrl.collectors.worker_host import WorkerPlan
+from lucidrl.distributed.launchers.driver_program import own_paths, search_path_variable
+from lucidrl.distributed.launchers.ray_connection import VARIABLE, connected
+from lucidrl.distributed.launchers.ray_resources import described, free_on_nodes
 from lucidrl.errors import ConfigError
 
 
@@ -57,10 +57,9 @@ class RayHost:
         self.weights = RayWeights(plan.weights)
         self.restarts = Restarts(max_restarts)
         self.replies, self.batches = RayArrivals(), RayArrivals()
-        self.restart_timeout_s = plan.start_timeout_s + plan.timeout_s
-        """What replaces a worker may take so long for what that one was asked for."""
+        self.timeout_s, self.start_timeout_s = plan.timeout_s, plan.start_timeout_s
         with ExitStack() as held:
-            is_own_ray = held.enter_context(connected())
+            is_own_ray = held.enter_context(connected(VARIABLE, shows_output=True))
             # As processes do, actors share the cores of a machine that is theirs alone.
             self._options = [{"num_cpus": 0 if is_own_ray else 1, **each} for each in options]
             self._actor_classes = [_actor_class(index, each) for index, each in enumerate(self._options)]
@@ -86,16 +85,19 @@ class RayHost:
     def new_actor(self, index: int, num_earlier: int) -> Any:
         """Begin to make an actor for a worker that had so many; returns its handle."""
         stream = index + num_earlier * len(self._own_arguments)  # nobody repeats what another one drew
-        search_path = [os.path.abspath(path) for path in sys.path]
-        return self._actor_classes[index].remote(search_path, *self._process, stream)
+        return self._actor_classes[index].remote(*self._process, stream)
 
     def start_actor(self, actor: Any, index: int, past: Past) -> Any:
         """Let an actor make its collector; returns the reference to its answer."""
         return actor.start.remote(self._shared_arguments, self._own_arguments[index], past)
 
-    def asked_and_free(self, index: int) -> str:
-        """What a worker needs and what there is, for an error."""
-        return asked_and_free(needs(self._options[index]))
+    def how_it_waits(self, index: int) -> str:
+        """For an error, about a worker that has not been heard of: it may be waiting for what others hold."""
+        import ray
+
+        asked = needs(self._options[index])
+        room = f" asking for {described(asked)} ({free_on_nodes(asked)})," if asked and ray.is_initialized() else ""
+        return f"not heard of yet,{room}"
 
     def _release(self) -> None:
         """Leave nothing in Ray's object store."""
@@ -105,7 +107,7 @@ class RayHost:
 
 def _actor_class(index: int, options: Options) -> Any:
     try:
-        return actor_class(CollectorActor, options)
+        return actor_class(CollectorActor, options, search_path_variable(own_paths()))
     except (ValueError, TypeError) as error:  # as Ray sees fit
         raise ConfigError(
             f"Ray refuses remote_options of worker {index}: {error}; give options that ray.remote takes for actors"

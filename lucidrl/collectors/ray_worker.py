@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lucidrl.collectors.ray_actor import Answer, Past, Place, in_own_memory
+from lucidrl.collectors.ray_actor import Answer, Past, Place
 from lucidrl.collectors.worker_main import Call, Collect, Command
 from lucidrl.distributed.child_main import Raised
 from lucidrl.distributed.launchers.rank_process import Died, Outcome
@@ -79,6 +79,8 @@ class RayWorker:
         self._lock = threading.RLock()
         self._unanswered: list[_Asked] = []  # in the order in which it was asked
         self._place: Place | None = None
+        self._is_heard_of = False  # the actor that there is now
+        self._is_recording = False
         self._past = Past()
         self._num_actors = 0
         self._num_weights = 0  # how often some were published when the actor got its own
@@ -104,8 +106,9 @@ class RayWorker:
         self._ask(command)
 
     def where(self) -> str:
-        if self._place is None:
-            return f"on no node yet, asking for {self._host.asked_and_free(self.index)}"
+        if not self._is_heard_of:
+            return self._host.how_it_waits(self.index)
+        assert self._place is not None
         return f"on node {self._place.node}, process {self._place.pid},"
 
     def how_it_ended(self) -> str:
@@ -186,18 +189,22 @@ class RayWorker:
         actor = self._host.new_actor(self.index, self._num_actors)
         self._num_actors += 1
         self._num_weights = 0
+        self._is_heard_of = False
         return actor
 
     def _taken(self, message: Any, command: Command | None) -> Outcome:
         """What an answer says, after all that comes with it was put where it belongs."""
         try:
-            answer: Answer = in_own_memory(message).content()
+            answer: Answer = message.writable().content()
         except Exception as error:
             return Raised(f"its result cannot be read here: {type(error).__name__}: {error}", "", None)
         calls = self._past.calls
         if isinstance(command, Call) and command.method in _KEPT:
             calls = [*(call for call in calls if call.method != command.method), command]
-        self._place, self._past = answer.place, Past(answer.state, calls)
+        self._place, self._is_heard_of, self._is_recording = answer.place, True, answer.is_recording
+        self._past = Past(answer.state, calls)
+        # What it was asked for before it began may still need its time; nothing else is excused.
+        self.excused_until = min(self.excused_until, time.monotonic() + self._host.timeout_s)
         for trace in answer.traces:
             trace.save(self.index)
         return answer.outcome
@@ -206,17 +213,18 @@ class RayWorker:
         """The actor is gone: another one takes its place, and is asked again, if there may be one."""
         import ray
 
-        may_be_replaced = self._place is not None and not self.has_ended
+        may_be_replaced = self._place is not None and not self.has_ended  # it has started once
         number = self._host.restarts.take_one() if may_be_replaced else None
         if number is None:
             self.cause_of_end = error.with_traceback(None)  # whose frames would keep the whole collector
             return Died()
         _log.warning(
-            "worker %d %s died (%s); another one takes its place, with the newest weights and new episodes (%s)",
+            "worker %d %s died (%s); another one takes its place, with the newest weights and new episodes (%s)%s",
             self.index,
             self.where(),
             _last_words(error),
             number,
+            "; the trace that it was recording is lost" if self._is_recording else "",
         )
         ray.kill(self._actor)  # it may only be out of reach
         self._actor = self._new_actor()
@@ -224,7 +232,7 @@ class RayWorker:
         for asked in self._unanswered:
             asked.arrivals.expect_no_more(asked)
             self._put_to_actor(asked)
-        self.excused_until = time.monotonic() + self._host.restart_timeout_s
+        self.excused_until = time.monotonic() + self._host.start_timeout_s + self._host.timeout_s
         return None
 
 

@@ -12,10 +12,9 @@ from contextlib import suppress
 
 from lucidrl.collectors.weights import SharedWeights
 from lucidrl.collectors.worker_main import Command, WorkerSettings, serve
-from lucidrl.distributed.child_main import Raised
 from lucidrl.distributed.child_process import ChildProcess
 from lucidrl.distributed.launchers.messages import Message, receive, send
-from lucidrl.distributed.launchers.rank_process import Died, Outcome
+from lucidrl.distributed.launchers.rank_process import Died, Outcome, outcome_of
 
 
 class WorkerProcess:
@@ -113,16 +112,9 @@ class WorkerProcess:
             while True:
                 for key, _ in connections.select():
                     assert isinstance(key.fileobj, socket.socket)
-                    key.data(_outcome(receive(key.fileobj)))
+                    key.data(outcome_of(receive(key.fileobj)))
         on_reply(Died())
         on_batch(Died())
-
-
-def _outcome(message: Message) -> Outcome:
-    try:
-        return message.content()
-    except Exception as error:
-        return Raised(f"its result cannot be read here: {type(error).__name__}: {error}", "", None)
 
 
 def _limit_sends(connection: socket.socket, timeout_s: float) -> None:

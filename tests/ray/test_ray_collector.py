@@ -31,7 +31,8 @@ from tests.unit.envs.faulty import healthy, one_faulty
 from tests.unit.envs.toys import Walk
 from tests.unit.profiling.reading import counts_of, read_trace
 
-NODE = r"on node [\d.]+ \([0-9a-f]{8}\), process \d+,"
+HOST = r"[\d.]+ \([0-9a-f]{8}\)"
+NODE = rf"on node {HOST}, process \d+,"
 ENDED = "all workers were ended"
 
 
@@ -359,7 +360,7 @@ def test_an_error_of_ours_keeps_its_type_and_a_start_that_fails_leaves_nothing()
     with pytest.raises(EnvironmentFailure, match="the track is closed; wait for summer") as caught:
         RayCollector([healthy, raising], frames_per_batch=2)
     assert re.match(rf"raised by worker 1 of 2 {NODE} in the start", caught.value.__notes__[-1])
-    with pytest.raises(WorkerError, match=r"worker 1 of 2 on no node yet, asking for CPU 1 .* died \(.*in the start"):
+    with pytest.raises(WorkerError, match=r"worker 1 of 2 not heard of yet, asking for CPU 1 .* died \(.*in the start"):
         RayCollector([healthy, lambda: os._exit(3)], frames_per_batch=2, max_restarts=1)
     check_all_was_given_back()
 
@@ -402,17 +403,17 @@ def soft_affinity(node_id):
     [
         (
             {"num_workers": 5},
-            r"5 workers ask Ray for CPU 5 \([\d.]+ of 4 free in the cluster\), but",
+            rf"5 workers ask Ray for CPU 5 in all, but the cluster has less: {HOST} has CPU \d of 4 free",
         ),
-        (
-            {"remote_options": {"num_cpus": 9}},
-            r"ask Ray for CPU 18 \(.*\), but no node has that much; use",
-        ),
-        ({"remote_options": {"num_gpus": 1}}, r"CPU 2 \(.*\), GPU 2 \(0 of 0 free in the cluster\), but no node has"),
-        ({"remote_options": {"resources": {"lake": 1}}}, r"lake 2 \(0 of 0 free in the cluster\), but no node has"),
+        ({"remote_options": {"num_cpus": 9}}, r"ask Ray for CPU 18 in all, but no node has enough for each: .*\. Use"),
+        ({"remote_options": {"num_cpus": 9, "scheduling_strategy": "SPREAD"}}, "no node has enough for each"),
+        ({"remote_options": {"num_gpus": 1}}, r"CPU 2, GPU 2 in all, but no node .* has CPU \d of 4 free, GPU 0 of 0"),
+        ({"remote_options": {"resources": {"lake": 1}}}, r"lake 2 in all, but no node .*, lake 0 of 0 free\. Use"),
+        ({"remote_options": {"accelerator_type": "H100"}}, r"accelerator_type:H100 0\.002 in all, but no node"),
         ({"remote_options": [{}] * 3}, "remote_options has 3 entries for 2 workers; give one mapping, or one for each"),
         ({"remote_options": [{}, 4]}, "remote_options has 4, which is no mapping"),
         ({"remote_options": {"max_restarts": 2}}, "remote_options has max_restarts, which the collector decides"),
+        ({"remote_options": {"name": "walker"}}, "remote_options has name, which the collector decides"),
         ({"remote_options": {"num_spus": 1}}, "Ray refuses remote_options of worker 0: .*num_spus"),
         (
             {"remote_options": {"runtime_env": {"env_vars": {"A": 1}}}},
@@ -433,7 +434,7 @@ def test_bad_input_is_told_at_once(arguments, message):
 
 
 def test_room_that_others_hold_is_told_within_the_time_for_the_start(shared):
-    with pytest.raises(ConfigError, match=r"CPU 3 \(2 of 4 free in the cluster\), but others hold the rest"):
+    with pytest.raises(ConfigError, match=rf"CPU 3 in all, but others hold the rest: {HOST} has CPU 2 of 4 free"):
         RayCollector([Walk] * 3, frames_per_batch=10, start_timeout_s=0.5)
 
 

@@ -77,6 +77,11 @@ def own_paths() -> list[str]:
     return list(dict.fromkeys(str(entry) for entry in entries if installed.isdisjoint([entry, *entry.parents])))
 
 
+def search_path_variable(paths: Sequence[str]) -> dict[str, str]:
+    """For a process of Ray's: it finds the program's modules before those of its node, so that all run one version."""
+    return {"PYTHONPATH": os.pathsep.join([*paths, "${PYTHONPATH}"])} if paths else {}
+
+
 def passed_variables() -> dict[str, str]:
     """Variables that change what a rank computes."""
     return {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name) and not _SECRET.search(name)}

@@ -50,8 +50,9 @@ class Message:
         return cls([pickled.getvalue(), *buffers])
 
     def writable(self) -> Message:
-        """A copy in memory of its own, as the object needs if that of the message is shared with others."""
-        return Message([np.array(part, np.uint8) for part in self.parts])
+        """A copy whose buffers are its own, as the object needs if those of the message are shared with others."""
+        pickled, *buffers = self.parts
+        return Message([pickled, *(np.array(buffer, np.uint8) for buffer in buffers)])
 
     def content(self) -> Any:
         """The object; its tensors use the memory of the message."""

@@ -7,7 +7,6 @@ agent of rank 0's node hosts the store at which all meet. Arguments go through R
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.launchers.driver_program import DriverProgram
+from lucidrl.distributed.launchers.driver_program import DriverProgram, search_path_variable
 from lucidrl.distributed.launchers.failures import START, explain_loss
 from lucidrl.distributed.launchers.interfaces import Arguments, NodeLost, RankLabel, Worker
 from lucidrl.distributed.launchers.log_folder import LogFolder, marked
@@ -111,10 +110,8 @@ def _start_agents(program: DriverProgram, cluster: ClusterConfig, room: Room, he
             "num_cpus": room.num_cpus,
             "num_gpus": room.num_gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(room.group, number),
+            "runtime_env": {"env_vars": search_path_variable(program.paths)},
         }
-        if program.paths:  # they come first: all nodes run the driver's version of the code
-            search_path = os.pathsep.join([*program.paths, "${PYTHONPATH}"])
-            options["runtime_env"] = {"env_vars": {"PYTHONPATH": search_path}}
         actor = ray.remote(NodeAgent).options(**options).remote(program)
         held.callback(_end_agent, actor)
         nodes.append(RemoteNode(actor, f"number {number}", range(number * share, (number + 1) * share)))

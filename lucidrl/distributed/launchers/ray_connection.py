@@ -23,6 +23,8 @@ from lucidrl.utils.imports import require_package
 
 LOCAL = "local"
 """The address that means a Ray started for the run."""
+VARIABLE = "RAY_ADDRESS"
+"""The address that means whatever Ray's own variable of this name says, as in a job that was submitted to a cluster."""
 
 _REACH_DEADLINE_S = 5.0
 _STATISTICS = "RAY_USAGE_STATS_ENABLED"
@@ -43,12 +45,13 @@ _connection = _Connection()
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[bool]:
+def connected(address: str | None, shows_output: bool = False) -> Iterator[bool]:
     """Be connected to Ray meanwhile; whether it is one that was started for the run.
 
     Args:
-        address: `host:port` of a cluster, `auto` for the one of this machine, `local` or None for one that is started.
-            A program that is connected already stays so, and starts none.
+        address: `host:port` of a cluster, `auto` for the one of this machine, `local` or None for one that is started;
+            `RAY_ADDRESS` for what that variable says. A program that is connected already stays so, and starts none.
+        shows_output: whether what actors print is shown here, if this is what makes the connection.
 
     Raises:
         ConfigError: if Ray is not installed, there is no cluster to be reached at the address, or the program is
@@ -59,10 +62,10 @@ def connected(address: str | None) -> Iterator[bool]:
     import ray
 
     with _connection.lock:
-        if ray.is_initialized():
+        if not ray.is_initialized():
+            _connect(address, shows_output)
+        elif address != VARIABLE:
             _check_is_at(address)
-        else:
-            _connect(address)
         _connection.users += 1
     try:
         yield _connection.own_folder is not None
@@ -73,21 +76,24 @@ def connected(address: str | None) -> Iterator[bool]:
                 _disconnect()
 
 
-def _connect(address: str | None) -> None:
+def _connect(address: str | None, shows_output: bool) -> None:
+    setting = "cluster.address"
+    if address == VARIABLE:
+        setting, address = VARIABLE, os.environ.get(VARIABLE)
     _connection.is_ours = True
     try:
-        if address is None or address == LOCAL:
+        if not address or address == LOCAL:
             # Ray's sockets are below it, and their paths must be short: not where TMPDIR may lead.
             _connection.own_folder = Path(tempfile.mkdtemp(prefix="lucidrl-ray-", dir="/tmp"))
-            _start_on_loopback(_connection.own_folder)
+            _start_on_loopback(_connection.own_folder, setting, shows_output)
         else:
-            _join(address)
+            _join(address, setting, shows_output)
     except BaseException:
         _disconnect()
         raise
 
 
-def _start_on_loopback(folder: Path) -> None:
+def _start_on_loopback(folder: Path, setting: str, shows_output: bool) -> None:
     import ray
 
     try:
@@ -95,20 +101,20 @@ def _start_on_loopback(folder: Path) -> None:
             ray.init(
                 address=LOCAL,
                 include_dashboard=False,
-                log_to_driver=False,
+                log_to_driver=shows_output,
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder),
             )
     except Exception as error:  # Ray raises plain ones
         raise WorkerError(
             f"Ray did not start on this machine: {_first_line(error)}; see whether it is overloaded or out of memory, "
-            "or start a Ray yourself and set cluster.address=auto"
+            f"or start a Ray yourself and set {setting}=auto"
         ) from error
     ip = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(ip).is_loopback:
         raise ConfigError(
             f"a Ray of version {ray.__version__} that is started here listens on {ip}, not on the loopback interface "
-            "alone; start one yourself as you see fit, and set cluster.address=auto"
+            f"alone; start one yourself as you see fit, and set {setting}=auto"
         )
 
 
@@ -133,18 +139,17 @@ def _alone() -> Iterator[None]:
             os.environ[_STATISTICS] = statistics
 
 
-def _join(address: str) -> None:
+def _join(address: str, setting: str, shows_output: bool) -> None:
     import ray
 
     try:
         if address != "auto":
             _check_reachable(address)
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, log_to_driver=shows_output, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises RuntimeError, ConnectionError, ValueError and errors of its own
         raise ConfigError(
-            f"cluster.address={address} leads to no Ray cluster that can be joined: {_first_line(error)}; start one "
-            "with `ray start --head`, run this command on one of its nodes, or unset cluster.address to have a Ray "
-            "started for the run"
+            f"{setting}={address} leads to no Ray cluster that can be joined: {_first_line(error)}; start one with "
+            f"`ray start --head`, run this on one of its nodes, or unset {setting} to have a Ray started for the run"
         ) from error
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.launchers.ray_resources import (
+    RETURN_DEADLINE_S,
+    Resources,
+    described,
+    free_on_nodes,
+    holds,
+    totals,
+)
 from lucidrl.errors import ConfigError
 
-_DEADLINE_S = 8.0
-"""What another program just gave back takes a moment to be free."""
 _SHARED_CPUS = 0.01
 """Of a worker in a Ray that was started for the run: there, as without Ray, workers share the machine's cores."""
-
-Resources = Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,11 @@ def reserved(cluster: ClusterConfig, is_own_ray: bool) -> Iterator[Room]:
     num_cpus = ranks_per_node * (cluster.num_cpus_per_worker or (_SHARED_CPUS if is_own_ray else 1))
     num_gpus = ranks_per_node * _gpus_per_worker(cluster)
     bundle = {"CPU": num_cpus, "GPU": num_gpus} if num_gpus else {"CPU": num_cpus}
-    if sum(_holds(total, bundle) for total in _totals().values()) < cluster.num_nodes:
+    if sum(holds(total, bundle) for total in totals()) < cluster.num_nodes:
         raise _no_room(cluster, bundle)
     group = placement_group([bundle] * cluster.num_nodes, strategy="STRICT_SPREAD")
     try:
-        if not group.wait(_DEADLINE_S):
+        if not group.wait(RETURN_DEADLINE_S):
             raise _no_room(cluster, bundle)
         yield Room(group, cluster.num_nodes, num_cpus, num_gpus)
     finally:
@@ -61,38 +65,13 @@ def reserved(cluster: ClusterConfig, is_own_ray: bool) -> Iterator[Room]:
 def _gpus_per_worker(cluster: ClusterConfig) -> int:
     if cluster.num_gpus_per_worker is not None:
         return cluster.num_gpus_per_worker
-    return 1 if any(total.get("GPU") for total in _totals().values()) else 0
-
-
-def _totals() -> dict[str, Resources]:
-    """Of each node that is alive, by its id."""
-    import ray
-
-    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-
-
-def _holds(resources: Resources, bundle: Resources) -> bool:
-    return all(resources.get(name, 0) >= amount for name, amount in bundle.items())
+    return 1 if any(total.get("GPU") for total in totals()) else 0
 
 
 def _no_room(cluster: ClusterConfig, bundle: Resources) -> ConfigError:
-    import ray
-    from ray._private.state import available_resources_per_node
-
-    free = available_resources_per_node()
-    nodes = [
-        f"{node['NodeManagerAddress']} ({node['NodeID'][:8]}) has "
-        + ", ".join(
-            f"{name} {free.get(node['NodeID'], {}).get(name, 0):g} of {node['Resources'].get(name, 0):g} free"
-            for name in bundle
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    asked = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
     return ConfigError(
-        f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes} asks Ray for {asked} on "
-        f"each of {cluster.num_nodes} nodes, but " + "; ".join(nodes) + ". Lower cluster.num_workers, "
-        "cluster.num_cpus_per_worker or cluster.num_gpus_per_worker, spread the workers over more cluster.num_nodes, "
-        "or end what holds the rest"
+        f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes} asks Ray for "
+        f"{described(bundle)} on each of {cluster.num_nodes} nodes, but {free_on_nodes(bundle)}. Lower "
+        "cluster.num_workers, cluster.num_cpus_per_worker or cluster.num_gpus_per_worker, spread the workers over more "
+        "cluster.num_nodes, or end what holds the rest"
     )

@@ -7,15 +7,34 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lucidrl.distributed.launchers.ray_resources import (
+    RETURN_DEADLINE_S,
+    Resources,
+    described,
+    free_on_nodes,
+    holds,
+    totals,
+)
 from lucidrl.errors import ConfigError
 
 Options = Mapping[str, Any]
 """Of `ray.remote`."""
 
-_DECIDED = ("lifetime", "max_concurrency", "max_restarts", "max_task_retries")
-"""Options that are the collector's to decide."""
-_MOST_WAIT_S = 8.0
-"""What others just gave back takes a moment to be counted as free."""
+_DECIDED = (
+    "allow_out_of_order_execution",
+    "concurrency_groups",
+    "get_if_exists",
+    "lifetime",
+    "max_concurrency",
+    "max_pending_calls",
+    "max_restarts",
+    "max_task_retries",
+    "name",
+    "namespace",
+)
+"""Options that are the collector's to decide: who the actors are, how long they live, what they do in which order."""
+_MARK = 0.001
+"""Of a resource that says no more than which kind of accelerator a node has."""
 _POLL_S = 0.1
 
 
@@ -38,16 +57,18 @@ def options_by_worker(remote_options: Options | Sequence[Options] | None, num_wo
             )
         if decided := [name for name in _DECIDED if name in options]:
             raise ConfigError(
-                f"remote_options has {decided[0]}, which the collector decides; leave it out, and say with the "
-                "argument max_restarts how many workers may be replaced"
+                f"remote_options has {decided[0]}, which the collector decides; leave it out (how many workers may be "
+                "replaced is its own argument max_restarts)"
             )
     return list(given)
 
 
-def needs(options: Options) -> dict[str, float]:
+def needs(options: Options) -> Resources:
     """What an actor with these options takes from its node."""
     named = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus"), "memory": options.get("memory")}
     wanted = {**named, **(options.get("resources") or {})}
+    if kind := options.get("accelerator_type"):
+        wanted[f"accelerator_type:{kind}"] = _MARK
     return {name: float(amount) for name, amount in wanted.items() if amount}
 
 
@@ -59,45 +80,35 @@ def check_room(options: Sequence[Options], deadline_s: float) -> None:
         ConfigError: with what is asked for and what there is.
     """
     import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    asked = [needs(each) for each in options if "scheduling_strategy" not in each]
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if not all(any(_fits(each, node) for node in nodes) for each in asked):
-        raise _no_room(options, "no node has that much")
+    asked = [
+        needs(each)
+        for each in options
+        if not isinstance(each.get("scheduling_strategy"), PlacementGroupSchedulingStrategy)
+    ]
     together = _sum(asked)
-    if not _fits(together, ray.cluster_resources()):
-        raise _no_room(options, "the cluster has less")
-    until = time.monotonic() + min(deadline_s, _MOST_WAIT_S)
-    while not _fits(together, ray.available_resources()):
+    nodes = totals()
+    if not all(any(holds(node, each) for node in nodes) for each in asked):
+        raise _no_room(len(asked), together, "no node has enough for each")
+    if not holds(_sum(nodes), together):
+        raise _no_room(len(asked), together, "the cluster has less")
+    until = time.monotonic() + min(deadline_s, RETURN_DEADLINE_S)
+    while not holds(ray.available_resources(), together):
         if time.monotonic() > until:
-            raise _no_room(options, "others hold the rest")
+            raise _no_room(len(asked), together, "others hold the rest")
         time.sleep(_POLL_S)
 
 
-def asked_and_free(asked: Mapping[str, float]) -> str:
-    """For an error."""
-    import ray
-
-    total, free = ray.cluster_resources(), ray.available_resources()
-    return ", ".join(
-        f"{name} {amount:g} ({free.get(name, 0):g} of {total.get(name, 0):g} free in the cluster)"
-        for name, amount in asked.items()
-    )
-
-
-def _no_room(options: Sequence[Options], why: str) -> ConfigError:
+def _no_room(num_workers: int, together: Resources, why: str) -> ConfigError:
     return ConfigError(
-        f"{len(options)} workers ask Ray for {asked_and_free(_sum([needs(each) for each in options]))}, but {why}; "
-        "use fewer workers, or ask for less with remote_options"
+        f"{num_workers} workers ask Ray for {described(together)} in all, but {why}: {free_on_nodes(together)}. Use "
+        "fewer workers, or ask for less with remote_options"
     )
 
 
-def _sum(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _sum(parts: Sequence[Resources]) -> Resources:
     total: Counter[str] = Counter()
     for part in parts:
         total.update(part)
     return dict(total)
-
-
-def _fits(asked: Mapping[str, float], there: Mapping[str, float]) -> bool:
-    return all(amount <= there.get(name, 0) + 1e-4 for name, amount in asked.items())  # as finely as Ray counts
