@@ -13,6 +13,7 @@ import psutil
 import pytest
 import ray
 
+from lucidrl.collectors import RayCollector
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.launchers import ray_connection
 from lucidrl.distributed.worker_group import WorkerGroup
@@ -23,6 +24,7 @@ from lucidrl.utils.config import load_config
 from tests.faults.processes import wait_until_gone
 from tests.ray.nodes import wait_for
 from tests.unit.distributed.toy_workers import Joined, Plain, run_sleeper
+from tests.unit.envs.toys import Walk
 from tests.unit.recipes.test_two_workers import SMALL, Unwatched, numbers
 
 ONE = ClusterConfig(launcher="ray", num_threads=1)
@@ -66,6 +68,15 @@ def test_an_address_where_no_cluster_is_is_refused_within_seconds(address):
     assert time.monotonic() - started < 10
     assert not ray.is_initialized()
     assert not ray_connection._connection.is_ours
+
+
+def test_a_collector_is_refused_the_cluster_that_the_variable_names_if_none_is_there(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(
+        ConfigError, match=r"RAY_ADDRESS=127.0.0.1:1 leads to no Ray cluster.*, or unset RAY_ADDRESS to"
+    ):
+        RayCollector([Walk], frames_per_batch=10)
+    assert not ray.is_initialized()
 
 
 @pytest.mark.slow
