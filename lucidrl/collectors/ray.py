@@ -26,7 +26,8 @@ class RayCollector(MultiCollector):
         collector.shutdown()
 
     If the program has not called `ray.init`, a Ray of this machine is started for it, and ended at `shutdown`; or the
-    cluster is joined that RAY_ADDRESS names. Nodes have what envs and policy import, and the same version of us.
+    cluster is joined that RAY_ADDRESS names. Nodes have the packages that envs and policy import; the program's own
+    modules are looked for where the driver has them.
 
     Args:
         create_env_fn, policy: as for `MultiCollector`.
