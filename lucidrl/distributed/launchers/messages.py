@@ -51,7 +51,7 @@ class Message:
 
     def writable(self) -> Message:
         """A copy in memory of its own, as the object needs if that of the message is shared with others."""
-        return Message([np.array(part, np.uint8) for part in self.parts])
+        return Message([np.array(np.frombuffer(part, np.uint8)) for part in self.parts])
 
     def content(self) -> Any:
         """The object; its tensors use the memory of the message."""
