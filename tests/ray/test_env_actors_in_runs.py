@@ -28,8 +28,7 @@ class KillsAnActor(Unwatched):
 
 def run(folder: Path, watcher: Unwatched, *overrides: str) -> list[dict[str, float]]:
     folder.mkdir()
-    settings = ["num_threads=1", "cluster.launcher=ray", "cluster.num_threads=1", *overrides]
-    run_grpo(load_config(GRPORunConfig, SMALL, overrides=settings), folder, watcher)
+    run_grpo(load_config(GRPORunConfig, SMALL, overrides=["num_threads=1", *overrides]), folder, watcher)
     return numbers(folder)
 
 
@@ -39,7 +38,8 @@ def test_a_run_with_actors_of_which_one_dies_is_the_run_without_them_to_the_bit(
         return [{k: v for k, v in record.items() if not k.endswith("/replaced_env_actors")} for record in records]
 
     alone = run(tmp_path / "alone", Unwatched())
-    actors = run(tmp_path / "actors", KillsAnActor(), "env.num_actors=2")
+    on_ray = ("cluster.launcher=ray", "cluster.num_threads=1", "env.num_actors=2")
+    actors = run(tmp_path / "actors", KillsAnActor(), *on_ray)
     assert without_count(actors) == without_count(alone)
     assert sum(v for record in actors for k, v in record.items() if k.endswith("/replaced_env_actors")) == 1
     logs = {path.name for path in (tmp_path / "actors" / "logs" / "env").iterdir()}
