@@ -204,3 +204,18 @@ def test_actors_for_which_there_is_no_room_beside_the_worker_are_refused(shared_
     monkeypatch.setattr(ray_placement, "_DEADLINE_S", 1.0)
     with pytest.raises(ConfigError, match=r"CPU 0 of 2 free.*\. Lower env\.num_actors, or end what holds the rest"):
         check_can_be_placed(at, num_env_actors=2)
+
+
+@pytest.mark.slow
+def test_calls_of_a_lost_node_are_answered_by_another_and_its_actor_moves(pool, cluster):
+    cluster.add_node(num_cpus=2)
+    head = cluster.head_node.all_processes["raylet"][0].process.pid
+    lost = next(actor for actor in pool._actors if psutil.Process(actor.place.pid).ppid() != head)
+    raylet = psutil.Process(lost.place.pid).ppid()
+    threading.Timer(0.5, os.kill, (raylet, signal.SIGKILL)).start()
+    started = time.monotonic()
+    with asking(pool, max_concurrency=4) as runner:
+        assert rewards(runner.step(requests("wait 1", "wait 1 ", "wait 1  ", "wait 1   "))) == [6, 7, 8, 9]
+    assert time.monotonic() - started < 10
+    asyncio.run(pool._have_started(lost.number))
+    assert pool._actors[lost.number].place.node != lost.place.node
