@@ -117,12 +117,15 @@ class EnvActors:
         message = Message.of(batch)
         while True:
             actor = min(self._actors, key=lambda actor: (actor.place is None, actor.num_calls))
+            actor.num_calls += 1
             try:
                 await self._has_started(actor)
                 answer = await self._asked(actor, message)
             except RayError as error:
                 self._replace_dead(actor, f"died ({_last_words(error)})")
                 continue
+            finally:
+                actor.num_calls -= 1
             self._num_deaths_in_a_row = 0
             return _content(answer)
 
@@ -190,7 +193,6 @@ class EnvActors:
     async def _asked(self, actor: _Actor, message: Message) -> Message:
         import ray
 
-        actor.num_calls += 1
         reference = actor.handle.step.remote(message)
         try:
             return await reference
@@ -199,8 +201,6 @@ class EnvActors:
             ray.cancel(reference)
             cancelled.add_note(f"in {actor}, whose log is {actor.log.path}")
             raise
-        finally:
-            actor.num_calls -= 1
 
     async def _settle(self, actor: _Actor) -> None:
         """Wait for an actor to give up what was cancelled, and replace one that does not."""
