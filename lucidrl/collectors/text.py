@@ -60,6 +60,7 @@ class TextCollector:
         self._order = PromptOrder(len(prompts), seed)
         self._position = 0
         self._batches = 0
+        self._num_replaced = 0
         self._rendered: dict[str, list[int]] = {}
         self._profiler = RolloutProfiler("text collector")
 
@@ -245,6 +246,7 @@ class TextCollector:
     def _rollouts(self, groups: list[list[Conversation]], extra: dict[str, float]) -> Rollouts:
         conversations = [conversation for group in groups for conversation in group]
         judged = [conversation for conversation in conversations if not conversation.is_dropped]
+        num_replaced, self._num_replaced = self.runner.num_replaced - self._num_replaced, self.runner.num_replaced
         metrics = {
             **_environment_metrics(judged),
             "reward": _mean(c.reward for c in judged),
@@ -252,6 +254,7 @@ class TextCollector:
             "answer_tokens": _mean(c.num_sampled_tokens for c in judged),
             "truncated_fraction": _mean(c.is_truncated for c in judged),
             "dropped_samples": float(len(conversations) - len(judged)),
+            "replaced_env_actors": float(num_replaced),
             "sampled_tokens": float(sum(c.num_sampled_tokens for c in conversations)),
             **extra,
         }

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -110,6 +110,15 @@ class TextRunConfig(BaseRunConfig):
     """Held-out problems."""
     tracking: TextTrackingConfig = TextTrackingConfig()
     """Records."""
+
+    @model_validator(mode="after")
+    def _actors_have_ray(self) -> Self:
+        if self.env.num_actors and not self.cluster.uses_ray:
+            raise ValueError(
+                f"env.num_actors={self.env.num_actors} asks for Ray actors, but cluster.launcher="
+                f"{self.cluster.launcher} starts no Ray; set cluster.launcher=ray, or env.num_actors=0"
+            )
+        return self
 
     @property
     def worker_names(self) -> list[str]:

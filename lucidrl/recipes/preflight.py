@@ -10,7 +10,7 @@ from rich.table import Table
 from lucidrl.data.examples import answered, load_examples
 from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.distributed.launchers.ray import check_can_be_placed
-from lucidrl.envs.text.registry import make_env, split_prompts
+from lucidrl.envs.text.registry import env_of, split_prompts
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.loading import DTYPES, ModelFacts, empty_model, model_facts, policy_tokenizer
 from lucidrl.models.policy.config import PolicyConfig
@@ -57,7 +57,7 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
     """
     check_run_can_start(config)
     if config.cluster.uses_ray:
-        check_can_be_placed(config.cluster)
+        check_can_be_placed(config.cluster, config.env.num_actors)
     policy = config.policy
     PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy)
     facts = model_facts(policy.model_name, policy.trust_remote_code)
@@ -71,7 +71,7 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
             sequence_parallel=parallel.sequence_parallel,
             custom_plan=parallel.custom_parallel_plan,
         )
-    env = make_env(config.env.name, config.env.kwargs)
+    env = env_of(config.env)
     if isinstance(config, SFTRunConfig):
         if config.data.file is not None:
             train, held_out = load_examples(config.data.file, config.data.validation_fraction)

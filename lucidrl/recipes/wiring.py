@@ -15,7 +15,9 @@ from lucidrl.data.datasets import Prompt, PromptOrder
 from lucidrl.data.examples import answered, load_examples
 from lucidrl.data.messages import supervised_example
 from lucidrl.distributed.launchers.ray_connection import connected
-from lucidrl.envs.text.registry import make_env, split_prompts
+from lucidrl.envs.text.actor_pool import EnvActors
+from lucidrl.envs.text.interfaces import TextEnv
+from lucidrl.envs.text.registry import env_of, split_prompts
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.models.generation.interfaces import GenerationInterface
 from lucidrl.models.generation.separate import SeparateGenerator
@@ -108,7 +110,7 @@ class _TextParts:
             stack.enter_context(connected(config.cluster.address))
         self._run = RunParts(config, folder, stack, watcher, resume)
         self.logger = self._run.logger
-        self._env = make_env(config.env.name, config.env.kwargs)
+        self._env = env_of(config.env)
         self.tokenizer = policy_tokenizer(config.policy)
         self.pad_id: int = self.tokenizer.pad_token_id
         self.policy = stack.enter_context(
@@ -135,7 +137,7 @@ class _TextParts:
     def collector(self, prompts: list[Prompt], config: TextCollectorConfig) -> TextCollector:
         env = self._config.env
         facts = model_facts(self._config.policy.model_name, self._config.policy.trust_remote_code)
-        runner = EnvRunner(self._env, env.deadline_s, env.max_concurrency, env.on_error)
+        runner = EnvRunner(self._judge(), env.deadline_s, env.max_concurrency, env.on_error)
         runner.state_dict()  # one that cannot be saved is refused now, and not at the first checkpoint
         collector = TextCollector(
             self._generator(),
@@ -148,6 +150,13 @@ class _TextParts:
         )
         self._stack.callback(collector.shutdown)
         return collector
+
+    def _judge(self) -> TextEnv:
+        """What judges answers: the environment itself, or its copies in actors."""
+        config = self._config
+        if not config.env.num_actors:
+            return self._env
+        return self._stack.enter_context(EnvActors(config.env, config.cluster, self._folder / LOGS_NAME / "env"))
 
     def _generator(self) -> GenerationInterface:
         """What answers prompts: the policy itself, or processes of their own."""

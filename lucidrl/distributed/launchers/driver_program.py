@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 from pathlib import Path
+from typing import Any
 
 from lucidrl.distributed.child_process import main_seen_as
 
@@ -52,6 +53,11 @@ class DriverProgram:
             main_file=told.get("init_main_from_path"),
             environment=passed_variables(),
         )
+
+    @property
+    def runtime_env(self) -> dict[str, Any]:
+        """What Ray has to know to start an actor that runs the program's modules, on any node."""
+        return {"env_vars": search_path_variable(self.paths)}
 
     def enter(self) -> None:
         """Make this process, and those that it starts, see modules, files and variables as the program does."""

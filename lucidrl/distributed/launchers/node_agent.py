@@ -103,7 +103,7 @@ class NodeAgent:
 
     def __init__(self, program: DriverProgram):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the driver decides
-        _end_with_node()
+        end_with_node()
         program.enter()
         self._program = program
         self._listener: socket.socket | None = None
@@ -174,8 +174,11 @@ class NodeAgent:
         return news
 
 
-def _end_with_node() -> None:
-    """Ray lets an actor whose node is gone work on until the rest of the cluster has noticed, and forgets it then."""
+def end_with_node() -> None:
+    """End this process, an actor, with its node.
+
+    Ray lets an actor whose node is gone work on until the rest of the cluster has noticed, and forgets it then.
+    """
     node = os.getppid()
 
     def watch() -> None:

@@ -52,7 +52,7 @@ def serve(connection: socket.socket, settings: RankSettings) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the driver decides
     end_with_driver(settings.die_with_starting_thread)
-    _redirect_output(settings.log_path)
+    redirect_output(settings.log_path)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # the driver asks where this rank hangs
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -89,7 +89,7 @@ def serve(connection: socket.socket, settings: RankSettings) -> None:
         worker.shutdown()
 
 
-def _redirect_output(path: Path) -> None:
+def redirect_output(path: Path) -> None:
     """Send what Python and native code write to the log, line by line."""
     with path.open("ab") as log:
         os.dup2(log.fileno(), 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.launchers.driver_program import DriverProgram, search_path_variable
+from lucidrl.distributed.launchers.driver_program import DriverProgram
 from lucidrl.distributed.launchers.failures import START, explain_loss
 from lucidrl.distributed.launchers.interfaces import Arguments, NodeLost, RankLabel, Worker
 from lucidrl.distributed.launchers.log_folder import LogFolder, marked
@@ -22,7 +22,7 @@ from lucidrl.distributed.launchers.node_agent import NodeAgent, NodePlan, NodeSt
 from lucidrl.distributed.launchers.processes import ProcessLauncher
 from lucidrl.distributed.launchers.rank_environment import LOOPBACK
 from lucidrl.distributed.launchers.ray_connection import LOCAL, connected
-from lucidrl.distributed.launchers.ray_placement import Room, reserved
+from lucidrl.distributed.launchers.ray_placement import Room, reserved, reserved_for_actors
 from lucidrl.distributed.launchers.remote_ranks import RemoteNode, RemoteRanks, answer_of
 from lucidrl.profiling.settings import FOLDER_VARIABLE, traces_folder
 from lucidrl.utils import nsys
@@ -64,8 +64,8 @@ class RayProcesses(ProcessLauncher):
         super().__init__(start_ranks, log_dir, worker_class, arguments, cluster.start_timeout_s)
 
 
-def check_can_be_placed(cluster: ClusterConfig) -> None:
-    """Refuse workers for which there is no room in a cluster that is there; nothing is started.
+def check_can_be_placed(cluster: ClusterConfig, num_env_actors: int = 0) -> None:
+    """Refuse workers for which there is no room in a cluster that is there, beside each other; nothing is started.
 
     Raises:
         ConfigError: if Ray is not installed, not to be reached, or too small.
@@ -73,7 +73,9 @@ def check_can_be_placed(cluster: ClusterConfig) -> None:
     require_package("ray", "cluster.launcher=ray")
     if cluster.address not in (None, LOCAL):
         with connected(cluster.address) as is_own_ray, reserved(cluster, is_own_ray):
-            pass
+            if num_env_actors:
+                with reserved_for_actors(num_env_actors, is_own_ray):
+                    pass
 
 
 def _start_ranks(cluster: ClusterConfig, logs: LogFolder, role: str, name: str) -> RemoteRanks:
@@ -110,7 +112,7 @@ def _start_agents(program: DriverProgram, cluster: ClusterConfig, room: Room, he
             "num_cpus": room.num_cpus,
             "num_gpus": room.num_gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(room.group, number),
-            "runtime_env": {"env_vars": search_path_variable(program.paths)},
+            "runtime_env": program.runtime_env,
         }
         actor = ray.remote(NodeAgent).options(**options).remote(program)
         held.callback(_end_agent, actor)

@@ -1,8 +1,8 @@
-"""Room for ranks on the nodes of a Ray cluster: asked for as a whole, and had or refused within seconds."""
+"""Room for ranks and actors on the nodes of a Ray cluster: asked for as a whole, and had or refused within seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,20 +43,68 @@ def reserved(cluster: ClusterConfig, is_own_ray: bool) -> Iterator[Room]:
     Raises:
         ConfigError: if there is no such room, with what was asked for and what is there.
     """
-    import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
-
     ranks_per_node = cluster.ranks_per_node
     num_cpus = ranks_per_node * (cluster.num_cpus_per_worker or (_SHARED_CPUS if is_own_ray else 1))
     num_gpus = ranks_per_node * _gpus_per_worker(cluster)
     bundle = {"CPU": num_cpus, "GPU": num_gpus} if num_gpus else {"CPU": num_cpus}
-    if sum(holds(total, bundle) for total in totals()) < cluster.num_nodes:
-        raise _no_room(cluster, bundle)
-    group = placement_group([bundle] * cluster.num_nodes, strategy="STRICT_SPREAD")
+    num_possible = sum(holds(total, bundle) for total in totals())
+    request = _Request(
+        [bundle] * cluster.num_nodes,
+        "STRICT_SPREAD",
+        f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes} asks Ray for "
+        f"{described(bundle)} on each of {cluster.num_nodes} nodes",
+        "Lower cluster.num_workers, cluster.num_cpus_per_worker or cluster.num_gpus_per_worker, spread the workers "
+        "over more cluster.num_nodes",
+    )
+    with _held(request, num_possible >= cluster.num_nodes) as group:
+        yield Room(group, cluster.num_nodes, num_cpus, num_gpus)
+
+
+@contextmanager
+def reserved_for_actors(count: int, is_own_ray: bool) -> Iterator[Any]:
+    """Hold room for actors of an environment meanwhile, spread over the nodes that have it.
+
+    Yields:
+        Ray's placement group, with a bundle for each actor.
+
+    Raises:
+        ConfigError: if there is no such room, with what was asked for and what is there.
+    """
+    bundle = {"CPU": _SHARED_CPUS if is_own_ray else 1.0}
+    num_possible = sum(int(total.get("CPU", 0) / bundle["CPU"]) for total in totals())
+    asked = f"env.num_actors={count} asks Ray for {described(bundle)} for each actor"
+    request = _Request([bundle] * count, "SPREAD", asked, "Lower env.num_actors")
+    with _held(request, num_possible >= count) as group:
+        yield group
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is asked for, and what its refusal says of it."""
+
+    bundles: Sequence[Resources]
+    strategy: str
+    asked: str
+    remedy: str
+
+
+@contextmanager
+def _held(request: _Request, is_possible: bool) -> Iterator[Any]:
+    """Ray's placement group, there meanwhile.
+
+    Args:
+        is_possible: whether the nodes could hold it if they were empty.
+    """
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    if not is_possible:
+        raise _no_room(request)
+    group = placement_group([dict(bundle) for bundle in request.bundles], strategy=request.strategy)
     try:
         if not group.wait(RETURN_DEADLINE_S):
-            raise _no_room(cluster, bundle)
-        yield Room(group, cluster.num_nodes, num_cpus, num_gpus)
+            raise _no_room(request)
+        yield group
     finally:
         if ray.is_initialized():  # the program may have left Ray before
             remove_placement_group(group)
@@ -68,10 +116,7 @@ def _gpus_per_worker(cluster: ClusterConfig) -> int:
     return 1 if any(total.get("GPU") for total in totals()) else 0
 
 
-def _no_room(cluster: ClusterConfig, bundle: Resources) -> ConfigError:
+def _no_room(request: _Request) -> ConfigError:
     return ConfigError(
-        f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes} asks Ray for "
-        f"{described(bundle)} on each of {cluster.num_nodes} nodes, but {free_on_nodes(bundle)}. Lower "
-        "cluster.num_workers, cluster.num_cpus_per_worker or cluster.num_gpus_per_worker, spread the workers over more "
-        "cluster.num_nodes, or end what holds the rest"
+        f"{request.asked}, but {free_on_nodes(request.bundles[0])}. {request.remedy}, or end what holds the rest"
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from lucidrl.utils.config import Config
 
@@ -29,3 +29,18 @@ class EnvConfig(Config):
     """Most calls of the environment at a time; a batch is spread evenly over them."""
     on_error: OnError = "fail"
     """What a sample that cannot be judged does: `fail` stops the run, `drop` leaves it out and counts it."""
+    num_actors: NonNegativeInt = 0
+    """Ray actors, each with a copy of the environment, over which its calls are spread; 0, it runs in this program.
+    Needs `cluster.launcher=ray`."""
+    max_restarts: NonNegativeInt = 3
+    """Most actors that are replaced in a row, without an answered call in between; when one more dies, the run stops,
+    whatever `on_error` says."""
+
+    @model_validator(mode="after")
+    def _every_actor_has_calls(self) -> Self:
+        if self.num_actors > self.max_concurrency:
+            raise ValueError(
+                f"num_actors={self.num_actors} is more than max_concurrency={self.max_concurrency}, the most calls at "
+                "a time, so that some would have nothing to do; raise max_concurrency or lower num_actors"
+            )
+        return self

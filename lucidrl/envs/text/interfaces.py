@@ -44,7 +44,9 @@ class TextEnv(Protocol):
     """Judges answers. Requests carry all state of a conversation, so that any batch may be asked in any order.
 
     `step` returns one reply for each request, in their order. Calls overlap on one event loop: blocking work belongs
-    in `asyncio.to_thread`. A call that failed may be asked again, row by row.
+    in `asyncio.to_thread`. A call that failed may be asked again, row by row. One that raises EnvironmentFailure says
+    that the environment as a whole cannot go on, and ends the run. One that is cancelled at its deadline may add a note
+    to the cancellation, which the error repeats.
     """
 
     async def step(self, batch: Sequence[EnvRequest]) -> Sequence[EnvReply]: ...
@@ -55,6 +57,19 @@ class PromptSource(Protocol):
     """An environment that brings its own prompts; any other takes them from a file."""
 
     def prompts(self) -> Sequence[Prompt]: ...
+
+
+@runtime_checkable
+class HostedEnv(Protocol):
+    """An environment that lives in processes of its own, of which some may end and be replaced."""
+
+    name: str
+    """What errors call it."""
+    num_replaced: int
+    """Processes that took the place of others so far."""
+
+    async def ready(self) -> None:
+        """Wait until it can be asked: the deadline of a call is not for the start of a process."""
 
 
 @runtime_checkable

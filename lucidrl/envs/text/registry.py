@@ -13,7 +13,7 @@ from lucidrl.data.datasets import Prompt, load_prompts, split
 from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
-from lucidrl.envs.text.interfaces import PromptSource, TextEnv
+from lucidrl.envs.text.interfaces import PromptSource, StatefulEnv, TextEnv
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.utils.config import Config, validate
 from lucidrl.utils.imports import import_user_module
@@ -52,6 +52,22 @@ def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
         raise ConfigError(
             f"{name} cannot be made with kwargs {dict(kwargs)}: {type(error).__name__}: {error}"
         ) from error
+
+
+def env_of(config: EnvConfig) -> TextEnv:
+    """The environment of a run, made here.
+
+    Raises:
+        ConfigError: as `make_env`; and for one that is to have copies in actors, but keeps something.
+    """
+    env = make_env(config.name, config.kwargs)
+    if config.num_actors and isinstance(env, StatefulEnv):
+        raise ConfigError(
+            f"env.num_actors={config.num_actors} needs an environment that keeps nothing, but {config.name} has a "
+            "state_dict: every actor would have a state of its own, and lose it if it died; set env.num_actors=0, or "
+            "take state_dict out"
+        )
+    return env
 
 
 def split_prompts(env: TextEnv, config: EnvConfig) -> tuple[list[Prompt], list[Prompt]]:

@@ -10,12 +10,12 @@ import numbers
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 from lucidrl.envs.text.config import OnError
-from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, StatefulEnv, TextEnv
+from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, HostedEnv, StatefulEnv, TextEnv
 from lucidrl.envs.text.loop_thread import LoopThread
 from lucidrl.errors import CheckpointError, EnvironmentFailure
 
@@ -35,7 +35,7 @@ class _Failure:
     """The requests asked together; any of them may be at fault."""
     error: BaseException | None = None
     in_company: bool = False
-    """Whether the loop was blocked while other calls ran on it: any of them may be at fault."""
+    """Whether a loop or process was blocked while other calls ran on it: any of them may be at fault."""
 
 
 _Verdict = EnvReply | _Failure
@@ -47,7 +47,8 @@ class EnvRunner:
     A call that raises, exceeds the deadline or returns the wrong number of replies fails for all its samples. With
     `on_error="fail"` that is raised at once. With "drop" the samples are asked again one by one, so that a bad one
     costs its neighbours nothing; those that still fail are left out. A call that blocks the loop cannot be stopped:
-    it is left behind in its daemon thread, and a new loop takes over.
+    it is left behind in its daemon thread, and a new loop takes over. An EnvironmentFailure is of the environment as a
+    whole, and always raised.
 
     Attributes:
         counts: dropped samples by cause: raised, deadline, bad_reply, bad_reward.
@@ -56,17 +57,23 @@ class EnvRunner:
     def __init__(self, env: TextEnv, deadline_s: float, max_concurrency: int, on_error: OnError) -> None:
         self.counts: Counter[Cause] = Counter()
         self._env = env
-        self._env_name = type(env).__name__
+        self._env_name = env.name if isinstance(env, HostedEnv) else type(env).__name__
         self._deadline_s = deadline_s
         self._max_concurrency = max_concurrency
         self._on_error = on_error
         self._loop: LoopThread | None = self._new_loop()
 
+    @property
+    def num_replaced(self) -> int:
+        """Processes of the environment that took the place of others so far."""
+        return self._env.num_replaced if isinstance(self._env, HostedEnv) else 0
+
     def step(self, requests: Sequence[EnvRequest]) -> list[EnvReply | None]:
         """Replies in the order of the requests; None for a dropped one.
 
         Raises:
-            EnvironmentFailure: with `on_error="fail"`, naming environment, samples, turn and cause.
+            EnvironmentFailure: with `on_error="fail"`, naming environment, samples, turn and cause; with any, if the
+                environment raises it.
         """
         verdicts = self._ask(_even_chunks(requests, self._max_concurrency))
         if self._on_error == "fail":
@@ -149,6 +156,7 @@ class EnvRunner:
         """Make the calls concurrently; the verdicts of all their requests, in order."""
         if self._loop is None:
             raise RuntimeError("the EnvRunner is closed; make a new one to step the environment")
+        self._wait_until_ready()
         futures = [self._loop.submit(self._call(call)) for call in calls]
         _, unanswered = wait(futures, timeout=self._deadline_s + _GRACE_S)
         if unanswered:
@@ -161,17 +169,39 @@ class EnvRunner:
                 verdicts += [failure] * len(call)
             else:
                 verdicts += future.result()
-        return verdicts
+        return self._with_company(verdicts, len(calls)) if self._on_error == "drop" else verdicts
+
+    def _with_company(self, verdicts: list[_Verdict], num_calls: int) -> list[_Verdict]:
+        """Mark late calls of which some may only have waited for another, in a process that turns out to be stuck."""
+        late = [isinstance(verdict, _Failure) and verdict.cause == "deadline" for verdict in verdicts]
+        if num_calls == 1 or not any(late):
+            return verdicts
+        num_before = self.num_replaced
+        self._wait_until_ready()
+        if self.num_replaced == num_before:
+            return verdicts
+        return [
+            replace(verdict, in_company=True) if isinstance(verdict, _Failure) and is_late else verdict
+            for verdict, is_late in zip(verdicts, late, strict=True)
+        ]
+
+    def _wait_until_ready(self) -> None:
+        if isinstance(self._env, HostedEnv):
+            assert self._loop is not None
+            self._loop.submit(self._env.ready()).result()
 
     async def _call(self, call: Sequence[EnvRequest]) -> list[_Verdict]:
         deadline = asyncio.timeout(self._deadline_s)
         try:
             async with deadline:
                 replies = await self._env.step(call)
+        except EnvironmentFailure:
+            raise
         # The last two would otherwise end the task or the loop, and the caller would wait for the deadline.
         except (Exception, asyncio.CancelledError, SystemExit) as error:
             if deadline.expired():
-                failure = _Failure("deadline", self._late(), call)
+                notes = getattr(error.__cause__, "__notes__", [])
+                failure = _Failure("deadline", self._late("".join(f" {note}" for note in notes)), call)
             else:
                 failure = _Failure("raised", f"raised {type(error).__name__}: {error}", call, error)
             return [failure] * len(call)

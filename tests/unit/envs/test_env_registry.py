@@ -5,7 +5,7 @@ import pytest
 
 from lucidrl.envs.text.arithmetic import ArithmeticEnv
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.envs.text.registry import make_env, split_prompts
+from lucidrl.envs.text.registry import env_of, make_env, split_prompts
 from lucidrl.errors import ConfigError
 
 USER_MODULE = """
@@ -17,6 +17,13 @@ class Judge:
 
     async def step(self, batch):
         return [EnvReply(1.0) for _ in batch]
+
+class Curriculum(Judge):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
 
 class Blocking:
     def step(self, batch):
@@ -57,7 +64,7 @@ def test_a_users_class_is_found_in_the_working_directory(user_folder):
         ("my_jugdes:Judge", {}, "no module my_jugdes"),
         ("my_needy:Judge", {}, "my_needy needs package_that_is_not_there"),
         ("my_broken:Judge", {}, "ZeroDivisionError"),
-        ("my_judges:Jugde", {}, "no class Jugde; it defines Judge, Blocking"),
+        ("my_judges:Jugde", {}, "no class Jugde; it defines Judge, Curriculum, Blocking"),
         ("my_judges:Blocking", {}, "async def step"),
         ("my_judges:Judge", {"leniency": 1}, "leniency"),
     ],
@@ -65,6 +72,14 @@ def test_a_users_class_is_found_in_the_working_directory(user_folder):
 def test_an_environment_that_cannot_be_made_says_why(user_folder, name, kwargs, complaint):
     with pytest.raises(ConfigError, match=complaint):
         make_env(name, kwargs)
+
+
+def test_an_environment_that_keeps_something_has_no_copies_in_actors(user_folder):
+    config = EnvConfig(name="my_judges:Curriculum")
+    assert type(env_of(config)).__name__ == "Curriculum"
+    with pytest.raises(ConfigError, match=r"env\.num_actors=2 needs an environment that keeps nothing.*=0, or take"):
+        env_of(config.model_copy(update={"num_actors": 2}))
+    assert type(env_of(EnvConfig(name="my_judges:Judge", num_actors=2))).__name__ == "Judge"
 
 
 def test_an_environments_own_prompts_are_split():

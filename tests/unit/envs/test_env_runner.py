@@ -318,3 +318,50 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused(state):
     env.calls = state
     with make_runner(env) as runner, pytest.raises(EnvironmentFailure, match="gives no state that can be saved"):
         runner.state_dict()
+
+
+class HostedElsewhere(ScriptedEnv):
+    """Its process takes longer to start than a call may; it is stuck with all its calls if one of them blocks."""
+
+    name = "elsewhere"
+
+    def __init__(self):
+        super().__init__()
+        self.num_replaced = 0
+        self.is_stuck = False
+
+    async def ready(self):
+        if self.is_stuck:
+            await asyncio.sleep(0.5)
+            self.is_stuck, self.num_replaced = False, self.num_replaced + 1
+
+    async def step(self, batch):
+        if any(request.answer == "end" for request in batch):
+            raise EnvironmentFailure("elsewhere is no more")
+        self.is_stuck |= any(request.answer == "hang" for request in batch)
+        try:
+            while self.is_stuck:
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError as cancelled:
+            cancelled.add_note("in a cellar")
+            raise
+        return await super().step(batch)
+
+
+def test_an_environment_that_cannot_go_on_stops_the_run_whatever_becomes_of_samples():
+    with make_runner(HostedElsewhere()) as runner, pytest.raises(EnvironmentFailure, match=r"^elsewhere is no more$"):
+        runner.step(make_requests("a", "end"))
+
+
+def test_a_late_call_is_told_with_where_it_was():
+    complaint = r"elsewhere\.step exceeded its deadline of 0\.2 s in a cellar \(sample s0, turn 1\)"
+    with make_runner(HostedElsewhere(), "fail") as runner, pytest.raises(EnvironmentFailure, match=complaint):
+        runner.step(make_requests("hang"))
+
+
+def test_a_sample_that_is_stuck_with_its_process_costs_others_neither_their_reply_nor_their_time():
+    env = HostedElsewhere()
+    with make_runner(env) as runner:
+        assert rewards(runner.step(make_requests("a", "aa", "hang", "aaaa"))) == [1, 2, None, 4]
+        assert runner.counts == Counter(deadline=1)
+        assert runner.num_replaced == env.num_replaced == 3  # the call, its samples beside each other, the sample alone

@@ -200,3 +200,16 @@ def test_the_annealing_of_a_preset_follows_the_number_of_steps():
 def test_a_wrong_setting_of_a_control_run_is_named(override, said):
     message = refusal(override, schema=PPORunConfig)
     assert all(part in message for part in said), message
+
+
+@pytest.mark.parametrize("schema", [GRPORunConfig, SFTRunConfig])
+def test_actors_of_the_environment_need_ray_and_calls(schema):
+    text = refusal("env.num_actors=2", schema=schema)
+    assert (
+        "env.num_actors=2 asks for Ray actors, but cluster.launcher=auto starts no Ray; set cluster.launcher=ray"
+        in text
+    )
+    text = refusal("env.num_actors=9", "cluster.launcher=ray", schema=schema)
+    assert "num_actors=9 is more than max_concurrency=8" in text
+    config = load_config(schema, overrides=["env.num_actors=2", "cluster.address=auto"])
+    assert (config.env.num_actors, config.env.max_restarts) == (2, 3)
