@@ -2,7 +2,7 @@
 
 A Ray that is started for the run listens on the loopback interface only, has no dashboard and tells nobody of its use;
 its files are in a folder of its own. A cluster that was there before is left as it was, and so is a connection that the
-program itself has made.
+program itself has made; one that strangers could use is joined only if that was asked for.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lucidrl.distributed.launchers.own_folder import OwnFolder
+from lucidrl.distributed.launchers.ray_dashboard import open_dashboard
 from lucidrl.errors import ConfigError, WorkerError
 from lucidrl.utils.imports import require_package
 
@@ -35,7 +35,7 @@ class _Connection:
         self.lock = threading.Lock()
         self.users = 0
         self.is_ours = False
-        self.own_folder: Path | None = None
+        self.own_folder: OwnFolder | None = None
         """Of a Ray that was started for the run."""
 
 
@@ -43,16 +43,17 @@ _connection = _Connection()
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[bool]:
+def connected(address: str | None, allow_open_dashboard: bool = False) -> Iterator[bool]:
     """Be connected to Ray meanwhile; whether it is one that was started for the run.
 
     Args:
         address: `host:port` of a cluster, `auto` for the one of this machine, `local` or None for one that is started.
             A program that is connected already stays so, and starts none.
+        allow_open_dashboard: join also a cluster with a dashboard that other machines reach without a token.
 
     Raises:
-        ConfigError: if Ray is not installed, there is no cluster to be reached at the address, or the program is
-            connected to another one.
+        ConfigError: if Ray is not installed, there is no cluster to be reached at the address, its dashboard is open,
+            or the program is connected to another one.
         WorkerError: if the one to be started does not start.
     """
     require_package("ray", "cluster.launcher=ray")
@@ -62,7 +63,7 @@ def connected(address: str | None) -> Iterator[bool]:
         if ray.is_initialized():
             _check_is_at(address)
         else:
-            _connect(address)
+            _connect(address, allow_open_dashboard)
         _connection.users += 1
     try:
         yield _connection.own_folder is not None
@@ -73,15 +74,16 @@ def connected(address: str | None) -> Iterator[bool]:
                 _disconnect()
 
 
-def _connect(address: str | None) -> None:
+def _connect(address: str | None, allow_open_dashboard: bool) -> None:
     _connection.is_ours = True
     try:
         if address is None or address == LOCAL:
-            # Ray's sockets are below it, and their paths must be short: not where TMPDIR may lead.
-            _connection.own_folder = Path(tempfile.mkdtemp(prefix="lucidrl-ray-", dir="/tmp"))
-            _start_on_loopback(_connection.own_folder)
+            _connection.own_folder = OwnFolder()
+            _start_on_loopback(_connection.own_folder.path)
         else:
             _join(address)
+            if not allow_open_dashboard:
+                _check_dashboard(address)
     except BaseException:
         _disconnect()
         raise
@@ -148,6 +150,17 @@ def _join(address: str) -> None:
         ) from error
 
 
+def _check_dashboard(address: str) -> None:
+    dashboard = open_dashboard()
+    if dashboard is not None:
+        raise ConfigError(
+            f"cluster.address={address} is a Ray cluster whose dashboard answers other machines, at {dashboard}, and "
+            "asks for no token: whoever reaches it can run programs on all nodes. Start the cluster with "
+            "--dashboard-host=127.0.0.1, or with RAY_AUTH_MODE=token on all nodes; in a network where everybody may do "
+            "that, set cluster.allow_open_dashboard=true"
+        )
+
+
 def _check_is_at(address: str | None) -> None:
     """Refuse the address of another cluster than the one that the program is connected to: it can be in one only."""
     import ray
@@ -175,7 +188,7 @@ def _disconnect() -> None:
         ray.shutdown()
     folder, _connection.own_folder, _connection.is_ours = _connection.own_folder, None, False
     if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
 
 
 def _first_line(error: Exception) -> str:
