@@ -14,12 +14,11 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -45,8 +44,6 @@ from tests.faults.test_resume_after_kill import SETTINGS, Unwatched  # noqa: E40
 STEPS, STRUCK_STEP = 4, 3
 DEADLINE_S = 5.0
 """Of a call, where something hangs."""
-LONGEST_S = 120.0
-"""Of a command."""
 CLEANUP_S = 15.0
 """After its end; what is there then is left."""
 COMMON = (
@@ -189,41 +186,6 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-def command_of(folder: Path, settings: tuple[str, ...]) -> list[str]:
-    no_preset = folder.with_suffix(".yaml")
-    no_preset.write_text("seed: 0\n")
-    code = "from tests.faults.striking import main; main()"
-    place = (f"run.root={folder.parent}", f"run.name={folder.name}")
-    return [sys.executable, "-c", code, "grpo", "--config", str(no_preset), *settings, *place]
-
-
-@contextmanager
-def struck(row: Row, folder: Path, settings: tuple[str, ...], head_pid: int) -> Iterator[subprocess.Popen[str]]:
-    """The command, which will be hit."""
-    call = 1 if row.phase == "start" else STRUCK_STEP
-    environment = {
-        "PYTHONPATH": str(ROOT),
-        "LUCIDRL_STRIKE": f"{row.phase}:{call}",
-        "LUCIDRL_STRIKE_BY": row.blow,
-        "LUCIDRL_STRIKE_NOTE": str(folder.with_suffix(".note")),
-        striking.SPARED: str(head_pid),
-    }
-    command = subprocess.Popen(
-        command_of(folder, settings),
-        env={**os.environ, **environment},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield command
-    finally:
-        command.kill()
-        command.wait()
-
-
 def resumed(folder: Path, settings: tuple[str, ...], resume: bool = True) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
     run_grpo(load_config(GRPORunConfig, overrides=list(settings)), folder, Unwatched(), resume)
@@ -233,10 +195,11 @@ def resumed(folder: Path, settings: tuple[str, ...], resume: bool = True) -> dic
 def measured(row: Row, machine: Machine, folder: Path, settings: tuple[str, ...], whole: dict[str, str]) -> Outcome:
     memory = shared_memory()
     deadline = (f"cluster.call_timeout_s={DEADLINE_S}",) if row.hangs else ()
-    with struck(row, folder, (*settings, *deadline), machine.head_pid) as command:
-        output, _ = command.communicate(timeout=LONGEST_S)
+    call = 1 if row.phase == "start" else STRUCK_STEP
+    told = [*settings, *deadline]
+    struck = striking.run_struck(folder, told, row.phase, call, row.blow, spared_pid=machine.head_pid)
     ended = time.time()
-    note = json.loads(folder.with_suffix(".note").read_text())
+    note = json.loads(striking.note_of(folder).read_text())
     if row.blow == "SIGSTOP of a node":  # nobody can end what is frozen; it has to end when it wakes
         for pid in note["pids"]:
             with suppress(ProcessLookupError):
@@ -244,18 +207,18 @@ def measured(row: Row, machine: Machine, folder: Path, settings: tuple[str, ...]
     left = machine.left(note["pids"] if row.blow.endswith("rank") else [], memory)
     if row.blow.endswith("node"):
         machine.renew()
-    said = output if row.blow == "Ctrl-C" else output.partition("error: ")[2]
-    announced = [step for step in range(1, STEPS + 1) if f"saved step {step}" in output]
+    error = struck.stdout.partition("error: ")[2]
+    announced = max([step for step in range(1, STEPS + 1) if f"saved step {step}" in struck.stdout], default=0)
     checkpoint = CheckpointManager(folder / "checkpoints").latest() if (folder / "checkpoints").exists() else None
     saved = checkpoint.step if checkpoint is not None else 0
     return Outcome(
         row=row.name,
         seconds=ended - note["time"] - (DEADLINE_S if row.hangs else 0.0),
-        exit_code=command.returncode,
-        unsaid=[] if row.blow == "Ctrl-C" else [text for text in row.expected() if text not in said],
+        exit_code=struck.returncode,
+        unsaid=[] if row.blow == "Ctrl-C" else [text for text in row.expected() if text not in error],
         left=left,
         saved_step=saved or None,
-        lost_steps=max([*announced, 0]) - min(saved, max([*announced, 0])),
+        lost_steps=max(0, announced - saved),
         is_resumed_to_the_bit=resumed(folder, settings) == whole if saved else None,
     )
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import psutil
 
 from lucidrl.models.policy import dtensor_policy_worker
 
+ROOT = Path(__file__).parents[2]
 PHASES = {
     "start": "__init__",
     "generate": "generate",
@@ -33,6 +36,7 @@ DRIVER = "LUCIDRL_STRIKE_DRIVER"
 SPARED = "LUCIDRL_STRIKE_SPARED"
 """Process of the node that has to stay: the one to which the command is connected."""
 
+_LONGEST_S = 180.0
 _calls: Counter[str] = Counter()
 
 
@@ -138,6 +142,37 @@ def use_striking_workers() -> None:
     from lucidrl.models.policy import policy
 
     policy.DTensorPolicyWorker = DTensorPolicyWorker  # type: ignore[misc]
+
+
+def run_struck(
+    folder: Path, settings: Sequence[str], phase: str, call: int, blow: str, *, spared_pid: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """`lucidrl grpo` in a run folder, with a terminal of its own as it were."""
+    no_preset = folder.with_suffix(".yaml")
+    no_preset.write_text("seed: 0\n")
+    command = [sys.executable, "-c", f"from {__name__} import main; main()", "grpo", "--config", str(no_preset)]
+    command += [*settings, f"run.root={folder.parent}", f"run.name={folder.name}"]
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "LUCIDRL_STRIKE": f"{phase}:{call}",
+        "LUCIDRL_STRIKE_BY": blow,
+        "LUCIDRL_STRIKE_NOTE": str(note_of(folder)),
+        SPARED: str(spared_pid),
+    }
+    return subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        timeout=_LONGEST_S,
+    )
+
+
+def note_of(folder: Path) -> Path:
+    return folder.with_suffix(".note")
 
 
 def main() -> None:
