@@ -59,7 +59,8 @@ class RayHost:
         self.replies, self.batches = RayArrivals(), RayArrivals()
         self.timeout_s, self.start_timeout_s = plan.timeout_s, plan.start_timeout_s
         with ExitStack() as held:
-            is_own_ray = held.enter_context(connected(VARIABLE, shows_output=True))
+            # Who names a cluster by the variable has asked for it as it is, as with `ray.init`.
+            is_own_ray = held.enter_context(connected(VARIABLE, allow_open_dashboard=True, shows_output=True))
             # As processes do, actors share the cores of a machine that is theirs alone.
             self._options = [{"num_cpus": 0 if is_own_ray else 1, **each} for each in options]
             self._actor_classes = [_actor_class(index, each) for index, each in enumerate(self._options)]

@@ -25,6 +25,8 @@ class ClusterConfig(Config):
     address: str | None = None
     """Ray cluster: `auto` for the one of this machine, `host:port` of its head, run on one of its nodes; `local` or
     unset, a Ray of this machine is started for the run and ended with it."""
+    allow_open_dashboard: bool = False
+    """Join also a cluster with a dashboard that other machines reach without a token: who does can run programs."""
     num_nodes: PositiveInt = 1
     """Nodes of the Ray cluster over which the workers are spread, equally many on each."""
     num_cpus_per_worker: PositiveFloat | None = None
@@ -61,6 +63,7 @@ class ClusterConfig(Config):
     def _fits_together(self) -> Self:
         of_ray = {
             "address": self.address,
+            "allow_open_dashboard": self.allow_open_dashboard or None,
             "num_nodes": None if self.num_nodes == 1 else self.num_nodes,
             "num_cpus_per_worker": self.num_cpus_per_worker,
             "num_gpus_per_worker": self.num_gpus_per_worker,

@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import BaseRunConfig, preset_path
 from lucidrl.recipes.display import RunDisplay
+from lucidrl.recipes.driver_log import driver_log
 from lucidrl.recipes.profile import profiling_as_asked, use_traces_folder
 from lucidrl.recipes.recipe import C, Recipe
 from lucidrl.recipes.run_folder import create_run_folder, occupied, read_run_config, run_config_path
@@ -73,7 +74,7 @@ def _launch(
     request = profile_request()
     if request is not None and request.steps.start > config.max_steps:
         display.announce(f"nothing will be recorded: the steps {request.steps} come after the last, {config.max_steps}")
-    with display, occupied(folder):
+    with display, occupied(folder), driver_log(folder):
         last_step = recipe.run(config, folder, display, resume is not None)
     display.summary(last_step)
 

@@ -107,7 +107,7 @@ class _TextParts:
         self._folder = folder
         self._stack = stack
         if config.cluster.uses_ray:  # for all of the run, and before the logger asks what there is to monitor
-            stack.enter_context(connected(config.cluster.address))
+            stack.enter_context(connected(config.cluster.address, config.cluster.allow_open_dashboard))
         self._run = RunParts(config, folder, stack, watcher, resume)
         self.logger = self._run.logger
         self._env = env_of(config.env)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -37,17 +36,14 @@ def processes_of_ray() -> list[psutil.Process]:
     return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
 
 
-def folders_of_ray() -> set[Path]:
-    return set(Path("/tmp").glob("lucidrl-ray-*"))
-
-
 def test_two_groups_share_a_ray_that_nobody_else_reaches_and_that_ends_with_them(tmp_path):
-    folders = folders_of_ray()
     with WorkerGroup(Joined, cluster=TWO, log_dir=tmp_path) as two:
         with WorkerGroup(Plain, cluster=ONE, log_dir=tmp_path / "one", role="generator") as one:
             assert two.run_all("sum_of_ranks") == [1.0, 1.0]
             assert len({os.getpid(), *one.run_all("pid"), *two.run_all("pid")}) == 4
             assert len(ray.nodes()) == 1
+            folder = ray_connection._connection.own_folder.path
+            assert folder.exists()
             processes = [psutil.Process(), *processes_of_ray()]
             sockets = [socket for process in processes for socket in process.net_connections()]
             listening = {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
@@ -57,7 +53,7 @@ def test_two_groups_share_a_ray_that_nobody_else_reaches_and_that_ends_with_them
     assert not ray.is_initialized()
     assert "RAY_USAGE_STATS_ENABLED" not in os.environ
     wait_for(lambda: not processes_of_ray())
-    assert folders_of_ray() == folders
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:6379"])

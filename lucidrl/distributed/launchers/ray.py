@@ -72,7 +72,7 @@ def check_can_be_placed(cluster: ClusterConfig, num_env_actors: int = 0) -> None
     """
     require_package("ray", "cluster.launcher=ray")
     if cluster.address not in (None, LOCAL):
-        with connected(cluster.address) as is_own_ray, reserved(cluster, is_own_ray):
+        with connected(cluster.address, cluster.allow_open_dashboard) as is_own_ray, reserved(cluster, is_own_ray):
             if num_env_actors:
                 with reserved_for_actors(num_env_actors, is_own_ray):
                     pass
@@ -81,7 +81,7 @@ def check_can_be_placed(cluster: ClusterConfig, num_env_actors: int = 0) -> None
 def _start_ranks(cluster: ClusterConfig, logs: LogFolder, role: str, name: str) -> RemoteRanks:
     program = DriverProgram.of_this_process()  # first: in a rank of a script without the usual guard it raises
     with ExitStack() as held:
-        is_own_ray = held.enter_context(connected(cluster.address))
+        is_own_ray = held.enter_context(connected(cluster.address, cluster.allow_open_dashboard))
         room = held.enter_context(reserved(cluster, is_own_ray))
         nodes = _start_agents(program, cluster, room, held)
         labels = [RankLabel(rank, role, logs.of_rank(rank)) for node in nodes for rank in node.ranks]

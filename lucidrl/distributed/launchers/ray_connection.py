@@ -2,7 +2,7 @@
 
 A Ray that is started for the run listens on the loopback interface only, has no dashboard and tells nobody of its use;
 its files are in a folder of its own. A cluster that was there before is left as it was, and so is a connection that the
-program itself has made.
+program itself has made; one that strangers could use is joined only if that was asked for.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lucidrl.distributed.launchers.own_folder import OwnFolder
+from lucidrl.distributed.launchers.ray_dashboard import open_dashboard
 from lucidrl.errors import ConfigError, WorkerError
 from lucidrl.utils.imports import require_package
 
@@ -37,7 +37,7 @@ class _Connection:
         self.lock = threading.Lock()
         self.users = 0
         self.is_ours = False
-        self.own_folder: Path | None = None
+        self.own_folder: OwnFolder | None = None
         """Of a Ray that was started for the run."""
 
 
@@ -45,17 +45,18 @@ _connection = _Connection()
 
 
 @contextmanager
-def connected(address: str | None, shows_output: bool = False) -> Iterator[bool]:
+def connected(address: str | None, allow_open_dashboard: bool = False, shows_output: bool = False) -> Iterator[bool]:
     """Be connected to Ray meanwhile; whether it is one that was started for the run.
 
     Args:
         address: `host:port` of a cluster, `auto` for the one of this machine, `local` or None for one that is started;
             `RAY_ADDRESS` for what that variable says. A program that is connected already stays so, and starts none.
+        allow_open_dashboard: join also a cluster with a dashboard that other machines reach without a token.
         shows_output: whether what actors print is shown here, if this is what makes the connection.
 
     Raises:
-        ConfigError: if Ray is not installed, there is no cluster to be reached at the address, or the program is
-            connected to another one.
+        ConfigError: if Ray is not installed, there is no cluster to be reached at the address, its dashboard is open,
+            or the program is connected to another one.
         WorkerError: if the one to be started does not start.
     """
     require_package("ray", "cluster.launcher=ray")
@@ -63,7 +64,7 @@ def connected(address: str | None, shows_output: bool = False) -> Iterator[bool]
 
     with _connection.lock:
         if not ray.is_initialized():
-            _connect(address, shows_output)
+            _connect(address, allow_open_dashboard, shows_output)
         elif address != VARIABLE:
             _check_is_at(address)
         _connection.users += 1
@@ -76,18 +77,19 @@ def connected(address: str | None, shows_output: bool = False) -> Iterator[bool]
                 _disconnect()
 
 
-def _connect(address: str | None, shows_output: bool) -> None:
+def _connect(address: str | None, allow_open_dashboard: bool, shows_output: bool) -> None:
     setting = "cluster.address"
     if address == VARIABLE:
         setting, address = VARIABLE, os.environ.get(VARIABLE)
     _connection.is_ours = True
     try:
         if not address or address == LOCAL:
-            # Ray's sockets are below it, and their paths must be short: not where TMPDIR may lead.
-            _connection.own_folder = Path(tempfile.mkdtemp(prefix="lucidrl-ray-", dir="/tmp"))
-            _start_on_loopback(_connection.own_folder, setting, shows_output)
+            _connection.own_folder = OwnFolder()
+            _start_on_loopback(_connection.own_folder.path, setting, shows_output)
         else:
             _join(address, setting, shows_output)
+            if not allow_open_dashboard:
+                _check_dashboard(address)
     except BaseException:
         _disconnect()
         raise
@@ -153,6 +155,17 @@ def _join(address: str, setting: str, shows_output: bool) -> None:
         ) from error
 
 
+def _check_dashboard(address: str) -> None:
+    dashboard = open_dashboard()
+    if dashboard is not None:
+        raise ConfigError(
+            f"cluster.address={address} is a Ray cluster whose dashboard answers other machines, at {dashboard}, and "
+            "asks for no token: whoever reaches it can run programs on all nodes. Start the cluster with "
+            "--dashboard-host=127.0.0.1, or with RAY_AUTH_MODE=token on all nodes; in a network where everybody may do "
+            "that, set cluster.allow_open_dashboard=true"
+        )
+
+
 def _check_is_at(address: str | None) -> None:
     """Refuse the address of another cluster than the one that the program is connected to: it can be in one only."""
     import ray
@@ -180,7 +193,7 @@ def _disconnect() -> None:
         ray.shutdown()
     folder, _connection.own_folder, _connection.is_ours = _connection.own_folder, None, False
     if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
 
 
 def _first_line(error: Exception) -> str:

@@ -86,7 +86,7 @@ class EnvActors:
         self._actors: list[_Actor] = []
         log_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
-            is_own_ray = held.enter_context(connected(cluster.address))
+            is_own_ray = held.enter_context(connected(cluster.address, cluster.allow_open_dashboard))
             self._group = held.enter_context(reserved_for_actors(config.num_actors, is_own_ray))
             self._mark = held.enter_context(marked(log_dir))
             held.callback(self._end_actors)

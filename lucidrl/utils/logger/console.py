@@ -58,7 +58,7 @@ def configure_rich_logging(level: str = "INFO", show_time: bool = True, show_pat
     # A plain handler on the terminal would print every record a second time; handlers on files are left alone.
     for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
         root.removeHandler(handler)
-    rich_handler = RichHandler(console=_log_console(), show_time=show_time, show_path=show_path)
+    rich_handler = RichHandler(levels[level.upper()], _log_console(), show_time=show_time, show_path=show_path)
     rich_handler.setFormatter(logging.Formatter("%(message)s", datefmt="[%X]"))
     root.addHandler(rich_handler)
     root.setLevel(levels[level.upper()])

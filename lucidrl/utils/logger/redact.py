@@ -65,6 +65,14 @@ def redacted(params: Mapping[str, Any]) -> dict[str, Any]:
     return _copy(dict(params), _environment_secrets(), ancestors=())
 
 
+def redacted_text(text: str) -> str:
+    """A text with "<redacted>" in place of what `redacted` would replace in it; each line is taken for itself."""
+    secrets = _environment_secrets()
+    if secrets is not None:  # some, such as private keys, go on over several lines
+        text = secrets.sub(REDACTED, text)
+    return "\n".join(_clean_text(line, None) for line in text.split("\n"))
+
+
 def is_secret_name(name: str) -> bool:
     """Whether a key or variable of this name is taken to hold a secret."""
     if name in _WORKING_DIRECTORIES:

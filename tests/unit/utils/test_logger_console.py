@@ -242,6 +242,8 @@ for _ in range(2):
     package.configure_rich_logging("warning", show_time=False, show_path=False)
 assert package._rich_logging_configured is True
 logging.getLogger("x").info("hidden")
+logging.getLogger("louder").setLevel("INFO")
+logging.getLogger("louder").info("also hidden")
 logging.getLogger("x").warning("shown [/INST]")
 """
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

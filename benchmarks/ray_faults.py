@@ -1,0 +1,292 @@
+"""What happens to a run on Ray when something dies, hangs or is interrupted: each fault many times, as a table.
+
+Every run is a command of its own on a cluster of two simulated nodes. It is hit in its third step, by one of its
+workers at a moment that this knows exactly. Measured are the seconds until the command has ended with its error (for
+what hangs, after the deadline of the call), what the error says, what is left in the cluster, and whether the run,
+resumed, ends to the bit where an unbroken one ends.
+
+Results are written after each run; what is there already is not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import ray
+from harness import arguments
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from lucidrl.checkpoint.manager import CheckpointManager  # noqa: E402
+from lucidrl.recipes.configs import GRPORunConfig  # noqa: E402
+from lucidrl.recipes.wiring import run_grpo  # noqa: E402
+from lucidrl.utils.config import load_config  # noqa: E402
+from tests.faults import striking  # noqa: E402
+from tests.faults.records import digests  # noqa: E402
+from tests.faults.test_resume_after_kill import SETTINGS, Unwatched  # noqa: E402
+
+STEPS, STRUCK_STEP = 4, 3
+DEADLINE_S = 5.0
+"""Of a call, where something hangs."""
+CLEANUP_S = 15.0
+"""After its end; what is there then is left."""
+COMMON = (
+    *SETTINGS,
+    "collector.prompts_per_step=4",
+    "collector.samples_per_prompt=2",
+    "policy.train_global_batch_size=4",  # two optimizer steps a step, which need log-probabilities of before
+    "cluster.num_workers=2",
+    f"grpo.max_steps={STEPS}",
+)
+LAYOUTS = {
+    "one node": ("cluster.num_nodes=1", "policy.generation.placement=separate"),
+    "two nodes": ("cluster.num_nodes=2", "policy.generation.placement=policy"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault."""
+
+    blow: str
+    phase: str
+    layout: str = "one node"
+
+    @property
+    def name(self) -> str:
+        return f"{self.blow} in {self.phase}"
+
+    @property
+    def hangs(self) -> bool:
+        return self.blow.startswith("SIGSTOP")
+
+    def expected(self) -> list[str]:
+        """What the error has to say: who, where, in which phase, and the last it wrote."""
+        method = striking.PHASES[self.phase]
+        if self.blow == "SIGKILL of a node":
+            return ["node ", " of 2 was lost in ", method, "its agent is gone"]
+        if self.blow == "SIGSTOP of a node":
+            return ["node ", " of 2 was lost in ", method, "its agent has not answered"]
+        if self.hangs:
+            return ["ranks 0, 1 of 2", f"did not finish {method}", "on node ", f"of {self.phase}"]
+        return ["rank 1 of 2 on node ", "was ended by SIGKILL", f"in {method}", f"begins call {STRUCK_STEP} of"]
+
+
+POLICY_PHASES = ("logprobs", "train", "refit", "save")
+ROWS = [
+    *(Row("SIGKILL of a rank", phase) for phase in POLICY_PHASES),
+    *(Row("SIGSTOP of a rank", phase) for phase in POLICY_PHASES),
+    Row("SIGKILL of a node", "train", "two nodes"),
+    Row("SIGSTOP of a node", "train", "two nodes"),
+    Row("Ctrl-C", "start"),
+    Row("Ctrl-C", "generate", "two nodes"),
+    *(Row("Ctrl-C", phase) for phase in POLICY_PHASES),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one run."""
+
+    row: str
+    seconds: float
+    """From the fault to the end of the command; without the deadline of a call that hung."""
+    exit_code: int
+    unsaid: list[str]
+    """Of what the error has to say."""
+    left: list[str]
+    """In the cluster and on this machine."""
+    saved_step: int | None
+    """The newest whole checkpoint."""
+    lost_steps: int
+    """That were reported as saved, and are not there."""
+    is_resumed_to_the_bit: bool | None
+    """None where nothing was saved yet."""
+
+
+class Machine:
+    """The simulated nodes, and what there is on them."""
+
+    def __init__(self) -> None:
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+        self._other = self._cluster.add_node(num_cpus=3)
+        self.address = self._cluster.address
+        ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR)
+
+    @property
+    def head_pid(self) -> int:
+        return self._cluster.head_node.all_processes["raylet"][0].process.pid
+
+    def renew(self) -> None:
+        """Another second node, in place of one that was hit."""
+        with suppress(Exception):  # it may be gone
+            self._cluster.remove_node(self._other, allow_graceful=False)
+        self._other = self._cluster.add_node(num_cpus=3)
+
+    def left(self, pids: list[int], memory: set[str]) -> list[str]:
+        """What is there that was not before the run, and does not go away."""
+        until = time.monotonic() + CLEANUP_S
+        while (found := self._found(pids, memory)) and time.monotonic() < until:
+            time.sleep(0.1)
+        return found
+
+    def _found(self, pids: list[int], memory: set[str]) -> list[str]:
+        actors = [
+            f"actor {actor['ActorClassName']}"
+            for actor in ray._private.state.actors().values()
+            if actor["State"] == "ALIVE"
+        ]
+        groups = [
+            group["name"] or "placement group"
+            for group in placement_group_table().values()
+            if group["state"] != "REMOVED"
+        ]
+        running = [f"process {process}" for process in map(_command_of, _below_us() | set(pids)) if process]
+        return [*actors, *groups, *running, *(f"/dev/shm/{name}" for name in shared_memory() - memory)]
+
+    def close(self) -> None:
+        ray.shutdown()
+        self._cluster.shutdown()
+
+
+def _below_us() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def _command_of(pid: int) -> str | None:
+    """Of a process of a run; None of one that has ended, or belongs to Ray."""
+    try:
+        process = psutil.Process(pid)
+        command = " ".join(process.cmdline())
+        if process.status() == psutil.STATUS_ZOMBIE or "resource_tracker" in command:
+            return None
+        return command[:80] if "spawn_main" in command or "striking" in command or "NodeAgent" in command else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def resumed(folder: Path, settings: tuple[str, ...], resume: bool = True) -> dict[str, str]:
+    folder.mkdir(exist_ok=True)
+    run_grpo(load_config(GRPORunConfig, overrides=list(settings)), folder, Unwatched(), resume)
+    return digests(folder)
+
+
+def measured(row: Row, machine: Machine, folder: Path, settings: tuple[str, ...], whole: dict[str, str]) -> Outcome:
+    memory = shared_memory()
+    deadline = (f"cluster.call_timeout_s={DEADLINE_S}",) if row.hangs else ()
+    call = 1 if row.phase == "start" else STRUCK_STEP
+    told = [*settings, *deadline]
+    struck = striking.run_struck(folder, told, row.phase, call, row.blow, spared_pid=machine.head_pid)
+    ended = time.time()
+    note = json.loads(striking.note_of(folder).read_text())
+    if row.blow == "SIGSTOP of a node":  # nobody can end what is frozen; it has to end when it wakes
+        for pid in note["pids"]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    left = machine.left(note["pids"] if row.blow.endswith("rank") else [], memory)
+    if row.blow.endswith("node"):
+        machine.renew()
+    error = struck.stdout.partition("error: ")[2]
+    announced = max([step for step in range(1, STEPS + 1) if f"saved step {step}" in struck.stdout], default=0)
+    checkpoint = CheckpointManager(folder / "checkpoints").latest() if (folder / "checkpoints").exists() else None
+    saved = checkpoint.step if checkpoint is not None else 0
+    return Outcome(
+        row=row.name,
+        seconds=ended - note["time"] - (DEADLINE_S if row.hangs else 0.0),
+        exit_code=struck.returncode,
+        unsaid=[] if row.blow == "Ctrl-C" else [text for text in row.expected() if text not in error],
+        left=left,
+        saved_step=saved or None,
+        lost_steps=max(0, announced - saved),
+        is_resumed_to_the_bit=resumed(folder, settings) == whole if saved else None,
+    )
+
+
+def measure(rows: list[Row], runs: int, results: Path) -> None:
+    """Do what is missing."""
+    striking.use_striking_workers()
+    machine = Machine()
+    wholes: dict[str, dict[str, str]] = {}
+    try:
+        for row in rows:
+            settings = (*COMMON, *LAYOUTS[row.layout], f"cluster.address={machine.address}")
+            with tempfile.TemporaryDirectory() as root:
+                if row.layout not in wholes:
+                    wholes[row.layout] = resumed(Path(root) / "whole", settings, resume=False)
+                for number in range(sum(outcome.row == row.name for outcome in read(results)), runs):
+                    outcome = measured(row, machine, Path(root) / f"run_{number}", settings, wholes[row.layout])
+                    with results.open("a") as file:
+                        file.write(json.dumps(asdict(outcome)) + "\n")
+                    print(f"{row.name}, {number + 1} of {runs}: {outcome}", flush=True)
+    finally:
+        machine.close()
+
+
+def read(results: Path) -> list[Outcome]:
+    return [Outcome(**json.loads(line)) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """In Markdown."""
+    lines = ["| fault | runs | seconds, median | most | error says all | lost | left | resumed to the bit |"]
+    lines.append("| --- " * 8 + "|")
+    for row in ROWS:
+        found = [outcome for outcome in outcomes if outcome.row == row.name]
+        if not found:
+            continue
+
+        def count(holds: Callable[[Outcome], Any], among: list[Outcome] = found) -> str:
+            return f"{sum(bool(holds(outcome)) for outcome in among)} of {len(among)}"
+
+        resumable = [outcome for outcome in found if outcome.is_resumed_to_the_bit is not None]
+        left = sum(bool(outcome.left) for outcome in found)
+        seconds = [outcome.seconds for outcome in found]
+        cells = [
+            f"{row.name}{', after the deadline' if row.hangs else ''}",
+            str(len(found)),
+            f"{median(seconds):.1f}",
+            f"{max(seconds):.1f}",
+            count(lambda outcome: not outcome.unsaid),
+            str(sum(outcome.lost_steps for outcome in found) or "nothing"),
+            f"{left} times" if left else "nothing",
+            count(lambda outcome: outcome.is_resumed_to_the_bit, resumable) if resumable else "nothing was saved yet",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        rows=(str, "", "only faults whose name contains this, such as 'Ctrl-C' or 'in train'"),
+        runs=(int, 10, "of each fault"),
+        results=(Path, Path(__file__).parent / "ray_faults.jsonl", "file with what was measured"),
+    )
+    rows = [row for row in ROWS if options.rows in row.name]
+    measure(rows, options.runs, options.results)
+    print(table(read(options.results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The command line with policy workers that strike themselves, their node or the command in a phase of a step.
+
+Everything is told by variables that reach ranks on any node. `LUCIDRL_STRIKE` is a phase and a call of it, such as
+`train:3`; `LUCIDRL_STRIKE_BY` is what happens then, one of `BLOWS`. At that moment, `LUCIDRL_STRIKE_NOTE` is written:
+the time, and the processes that it hits. Unset, nothing happens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lucidrl.models.policy import dtensor_policy_worker
+
+ROOT = Path(__file__).parents[2]
+PHASES = {
+    "start": "__init__",
+    "generate": "generate",
+    "logprobs": "get_logprobs",
+    "train": "train",
+    "refit": "get_weights_ipc_handles",
+    "save": "begin_checkpoint",
+}
+"""Method of a policy worker that each phase begins with."""
+DRIVER = "LUCIDRL_STRIKE_DRIVER"
+SPARED = "LUCIDRL_STRIKE_SPARED"
+"""Process of the node that has to stay: the one to which the command is connected."""
+
+_LONGEST_S = 180.0
+_calls: Counter[str] = Counter()
+
+
+def kill_rank() -> None:
+    _hit([os.getpid()], signal.SIGKILL)
+
+
+def stop_rank() -> None:
+    _hit([os.getpid()], signal.SIGSTOP)
+
+
+def kill_node() -> None:
+    """The process that stands for the node; what runs there has to see for itself that it is gone."""
+    _hit([_node().pid], signal.SIGKILL)
+    time.sleep(60)
+
+
+def stop_node() -> None:
+    """All that runs on the node, as when its network is gone."""
+    agent = psutil.Process().parent()
+    assert agent is not None
+    others = [child.pid for child in agent.children() if child.pid != os.getpid()]
+    _hit([_node().pid, agent.pid, *others, os.getpid()], signal.SIGSTOP)
+
+
+def interrupt() -> None:
+    """Ctrl-C reaches all processes of the command's terminal."""
+    _note([])
+    os.killpg(int(os.environ[DRIVER]), signal.SIGINT)
+
+
+BLOWS: dict[str, Callable[[], None]] = {
+    "SIGKILL of a rank": kill_rank,
+    "SIGSTOP of a rank": stop_rank,
+    "SIGKILL of a node": kill_node,
+    "SIGSTOP of a node": stop_node,
+    "Ctrl-C": interrupt,
+}
+
+
+def begin(phase: str) -> None:
+    """To be called by a rank when it begins a phase."""
+    _calls[phase] += 1
+    print(f"begins call {_calls[phase]} of {phase}")  # noqa: T201 - in its log
+    blow = os.environ.get("LUCIDRL_STRIKE_BY", "")
+    if f"{phase}:{_calls[phase]}" == os.environ.get("LUCIDRL_STRIKE") and _is_chosen(blow):
+        BLOWS[blow]()
+
+
+def _is_chosen(blow: str) -> bool:
+    if blow.endswith("node"):
+        return _node().pid != int(os.environ[SPARED])
+    return os.environ["RANK"] == "1"
+
+
+def _node() -> psutil.Process:
+    return psutil.Process().parents()[1]
+
+
+def _hit(pids: list[int], number: signal.Signals) -> None:
+    _note(pids)
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def _note(pids: list[int]) -> None:
+    note = Path(os.environ["LUCIDRL_STRIKE_NOTE"])
+    part = note.with_suffix(".part")
+    part.write_text(json.dumps({"time": time.time(), "pids": pids}))
+    part.rename(note)
+
+
+class DTensorPolicyWorker(dtensor_policy_worker.DTensorPolicyWorker):
+    """Of the same name as its base: a run goes on with either of them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        begin("start")
+        super().__init__(*args, **kwargs)
+
+    def generate(self, *args: Any) -> Any:
+        begin("generate")
+        return super().generate(*args)
+
+    def get_logprobs(self, *args: Any) -> Any:
+        begin("logprobs")
+        return super().get_logprobs(*args)
+
+    def train(self, *args: Any) -> Any:
+        begin("train")
+        return super().train(*args)
+
+    def get_weights_ipc_handles(self, *args: Any) -> Any:
+        begin("refit")
+        return super().get_weights_ipc_handles(*args)
+
+    def begin_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        begin("save")
+        return super().begin_checkpoint(*args, **kwargs)
+
+
+def use_striking_workers() -> None:
+    """Policies of this program have them from now on."""
+    from lucidrl.models.policy import policy
+
+    policy.DTensorPolicyWorker = DTensorPolicyWorker  # type: ignore[misc]
+
+
+def run_struck(
+    folder: Path, settings: Sequence[str], phase: str, call: int, blow: str, *, spared_pid: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """`lucidrl grpo` in a run folder, with a terminal of its own as it were."""
+    no_preset = folder.with_suffix(".yaml")
+    no_preset.write_text("seed: 0\n")
+    command = [sys.executable, "-c", f"from {__name__} import main; main()", "grpo", "--config", str(no_preset)]
+    command += [*settings, f"run.root={folder.parent}", f"run.name={folder.name}"]
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "LUCIDRL_STRIKE": f"{phase}:{call}",
+        "LUCIDRL_STRIKE_BY": blow,
+        "LUCIDRL_STRIKE_NOTE": str(note_of(folder)),
+        SPARED: str(spared_pid),
+    }
+    return subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        timeout=_LONGEST_S,
+    )
+
+
+def note_of(folder: Path) -> Path:
+    return folder.with_suffix(".note")
+
+
+def main() -> None:
+    """`lucidrl` with these workers."""
+    from lucidrl import cli
+
+    os.environ[DRIVER] = str(os.getpid())
+    use_striking_workers()
+    cli.main()

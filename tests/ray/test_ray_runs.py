@@ -1,0 +1,52 @@
+"""Whole runs on simulated nodes: they learn what local ranks learn, and go on to the bit after a fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from lucidrl.recipes.configs import GRPORunConfig
+from lucidrl.recipes.wiring import run_grpo
+from lucidrl.utils.config import load_config
+from tests.faults import striking
+from tests.faults.records import digests
+from tests.faults.test_resume_after_kill import OF_ALGORITHM, SETTINGS
+from tests.faults.test_resume_after_kill import Unwatched as OnTheSameLayout
+from tests.ray.nodes import check_all_was_given_back
+from tests.unit.recipes.test_two_workers import SMALL, Unwatched, numbers
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_on_three_nodes_is_the_run_on_three_local_ranks(cluster, tmp_path):
+    def run(name: str, *overrides: str) -> list[dict[str, float]]:
+        (tmp_path / name).mkdir()
+        settings = ["cluster.num_workers=3", "cluster.num_threads=1", "num_threads=1", *overrides]
+        run_grpo(load_config(GRPORunConfig, SMALL, overrides=settings), tmp_path / name, Unwatched())
+        return numbers(tmp_path / name)
+
+    third = cluster.add_node(num_cpus=1)
+    on_nodes = run("nodes", "cluster.launcher=ray", "cluster.num_nodes=3")
+    assert on_nodes == run("local")
+    assert {f"rank_{rank}.log" for rank in range(3)} <= {path.name for path in (tmp_path / "nodes/logs").iterdir()}
+    check_all_was_given_back()
+    cluster.remove_node(third)
+
+
+def test_a_run_whose_rank_was_killed_in_a_step_goes_on_to_the_bit(cluster, tmp_path):
+    nodes = ("cluster.num_workers=2", "cluster.num_nodes=2", f"cluster.address={cluster.address}", "grpo.max_steps=4")
+    settings = [*SETTINGS, *OF_ALGORITHM["grpo"], *nodes]
+
+    def run(name: str, resume: bool) -> dict[str, str]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        run_grpo(load_config(GRPORunConfig, overrides=settings), tmp_path / name, OnTheSameLayout(), resume)
+        return digests(tmp_path / name)
+
+    struck = striking.run_struck(tmp_path / "broken", settings, "train", 3, "SIGKILL of a rank")
+    assert struck.returncode == 2, struck.stdout
+    assert "error: rank 1 of 2 on node " in struck.stdout
+    assert "was ended by SIGKILL, perhaps for lack of memory, in train" in struck.stdout
+    assert "begins call 3 of train" in struck.stdout
+    check_all_was_given_back()
+    resumed = run("broken", resume=True)
+    assert resumed["step"] == "4"
+    assert resumed == run("whole", resume=False)
