@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.launchers.interfaces import WHOLE, NodeChoice, Part
 from lucidrl.errors import ConfigError
 
 _DEADLINE_S = 8.0
@@ -28,13 +29,23 @@ class Room:
     num_cpus: float
     num_gpus: float
 
+    def node_ids(self) -> Sequence[str]:
+        """Of the nodes that it is on."""
+        from ray.util.placement_group import placement_group_table
+
+        return list(placement_group_table(self.group)["bundles_to_node_id"].values())
+
 
 @contextmanager
-def reserved(cluster: ClusterConfig, is_own_ray: bool) -> Iterator[Room]:
+def reserved(
+    cluster: ClusterConfig, is_own_ray: bool, part: Part = WHOLE, nodes: NodeChoice | None = None
+) -> Iterator[Room]:
     """Hold room for all ranks meanwhile.
 
     Args:
         is_own_ray: whether the Ray was started for the run.
+        part: of a whole that the ranks are, for the error.
+        nodes: that they may be on; by default all.
 
     Raises:
         ConfigError: if there is no such room, with what was asked for and what is there.
@@ -46,12 +57,17 @@ def reserved(cluster: ClusterConfig, is_own_ray: bool) -> Iterator[Room]:
     num_cpus = ranks_per_node * (cluster.num_cpus_per_worker or (_SHARED_CPUS if is_own_ray else 1))
     num_gpus = ranks_per_node * _gpus_per_worker(cluster)
     bundle = {"CPU": num_cpus, "GPU": num_gpus} if num_gpus else {"CPU": num_cpus}
-    if sum(_holds(total, bundle) for total in _totals().values()) < cluster.num_nodes:
-        raise _no_room(cluster, bundle)
-    group = placement_group([bundle] * cluster.num_nodes, strategy="STRICT_SPREAD")
+    totals = [total for node_id, total in _totals().items() if nodes is None or nodes.allows(node_id)]
+    if sum(_holds(total, bundle) for total in totals) < cluster.num_nodes:
+        raise _no_room(cluster, bundle, part, nodes)
+    group = placement_group(
+        [bundle] * cluster.num_nodes,
+        strategy="STRICT_SPREAD",
+        bundle_label_selector=None if nodes is None else [_selector(nodes)] * cluster.num_nodes,
+    )
     try:
         if not group.wait(_DEADLINE_S):
-            raise _no_room(cluster, bundle)
+            raise _no_room(cluster, bundle, part, nodes)
         yield Room(group, cluster.num_nodes, num_cpus, num_gpus)
     finally:
         if ray.is_initialized():  # the program may have left Ray before
@@ -75,7 +91,11 @@ def _holds(resources: Resources, bundle: Resources) -> bool:
     return all(resources.get(name, 0) >= amount for name, amount in bundle.items())
 
 
-def _no_room(cluster: ClusterConfig, bundle: Resources) -> ConfigError:
+def _selector(nodes: NodeChoice) -> dict[str, str]:
+    return {"ray.io/node-id": f"{'!' if nodes.is_excluding else ''}in({','.join(nodes.ids)})"}
+
+
+def _no_room(cluster: ClusterConfig, bundle: Resources, part: Part, choice: NodeChoice | None) -> ConfigError:
     import ray
     from ray._private.state import available_resources_per_node
 
@@ -90,9 +110,14 @@ def _no_room(cluster: ClusterConfig, bundle: Resources) -> ConfigError:
         if node["Alive"]
     ]
     asked = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
+    if part.total is None:
+        who = f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes}"
+        where, remedy = f"each of {cluster.num_nodes} nodes", "spread the workers over more cluster.num_nodes, "
+    else:
+        who, where, remedy = f"number {part.first} of {part.setting}={part.total}", "one node", ""
+    if choice is not None:
+        where += f" {'other than' if choice.is_excluding else 'of'} {', '.join(name[:8] for name in choice.ids)}"
     return ConfigError(
-        f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes} asks Ray for {asked} on "
-        f"each of {cluster.num_nodes} nodes, but " + "; ".join(nodes) + ". Lower cluster.num_workers, "
-        "cluster.num_cpus_per_worker or cluster.num_gpus_per_worker, spread the workers over more cluster.num_nodes, "
-        "or end what holds the rest"
+        f"{who} asks Ray for {asked} on {where}, but " + "; ".join(nodes) + f". Lower {part.setting}, "
+        f"cluster.num_cpus_per_worker or cluster.num_gpus_per_worker, {remedy}or end what holds the rest"
     )
