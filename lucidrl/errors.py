@@ -32,5 +32,9 @@ class WorkerError(LucidError, RuntimeError):
     """A worker raised, died or missed its deadline, or its group has ended; the message says which and where."""
 
 
+class LostWorkerError(WorkerError):
+    """A worker's process is gone or was ended at its deadline; nothing it raised, so another one may do its work."""
+
+
 class RefitError(LucidError, RuntimeError):
     """Weights did not come from the policy to a generator; the generator still has the version it had."""

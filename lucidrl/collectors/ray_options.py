@@ -88,7 +88,7 @@ def check_room(options: Sequence[Options], deadline_s: float) -> None:
         if not isinstance(each.get("scheduling_strategy"), PlacementGroupSchedulingStrategy)
     ]
     together = _sum(asked)
-    nodes = totals()
+    nodes = list(totals().values())
     if not all(any(holds(node, each) for node in nodes) for each in asked):
         raise _no_room(len(asked), together, "no node has enough for each")
     if not holds(_sum(nodes), together):

@@ -98,6 +98,7 @@ class TextCollector:
         extra = {
             "groups_with_signal_fraction": _mean(_has_signal(group) for group in groups),
             "groups_without_signal_replaced": float(len(kept) + len(silent) - wanted),
+            "generator_restarts": float(self._generator.restarts),
         }
         if all(conversation.is_dropped for group in groups for conversation in group):
             raise EnvironmentFailure(

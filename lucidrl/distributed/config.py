@@ -49,6 +49,10 @@ class ClusterConfig(Config):
     def ranks_per_node(self) -> int:
         return self.num_workers // self.num_nodes
 
+    def of_one(self) -> ClusterConfig:
+        """The same for a single worker, which is on one node."""
+        return self.model_copy(update={"num_workers": 1, "num_nodes": 1})
+
     @field_validator("address")
     @classmethod
     def _has_a_known_form(cls, address: str | None) -> str | None:

@@ -67,6 +67,12 @@ class Membership:
         return f"[{self.ip}]:{self.port}" if ":" in self.ip else f"{self.ip}:{self.port}"
 
 
+def free_port(ip: str) -> int:
+    """One at which nobody listens now, at an address of this machine."""
+    with socket.create_server((ip, 0), family=_family(ip)) as listener:
+        return listener.getsockname()[1]
+
+
 def meet(member: Membership, timeout_s: float) -> tuple[dist.TCPStore, Any]:
     """Join the others: the store, which must live as long as the group, and torch's backend (gloo, or nccl for CUDA).
 
@@ -99,9 +105,8 @@ def meet(member: Membership, timeout_s: float) -> tuple[dist.TCPStore, Any]:
 
 
 def _host(member: Membership, timeout_s: float) -> dist.TCPStore:
-    family = socket.AF_INET6 if ":" in member.ip else socket.AF_INET
     try:
-        listener = socket.create_server((member.ip, member.port), family=family)
+        listener = socket.create_server((member.ip, member.port), family=_family(member.ip))
     except OSError as error:
         raise RefitError(
             f"rank 0 cannot listen on {member.address}: {os.strerror(error.errno or 0)}; ip must be an address of the "
@@ -117,6 +122,10 @@ def _host(member: Membership, timeout_s: float) -> dist.TCPStore:
     )
     store.set("world_size", str(member.world_size))
     return store
+
+
+def _family(ip: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in ip else socket.AF_INET
 
 
 def _reach(member: Membership, timeout_s: float, until: float) -> str:

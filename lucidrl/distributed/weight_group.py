@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, Self
@@ -248,6 +248,18 @@ class WeightGroup:
                 f"{self._timeout.total_seconds():g} s: see what the other members say, then start them all again"
             ) from error
         self._under_way.popleft()
+
+
+def problem_of(part: Callable[[], object]) -> str | None:
+    """What went wrong in a part of a refit, if anything did.
+
+    For workers that can go on: an error that they raise would end their processes.
+    """
+    try:
+        part()
+    except RefitError as error:
+        return str(error)
+    return None
 
 
 def _taken(weights: Iterator[tuple[str, torch.Tensor]], bucket: Bucket) -> Iterator[torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.launchers.in_process import InProcess
-from lucidrl.distributed.launchers.interfaces import Arguments, Launcher, Worker
+from lucidrl.distributed.launchers.interfaces import WHOLE, Arguments, Launcher, NodeChoice, Part, Worker
 from lucidrl.distributed.launchers.local import LocalProcesses
 from lucidrl.distributed.launchers.ray import RayProcesses
 from lucidrl.errors import DataError
@@ -41,6 +41,9 @@ class WorkerGroup:
         own_processes: a single worker, too, lives in a process of its own.
         role: what errors call a worker that is a process.
         name: what profiling calls the workers, with their rank behind it; see `lucidrl.utils.nsys`.
+        part: which part of a whole the group is, where several groups do the same work; it numbers the ranks in errors,
+            logs and profiling, and lets the groups share the cores.
+        nodes: of a Ray cluster on which the workers may run; by default all.
 
     Raises:
         WorkerError: here and in calls, if one of several ranks raises, dies or misses its deadline. Errors of ours
@@ -58,19 +61,21 @@ class WorkerGroup:
         own_processes: bool = False,
         role: str = "rank",
         name: str = "worker",
+        part: Part = WHOLE,
+        nodes: NodeChoice | None = None,
     ):
         cluster = cluster or ClusterConfig()
         self._call_timeout_s = cluster.call_timeout_s
-        self._name = name
+        self._name, self._part = name, part
         arguments = Arguments(args, kwargs or {})
         self._launcher: Launcher
         if cluster.uses_ray:
-            self._launcher = RayProcesses(worker_class, arguments, cluster, log_dir, role, name)
+            self._launcher = RayProcesses(worker_class, arguments, cluster, log_dir, role, name, part, nodes)
         elif cluster.num_workers == 1 and not own_processes:
             warn_of_no_report(worker_name(name, 0))
             self._launcher = InProcess(worker_class, arguments)
         else:
-            self._launcher = LocalProcesses(worker_class, arguments, cluster, log_dir, role, name)
+            self._launcher = LocalProcesses(worker_class, arguments, cluster, log_dir, role, name, part)
 
     @property
     def size(self) -> int:
@@ -102,7 +107,7 @@ class WorkerGroup:
 
         If the group ends meanwhile, however it does, they have a moment to write what they recorded.
         """
-        if not any(is_recorded(worker_name(self._name, rank)) for rank in range(self.size)):
+        if not any(is_recorded(worker_name(self._name, self._part.first + rank)) for rank in range(self.size)):
             return
         self._launcher.is_recording = True
         self.run_all("start_gpu_profiling", timeout_s=max(self._call_timeout_s, _RECORDING_TIMEOUT_S))
@@ -116,6 +121,13 @@ class WorkerGroup:
     def shutdown(self) -> None:
         """Shut every worker down and end its process; may be called twice."""
         self._launcher.shutdown()
+
+    def kill(self) -> None:
+        """End the workers' processes in the middle of whatever they do.
+
+        Unlike all else this may be done while another thread is in a call, which fails then.
+        """
+        self._launcher.kill()
 
     def __enter__(self) -> Self:
         return self

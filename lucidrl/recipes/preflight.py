@@ -9,9 +9,13 @@ from rich.table import Table
 
 from lucidrl.data.examples import answered, load_examples
 from lucidrl.data.messages import render_prompt, supervised_example
+from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.launchers.ray import check_can_be_placed
+from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.registry import env_of, split_prompts
 from lucidrl.errors import ConfigError, DataError
+from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.models.generation.placement import check_nodes, generator_nodes, generator_parts
 from lucidrl.models.loading import DTYPES, ModelFacts, empty_model, model_facts, policy_tokenizer
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.optim import PolicyOptimizer
@@ -56,9 +60,8 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
         LucidError: for the first thing that would stop the run.
     """
     check_run_can_start(config)
-    if config.cluster.uses_ray:
-        check_can_be_placed(config.cluster, config.env.num_actors)
     policy = config.policy
+    _check_placement(policy.generation, config.env, config.cluster)
     PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy)
     facts = model_facts(policy.model_name, policy.trust_remote_code)
     tokenizer = policy_tokenizer(policy)
@@ -96,6 +99,15 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
     return Preflight(facts, num_train, len(lengths) - num_train, longest, memory)
 
 
+def _check_placement(generation: GenerationConfig, env: EnvConfig, cluster: ClusterConfig) -> None:
+    """There must be room for the policy's workers, the generators and the environment's actors together."""
+    parts = generator_parts(generation)
+    if parts:
+        check_nodes(generation, cluster)
+    if cluster.uses_ray:
+        check_can_be_placed(cluster, parts, lambda ids: generator_nodes(generation, ids), env.num_actors)
+
+
 def _check_budgets(policy: PolicyConfig, longest_row: int) -> None:
     """A micro-batch must hold the longest row there can be, or the run would stop when it comes."""
     for name, batching in (
@@ -131,8 +143,9 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
         if config.grpo.loss.kl_coefficient > 0:
             size_bytes["reference weights"] = parameters * width
         if policy.generation.placement == "separate":
-            # The next version is put together beside the one in use; generators of one machine share both of them.
-            copies = 1 if policy.generation.refit == "ipc" else policy.generation.num_workers
+            # The next version is put together beside the one in use; generators beside the policy share both of them.
+            is_far = policy.generation.refit == "collective" or policy.generation.nodes == "other"
+            copies = policy.generation.num_workers if is_far else 1
             size_bytes["generators"] = 2 * copies * parameters * width
     return {what: size / GIB for what, size in size_bytes.items()}
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from lucidrl.distributed.child_main import Raised, RemoteTraceback
 from lucidrl.distributed.launchers.interfaces import NodeLost, RankLabel, RankReport, Ranks
 from lucidrl.distributed.launchers.rank_process import Died, Outcome
-from lucidrl.errors import LucidError, WorkerError
+from lucidrl.errors import LostWorkerError, LucidError, WorkerError
 
 START = "the start"
 """The phase before the first call."""
@@ -36,10 +36,9 @@ def explain_failure(phase: str, timeout_s: float, outcomes: Mapping[int, Outcome
 
 def explain_loss(lost: NodeLost, phase: str, labels: Sequence[RankLabel]) -> WorkerError:
     """The error to raise for a node that is gone with all its ranks: one, however many they were."""
-    role = labels[0].role
-    error = WorkerError(
-        f"node {lost.node} with {_listed(role, lost.ranks)} of {len(labels)} was lost in {phase}: {lost}; "
-        f"all {role}s were ended"
+    error = LostWorkerError(
+        f"node {lost.node} with {_listed([labels[rank] for rank in lost.ranks])} of {_total(labels)} was lost in "
+        f"{phase}: {lost}{_and_all_ended(labels)}"
     )
     error.__cause__ = lost.__cause__
     return error
@@ -47,7 +46,7 @@ def explain_loss(lost: NodeLost, phase: str, labels: Sequence[RankLabel]) -> Wor
 
 def _died(outcome: Died, number: int, ranks: Ranks, phase: str) -> WorkerError:
     label, report = ranks.labels[number], ranks.report([number], with_stacks=False)[number]
-    text = f"{_named(label, ranks)} {outcome.how} in {phase}; all {label.role}s were ended"
+    text = f"{_named(label, ranks)} {outcome.how} in {phase}{_and_all_ended(ranks.labels)}"
     if phase == START and label.wrapper and not report.tail:
         text += f". It wrote nothing, and it was run by {label.wrapper}: see what that wrote, or take it off PATH"
     elif phase == START and not report.tail:
@@ -55,7 +54,7 @@ def _died(outcome: Died, number: int, ranks: Ranks, phase: str) -> WorkerError:
             ". It wrote nothing: if a script starts the workers, it must do so under `if __name__ == '__main__':`, "
             "because every rank imports it"
         )
-    return WorkerError(text + _last_lines(label, report))
+    return LostWorkerError(text + _last_lines(label, report))
 
 
 def _raised(outcome: Raised, number: int, late: Sequence[int], ranks: Ranks, phase: str) -> LucidError:
@@ -67,7 +66,7 @@ def _raised(outcome: Raised, number: int, late: Sequence[int], ranks: Ranks, pha
         error = outcome.lucid_error
         error.add_note(f"raised by {_named(label, ranks)} in {phase}; its output is in {label.log_path}")
     else:
-        text = f"{_named(label, ranks)} failed in {phase}: {outcome.summary}; all {label.role}s were ended"
+        text = f"{_named(label, ranks)} failed in {phase}: {outcome.summary}{_and_all_ended(ranks.labels)}"
         own = ranks.report([number], with_stacks=False)[number]
         error = WorkerError(text + _last_lines(label, own) + _whereabouts(others, ranks))
     error.__cause__ = RemoteTraceback(outcome.trace)
@@ -75,19 +74,19 @@ def _raised(outcome: Raised, number: int, late: Sequence[int], ranks: Ranks, pha
 
 
 def _late(late: Sequence[int], ranks: Ranks, phase: str, timeout_s: float) -> WorkerError:
-    role = ranks.labels[0].role
+    labels = ranks.labels
     setting = "start_timeout_s" if phase == START else "call_timeout_s"
     text = (
-        f"{_listed(role, late)} of {len(ranks.labels)}{_on_nodes(late, ranks)} did not finish {phase} within "
-        f"{timeout_s:g} s; all {role}s were ended. If it needs longer, raise cluster.{setting}"
+        f"{_listed([labels[rank] for rank in late])} of {_total(labels)}{_on_nodes(late, ranks)} did not finish "
+        f"{phase} within {timeout_s:g} s{_and_all_ended(labels)}. If it needs longer, raise cluster.{setting}"
     )
     reports = ranks.report(late, with_stacks=True)
-    last_lines = [_last_lines(ranks.labels[number], report) for number, report in reports.items()]
-    return WorkerError(text + _whereabouts(reports, ranks) + "".join(last_lines))
+    last_lines = [_last_lines(labels[number], report) for number, report in reports.items()]
+    return LostWorkerError(text + _whereabouts(reports, ranks) + "".join(last_lines))
 
 
 def _named(label: RankLabel, ranks: Ranks) -> str:
-    return f"{label.name} of {len(ranks.labels)}{_on_nodes([label.rank], ranks)}"
+    return f"{label.name} of {_total(ranks.labels)}{_on_nodes([label.rank], ranks)}"
 
 
 def _on_nodes(numbers: Sequence[int], ranks: Ranks) -> str:
@@ -96,8 +95,17 @@ def _on_nodes(numbers: Sequence[int], ranks: Ranks) -> str:
     return f" on node{'s' if len(nodes) > 1 else ''} {', '.join(nodes)}" if nodes else ""
 
 
-def _listed(role: str, numbers: Sequence[int]) -> str:
-    return f"{role}{'s' if len(numbers) > 1 else ''} " + ", ".join(map(str, numbers))
+def _listed(labels: Sequence[RankLabel]) -> str:
+    return f"{labels[0].role}{'s' if len(labels) > 1 else ''} " + ", ".join(str(label.number) for label in labels)
+
+
+def _total(labels: Sequence[RankLabel]) -> int:
+    return labels[0].part.total or len(labels)
+
+
+def _and_all_ended(labels: Sequence[RankLabel]) -> str:
+    """What becomes of a group, unless there are others like it that go on."""
+    return f"; all {labels[0].role}s were ended" if len(labels) == _total(labels) else ""
 
 
 def _last_lines(label: RankLabel, report: RankReport) -> str:

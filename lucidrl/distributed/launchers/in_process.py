@@ -28,3 +28,6 @@ class InProcess:
         worker, self._worker, self.is_recording = self._worker, None, False
         if worker is not None:
             worker.shutdown()
+
+    def kill(self) -> None:
+        self.shutdown()  # what it does cannot be interrupted

@@ -26,6 +26,34 @@ class Arguments(NamedTuple):
     kwargs: Mapping[str, Any] = {}
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which part of a whole a group is, where groups that do not know each other do the same work side by side."""
+
+    first: int = 0
+    """Number of its first rank among the ranks of all."""
+    total: int | None = None
+    """Ranks of all; None if the group is all there is."""
+    setting: str = "cluster.num_workers"
+    """What says how many there are."""
+
+
+WHOLE = Part()
+"""A group that stands alone."""
+
+
+@dataclass(frozen=True)
+class NodeChoice:
+    """Nodes of a Ray cluster that a group may run on."""
+
+    ids: tuple[str, ...]
+    is_excluding: bool
+    """Not these, but the others."""
+
+    def allows(self, node_id: str) -> bool:
+        return (node_id in self.ids) != self.is_excluding
+
+
 class Launcher(Protocol):
     """Workers that were started, one a rank."""
 
@@ -42,6 +70,9 @@ class Launcher(Protocol):
     def shutdown(self) -> None:
         """End all workers; may be called twice."""
 
+    def kill(self) -> None:
+        """End all workers in the middle of whatever they do, also from another thread, whose call fails then."""
+
 
 @dataclass(frozen=True)
 class RankLabel:
@@ -52,6 +83,8 @@ class RankLabel:
     """What errors call such a process, in the singular."""
     log_path: Path
     """Where the driver finds what it wrote."""
+    part: Part = WHOLE
+    """Of the group."""
     node: str | None = None
     """Where it runs, if that is not simply this machine."""
     wrapper: str = ""
@@ -59,7 +92,11 @@ class RankLabel:
 
     @property
     def name(self) -> str:
-        return f"{self.role} {self.rank}"
+        return f"{self.role} {self.number}"
+
+    @property
+    def number(self) -> int:
+        return self.part.first + self.rank
 
 
 @dataclass(frozen=True)

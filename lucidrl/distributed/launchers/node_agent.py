@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from lucidrl.distributed.launchers.driver_program import DriverProgram
-from lucidrl.distributed.launchers.interfaces import RankReport
+from lucidrl.distributed.launchers.interfaces import Part, RankReport
 from lucidrl.distributed.launchers.log_copies import NewOutput
 from lucidrl.distributed.launchers.messages import Message
 from lucidrl.distributed.launchers.rank_environment import (
@@ -31,6 +31,7 @@ from lucidrl.distributed.launchers.rank_environment import (
 from lucidrl.distributed.launchers.rank_main import RankSettings
 from lucidrl.distributed.launchers.rank_process import Died
 from lucidrl.distributed.launchers.rank_set import RankSet
+from lucidrl.distributed.place import node_environment
 from lucidrl.profiling.settings import traces_folder
 from lucidrl.utils import nsys
 from lucidrl.utils.nsys_launch import lacks_nsys, nsys_command
@@ -53,6 +54,7 @@ class NodePlan:
     role: str
     name: str
     """What profiling calls the workers, with their rank behind it."""
+    part: Part
     ranks: range
     world_size: int
     ip: str
@@ -128,11 +130,12 @@ class NodeAgent:
         log_dir = plan.log_dir
         if not (log_dir / plan.mark).exists():
             log_dir = self._temporary_dir = Path(tempfile.mkdtemp(prefix="lucidrl-logs-"))
-            self._output = NewOutput({rank: log_dir / f"rank_{rank}.log" for rank in plan.ranks})
-        settings = [_settings(plan, local_rank, log_dir) for local_rank in range(len(plan.ranks))]
+            self._output = NewOutput({rank: _log_path(plan, rank, log_dir) for rank in plan.ranks})
+        node = self.facts()
+        settings = [_settings(plan, local_rank, log_dir, node) for local_rank in range(len(plan.ranks))]
         with self._program.as_main():
             self._ranks = RankSet(settings, self._listener)
-        recorded = [name for rank in plan.ranks if nsys.matches(name := nsys.worker_name(plan.name, rank))]
+        recorded = [name for rank in plan.ranks if nsys.matches(name := _worker_name(plan, rank))]
         is_seen = plan.traces_mark is None or (traces_folder() / plan.traces_mark).exists()
         return NodeStart(
             wrappers=[label.wrapper for label in self._ranks.labels],
@@ -189,9 +192,9 @@ def end_with_node() -> None:
     threading.Thread(target=watch, name="node-watch", daemon=True).start()
 
 
-def _settings(plan: NodePlan, local_rank: int, log_dir: Path) -> RankSettings:
+def _settings(plan: NodePlan, local_rank: int, log_dir: Path, node: NodeFacts) -> RankSettings:
     rank, local_size = plan.ranks[local_rank], len(plan.ranks)
-    num_threads = plan.num_threads or threads_of_a_rank(local_size)
+    num_threads = plan.num_threads or threads_of_a_rank(plan.part.total or local_size)
     environment = rank_environment(
         rank,
         plan.world_size,
@@ -200,22 +203,32 @@ def _settings(plan: NodePlan, local_rank: int, log_dir: Path) -> RankSettings:
         store=plan.store,
         num_threads=num_threads,
     )
+    environment |= node_environment(node.node_id, node.ip)
     if not plan.with_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     interface = _interface_with(plan.ip)
     if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
         environment["GLOO_SOCKET_IFNAME"] = interface  # gloo would take what the machine's name leads to
-    wrapper = nsys_command(nsys.worker_name(plan.name, rank))
+    wrapper = nsys_command(_worker_name(plan, rank))
     return RankSettings(
         rank,
         plan.role,
         environment | nsys.request_environment(),
         num_threads,
-        log_dir / f"rank_{rank}.log",
+        _log_path(plan, rank, log_dir),
         # What wraps a rank may start it from any thread of its own.
         die_with_starting_thread=threading.current_thread() is threading.main_thread() and not wrapper,
+        part=plan.part,
         wrapper=wrapper,
     )
+
+
+def _worker_name(plan: NodePlan, rank: int) -> str:
+    return nsys.worker_name(plan.name, plan.part.first + rank)
+
+
+def _log_path(plan: NodePlan, rank: int, log_dir: Path) -> Path:
+    return log_dir / f"rank_{plan.part.first + rank}.log"
 
 
 def _interface_with(ip: str) -> str | None:

@@ -101,6 +101,10 @@ class ProcessLauncher:
                 _log.warning("%s %s in its shutdown; its output is in %s", label.name, how, label.log_path)
         self._logs.end(everything_went_well=list(codes.values()) == [0] * self.size)
 
+    def kill(self) -> None:
+        """End the workers in the middle of whatever they do; a call of another thread fails then."""
+        self._kill("was ended")
+
     def _run(self, phase: str, messages: Sequence[Message], timeout_s: float) -> list[Any]:
         try:
             outcomes = self._exchange(messages, timeout_s)

@@ -11,8 +11,6 @@ from lucidrl.distributed.child_process import num_cores
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-LOOPBACK = "127.0.0.1"
-
 
 def listen_for_ranks(ip: str) -> socket.socket:
     """A socket for the store of ranks: on one address of this machine, at a free port, from now on.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lucidrl.distributed.child_main import describe_error, end_with_driver
+from lucidrl.distributed.launchers.interfaces import WHOLE, Part
 from lucidrl.utils import nsys
 
 
@@ -34,6 +35,8 @@ class RankSettings:
     log_path: Path
     die_with_starting_thread: bool
     """Linux can end a process with the thread that started it, which is only meant if that is the main thread."""
+    part: Part = WHOLE
+    """Of the rank's group."""
     wrapper: Sequence[str] = ()
     """Words of a command that runs the process, if it is not run as it is."""
 

@@ -42,7 +42,7 @@ class RankProcess(ChildProcess):
 
     def __init__(self, settings: RankSettings):
         self.rank, self.role = settings.rank, settings.role
-        self.name = f"{settings.role} {settings.rank}"
+        self.name = f"{settings.role} {settings.part.first + settings.rank}"
         """What errors call it."""
         self.log = RankLog(settings.log_path)
         self._connection, theirs = socket.socketpair()

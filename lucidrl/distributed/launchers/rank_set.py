@@ -31,7 +31,8 @@ class RankSet:
 
     def __init__(self, settings: Sequence[RankSettings], listener: socket.socket | None = None):
         self.labels = [
-            RankLabel(one.rank, one.role, one.log_path, wrapper=next(iter(one.wrapper), "")) for one in settings
+            RankLabel(one.rank, one.role, one.log_path, one.part, wrapper=next(iter(one.wrapper), ""))
+            for one in settings
         ]
         self._ranks: dict[int, RankProcess] = {}
         self._answers: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()

@@ -7,7 +7,7 @@ agent of rank 0's node hosts the store at which all meet. Arguments go through R
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +16,14 @@ from typing import Any
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.launchers.driver_program import DriverProgram
 from lucidrl.distributed.launchers.failures import START, explain_loss
-from lucidrl.distributed.launchers.interfaces import Arguments, NodeLost, RankLabel, Worker
+from lucidrl.distributed.launchers.interfaces import WHOLE, Arguments, NodeChoice, NodeLost, Part, RankLabel, Worker
 from lucidrl.distributed.launchers.log_folder import LogFolder, marked
 from lucidrl.distributed.launchers.node_agent import NodeAgent, NodePlan, NodeStart
 from lucidrl.distributed.launchers.processes import ProcessLauncher
-from lucidrl.distributed.launchers.rank_environment import LOOPBACK
 from lucidrl.distributed.launchers.ray_connection import LOCAL, connected
 from lucidrl.distributed.launchers.ray_placement import Room, reserved, reserved_for_actors
 from lucidrl.distributed.launchers.remote_ranks import RemoteNode, RemoteRanks, answer_of
+from lucidrl.distributed.place import LOOPBACK
 from lucidrl.profiling.settings import FOLDER_VARIABLE, traces_folder
 from lucidrl.utils import nsys
 from lucidrl.utils.imports import require_package
@@ -43,6 +43,8 @@ class RayProcesses(ProcessLauncher):
             which is kept only if something goes wrong.
         role: what errors call one of them.
         name: what profiling calls them, with their rank behind it.
+        part: of a whole that the ranks are; it numbers them in names and logs, and shares the cores of a node.
+        nodes: where they may be; by default anywhere.
 
     Raises:
         ConfigError: if Ray is not there or has no room, before anything is started.
@@ -57,41 +59,61 @@ class RayProcesses(ProcessLauncher):
         log_dir: Path | None,
         role: str = "rank",
         name: str = "worker",
+        part: Part = WHOLE,
+        nodes: NodeChoice | None = None,
     ):
         def start_ranks(logs: LogFolder) -> RemoteRanks:
-            return _start_ranks(cluster, logs, role, name)
+            return _start_ranks(cluster, logs, role, name, part, nodes)
 
         super().__init__(start_ranks, log_dir, worker_class, arguments, cluster.start_timeout_s)
 
 
-def check_can_be_placed(cluster: ClusterConfig, num_env_actors: int = 0) -> None:
-    """Refuse workers for which there is no room in a cluster that is there, beside each other; nothing is started.
+def check_can_be_placed(
+    cluster: ClusterConfig,
+    others: Sequence[Part] = (),
+    choose_nodes: Callable[[Sequence[str]], NodeChoice | None] = lambda ids: None,
+    num_env_actors: int = 0,
+) -> None:
+    """Refuse workers for which there is no room in a cluster that is there, all together; nothing is started.
+
+    Args:
+        others: groups of one worker that are to be there at the same time.
+        choose_nodes: where these may be, given the nodes of the first group.
+        num_env_actors: of an environment, beside all of them.
 
     Raises:
         ConfigError: if Ray is not installed, not to be reached, or too small.
     """
     require_package("ray", "cluster.launcher=ray")
-    if cluster.address not in (None, LOCAL):
-        with connected(cluster.address, cluster.allow_open_dashboard) as is_own_ray, reserved(cluster, is_own_ray):
-            if num_env_actors:
-                with reserved_for_actors(num_env_actors, is_own_ray):
-                    pass
-
-
-def _start_ranks(cluster: ClusterConfig, logs: LogFolder, role: str, name: str) -> RemoteRanks:
-    program = DriverProgram.of_this_process()  # first: in a rank of a script without the usual guard it raises
+    if cluster.address in (None, LOCAL):
+        return
     with ExitStack() as held:
         is_own_ray = held.enter_context(connected(cluster.address, cluster.allow_open_dashboard))
         room = held.enter_context(reserved(cluster, is_own_ray))
+        nodes = choose_nodes(room.node_ids())
+        for part in others:
+            held.enter_context(reserved(cluster.of_one(), is_own_ray, part, nodes))
+        if num_env_actors:
+            held.enter_context(reserved_for_actors(num_env_actors, is_own_ray))
+
+
+def _start_ranks(
+    cluster: ClusterConfig, logs: LogFolder, role: str, name: str, part: Part, choice: NodeChoice | None
+) -> RemoteRanks:
+    program = DriverProgram.of_this_process()  # first: in a rank of a script without the usual guard it raises
+    with ExitStack() as held:
+        is_own_ray = held.enter_context(connected(cluster.address, cluster.allow_open_dashboard))
+        room = held.enter_context(reserved(cluster, is_own_ray, part, choice))
         nodes = _start_agents(program, cluster, room, held)
-        labels = [RankLabel(rank, role, logs.of_rank(rank)) for node in nodes for rank in node.ranks]
+        ranks = [rank for node in nodes for rank in node.ranks]
+        labels = [RankLabel(rank, role, logs.of_rank(part.first + rank), part) for rank in ranks]
         try:
             facts = _ask_all(nodes, cluster, [node.actor.facts.remote() for node in nodes])
             for node, found in zip(nodes, facts, strict=True):
                 node.name = f"{found.ip} ({found.node_id[:8]})"
             labels = [replace(label, node=nodes[label.rank // cluster.ranks_per_node].name) for label in labels]
             ips = [found.ip for found in facts]
-            starts = _start_processes(cluster, nodes, ips, logs, role, name, with_gpus=room.num_gpus > 0)
+            starts = _start_processes(cluster, nodes, ips, logs, role, name, part, with_gpus=room.num_gpus > 0)
         except NodeLost as lost:
             raise explain_loss(lost, START, labels) from lost.__cause__
         _tell_of_traces(nodes, starts)
@@ -127,16 +149,19 @@ def _start_processes(
     logs: LogFolder,
     role: str,
     name: str,
+    part: Part,
     with_gpus: bool,
 ) -> list[NodeStart]:
     if len(nodes) == 1:
         ips = [LOOPBACK]  # nobody else has to reach the ranks
     (port,) = _ask_all(nodes[:1], cluster, [nodes[0].actor.listen.remote(ips[0])])
-    with logs.marked() as mark, _marked_traces(name, cluster.num_workers) as traces_mark:
+    numbers = range(part.first, part.first + cluster.num_workers)
+    with logs.marked() as mark, _marked_traces(name, numbers) as traces_mark:
         plans = [
             NodePlan(
                 role=role,
                 name=name,
+                part=part,
                 ranks=node.ranks,
                 world_size=cluster.num_workers,
                 ip=ip,
@@ -156,11 +181,11 @@ def _start_processes(
 
 
 @contextmanager
-def _marked_traces(name: str, size: int) -> Iterator[str | None]:
+def _marked_traces(name: str, numbers: Sequence[int]) -> Iterator[str | None]:
     """A file of this name is in the traces folder meanwhile, if workers are to record steps and it can be there."""
     with ExitStack() as held:
         mark = None
-        if any(nsys.matches(nsys.worker_name(name, rank)) for rank in range(size)):
+        if any(nsys.matches(nsys.worker_name(name, number)) for number in numbers):
             with suppress(OSError):  # whoever writes there will say so
                 traces_folder().mkdir(parents=True, exist_ok=True)
                 mark = held.enter_context(marked(traces_folder()))

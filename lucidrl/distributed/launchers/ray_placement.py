@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.launchers.interfaces import WHOLE, NodeChoice, Part
 from lucidrl.distributed.launchers.ray_resources import (
     RETURN_DEADLINE_S,
     Resources,
@@ -32,13 +33,23 @@ class Room:
     num_cpus: float
     num_gpus: float
 
+    def node_ids(self) -> Sequence[str]:
+        """Of the nodes that it is on."""
+        from ray.util.placement_group import placement_group_table
+
+        return list(placement_group_table(self.group)["bundles_to_node_id"].values())
+
 
 @contextmanager
-def reserved(cluster: ClusterConfig, is_own_ray: bool) -> Iterator[Room]:
+def reserved(
+    cluster: ClusterConfig, is_own_ray: bool, part: Part = WHOLE, nodes: NodeChoice | None = None
+) -> Iterator[Room]:
     """Hold room for all ranks meanwhile.
 
     Args:
         is_own_ray: whether the Ray was started for the run.
+        part: of a whole that the ranks are, for the error.
+        nodes: that they may be on; by default all.
 
     Raises:
         ConfigError: if there is no such room, with what was asked for and what is there.
@@ -47,16 +58,9 @@ def reserved(cluster: ClusterConfig, is_own_ray: bool) -> Iterator[Room]:
     num_cpus = ranks_per_node * (cluster.num_cpus_per_worker or (_SHARED_CPUS if is_own_ray else 1))
     num_gpus = ranks_per_node * _gpus_per_worker(cluster)
     bundle = {"CPU": num_cpus, "GPU": num_gpus} if num_gpus else {"CPU": num_cpus}
-    num_possible = sum(holds(total, bundle) for total in totals())
-    request = _Request(
-        [bundle] * cluster.num_nodes,
-        "STRICT_SPREAD",
-        f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes} asks Ray for "
-        f"{described(bundle)} on each of {cluster.num_nodes} nodes",
-        "Lower cluster.num_workers, cluster.num_cpus_per_worker or cluster.num_gpus_per_worker, spread the workers "
-        "over more cluster.num_nodes",
-    )
-    with _held(request, num_possible >= cluster.num_nodes) as group:
+    possible = [total for node_id, total in totals().items() if nodes is None or nodes.allows(node_id)]
+    request = _request(cluster, bundle, part, nodes)
+    with _held(request, sum(holds(total, bundle) for total in possible) >= cluster.num_nodes) as group:
         yield Room(group, cluster.num_nodes, num_cpus, num_gpus)
 
 
@@ -71,7 +75,7 @@ def reserved_for_actors(count: int, is_own_ray: bool) -> Iterator[Any]:
         ConfigError: if there is no such room, with what was asked for and what is there.
     """
     bundle = {"CPU": _SHARED_CPUS if is_own_ray else 1.0}
-    num_possible = sum(int(total.get("CPU", 0) / bundle["CPU"]) for total in totals())
+    num_possible = sum(int(total.get("CPU", 0) / bundle["CPU"]) for total in totals().values())
     asked = f"env.num_actors={count} asks Ray for {described(bundle)} for each actor"
     request = _Request([bundle] * count, "SPREAD", asked, "Lower env.num_actors")
     with _held(request, num_possible >= count) as group:
@@ -86,6 +90,8 @@ class _Request:
     strategy: str
     asked: str
     remedy: str
+    nodes: NodeChoice | None = None
+    """That may be used; all by default."""
 
 
 @contextmanager
@@ -100,7 +106,11 @@ def _held(request: _Request, is_possible: bool) -> Iterator[Any]:
 
     if not is_possible:
         raise _no_room(request)
-    group = placement_group([dict(bundle) for bundle in request.bundles], strategy=request.strategy)
+    group = placement_group(
+        [dict(bundle) for bundle in request.bundles],
+        strategy=request.strategy,
+        bundle_label_selector=None if request.nodes is None else [_selector(request.nodes)] * len(request.bundles),
+    )
     try:
         if not group.wait(RETURN_DEADLINE_S):
             raise _no_room(request)
@@ -113,7 +123,28 @@ def _held(request: _Request, is_possible: bool) -> Iterator[Any]:
 def _gpus_per_worker(cluster: ClusterConfig) -> int:
     if cluster.num_gpus_per_worker is not None:
         return cluster.num_gpus_per_worker
-    return 1 if any(total.get("GPU") for total in totals()) else 0
+    return 1 if any(total.get("GPU") for total in totals().values()) else 0
+
+
+def _request(cluster: ClusterConfig, bundle: Resources, part: Part, nodes: NodeChoice | None) -> _Request:
+    if part.total is None:
+        who = f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes}"
+        where, remedy = f"each of {cluster.num_nodes} nodes", ", spread the workers over more cluster.num_nodes"
+    else:
+        who, where, remedy = f"number {part.first} of {part.setting}={part.total}", "one node", ""
+    if nodes is not None:
+        where += f" {'other than' if nodes.is_excluding else 'of'} {', '.join(name[:8] for name in nodes.ids)}"
+    return _Request(
+        [bundle] * cluster.num_nodes,
+        "STRICT_SPREAD",
+        f"{who} asks Ray for {described(bundle)} on {where}",
+        f"Lower {part.setting}, cluster.num_cpus_per_worker or cluster.num_gpus_per_worker{remedy}",
+        nodes,
+    )
+
+
+def _selector(nodes: NodeChoice) -> dict[str, str]:
+    return {"ray.io/node-id": f"{'!' if nodes.is_excluding else ''}in({','.join(nodes.ids)})"}
 
 
 def _no_room(request: _Request) -> ConfigError:

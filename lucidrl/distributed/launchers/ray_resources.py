@@ -13,11 +13,11 @@ _ROUNDING = 1e-4
 """Ray counts no finer."""
 
 
-def totals() -> list[Resources]:
-    """Of each node that is alive."""
+def totals() -> dict[str, Resources]:
+    """Of each node that is alive, by its id."""
     import ray
 
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
 def holds(resources: Resources, asked: Resources) -> bool:

@@ -79,6 +79,8 @@ class RemoteRanks:
         import ray
 
         asked = {node.news: node for node in self._nodes if node.news is not None}
+        if not asked:
+            raise NodeLost("of ranks that this program ended", [0], "another thread ended them")
         wait_s = min(node.silent_after for node in asked.values()) - time.monotonic()
         arrived, _ = ray.wait(list(asked), timeout=min(timeout_s, max(0.0, wait_s)))
         if arrived:

@@ -19,7 +19,8 @@ from lucidrl.errors import DataError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.kv_cache import KVCache, PrefillLayout
-from lucidrl.models.generation.sampling import draw, draw_key, uniforms
+from lucidrl.models.generation.prompts import prompts_of
+from lucidrl.models.generation.sampling import draw, draw_keys, uniforms
 from lucidrl.models.generation.stopping import StopStrings
 from lucidrl.models.loading import context_length, stop_token_ids
 from lucidrl.models.logprobs import LogprobModel
@@ -65,7 +66,7 @@ class BuiltinGenerator:
         try:
             device = next(self.model.parameters()).device
             prompts = _Prompts.of(data, device, context_length(self.model.model.config))
-            keys_B = self._draw_keys(data, prompts)
+            keys_B = data["draw_keys"].cpu() if "draw_keys" in data else self._draw_keys(data)
             self.calls += 1
             answers = _Answers.empty(prompts, self._max_new_tokens(prompts))
             own_stops = data["stop_strings"] if "stop_strings" in data else [None] * data.size
@@ -76,15 +77,8 @@ class BuiltinGenerator:
         finally:
             self.model.train(was_training)
 
-    def _draw_keys(self, data: BatchedDataDict[GenerationDatumSpec], prompts: _Prompts) -> torch.Tensor:
-        if "draw_keys" in data:
-            return data["draw_keys"].cpu()
-        occurrence = prompts.occurrence_of_row()
-        keys = [
-            draw_key(self._seed, self.calls, prompts.fingerprints[prompt], sample)
-            for prompt, sample in zip(prompts.prompt_of_row_B.tolist(), occurrence, strict=True)
-        ]
-        return torch.tensor(keys, dtype=torch.int64)
+    def _draw_keys(self, data: BatchedDataDict[GenerationDatumSpec]) -> torch.Tensor:
+        return draw_keys(self._seed, self.calls, prompts_of(data))
 
     @torch.inference_mode()  # cheaper than no_grad; what it returns was made outside, and may meet autograd later
     def _decode(
@@ -158,20 +152,18 @@ class _Prompts:
     room: torch.Tensor
     """[P] tokens that fit behind each prompt."""
     prompt_of_row_B: torch.Tensor
-    fingerprints: list[str]
 
     @classmethod
     def of(cls, data: BatchedDataDict[GenerationDatumSpec], device: torch.device, context: int) -> _Prompts:
         input_ids, lengths = data["input_ids"].cpu(), data["input_lengths"].cpu()
         numbers: dict[bytes, int] = {}
         first_row, prompt_of_row = [], []
-        for row, (tokens, length) in enumerate(zip(input_ids.numpy(), lengths.tolist(), strict=True)):
+        for row, (content, length) in enumerate(zip(prompts_of(data), lengths.tolist(), strict=True)):
             if not 0 < length < context:
                 raise DataError(
                     f"prompt in row {row} has {length} tokens; the model's context of {context} tokens must hold at "
                     "least one prompt token and one new token"
                 )
-            content = tokens[:length].tobytes()
             if content not in numbers:
                 numbers[content] = len(numbers)
                 first_row.append(row)
@@ -182,17 +174,7 @@ class _Prompts:
             lengths=lengths_P,
             room=context - lengths_P,
             prompt_of_row_B=torch.tensor(prompt_of_row, dtype=torch.int64, device=device),
-            fingerprints=[content.hex() for content in numbers],
         )
-
-    def occurrence_of_row(self) -> list[int]:
-        """For each row, how many rows before it have the same prompt."""
-        seen = [0] * len(self.fingerprints)
-        numbers = []
-        for prompt in self.prompt_of_row_B.tolist():
-            numbers.append(seen[prompt])
-            seen[prompt] += 1
-        return numbers
 
     def batches(self, max_rows: int) -> Iterator[torch.Tensor]:
         """Rows in groups of at most `max_rows`, those of a prompt together and prompts of similar length together."""

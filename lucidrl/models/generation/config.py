@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from lucidrl.utils.config import Config
 
@@ -31,9 +31,21 @@ class GenerationConfig(Config):
     weights, which get the policy's after every step."""
     num_workers: PositiveInt = 1
     """Processes that share the prompts, where they are separate."""
-    refit: Literal["ipc", "collective"] = "ipc"
-    """How weights reach separate processes: through memory shared within one machine, or over the network."""
+    nodes: Literal["any", "policy", "other"] = "any"
+    """Nodes of a Ray cluster that they may run on: any, those of the policy's workers, or others than those."""
+    max_restarts: NonNegativeInt = 3
+    """How many times in a row, without a whole batch of answers in between, processes that died or hung are replaced
+    before the run stops; 0 = the first ends it."""
+    refit: Literal["auto", "ipc", "collective"] = "auto"
+    """How weights reach separate processes: through memory shared within a node (`ipc`), over the network
+    (`collective`), or each by the one that fits where it is (`auto`)."""
     refit_bucket_mb: PositiveInt = 256
     """Most of the weights that travel together; two such buckets are under way at a time."""
     verify_refit: bool = False
     """Compare checksums of the weights on both sides of every refit."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.refit == "ipc" and self.nodes == "other":
+            raise ValueError("refit=ipc shares memory within a node, but nodes=other; set refit=auto, or nodes=policy")
+        return self

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.distributed.place import Place, place_with
 from lucidrl.distributed.weight_buckets import BucketHandle, TensorInfo
-from lucidrl.distributed.weight_group import WeightGroup
+from lucidrl.distributed.weight_group import WeightGroup, problem_of
 from lucidrl.errors import ConfigError, RefitError
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
@@ -32,26 +32,39 @@ class GenerationWorker:
 
     Args:
         config: of the policy.
-        seed: of the weights of an untrained model, and of draws without keys, which differ between generators.
-        first_gpu: number of the first generator's GPU on this machine, where there are any.
+        seed: of the weights of an untrained model, and of draws without keys.
+        number: of this generator.
+        gpu: number of its GPU among those that it sees, where there are any.
     """
 
-    def __init__(self, config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0, first_gpu: int = 0):
-        number = int(os.environ.get("LOCAL_RANK", "0"))
+    def __init__(
+        self,
+        config: PolicyConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int = 0,
+        *,
+        number: int = 0,
+        gpu: int = 0,
+    ):
         if torch.cuda.is_available():
-            _use_gpu(first_gpu + number)
+            _use_gpu(gpu)
         device = default_device()
         model = load_model(
             config.model_name, DTYPES[config.precision], seed=seed, trust_remote_code=config.trust_remote_code
         )
         scorer = LogprobModel(model.requires_grad_(False), config.generation.temperature).to(device)
         self._device = device
+        # On a CPU, all processes of a node find the weights under the number of the first.
+        self._device_id = device_id(device, 0)
         self._recording = Recording(worker_name(GENERATION, number))
         self._weight_group: WeightGroup | None = None
         self._announced: list[TensorInfo] = []
-        self._generator = BuiltinGenerator(scorer, tokenizer, config.generation, seed + number)
-        # On a CPU, all processes of the machine find the weights under the number of the first.
-        self.receiver = WeightReceiver(model, device_id(device, number if device.type == "cuda" else 0))
+        self._generator = BuiltinGenerator(scorer, tokenizer, config.generation, seed)
+        self.receiver = WeightReceiver(model, self._device_id)
+
+    def report_place(self) -> Place:
+        """Where this generator is, and on which device."""
+        return place_with(self._device_id)
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -69,15 +82,17 @@ class GenerationWorker:
 
         That is not raised, since a worker's error ends its process, and this one has a whole version to go on with.
         """
-        try:
-            self.receiver.take(handles)
-        except RefitError as error:
-            return str(error)
-        return None
+        return problem_of(lambda: self.receiver.take(handles))
 
-    def join_collective(self, ip: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
-        """Meet the policy's first rank and the other generators; see `WeightGroup.join`."""
-        self._weight_group = WeightGroup.join(ip, port, rank, world_size, self._device, timeout_s)
+    def join_collective(self, ip: str, port: int, rank: int, world_size: int) -> str | None:
+        """Meet the policy's first rank and other generators, of a group that takes the place of one joined before; see
+        `WeightGroup.join`. What went wrong, if anything did, as from `take_weights`."""
+
+        def join() -> None:
+            self._leave_collective()
+            self._weight_group = WeightGroup.join(ip, port, rank, world_size, self._device)
+
+        return problem_of(join)
 
     def prepare_collective(self, info: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         """What will be broadcast: the policy's answer to `prepare_info_for_collective`."""
@@ -85,13 +100,10 @@ class GenerationWorker:
 
     def receive_weights(self) -> str | None:
         """Take what the policy broadcasts meanwhile; what went wrong, if anything did, as from `take_weights`."""
-        if self._weight_group is None:
+        group = self._weight_group
+        if group is None:
             raise RefitError("weights were to be received before join_collective; call that and prepare_collective")
-        try:
-            self._weight_group.receive(self._announced, self.receiver)
-        except RefitError as error:
-            return str(error)
-        return None
+        return problem_of(lambda: group.receive(self._announced, self.receiver))
 
     def commit_refit(self, version: int) -> None:
         """Generate with the new weights from now on."""
@@ -114,8 +126,12 @@ class GenerationWorker:
     def shutdown(self) -> None:
         """Stop profiling and leave the policy's weight group; may be called twice."""
         self.stop_gpu_profiling()
+        self._leave_collective()
+
+    def _leave_collective(self) -> None:
         if self._weight_group is not None:
             self._weight_group.close()
+            self._weight_group = None
 
 
 def _use_gpu(number: int) -> None:

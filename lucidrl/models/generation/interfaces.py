@@ -46,6 +46,10 @@ class GenerationInterface(Protocol):
     weight_version: int
     """The version of the weights that the next call is to use."""
 
+    @property
+    def restarts(self) -> int:
+        """How many of its processes have been replaced since it was made, because they were lost."""
+
     def update_weights(self, version: int) -> None:
         """From the next call on, use the policy's current weights; they are this version."""
         ...

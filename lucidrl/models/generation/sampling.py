@@ -7,6 +7,8 @@ shared between rows, so a completion is the same whatever else is decoded beside
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -24,6 +26,16 @@ def draw_key(*parts: int | str) -> int:
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def draw_keys(seed: int, call: int, prompts: Sequence[bytes]) -> torch.Tensor:
+    """[B] keys of rows that bring none, made of their prompts; rows with the same prompt differ by their order."""
+    seen: Counter[bytes] = Counter()
+    keys = []
+    for prompt in prompts:
+        keys.append(draw_key(seed, call, prompt.hex(), seen[prompt]))
+        seen[prompt] += 1
+    return torch.tensor(keys, dtype=torch.int64)
 
 
 def uniforms(keys_B: torch.Tensor, start: int, count: int) -> torch.Tensor:

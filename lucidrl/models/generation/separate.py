@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,15 +11,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.batching import shard_plan
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.weight_buckets import TensorInfo, fitting_bucket_bytes, plan_buckets
-from lucidrl.distributed.weight_group import TIMEOUT_S
 from lucidrl.distributed.worker_group import WorkerGroup
-from lucidrl.errors import LucidError, RefitError
-from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.errors import LostWorkerError, RefitError
+from lucidrl.models.generation.delivery import WeightDelivery
 from lucidrl.models.generation.generation_worker import GenerationWorker
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
+from lucidrl.models.generation.placement import check_nodes, generator_nodes, generator_parts
+from lucidrl.models.generation.prompts import prompt_chunks, prompts_of
+from lucidrl.models.generation.replicas import Replica, Replicas
+from lucidrl.models.generation.sampling import draw_keys
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
@@ -28,19 +28,20 @@ from lucidrl.utils.nsys import GENERATION
 
 LOGS = "generation"
 """Folder of the generators' logs, below that of the run's."""
-
-_BYTES_PER_MB = 1 << 20
-_LOCAL_IP = "127.0.0.1"
-"""Policy and generators are processes of this machine."""
+CHUNKS_PER_GENERATOR = 2
+"""Pieces of a call for each of several generators: more share the load better, fewer make better use of each."""
 
 
 class SeparateGenerator:
     """Generators that share the prompts of each call, all with the same version of a policy's weights.
 
+    One that dies, or misses its deadline, is replaced, and what it was busy with is done again; the answers are the
+    same. An error that one raises is raised here, and all generators have ended.
+
     Args:
         policy: whose weights they get.
         config: of the policy; `config.generation` says how many generators there are and how weights reach them.
-        cluster: threads and deadlines of the generators.
+        cluster: where they run, their threads and deadlines.
         log_dir: where they write their logs.
         seed: of draws of rows that bring no `draw_keys` of their own.
     """
@@ -56,59 +57,105 @@ class SeparateGenerator:
         seed: int = 0,
     ):
         self.weight_version = 0
-        self._policy, self._source = policy.group, policy
-        self._config = config.generation
-        self._has_met = False
-        # Over shared memory a generator has the GPU of a rank; nccl wants one for each member of a group.
-        first_gpu = policy.group.size if config.generation.refit == "collective" else 0
-        self._pad_id = int(tokenizer.pad_token_id)  # always set by `load_tokenizer`
-        self.group = WorkerGroup(
-            GenerationWorker,
-            (config, tokenizer, seed, first_gpu),
-            cluster=(cluster or ClusterConfig()).model_copy(update={"num_workers": config.generation.num_workers}),
-            log_dir=log_dir / LOGS if log_dir is not None else None,
-            own_processes=True,
-            role="generator",
-            name=GENERATION,
-        )
+        self._source, self._seed = policy, seed
+        self._num_calls = 0
+        self._was_refitted = False
+        self._pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type] # always set by `load_tokenizer`
+        generation, cluster = config.generation, (cluster or ClusterConfig()).of_one()
+        check_nodes(generation, cluster)
+        parts = generator_parts(generation)
+        # Over shared memory a generator has the GPU of a rank; nccl wants one for each member of a group. Under Ray it
+        # sees its own alone.
+        first_gpu = policy.group.size if generation.refit == "collective" else 0
+        nodes = generator_nodes(generation, [place.node for place in policy.group.run_all("report_place")])
+
+        def start_group(number: int) -> WorkerGroup:
+            return WorkerGroup(
+                GenerationWorker,
+                (config, tokenizer, seed),
+                {"number": number, "gpu": 0 if cluster.uses_ray else first_gpu + number},
+                cluster=cluster,
+                log_dir=log_dir / LOGS if log_dir is not None else None,
+                own_processes=True,
+                role="generator",
+                name=GENERATION,
+                part=parts[number],
+                nodes=nodes,
+            )
+
+        self.replicas = Replicas(len(parts), start_group, generation.max_restarts)
+        self._delivery = WeightDelivery(policy.group, self.replicas, generation, cluster.call_timeout_s)
+
+    @property
+    def restarts(self) -> int:
+        """How many generators have been replaced."""
+        return self.replicas.restarts
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Complete every prompt with the weights of the last refit."""
-        (rows_of_worker,) = shard_plan(data.size, self.group.size, allow_uneven=True)
-        shards = [(data.select_indices(rows), greedy) for rows in rows_of_worker]
-        parts = self.group.run_each("generate", shards)
-        return parts[0] if len(parts) == 1 else BatchedDataDict.from_batches(parts, {"output_ids": self._pad_id})
+        """Complete every prompt with the weights of the last refit.
+
+        The rows are cut into chunks, and whoever is free takes the next one.
+
+        Raises:
+            WorkerError: if generators were lost too often.
+        """
+        prompts = prompts_of(data)
+        if "draw_keys" not in data:  # before it is known who answers which row
+            data = data.copy()
+            data["draw_keys"] = draw_keys(self._seed, self._num_calls, prompts)
+        self._num_calls += 1
+        size = len(self.replicas.all)
+        chunks = prompt_chunks(prompts, size * CHUNKS_PER_GENERATOR if size > 1 else 1)
+        answers: dict[int, BatchedDataDict[Any]] = {}
+        waiting = deque(range(len(chunks)))
+
+        def work(replica: Replica) -> None:
+            while waiting:
+                try:
+                    number = waiting.popleft()
+                except IndexError:  # another one was faster
+                    return
+                rows = data if len(chunks) == 1 else data.select_indices(chunks[number])
+                try:
+                    answers[number] = replica.run("generate", rows, greedy)
+                except LostWorkerError:
+                    waiting.appendleft(number)
+                    raise
+
+        self._replace_lost()
+        while len(answers) < len(chunks):
+            self.replicas.each(work)
+            self._replace_lost()
+        self.replicas.went_well()
+        return self._in_order(chunks, [answers[number] for number in range(len(chunks))])
 
     def update_weights(self, version: int) -> None:
         """Bring the policy's current weights to all generators; they are this version from now on.
 
         Raises:
             RefitError: if they do not get there.
-            WorkerError: if a worker dies. In either case generators that live have the whole version of before.
+            WorkerError: if a worker of the policy dies, or generators were lost too often. In either case generators
+                that live have the whole version of before.
         """
         with span("refit"):
-            self._policy.run_all("set_refit_header", version, self._config.verify_refit)
-            if self._config.refit == "ipc":
-                self._refit_by_ipc(version)
-            else:
-                self._refit_by_collective()
-            self.group.run_all("commit_refit", version)
+            self.replicas.replace_lost()
+            self._bring(version, self.replicas.all)
         self._source.update_weights(version)
-        self.weight_version = version
+        self.weight_version, self._was_refitted = version, True
 
     def start_gpu_profiling(self) -> None:
         """Let those generators record that are asked to; see `lucidrl.utils.nsys`."""
-        self.group.start_gpu_profiling()
+        self.replicas.start_gpu_profiling()
 
     def stop_gpu_profiling(self) -> None:
         """Let them write what they recorded; harmless if they did not."""
-        self.group.stop_gpu_profiling()
+        self.replicas.stop_gpu_profiling()
 
     def shutdown(self) -> None:
         """End the generators; may be called twice."""
-        self.group.shutdown()
+        self.replicas.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -116,76 +163,32 @@ class SeparateGenerator:
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
-    def _refit_by_ipc(self, version: int) -> None:
-        """The policy packs a bucket while the generators take the one before.
+    def _replace_lost(self) -> None:
+        """All generators are there afterwards, with the weights of the last refit."""
+        replaced = self.replicas.replace_lost()
+        if not (replaced and self._was_refitted):  # before the first refit they have what they load
+            return
+        if self._source.is_ahead:
+            raise RefitError(
+                f"generator {replaced[0].number} was lost, and version {self.weight_version} of the weights, which the "
+                "others have, is gone: the policy was trained since; call update_weights before the next generate"
+            )
+        with span("refit"):
+            self._bring(self.weight_version, replaced)
 
-        On a GPU it packs into two pieces of memory in turn. So before it is asked for the next bucket but one, the
-        generators must have said that they are done with this one.
-        """
-        free_bytes = min(self.group.run_all("begin_refit", version))
-        prepared = self._policy.run_all("prepare_weights_for_ipc")
-        sizes = prepared[0][0]
-        buckets = buckets_of_names(sizes, self._config, min(free_bytes, *(free for _, free in prepared)))
-        taken: Future[None] | None = None
-        with ThreadPoolExecutor(1, thread_name_prefix="refit") as generators:  # left when the last call has ended
-            for names in buckets:
-                parts = self._policy.run_all("get_weights_ipc_handles", names)
-                if taken is not None:
-                    taken.result()
-                handles = {device: handle for part in parts for device, handle in part.items()}
-                taken = generators.submit(self._run_generators, "take_weights", handles)
-            if taken is not None:
-                taken.result()
+    def _bring(self, version: int, lacking: Sequence[Replica]) -> None:
+        """Bring the policy's weights to replicas that lack them, and to those that take the place of lost ones."""
+        while lacking:
+            brought = self._delivery.bring(version, lacking)
+            behind = [replica for replica in lacking if replica not in brought]
+            self.replicas.replace_lost()  # each of them lacked the weights, and still does
+            lacking = behind
 
-    def _refit_by_collective(self) -> None:
-        """The generators receive while the policy sends; they all meet before the first time."""
-        if not self._has_met:
-            self._meet()
-            self._has_met = True
-        self._at_once(
-            lambda: self._run_generators("receive_weights"),
-            lambda: self._policy.run_all("broadcast_weights_for_collective"),
-        )
-
-    def _meet(self) -> None:
-        ip, port, world_size = _LOCAL_IP, _free_port(), 1 + self.group.size
-        addresses = [(ip, port, rank, world_size, TIMEOUT_S) for rank in range(1, world_size)]
-        self._at_once(
-            lambda: self.group.run_each("join_collective", addresses),
-            lambda: self._policy.run_all("init_collective", ip, port, world_size),
-        )
-        self.group.run_all("prepare_collective", self._policy.run_all("prepare_info_for_collective")[0])
-
-    def _run_generators(self, method: str, *args: Any) -> None:
-        """Call a method that returns what went wrong, if anything did."""
-        problems = [problem for problem in self.group.run_all(method, *args) if problem is not None]
-        if problems:
-            raise RefitError(problems[0])
-
-    def _at_once(self, of_generators: Callable[[], object], of_policy: Callable[[], object]) -> None:
-        """Make both calls at the same time. If both fail, one may be the cause of the other, and both are told."""
-        with ThreadPoolExecutor(1, thread_name_prefix="refit") as executor:  # left when both calls have ended
-            answer = executor.submit(of_generators)
-            try:
-                of_policy()
-            except LucidError as error:
-                if (failure := answer.exception()) is not None:
-                    error.add_note(f"meanwhile in the generators: {failure}")
-                raise
-            answer.result()
-
-
-def buckets_of_names(sizes: Sequence[tuple[str, int]], config: GenerationConfig, free_bytes: float) -> list[list[str]]:
-    """Names that travel together, in order: as many as the config and half the free memory allow, but at least one.
-
-    Raises:
-        RefitError: if the largest weight alone does not fit twice.
-    """
-    infos = [TensorInfo(name, (size_bytes,), torch.uint8) for name, size_bytes in sizes]
-    bucket_bytes = fitting_bucket_bytes(infos, config.refit_bucket_mb * _BYTES_PER_MB, free_bytes)
-    return [[info.name for info in bucket.tensors] for bucket in plan_buckets(infos, bucket_bytes)]
-
-
-def _free_port() -> int:
-    with socket.create_server((_LOCAL_IP, 0)) as listener:
-        return listener.getsockname()[1]
+    def _in_order(
+        self, chunks: Sequence[Sequence[int]], answers: Sequence[BatchedDataDict[Any]]
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """The answers to all chunks, row by row as they were asked for."""
+        if len(answers) == 1:
+            return answers[0]
+        places = torch.tensor([row for rows in chunks for row in rows]).argsort()
+        return BatchedDataDict.from_batches(answers, {"output_ids": self._pad_id}).select_indices(places)

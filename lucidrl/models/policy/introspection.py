@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import resource
-import socket
 import sys
 import zlib
 from dataclasses import asdict, dataclass
@@ -21,6 +19,7 @@ import psutil
 import torch
 
 from lucidrl.distributed.collectives import gather_over
+from lucidrl.distributed.place import node_id
 from lucidrl.distributed.process_group import RankInfo
 from lucidrl.models.policy.sharding import Sharding
 from lucidrl.profiling.recording import Recording
@@ -32,7 +31,6 @@ NOISE_STD = 0.01
 _BYTES_PER_MB = 1 << 20
 _NUM_SAMPLED_PARAMETERS = 3
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_MACHINE_ID = Path("/etc/machine-id")
 
 
 @dataclass(frozen=True)
@@ -135,14 +133,11 @@ class Introspection:
 def device_id(device: torch.device, local_rank: int) -> str:
     """What every process that uses the device of a worker calls it: the UUID that NVML gives a GPU ("GPU-…").
 
-    A CPU has none: there it is an id of the host and the worker's number on it ("CPU-…-0"), the same at every start.
+    A CPU has none: there it is an id of the node and the worker's number on it ("CPU-…-0"); see `node_id`.
     """
     if device.type == "cuda":
         return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    # Containers made from one image may share the machine's id, and machines a name; hardly ever both.
-    machine = _MACHINE_ID.read_text().strip() if _MACHINE_ID.exists() else ""
-    host = hashlib.sha256(f"{machine}/{socket.gethostname()}".encode()).hexdigest()[:16]
-    return f"CPU-{host}-{local_rank}"
+    return f"CPU-{node_id()}-{local_rank}"
 
 
 def state_dict_of(sharding: Sharding) -> dict[str, Any]:

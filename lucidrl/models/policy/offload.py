@@ -102,6 +102,13 @@ class Offload:
                 "call prepare_for_lp_inference or prepare_for_training first"
             )
 
+    def optimizer_for(self, what: str) -> PolicyOptimizer:
+        """The optimizer, which has to be there and at hand."""
+        if self._optimizer is None:
+            raise ConfigError("this policy was made with init_optimizer=False; it can score but not train")
+        self.check_optimizer(what)
+        return self._optimizer
+
     def check_optimizer(self, what: str) -> None:
         """Refuse work on an optimizer that is away."""
         self.check_weights(what)

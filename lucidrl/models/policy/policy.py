@@ -46,6 +46,9 @@ class Policy:
     Other arguments are those of `PolicyWorker`.
     """
 
+    restarts = 0
+    """As of a generator: none of its workers is ever replaced."""
+
     def __init__(
         self,
         config: PolicyConfig | Mapping[str, Any],
@@ -66,6 +69,8 @@ class Policy:
         self._arrangement = f"{worker_class.__name__} {self.layout} on {device}"
         self.weight_version = 0
         """Version of the weights, as whoever trains them counts."""
+        self.is_ahead = False
+        """Whether the weights have changed since they were given that version."""
         self._gbs = config.train_global_batch_size
         self._has_optimizer = init_optimizer
         self._pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type] # always set by `load_tokenizer`
@@ -83,6 +88,7 @@ class Policy:
     def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction, eval_mode: bool = False) -> TrainResult:
         """One pass over the rows; see `PolicyWorker.train`. In `eval_mode` they are one global batch."""
         gbs = data.size if eval_mode else self._gbs or data.size
+        self.is_ahead |= not eval_mode
         with span("train"):
             shards = self._shards(data, gbs)
             result = self._run_sharded("train", shards, loss_fn, eval_mode, gbs)[0]
@@ -118,7 +124,7 @@ class Policy:
     def update_weights(self, version: int) -> None:
         """The samples are made by the very weights that are trained; there is only their version to be told."""
         self.group.run_all("set_weight_version", version)
-        self.weight_version = version
+        self.weight_version, self.is_ahead = version, False
 
     def save(self, folder: Path) -> None:
         """Write weights, tokenizer and optimizer, if there is one, below a checkpoint's folder."""
@@ -141,6 +147,7 @@ class Policy:
 
     def load(self, folder: Path) -> None:
         """Take weights and optimizer from a checkpoint's folder, which was verified when it was found."""
+        self.is_ahead = True
         self.group.run_all("load_verified_checkpoint", str(folder / WEIGHTS), self._optimizer_path(folder))
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from lucidrl.distributed.batching import round_up
+from lucidrl.errors import ConfigError
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """Target and source."""
@@ -81,6 +82,13 @@ class ReferencePolicy:
             target, source = self._copies[self._num_done]
             target.copy_(source)
             self._num_done += 1
+
+
+def required(reference: ReferencePolicy | None) -> ReferencePolicy:
+    """The reference policy of a policy that has to have one."""
+    if reference is None:
+        raise ConfigError("this policy was made with init_reference_model=False; it has no reference policy to use")
+    return reference
 
 
 def _exchange(ours: torch.Tensor, theirs: torch.Tensor, buffer: torch.Tensor) -> list[Copy]:

@@ -129,11 +129,13 @@ class WeightExport:
                 "weights were to be broadcast before init_collective; call that first, on every rank, while the "
                 "generators join"
             )
-        if self._group is None:
-            for _ in self.stream():  # the first rank gathers with this one
+        stream = self.stream()
+        try:
+            if self._group is not None:
+                self._group.send(stream, self.infos(), self._bucket_bytes, self._version, self._verify)
+        finally:
+            for _ in stream:  # the ranks gather together, also when the first one does not send, or cannot
                 pass
-        else:
-            self._group.send(self.stream(), self.infos(), self._bucket_bytes, self._version, self._verify)
 
     def close(self) -> None:
         """Free the memory of buckets and leave the generators; both have to be prepared anew. May be called twice."""

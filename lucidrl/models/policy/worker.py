@@ -20,8 +20,10 @@ from lucidrl.algorithms.interfaces import LossFunction
 from lucidrl.checkpoint.manifest import FileDigest
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.mesh import Layout, RankMesh
+from lucidrl.distributed.place import Place, place_with
 from lucidrl.distributed.process_group import init_process_group_from_environment, leave_process_group
-from lucidrl.errors import ConfigError
+from lucidrl.distributed.rendezvous import free_port
+from lucidrl.distributed.weight_group import problem_of
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.loading import DTYPES
@@ -32,7 +34,7 @@ from lucidrl.models.policy.introspection import Introspection, add_noise, state_
 from lucidrl.models.policy.model_on_ranks import load_sharded
 from lucidrl.models.policy.offload import Offload, tensors_of
 from lucidrl.models.policy.optim import PolicyOptimizer
-from lucidrl.models.policy.reference import ReferencePolicy
+from lucidrl.models.policy.reference import ReferencePolicy, required
 from lucidrl.models.policy.refit import WeightExport
 from lucidrl.models.policy.row_plans import RowPlans
 from lucidrl.models.policy.scoring import score_rows
@@ -128,7 +130,7 @@ class PolicyWorker(ABC):
             value a micro-batch of this rank), `metrics` (of all ranks, reduced as the loss declared) and
             `num_skipped_steps`.
         """
-        optimizer = None if eval_mode else self._optimizer_for_training()
+        optimizer = None if eval_mode else self._offload.optimizer_for("train")
         self._offload.check_weights("train")
         rate = self.optimizer.learning_rate if self.optimizer is not None else 0.0
         return {"rank": self.rank, **self._training.run(data, loss_fn, optimizer, rate, gbs, mbs)}
@@ -147,10 +149,8 @@ class PolicyWorker(ABC):
     @contextmanager
     def use_reference_model(self) -> Iterator[None]:
         """Inside, the worker's model is the reference policy."""
-        if self.reference is None:
-            raise ConfigError("this policy was made with init_reference_model=False; it has no reference policy to use")
         self._offload.check_weights("use_reference_model")
-        with self.reference.swapped_in():
+        with required(self.reference).swapped_in():
             yield
 
     def get_reference_policy_logprobs(
@@ -165,11 +165,7 @@ class PolicyWorker(ABC):
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete this rank's prompts with the current weights; see `BuiltinGenerator`."""
-        if self.config.dtensor_cfg.sequence_parallel:
-            raise ConfigError(
-                "policy.dtensor_cfg.sequence_parallel=true shares the tokens of rows, but generation adds single ones; "
-                "turn it off where the policy generates, or set policy.generation.placement=separate"
-            )
+        self.config.check_generates()
         self._offload.check_weights("generate")
         with self.sharding.gathered():
             return self._generator.generate(data, greedy)
@@ -252,8 +248,15 @@ class PolicyWorker(ABC):
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """Form a group with generators, to send them weights; see `WeightExport.join_collective`."""
-        bucket_bytes = self.config.generation.refit_bucket_mb << 20
-        self._export.join_collective(ip, port, world_size, self.rank, bucket_bytes)
+        self._export.join_collective(ip, port, world_size, self.rank, self.config.generation.refit_bucket_mb << 20)
+
+    def offer_port(self, ip: str) -> int | None:
+        """On rank 0, a port for `init_collective` that is free at an address of its node."""
+        return free_port(ip) if self.rank == 0 else None
+
+    def meet_generators(self, ip: str, port: int, world_size: int) -> str | None:
+        """`init_collective` for who can replace generators: what went wrong is returned, and this worker goes on."""
+        return problem_of(lambda: self.init_collective(ip, port, world_size))
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
         """Name → (shape, dtype) of every weight, in the order in which they are sent."""
@@ -263,6 +266,10 @@ class PolicyWorker(ABC):
         """Send all weights to the group of `init_collective`; rank 0 sends, the others help it to gather."""
         self._offload.check_weights("broadcast_weights_for_collective")
         self._export.broadcast()
+
+    def send_weights(self) -> str | None:
+        """`broadcast_weights_for_collective`, likewise."""
+        return problem_of(self.broadcast_weights_for_collective)
 
     def prepare_for_lp_inference(self) -> None:
         """Bring back the weights, if they are away; the optimizer stays where it is."""
@@ -320,6 +327,10 @@ class PolicyWorker(ABC):
         """A name of this worker's device that other processes know it by too; see `device_id`."""
         return self._introspection.device_id()
 
+    def report_place(self) -> Place:
+        """Where this worker is, and on which device."""
+        return place_with(self.report_device_id())
+
     def return_state_dict(self) -> dict[str, Any]:
         """The model's state dict, sharded where the back end can; see `state_dict_of`."""
         return state_dict_of(self.sharding)
@@ -337,9 +348,3 @@ class PolicyWorker(ABC):
         add_noise(self.sharding)
         if self.optimizer is not None:
             self.optimizer.take_weights()
-
-    def _optimizer_for_training(self) -> PolicyOptimizer:
-        if self.optimizer is None:
-            raise ConfigError("this policy was made with init_optimizer=False; it can score but not train")
-        self._offload.check_optimizer("train")
-        return self.optimizer

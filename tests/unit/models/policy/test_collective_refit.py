@@ -97,7 +97,7 @@ def test_generators_get_version_after_version_and_sample_from_it(tiny_model, mak
         for version in (1, 2):
             policy.group.run_all("_add_noise_to_weights")
             generator.update_weights(version)
-            checksums = generator.group.run_all("checksum")
+            checksums = [replica.run("checksum") for replica in generator.replicas.all]
             assert checksums == [checksum_of(policy.group.run_all("return_state_dict")[0].items())] * 2
         rows = make_rows()
         assert generator.generate(rows, greedy=True)["output_ids"].equal(policy.generate(rows, True)["output_ids"])
@@ -110,19 +110,22 @@ def test_a_sender_killed_in_the_middle_leaves_the_generator_its_version(tiny_mod
     with (
         WorkerGroup(KilledInBroadcast, (config, tokenizer), options, own_processes=True) as policy,
         SeparateGenerator(
-            SimpleNamespace(group=policy, update_weights=lambda version: None), config, tokenizer
+            SimpleNamespace(group=policy, is_ahead=False, update_weights=lambda version: None), config, tokenizer
         ) as generator,
     ):
         policy.run_all("_add_noise_to_weights")
         generator.update_weights(1)
-        checksum, answers = generator.group.run_all("checksum"), generator.generate(rows, greedy=True)
+        checksum, answers = (
+            [replica.run("checksum") for replica in generator.replicas.all],
+            generator.generate(rows, greedy=True),
+        )
         policy.run_all("_add_noise_to_weights")
         start = time.monotonic()
-        with pytest.raises(WorkerError, match=r"ended by SIGKILL.*in broadcast_weights_for_collective") as error:
+        with pytest.raises(WorkerError, match=r"ended by SIGKILL.*in send_weights") as error:
             generator.update_weights(2)
         assert time.monotonic() - start < 10
         assert "meanwhile in the generators: " in error.value.__notes__[0]
-        assert generator.group.run_all("checksum") == checksum
+        assert [replica.run("checksum") for replica in generator.replicas.all] == checksum
         assert generator.generate(rows, greedy=True)["output_ids"].equal(answers["output_ids"])
         assert generator.weight_version == 1
 

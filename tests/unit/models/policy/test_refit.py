@@ -20,8 +20,9 @@ from lucidrl.errors import RefitError, WorkerError
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.models.generation.delivery import buckets_of_names
 from lucidrl.models.generation.receiver import WeightReceiver
-from lucidrl.models.generation.separate import SeparateGenerator, buckets_of_names
+from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.loading import DTYPES, load_model
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.policy.config import PolicyConfig
@@ -53,7 +54,7 @@ def num_open_memories(pid: int) -> int:
 
 def policy_of(workers: WorkerGroup) -> Any:
     """What a generator needs of a policy, for workers of another class than `Policy` starts."""
-    return SimpleNamespace(group=workers, update_weights=lambda version: None)
+    return SimpleNamespace(group=workers, is_ahead=False, update_weights=lambda version: None)
 
 
 # From many ranks
@@ -137,12 +138,12 @@ def refit(generator, policy):
 
 def test_before_the_first_refit_a_generator_has_the_weights_that_the_policy_started_from(generator, worker):
     assert generator.weight_version == 0
-    assert generator.group.run_all("checksum") == [worker._export.checksum()]
+    assert [replica.run("checksum") for replica in generator.replicas.all] == [worker._export.checksum()]
 
 
 def test_greedy_answers_are_those_of_a_model_loaded_from_the_saved_weights(generator, policy, worker, refit, tmp_path):
     refit()
-    assert generator.group.run_all("checksum") == [worker._export.checksum()]
+    assert [replica.run("checksum") for replica in generator.replicas.all] == [worker._export.checksum()]
     policy.group.run_all("save_checkpoint", str(tmp_path))
     saved = LogprobModel(load_model(str(tmp_path), torch.float32), temperature=1.0)
     expected = BuiltinGenerator(saved, embedded_tokenizer(), worker.config.generation).generate(prompts(), greedy=True)
@@ -174,7 +175,7 @@ def test_weights_in_use_are_never_written_whatever_becomes_of_later_refits(make_
 
 
 def test_a_changed_bucket_is_refused_and_the_version_before_goes_on(generator, worker, refit, monkeypatch):
-    before, version = generator.group.run_all("checksum"), generator.weight_version
+    before, version = [replica.run("checksum") for replica in generator.replicas.all], generator.weight_version
     pack = worker.get_weights_ipc_handles
 
     def pack_and_change(keys):
@@ -187,14 +188,14 @@ def test_a_changed_bucket_is_refused_and_the_version_before_goes_on(generator, w
     with pytest.raises(RefitError, match=r"has SHA-256 \w+…, not \w+…: it was changed on its way"):
         refit()
     monkeypatch.undo()
-    assert generator.group.run_all("checksum") == before
+    assert [replica.run("checksum") for replica in generator.replicas.all] == before
     assert generator.generate(prompts())["weight_versions"].unique().tolist() == [version] == [generator.weight_version]
     refit()
-    assert generator.group.run_all("checksum") == [worker._export.checksum()] != before
+    assert [replica.run("checksum") for replica in generator.replicas.all] == [worker._export.checksum()] != before
 
 
 def test_fifty_refits_leave_nothing_behind(generator, refit):
-    processes = psutil.Process(), psutil.Process(generator.group._launcher._ranks[0].pid)
+    processes = psutil.Process(), psutil.Process(generator.replicas.all[0].group._launcher._ranks._ranks[0].pid)
 
     def counts() -> list[tuple[int, int]]:
         return [(num_open_memories(process.pid), process.num_fds()) for process in processes]
@@ -248,14 +249,17 @@ def test_a_policy_killed_between_buckets_leaves_the_version_before_whole(config)
     ):
         workers.run_all("_add_noise_to_weights")
         generator.update_weights(1)
-        before, answers = generator.group.run_all("checksum"), generator.generate(prompts(), greedy=True)
+        before, answers = (
+            [replica.run("checksum") for replica in generator.replicas.all],
+            generator.generate(prompts(), greedy=True),
+        )
         assert before == workers.run_all("checksum")
         workers.run_all("_add_noise_to_weights")
         workers.run_all("die_after", 2)
         with pytest.raises(WorkerError, match=r"was ended by SIGKILL.*in get_weights_ipc_handles"):
             generator.update_weights(2)
         assert generator.weight_version == 1
-        assert generator.group.run_all("checksum") == before
+        assert [replica.run("checksum") for replica in generator.replicas.all] == before
         again = generator.generate(prompts(), greedy=True)
         assert torch.equal(again["output_ids"], answers["output_ids"])
         assert again["weight_versions"].unique().tolist() == [1]

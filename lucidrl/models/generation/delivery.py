@@ -1,0 +1,176 @@
+"""How a policy's weights get to its generators: through shared memory to those beside it, by broadcast to the others.
+
+A generator that is lost on the way is left out. What the policy cannot send because of that does not end it: its
+workers return the problem, as generators do, and the weights can be brought again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from lucidrl.distributed.place import LOOPBACK, Place
+from lucidrl.distributed.weight_buckets import TensorInfo, fitting_bucket_bytes, plan_buckets
+from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.errors import LucidError, RefitError
+from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.models.generation.replicas import Replica, Replicas
+
+_BYTES_PER_MB = 1 << 20
+_LOSS_S = 60.0
+"""How much longer than a generator the policy may take: one that hangs is to be lost, and not the policy that waits
+for it."""
+
+
+class WeightDelivery:
+    """From the workers of a policy to replicas.
+
+    Args:
+        timeout_s: deadline of a call of a replica.
+    """
+
+    def __init__(self, policy: WorkerGroup, replicas: Replicas, config: GenerationConfig, timeout_s: float):
+        self._policy, self._replicas, self._config = policy, replicas, config
+        self._timeout_s = timeout_s + _LOSS_S
+        self._places: list[Place] = policy.run_all("report_place")
+        self._members: list[WorkerGroup] = []
+        """Processes of replicas that have met the policy to be sent weights."""
+
+    def bring(self, version: int, receivers: Sequence[Replica]) -> list[Replica]:
+        """Bring the policy's current weights to some replicas, which compute with them from now on.
+
+        Returns:
+            Those that have them. If it is not all, at least one was lost.
+
+        Raises:
+            RefitError: if they do not get there though nobody was lost.
+            WorkerError: if a worker of the policy dies. Generators that live have a whole version in any case.
+        """
+        self._policy.run_all("set_refit_header", version, self._config.verify_refit)
+        near = [replica for replica in receivers if self.is_near(replica)]
+        far = [replica for replica in receivers if replica not in near]
+        ready = [*self._by_ipc(version, near), *self._by_collective(far)]
+        self._replicas.each(lambda replica: replica.run("commit_refit", version), ready)
+        return _kept(ready)
+
+    def is_near(self, replica: Replica) -> bool:
+        """Whether weights reach it through shared memory."""
+        if self._config.refit == "auto":
+            return replica.place.device in [place.device for place in self._places]
+        return self._config.refit == "ipc"
+
+    def _by_ipc(self, version: int, receivers: Sequence[Replica]) -> list[Replica]:
+        """The policy packs a bucket while the generators take the one before; who has all of them.
+
+        On a GPU it packs into two pieces of memory in turn. So before it is asked for the next bucket but one, the
+        generators must have said that they are done with this one.
+        """
+        free_bytes = self._replicas.each(lambda replica: replica.run("begin_refit", version), receivers)
+        if not free_bytes:
+            return []
+        prepared = self._policy.run_all("prepare_weights_for_ipc")
+        buckets = buckets_of_names(prepared[0][0], self._config, min(*free_bytes, *(free for _, free in prepared)))
+        taken: Future[None] | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="refit") as generators:  # left when the last call has ended
+            for names in buckets:
+                parts = self._policy.run_all("get_weights_ipc_handles", names)
+                if taken is not None:
+                    taken.result()
+                handles = {device: handle for part in parts for device, handle in part.items()}
+                taken = generators.submit(self._take, receivers, handles)
+            if taken is not None:
+                taken.result()
+        return _kept(receivers)
+
+    def _take(self, receivers: Sequence[Replica], handles: dict[str, Any]) -> None:
+        problems = self._replicas.each(lambda replica: replica.run("take_weights", handles), _kept(receivers))
+        if found := _first(problems):
+            raise RefitError(found)
+
+    def _by_collective(self, receivers: Sequence[Replica]) -> list[Replica]:
+        """The generators receive while the policy sends; who has it all. They meet before, unless they have."""
+        groups = [replica.group for replica in receivers]
+        if not receivers or (groups != self._members and not self._meet(receivers)):
+            return []
+        is_done = self._at_once(
+            lambda: self._replicas.each(lambda replica: replica.run("receive_weights"), receivers),
+            lambda: self._policy.run_all("send_weights", timeout_s=self._timeout_s),
+            receivers,
+        )
+        return list(receivers) if is_done else []
+
+    def _meet(self, receivers: Sequence[Replica]) -> bool:
+        """Form the group of these; whether it could be done."""
+        forms = self._policy.run_all("prepare_info_for_collective")[0]
+        self._replicas.each(lambda replica: replica.run("prepare_collective", forms), receivers)
+        if len(_kept(receivers)) < len(receivers):  # the others would wait for those until the deadline
+            return False
+        host = self._places[0]
+        ip = LOOPBACK if all(replica.place.node == host.node for replica in receivers) else host.ip
+        port, world_size = self._policy.run_all("offer_port", ip)[0], 1 + len(receivers)
+        ranks = {replica.number: rank for rank, replica in enumerate(receivers, start=1)}
+        have_met = self._at_once(
+            lambda: self._replicas.each(
+                lambda replica: replica.run("join_collective", ip, port, ranks[replica.number], world_size), receivers
+            ),
+            lambda: self._policy.run_all("meet_generators", ip, port, world_size, timeout_s=self._timeout_s),
+            receivers,
+        )
+        self._members = [replica.group for replica in receivers] if have_met else []
+        return have_met
+
+    def _at_once(
+        self,
+        of_generators: Callable[[], list[str | None]],
+        of_policy: Callable[[], list[str | None]],
+        receivers: Sequence[Replica],
+    ) -> bool:
+        """Make both calls, which return problems, at the same time; whether there were none.
+
+        If not, the group is of no use any more.
+
+        Raises:
+            RefitError: with the problems, if no receiver was lost. One may be the cause of another: all are told.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="refit") as executor:  # left when both calls have ended
+            answer = executor.submit(of_generators)
+            try:
+                of_sender = _first(of_policy())
+            except LucidError as error:
+                failure = answer.exception() or _first(answer.result())
+                if failure is not None:
+                    error.add_note(f"meanwhile in the generators: {failure}")
+                raise
+        of_receivers = _first(answer.result())
+        are_all_here = len(_kept(receivers)) == len(receivers)
+        if of_sender is None and of_receivers is None and are_all_here:
+            return True
+        self._members = []
+        if are_all_here:
+            told = [f"the policy says: {of_sender}"] if of_sender is not None else []
+            told += [f"a generator says: {of_receivers}"] if of_receivers is not None else []
+            raise RefitError("; ".join(told))
+        return False
+
+
+def buckets_of_names(sizes: Sequence[tuple[str, int]], config: GenerationConfig, free_bytes: float) -> list[list[str]]:
+    """Names that travel together, in order: as many as the config and half the free memory allow, but at least one.
+
+    Raises:
+        RefitError: if the largest weight alone does not fit twice.
+    """
+    infos = [TensorInfo(name, (size_bytes,), torch.uint8) for name, size_bytes in sizes]
+    bucket_bytes = fitting_bucket_bytes(infos, config.refit_bucket_mb * _BYTES_PER_MB, free_bytes)
+    return [[info.name for info in bucket.tensors] for bucket in plan_buckets(infos, bucket_bytes)]
+
+
+def _kept(replicas: Sequence[Replica]) -> list[Replica]:
+    """Those that were not lost."""
+    return [replica for replica in replicas if replica.loss is None]
+
+
+def _first(problems: Sequence[str | None]) -> str | None:
+    return next((problem for problem in problems if problem is not None), None)

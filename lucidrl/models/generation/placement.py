@@ -1,0 +1,38 @@
+"""Which generators there are beside a policy, and on which nodes of a Ray cluster they may run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.launchers.interfaces import NodeChoice, Part
+from lucidrl.errors import ConfigError
+from lucidrl.models.generation.config import GenerationConfig
+
+
+def generator_parts(config: GenerationConfig) -> list[Part]:
+    """One for each separate generator: a group of one worker."""
+    if config.placement == "policy":
+        return []
+    total = config.num_workers
+    return [Part(number, total, "policy.generation.num_workers") for number in range(total)]
+
+
+def generator_nodes(config: GenerationConfig, policy_nodes: Sequence[str]) -> NodeChoice | None:
+    """Where generators may be, given the nodes of the policy's workers; None for anywhere."""
+    if config.nodes == "any":
+        return None
+    return NodeChoice(tuple(sorted(set(policy_nodes))), is_excluding=config.nodes == "other")
+
+
+def check_nodes(config: GenerationConfig, cluster: ClusterConfig) -> None:
+    """Refuse a choice of nodes where there is none.
+
+    Raises:
+        ConfigError: if generators are not started by Ray.
+    """
+    if config.nodes != "any" and not cluster.uses_ray:
+        raise ConfigError(
+            f"policy.generation.nodes={config.nodes} chooses among the nodes of a Ray cluster, but generators are "
+            "processes of this machine; set cluster.address, or leave it out"
+        )

@@ -1,0 +1,59 @@
+"""Generators that new processes can import, and that get a signal in the middle of a call that a test chose."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lucidrl.models.generation.generation_worker import GenerationWorker
+
+FOLDER_VARIABLE = "LUCIDRL_TEST_DEATHS"
+"""Where deaths are planned; a variable that processes on other nodes see too."""
+
+
+def plan_death(method: str, number: int, with_signal: signal.Signals = signal.SIGKILL, times: int = 1) -> None:
+    """So many next calls of the method by the generator of that number, in whichever process, end in the signal."""
+    Path(os.environ[FOLDER_VARIABLE], f"{method}.{number}").write_text(f"{int(with_signal)} {times}")
+
+
+class MortalGenerator(GenerationWorker):
+    """Otherwise as its base."""
+
+    def __init__(self, *args: Any, number: int = 0, **kwargs: Any):
+        self._number = number
+        super().__init__(*args, number=number, **kwargs)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def generate(self, *args: Any) -> Any:
+        self._meet_fate("generate")
+        return super().generate(*args)
+
+    def take_weights(self, handles: Mapping[str, Any]) -> str | None:
+        self._meet_fate("take_weights")
+        return super().take_weights(handles)
+
+    def receive_weights(self) -> str | None:
+        begin = self.receiver.begin
+
+        def begin_and_die(version: int) -> None:  # the sender is in the middle of it
+            self._meet_fate("receive_weights")
+            begin(version)
+
+        self.receiver.begin = begin_and_die  # type: ignore[method-assign]
+        return super().receive_weights()
+
+    def _meet_fate(self, method: str) -> None:
+        plan = Path(os.environ[FOLDER_VARIABLE], f"{method}.{self._number}")
+        if not plan.exists():
+            return
+        number, times = map(int, plan.read_text().split())
+        if times == 1:
+            plan.unlink()
+        else:
+            plan.write_text(f"{number} {times - 1}")
+        os.kill(os.getpid(), number)

@@ -1,0 +1,200 @@
+"""Generators that die or hang are replaced, and nothing else changes; the policy goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.distributed.config import ClusterConfig
+from lucidrl.errors import DataError, LostWorkerError, RefitError, WorkerError
+from lucidrl.models.embedded import embedded_tokenizer
+from lucidrl.models.generation import separate
+from lucidrl.models.generation.separate import SeparateGenerator
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.policy import Policy
+from tests.faults.mortal_generators import FOLDER_VARIABLE, MortalGenerator, plan_death
+from tests.faults.processes import wait_until_gone
+
+ONE_THREAD = ClusterConfig(num_threads=1)
+NO_TRAINING = {"init_optimizer": False, "init_reference_model": False}
+
+
+def config_of(**generation: Any) -> PolicyConfig:
+    generation = {"placement": "separate", "num_workers": 2, "max_new_tokens": 8, "refit_bucket_mb": 1, **generation}
+    return PolicyConfig(model_name="embedded", generation=generation)
+
+
+def rows() -> BatchedDataDict[Any]:
+    """Three samples of each of eight prompts, which bring their own draws."""
+    prompts = torch.arange(6, 38).view(8, 4).repeat_interleave(3, dim=0)
+    columns = {"input_ids": prompts, "input_lengths": torch.full((24,), 4), "draw_keys": torch.arange(24)}
+    return BatchedDataDict(columns)
+
+
+def checksums(generator: SeparateGenerator) -> list[str]:
+    return [replica.run("checksum") for replica in generator.replicas.all]
+
+
+def pids(generator: SeparateGenerator) -> list[int]:
+    return [replica.run("pid") for replica in generator.replicas.all]
+
+
+def are_equal(answers: BatchedDataDict[Any], others: BatchedDataDict[Any]) -> bool:
+    return answers.keys() == others.keys() and all(torch.equal(answers[name], others[name]) for name in answers)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mortal(tmp_path_factory):
+    """Generators can be told when to die."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(FOLDER_VARIABLE, str(tmp_path_factory.mktemp("deaths")))
+        patched.setattr(separate, "GenerationWorker", MortalGenerator)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    with Policy(config_of(), embedded_tokenizer(), **NO_TRAINING) as policy:
+        yield policy
+
+
+@pytest.fixture(scope="module")
+def generator(policy, tmp_path_factory):
+    """Two processes, which the policy's weights reach through shared memory."""
+    logs = tmp_path_factory.mktemp("logs")
+    with SeparateGenerator(policy, config_of(), embedded_tokenizer(), cluster=ONE_THREAD, log_dir=logs) as generator:
+        yield generator
+    assert {path.name for path in (logs / "generation").iterdir()} == {"rank_0.log", "rank_1.log"}
+
+
+def test_two_generators_answer_as_the_policy_itself_also_rows_without_draws_of_their_own(generator, policy):
+    data = rows()
+    del data["draw_keys"]
+    shuffled = data.select_indices(torch.randperm(24, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(generator.generate(shuffled)["output_ids"], policy.generate(shuffled)["output_ids"])
+
+
+def test_what_a_killed_generator_was_busy_with_is_answered_all_the_same(generator, policy, caplog):
+    policy.group.run_all("_add_noise_to_weights")
+    generator.update_weights(1)
+    undisturbed, weights, restarts = generator.generate(rows()), checksums(generator), generator.restarts
+    plan_death("generate", 1)
+    assert are_equal(generator.generate(rows()), undisturbed)
+    assert generator.restarts == restarts + 1
+    assert checksums(generator) == weights
+    assert set(undisturbed["weight_versions"].tolist()) == {1}
+    assert "generator 1 of 2 was ended by SIGKILL, perhaps for lack of memory, in generate" in caplog.text
+    assert "all generators were ended" not in caplog.text
+
+
+def test_a_generator_killed_while_it_takes_weights_gets_them_again(generator, policy):
+    policy.group.run_all("_add_noise_to_weights")
+    plan_death("take_weights", 0)
+    restarts = generator.restarts
+    generator.update_weights(2)
+    assert generator.restarts == restarts + 1
+    assert checksums(generator) == [policy.group._launcher._worker._export.checksum()] * 2
+    assert set(generator.generate(rows())["weight_versions"].tolist()) == {2}
+
+
+def test_weights_that_the_policy_has_no_more_are_not_made_up(generator, policy, monkeypatch):
+    monkeypatch.setattr(policy, "is_ahead", True)
+    os.kill(pids(generator)[0], signal.SIGKILL)
+    with pytest.raises(RefitError, match="version 2 of the weights, which the others have, is gone: the policy was tr"):
+        generator.generate(rows())
+    generator.update_weights(3)
+    assert set(generator.generate(rows())["weight_versions"].tolist()) == {3}
+
+
+def test_with_no_restarts_the_first_loss_stops_with_its_cause(generator, monkeypatch):
+    monkeypatch.setattr(generator.replicas, "_max_restarts", 0)
+    plan_death("generate", 0)
+    with pytest.raises(WorkerError, match=r"max_restarts=0 allows no more: generator 0 of 2 was ended by") as error:
+        generator.generate(rows())
+    assert isinstance(error.value.__cause__, LostWorkerError)
+
+
+def test_an_error_that_a_generator_raises_is_raised_and_replaces_nobody(generator):
+    generator.generate(rows())  # replaces what the test before has lost
+    restarts, processes = generator.restarts, pids(generator)
+    too_long = BatchedDataDict({"input_ids": torch.full((2, 600), 6), "input_lengths": torch.full((2,), 600)})
+    with pytest.raises(DataError, match="prompt in row 0 has 600 tokens"):
+        generator.generate(too_long)
+    assert generator.restarts == restarts
+    wait_until_gone(processes)
+
+
+# Over a process group
+
+
+@pytest.mark.slow
+def test_a_policy_of_two_ranks_survives_a_generator_that_dies_or_hangs_in_a_broadcast():
+    config = config_of(refit="collective", verify_refit=True)
+    two_ranks = ClusterConfig(num_workers=2, num_threads=1)
+    hasty = ClusterConfig(num_threads=1, call_timeout_s=4)
+    with (
+        Policy(config, embedded_tokenizer(), cluster=two_ranks, **NO_TRAINING) as policy,
+        SeparateGenerator(policy, config, embedded_tokenizer(), cluster=hasty) as generator,
+    ):
+        versions = []
+        for version, fate in enumerate((None, signal.SIGKILL, signal.SIGSTOP), start=1):
+            policy.group.run_all("_add_noise_to_weights")
+            processes = pids(generator)
+            if fate is not None:
+                plan_death("receive_weights", 1, fate)
+            started = time.monotonic()
+            generator.update_weights(version)
+            assert time.monotonic() - started < 60
+            assert generator.restarts == version - 1
+            assert pids(generator)[0] == processes[0]
+            versions.append(checksums(generator))
+        assert [len(set(of_all)) for of_all in versions] == [1, 1, 1]
+        assert len({of_first for of_first, _ in versions}) == 3
+        answers, expected = generator.generate(rows(), greedy=True), policy.generate(rows(), greedy=True)
+        assert torch.equal(answers["output_ids"], expected["output_ids"])
+
+
+@pytest.mark.slow
+def test_a_generator_that_hangs_is_ended_at_its_deadline_and_its_prompts_are_answered(policy, caplog):
+    hasty = ClusterConfig(num_threads=1, call_timeout_s=4)
+    with SeparateGenerator(policy, config_of(), embedded_tokenizer(), cluster=hasty) as generator:
+        undisturbed, stuck = generator.generate(rows()), pids(generator)[0]
+        plan_death("generate", 0, signal.SIGSTOP)
+        started = time.monotonic()
+        assert are_equal(generator.generate(rows()), undisturbed)
+        assert time.monotonic() - started < 60
+        assert generator.restarts == 1
+        assert not is_running(stuck)
+    assert "generator 0 of 2 did not finish generate within 4 s" in caplog.text
+
+
+# A whole run
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_generators_is_the_run_that_did_not(tmp_path):
+    def run(name: str, *overrides: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        settings = ["num_threads=1", "cluster.num_threads=1", "grpo.max_steps=3", "tracking.dump_samples_every=1"]
+        settings += ["policy.generation.placement=separate", "policy.generation.num_workers=2"]
+        run_grpo(load_config(GRPORunConfig, SMALL, overrides=[*settings, *overrides]), folder, Unwatched())
+        return folder
+
+    undisturbed = digests(run("undisturbed"))
+    plan_death("take_weights", 0)
+    plan_death("generate", 1)
+    folder = run("disturbed")
+    restarts = [record["train/generator_restarts"] for record in numbers(folder) if "train/loss" in record]
+    disturbed = digests(folder)
+    assert restarts == [1, 2, 2]
+    del undisturbed["metrics"], disturbed["metrics"]  # which tell of it
+    assert disturbed == undisturbed
