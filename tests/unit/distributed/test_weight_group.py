@@ -199,7 +199,7 @@ def refit_often(port, times):
 
 def test_fifty_refits_leak_nothing(two_ranks):
     for grown_bytes, num_descriptors, num_threads in two_ranks(refit_often, free_port(), 50):
-        assert grown_bytes < 40 << 20  # one refit is 16 MiB
+        assert grown_bytes < 100 << 20  # one refit is 16 MiB, so fifty of them 800
         assert num_descriptors == num_threads == 0
 
 
