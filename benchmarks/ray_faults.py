@@ -188,7 +188,8 @@ def shared_memory() -> set[str]:
 
 def resumed(folder: Path, settings: tuple[str, ...], resume: bool = True) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
-    run_grpo(load_config(GRPORunConfig, overrides=list(settings)), folder, Unwatched(), resume)
+    place = (f"run.root={folder.parent}", f"run.name={folder.name}")
+    run_grpo(load_config(GRPORunConfig, overrides=[*settings, *place]), folder, Unwatched(), resume)
     return digests(folder)
 
 
