@@ -141,7 +141,7 @@ class Machine:
         self._other = self._cluster.add_node(num_cpus=3)
 
     def left(self, pids: list[int], memory: set[str]) -> list[str]:
-        """What is there that was not before the run, and does not go away."""
+        """What is there that was not before the run, and does not go away: of processes, `pids` and those below us."""
         until = time.monotonic() + CLEANUP_S
         while (found := self._found(pids, memory)) and time.monotonic() < until:
             time.sleep(0.1)
@@ -188,7 +188,8 @@ def shared_memory() -> set[str]:
 
 def resumed(folder: Path, settings: tuple[str, ...], resume: bool = True) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
-    run_grpo(load_config(GRPORunConfig, overrides=list(settings)), folder, Unwatched(), resume)
+    place = (f"run.root={folder.parent}", f"run.name={folder.name}")
+    run_grpo(load_config(GRPORunConfig, overrides=[*settings, *place]), folder, Unwatched(), resume)
     return digests(folder)
 
 
@@ -204,7 +205,7 @@ def measured(row: Row, machine: Machine, folder: Path, settings: tuple[str, ...]
         for pid in note["pids"]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-    left = machine.left(note["pids"] if row.blow.endswith("rank") else [], memory)
+    left = machine.left(note["near"], memory)
     if row.blow.endswith("node"):
         machine.renew()
     error = struck.stdout.partition("error: ")[2]

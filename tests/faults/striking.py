@@ -2,7 +2,7 @@
 
 Everything is told by variables that reach ranks on any node. `LUCIDRL_STRIKE` is a phase and a call of it, such as
 `train:3`; `LUCIDRL_STRIKE_BY` is what happens then, one of `BLOWS`. At that moment, `LUCIDRL_STRIKE_NOTE` is written:
-the time, and the processes that it hits. Unset, nothing happens.
+the time, the processes that are hit, and those of the run on the same node. Unset, nothing happens.
 """
 
 from __future__ import annotations
@@ -55,11 +55,8 @@ def kill_node() -> None:
 
 
 def stop_node() -> None:
-    """All that runs on the node, as when its network is gone."""
-    agent = psutil.Process().parent()
-    assert agent is not None
-    others = [child.pid for child in agent.children() if child.pid != os.getpid()]
-    _hit([_node().pid, agent.pid, *others, os.getpid()], signal.SIGSTOP)
+    """All that runs on the node, as when its network is gone; this process comes last."""
+    _hit([_node().pid, *(pid for pid in _near() if pid != os.getpid()), os.getpid()], signal.SIGSTOP)
 
 
 def interrupt() -> None:
@@ -96,6 +93,12 @@ def _node() -> psutil.Process:
     return psutil.Process().parents()[1]
 
 
+def _near() -> list[int]:
+    """The agent of this node, and its ranks."""
+    agent = psutil.Process().parents()[0]
+    return [agent.pid, *(child.pid for child in agent.children())]
+
+
 def _hit(pids: list[int], number: signal.Signals) -> None:
     _note(pids)
     for pid in pids:
@@ -105,7 +108,7 @@ def _hit(pids: list[int], number: signal.Signals) -> None:
 def _note(pids: list[int]) -> None:
     note = Path(os.environ["LUCIDRL_STRIKE_NOTE"])
     part = note.with_suffix(".part")
-    part.write_text(json.dumps({"time": time.time(), "pids": pids}))
+    part.write_text(json.dumps({"time": time.time(), "pids": pids, "near": _near()}))
     part.rename(note)
 
 
