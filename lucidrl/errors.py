@@ -35,6 +35,9 @@ class WorkerError(LucidError, RuntimeError):
 class LostWorkerError(WorkerError):
     """A worker's process is gone or was ended at its deadline; nothing it raised, so another one may do its work."""
 
+    node: str | None = None
+    """The node that all workers were lost with, if that is how."""
+
 
 class RefitError(LucidError, RuntimeError):
     """Weights did not come from the policy to a generator; the generator still has the version it had."""

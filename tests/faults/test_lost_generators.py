@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +19,13 @@ from lucidrl.models.generation import separate
 from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
+from lucidrl.recipes.configs import GRPORunConfig
+from lucidrl.recipes.wiring import run_grpo
+from lucidrl.utils.config import load_config
 from tests.faults.mortal_generators import FOLDER_VARIABLE, MortalGenerator, plan_death
-from tests.faults.processes import wait_until_gone
+from tests.faults.processes import is_running, wait_until_gone
+from tests.faults.records import digests
+from tests.unit.recipes.test_two_workers import SMALL, Unwatched, numbers
 
 ONE_THREAD = ClusterConfig(num_threads=1)
 NO_TRAINING = {"init_optimizer": False, "init_reference_model": False}
@@ -138,8 +145,8 @@ def test_an_error_that_a_generator_raises_is_raised_and_replaces_nobody(generato
 @pytest.mark.slow
 def test_a_policy_of_two_ranks_survives_a_generator_that_dies_or_hangs_in_a_broadcast():
     config = config_of(refit="collective", verify_refit=True)
-    two_ranks = ClusterConfig(num_workers=2, num_threads=1)
-    hasty = ClusterConfig(num_threads=1, call_timeout_s=4)
+    two_ranks = ClusterConfig(num_workers=2, num_threads=1, call_timeout_s=60)
+    hasty = ClusterConfig(num_threads=1, call_timeout_s=8)
     with (
         Policy(config, embedded_tokenizer(), cluster=two_ranks, **NO_TRAINING) as policy,
         SeparateGenerator(policy, config, embedded_tokenizer(), cluster=hasty) as generator,
@@ -152,7 +159,7 @@ def test_a_policy_of_two_ranks_survives_a_generator_that_dies_or_hangs_in_a_broa
                 plan_death("receive_weights", 1, fate)
             started = time.monotonic()
             generator.update_weights(version)
-            assert time.monotonic() - started < 60
+            assert time.monotonic() - started < 120
             assert generator.restarts == version - 1
             assert pids(generator)[0] == processes[0]
             versions.append(checksums(generator))
@@ -164,16 +171,16 @@ def test_a_policy_of_two_ranks_survives_a_generator_that_dies_or_hangs_in_a_broa
 
 @pytest.mark.slow
 def test_a_generator_that_hangs_is_ended_at_its_deadline_and_its_prompts_are_answered(policy, caplog):
-    hasty = ClusterConfig(num_threads=1, call_timeout_s=4)
+    hasty = ClusterConfig(num_threads=1, call_timeout_s=8)
     with SeparateGenerator(policy, config_of(), embedded_tokenizer(), cluster=hasty) as generator:
         undisturbed, stuck = generator.generate(rows()), pids(generator)[0]
         plan_death("generate", 0, signal.SIGSTOP)
         started = time.monotonic()
         assert are_equal(generator.generate(rows()), undisturbed)
-        assert time.monotonic() - started < 60
+        assert time.monotonic() - started < 120
         assert generator.restarts == 1
         assert not is_running(stuck)
-    assert "generator 0 of 2 did not finish generate within 4 s" in caplog.text
+    assert "generator 0 of 2 did not finish generate within 8 s" in caplog.text
 
 
 # A whole run
@@ -185,6 +192,7 @@ def test_a_run_that_lost_generators_is_the_run_that_did_not(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         settings = ["num_threads=1", "cluster.num_threads=1", "grpo.max_steps=3", "tracking.dump_samples_every=1"]
+        settings += ["policy.optimizer.kwargs.momentum=0.9"]
         settings += ["policy.generation.placement=separate", "policy.generation.num_workers=2"]
         run_grpo(load_config(GRPORunConfig, SMALL, overrides=[*settings, *overrides]), folder, Unwatched())
         return folder

@@ -40,7 +40,7 @@ def explain_loss(lost: NodeLost, phase: str, labels: Sequence[RankLabel]) -> Wor
         f"node {lost.node} with {_listed([labels[rank] for rank in lost.ranks])} of {_total(labels)} was lost in "
         f"{phase}: {lost}{_and_all_ended(labels)}"
     )
-    error.__cause__ = lost.__cause__
+    error.__cause__, error.node = lost.__cause__, lost.node
     return error
 
 

@@ -6,6 +6,7 @@ workers return the problem, as generators do, and the weights can be brought aga
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from lucidrl.distributed.place import LOOPBACK, Place
 from lucidrl.distributed.weight_buckets import TensorInfo, fitting_bucket_bytes, plan_buckets
+from lucidrl.distributed.weight_group import TIMEOUT_S
 from lucidrl.distributed.worker_group import WorkerGroup
 from lucidrl.errors import LucidError, RefitError
 from lucidrl.models.generation.config import GenerationConfig
@@ -35,6 +37,8 @@ class WeightDelivery:
     def __init__(self, policy: WorkerGroup, replicas: Replicas, config: GenerationConfig, timeout_s: float):
         self._policy, self._replicas, self._config = policy, replicas, config
         self._timeout_s = timeout_s + _LOSS_S
+        # A generator gives up waiting for one that hangs before it is itself too late.
+        self._patience_s = min(TIMEOUT_S, timeout_s / 2)
         self._places: list[Place] = policy.run_all("report_place")
         self._members: list[WorkerGroup] = []
         """Processes of replicas that have met the policy to be sent weights."""
@@ -59,7 +63,7 @@ class WeightDelivery:
     def is_near(self, replica: Replica) -> bool:
         """Whether weights reach it through shared memory."""
         if self._config.refit == "auto":
-            return replica.place.device in [place.device for place in self._places]
+            return sys.platform == "linux" and replica.place.device in [place.device for place in self._places]
         return self._config.refit == "ipc"
 
     def _by_ipc(self, version: int, receivers: Sequence[Replica]) -> list[Replica]:
@@ -112,10 +116,12 @@ class WeightDelivery:
         ip = LOOPBACK if all(replica.place.node == host.node for replica in receivers) else host.ip
         port, world_size = self._policy.run_all("offer_port", ip)[0], 1 + len(receivers)
         ranks = {replica.number: rank for rank, replica in enumerate(receivers, start=1)}
+
+        def join(replica: Replica) -> str | None:
+            return replica.run("join_collective", ip, port, ranks[replica.number], world_size, self._patience_s)
+
         have_met = self._at_once(
-            lambda: self._replicas.each(
-                lambda replica: replica.run("join_collective", ip, port, ranks[replica.number], world_size), receivers
-            ),
+            lambda: self._replicas.each(join, receivers),
             lambda: self._policy.run_all("meet_generators", ip, port, world_size, timeout_s=self._timeout_s),
             receivers,
         )

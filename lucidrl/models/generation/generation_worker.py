@@ -84,13 +84,13 @@ class GenerationWorker:
         """
         return problem_of(lambda: self.receiver.take(handles))
 
-    def join_collective(self, ip: str, port: int, rank: int, world_size: int) -> str | None:
+    def join_collective(self, ip: str, port: int, rank: int, world_size: int, timeout_s: float) -> str | None:
         """Meet the policy's first rank and other generators, of a group that takes the place of one joined before; see
         `WeightGroup.join`. What went wrong, if anything did, as from `take_weights`."""
 
         def join() -> None:
             self._leave_collective()
-            self._weight_group = WeightGroup.join(ip, port, rank, world_size, self._device)
+            self._weight_group = WeightGroup.join(ip, port, rank, world_size, self._device, timeout_s)
 
         return problem_of(join)
 

@@ -64,6 +64,8 @@ class Replicas:
         self._max_restarts = max_restarts
         self._replaced_in_a_row = 0
         self._are_recording = False
+        self._have_ended = False
+        """By `kill`, also in the middle of calls, which are no losses then."""
         self._started: list[Replica] = []
         self._start(self.all)
         if lost := [replica.loss for replica in self.all if replica.loss is not None]:
@@ -86,8 +88,8 @@ class Replicas:
             try:
                 return work(replica)
             except LostWorkerError as loss:
-                _log.warning("a generator was lost: %s", loss)
-                replica.loss = loss
+                if not self._have_ended:
+                    self._note(replica, loss)
                 return lost
 
         try:
@@ -148,6 +150,7 @@ class Replicas:
 
     def kill(self) -> None:
         """End them in the middle of whatever they do; may be called twice."""
+        self._have_ended = True
         for replica in self._started:
             replica.group.kill()
 
@@ -160,6 +163,12 @@ class Replicas:
                 replica.group.start_gpu_profiling()
 
         self.each(start, replicas)
+
+    def _note(self, replica: Replica, loss: LostWorkerError) -> None:
+        told = {other.loss.node for other in self.all if other.loss is not None}
+        if loss.node is None or loss.node not in told:  # a lost node is told of once
+            _log.warning("a generator was lost: %s", loss)
+        replica.loss = loss
 
     def _in_threads(self, attempt: Callable[[Replica], Any], chosen: Sequence[Replica]) -> list[Any]:
         with ThreadPoolExecutor(max(1, len(chosen)), thread_name_prefix="generator") as threads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +29,6 @@ from lucidrl.utils.nsys import GENERATION
 
 LOGS = "generation"
 """Folder of the generators' logs, below that of the run's."""
-CHUNKS_PER_GENERATOR = 2
-"""Pieces of a call for each of several generators: more share the load better, fewer make better use of each."""
 
 
 class SeparateGenerator:
@@ -59,6 +58,7 @@ class SeparateGenerator:
         self.weight_version = 0
         self._source, self._seed = policy, seed
         self._num_calls = 0
+        self._max_rows = config.generation.max_concurrent_rows
         self._was_refitted = False
         self._pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type] # always set by `load_tokenizer`
         generation, cluster = config.generation, (cluster or ClusterConfig()).of_one()
@@ -96,7 +96,8 @@ class SeparateGenerator:
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt with the weights of the last refit.
 
-        The rows are cut into chunks, and whoever is free takes the next one.
+        The rows are cut into chunks, and whoever is free takes the next one; their answers depend on the rows and the
+        number of generators alone.
 
         Raises:
             WorkerError: if generators were lost too often.
@@ -106,8 +107,7 @@ class SeparateGenerator:
             data = data.copy()
             data["draw_keys"] = draw_keys(self._seed, self._num_calls, prompts)
         self._num_calls += 1
-        size = len(self.replicas.all)
-        chunks = prompt_chunks(prompts, size * CHUNKS_PER_GENERATOR if size > 1 else 1)
+        chunks = prompt_chunks(prompts, self._num_chunks(len(prompts)))
         answers: dict[int, BatchedDataDict[Any]] = {}
         waiting = deque(range(len(chunks)))
 
@@ -183,6 +183,11 @@ class SeparateGenerator:
             behind = [replica for replica in lacking if replica not in brought]
             self.replicas.replace_lost()  # each of them lacked the weights, and still does
             lacking = behind
+
+    def _num_chunks(self, num_rows: int) -> int:
+        """As few as a generator decodes at a time, and equally many for each: smaller ones cost more than they save."""
+        size = len(self.replicas.all)
+        return 1 if size == 1 else size * max(1, math.ceil(num_rows / (size * self._max_rows)))
 
     def _in_order(
         self, chunks: Sequence[Sequence[int]], answers: Sequence[BatchedDataDict[Any]]
