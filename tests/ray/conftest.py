@@ -9,13 +9,13 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.ray.nodes import check_all_was_given_back
+from tests.ray.nodes import MARK, check_all_was_given_back
 
 
 @pytest.fixture(scope="module")
 def cluster():
     """This program is connected to it, as by a `ray.init` of its own."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", MARK: str(os.getpid())})
     simulated = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     simulated.add_node(num_cpus=2)
     ray.init(address=simulated.address, log_to_driver=False, logging_level=logging.ERROR)

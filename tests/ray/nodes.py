@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -13,6 +14,10 @@ from ray.util.placement_group import placement_group_table
 from lucidrl.distributed.worker_group import WorkerGroup
 
 
+MARK = "TESTED_BY"
+"""Variable that all processes of a simulated cluster inherit: the program that started it."""
+
+
 def wait_for(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
     until = time.monotonic() + timeout_s
     while not condition():
@@ -21,11 +26,11 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
 
 
 def rank_processes() -> list[psutil.Process]:
-    """Processes that agents on this machine started."""
+    """Processes that agents of this program's nodes started."""
     found = []
     for process in psutil.process_iter():
         try:
-            if "spawn_main" in " ".join(process.cmdline()) and "RAY_RAYLET_PID" in process.environ():
+            if "spawn_main" in " ".join(process.cmdline()) and process.environ().get(MARK) == str(os.getpid()):
                 found.append(process)
         except psutil.Error:  # ended meanwhile
             continue
