@@ -13,7 +13,6 @@ from ray.util.placement_group import placement_group_table
 
 from lucidrl.distributed.worker_group import WorkerGroup
 
-
 MARK = "TESTED_BY"
 """Variable that all processes of a simulated cluster inherit: the program that started it."""
 

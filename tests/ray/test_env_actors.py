@@ -201,7 +201,7 @@ def test_actors_for_which_there_is_no_room_beside_the_worker_are_refused(shared_
     with pytest.raises(ConfigError, match=r"env\.num_actors=5 asks Ray for CPU 1 for each actor, but .* of 2 free"):
         check_can_be_placed(at, num_env_actors=5)
     assert time.monotonic() - started < 2
-    monkeypatch.setattr(ray_placement, "_DEADLINE_S", 1.0)
+    monkeypatch.setattr(ray_placement, "RETURN_DEADLINE_S", 1.0)
     with pytest.raises(ConfigError, match=r"CPU 0 of 2 free.*\. Lower env\.num_actors, or end what holds the rest"):
         check_can_be_placed(at, num_env_actors=2)
 
