@@ -38,6 +38,9 @@ class BuiltinGenerator:
         seed: of the draws of rows that bring no `draw_keys` of their own.
     """
 
+    restarts = 0
+    """It has no process of its own that could be replaced."""
+
     def __init__(
         self, model: LogprobModel, tokenizer: PreTrainedTokenizerBase, config: GenerationConfig, seed: int = 0
     ):

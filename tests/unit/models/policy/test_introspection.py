@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from lucidrl.distributed import place
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.policy import introspection
@@ -127,9 +128,12 @@ def test_a_cpu_device_id_is_the_same_at_every_start_and_another_for_every_local_
     assert own.startswith("CPU-")
     assert own.endswith("-0")
     others = {own, device_id(torch.device("cpu"), 1)}
-    monkeypatch.setattr(introspection.socket, "gethostname", lambda: "another-host")
+    monkeypatch.setattr(place.socket, "gethostname", lambda: "another-host")
     others.add(device_id(torch.device("cpu"), 0))
-    assert len(others) == 3
+    for name, value in place.node_environment("one of several nodes of this host", "10.0.0.1").items():
+        monkeypatch.setenv(name, value)
+    others.add(device_id(torch.device("cpu"), 0))
+    assert len(others) == 4
 
 
 # Weights
