@@ -15,11 +15,13 @@ from tests.ray.nodes import MARK, check_all_was_given_back
 @pytest.fixture(scope="module")
 def cluster():
     """This program is connected to it, as by a `ray.init` of its own."""
-    os.environ.update({"RAY_USAGE_STATS_ENABLED": "0", MARK: str(os.getpid())})
-    simulated = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    simulated.add_node(num_cpus=2)
-    ray.init(address=simulated.address, log_to_driver=False, logging_level=logging.ERROR)
-    yield simulated
-    check_all_was_given_back()
-    ray.shutdown()
-    simulated.shutdown()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patched.setenv(MARK, str(os.getpid()))
+        simulated = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        simulated.add_node(num_cpus=2)
+        ray.init(address=simulated.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield simulated
+        check_all_was_given_back()
+        ray.shutdown()
+        simulated.shutdown()

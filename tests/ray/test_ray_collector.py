@@ -46,12 +46,13 @@ class Policy(Versioned):
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_of_the_program():
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    yield
-    assert ray.is_initialized()
-    check_all_was_given_back()
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        yield
+        assert ray.is_initialized()
+        check_all_was_given_back()
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
