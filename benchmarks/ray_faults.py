@@ -77,8 +77,10 @@ class Row:
         return self.blow.startswith("SIGSTOP")
 
     def expected(self) -> list[str]:
-        """What the error has to say: who, where, in which phase, and the last it wrote."""
+        """What the command has to say: who, where, in which phase, and the last it wrote."""
         method = striking.PHASES[self.phase]
+        if self.blow == "Ctrl-C":
+            return ["interrupted: "] if self.phase == "start" else ["finishing this step", f"saved step {STRUCK_STEP}"]
         if self.blow == "SIGKILL of a node":
             return ["node ", " of 2 was lost in ", method, "its agent is gone"]
         if self.blow == "SIGSTOP of a node":
@@ -109,7 +111,7 @@ class Outcome:
     """From the fault to the end of the command; without the deadline of a call that hung."""
     exit_code: int
     unsaid: list[str]
-    """Of what the error has to say."""
+    """Of what the command has to say."""
     left: list[str]
     """In the cluster and on this machine."""
     saved_step: int | None
@@ -159,7 +161,7 @@ class Machine:
             if group["state"] != "REMOVED"
         ]
         running = [f"process {process}" for process in map(_command_of, _below_us() | set(pids)) if process]
-        return [*actors, *groups, *running, *(f"/dev/shm/{name}" for name in shared_memory() - memory)]
+        return [*actors, *groups, *running, *left_memory(memory)]
 
     def close(self) -> None:
         ray.shutdown()
@@ -186,6 +188,16 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+def left_memory(before: set[str]) -> list[str]:
+    """What was not there before and nobody uses: what a living process has is that of another program."""
+    new = [f"/dev/shm/{name}" for name in shared_memory() - before]
+    used = ""
+    for maps in Path("/proc").glob("[0-9]*/maps") if new else ():
+        with suppress(OSError):  # ended meanwhile
+            used += maps.read_text()
+    return [path for path in new if path not in used]
+
+
 def resumed(folder: Path, settings: tuple[str, ...], resume: bool = True) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
     place = (f"run.root={folder.parent}", f"run.name={folder.name}")
@@ -208,7 +220,7 @@ def measured(row: Row, machine: Machine, folder: Path, settings: tuple[str, ...]
     left = machine.left(note["near"], memory)
     if row.blow.endswith("node"):
         machine.renew()
-    error = struck.stdout.partition("error: ")[2]
+    said = struck.stdout if row.blow == "Ctrl-C" else struck.stdout.partition("error: ")[2]
     announced = max([step for step in range(1, STEPS + 1) if f"saved step {step}" in struck.stdout], default=0)
     checkpoint = CheckpointManager(folder / "checkpoints").latest() if (folder / "checkpoints").exists() else None
     saved = checkpoint.step if checkpoint is not None else 0
@@ -216,7 +228,7 @@ def measured(row: Row, machine: Machine, folder: Path, settings: tuple[str, ...]
         row=row.name,
         seconds=ended - note["time"] - (DEADLINE_S if row.hangs else 0.0),
         exit_code=struck.returncode,
-        unsaid=[] if row.blow == "Ctrl-C" else [text for text in row.expected() if text not in error],
+        unsaid=[text for text in row.expected() if text not in said],
         left=left,
         saved_step=saved or None,
         lost_steps=max(0, announced - saved),
@@ -250,7 +262,7 @@ def read(results: Path) -> list[Outcome]:
 
 def table(outcomes: list[Outcome]) -> str:
     """In Markdown."""
-    lines = ["| fault | runs | seconds, median | most | error says all | lost | left | resumed to the bit |"]
+    lines = ["| fault | runs | seconds, median | most | all is said | lost | left | resumed to the bit |"]
     lines.append("| --- " * 8 + "|")
     for row in ROWS:
         found = [outcome for outcome in outcomes if outcome.row == row.name]

@@ -182,6 +182,7 @@ def main() -> None:
     """`lucidrl` with these workers."""
     from lucidrl import cli
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore it
     os.environ[DRIVER] = str(os.getpid())
     use_striking_workers()
     cli.main()
