@@ -1,9 +1,9 @@
 """What happens to a run on Ray when something dies, hangs or is interrupted: each fault many times, as a table.
 
 Every run is a command of its own on a cluster of two simulated nodes. It is hit in its third step, by one of its
-workers at a moment that this knows exactly. Measured are the seconds until the command has ended with its error (for
-what hangs, after the deadline of the call), what the error says, what is left in the cluster, and whether the run,
-resumed, ends to the bit where an unbroken one ends.
+workers at a moment that this knows exactly. Measured are the seconds until the driver tells of it in its log (for
+what hangs, after the deadline of the call; of Ctrl-C, until the command has ended), what it says, what is left in the
+cluster, and whether the run, resumed if it ended, ends to the bit where an unbroken one ends.
 
 Results are written after each run; what is there already is not measured again.
 """
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +36,8 @@ sys.path.insert(0, str(ROOT))
 
 from lucidrl.checkpoint.manager import CheckpointManager  # noqa: E402
 from lucidrl.recipes.configs import GRPORunConfig  # noqa: E402
+from lucidrl.recipes.driver_log import DRIVER_LOG_NAME  # noqa: E402
+from lucidrl.recipes.run_folder import LOGS_NAME  # noqa: E402
 from lucidrl.recipes.wiring import run_grpo  # noqa: E402
 from lucidrl.utils.config import load_config  # noqa: E402
 from tests.faults import striking  # noqa: E402
@@ -55,8 +58,15 @@ COMMON = (
     f"grpo.max_steps={STEPS}",
 )
 LAYOUTS = {
-    "one node": ("cluster.num_nodes=1", "policy.generation.placement=separate"),
+    "one node": ("cluster.num_nodes=1", "policy.generation.placement=policy"),
+    "a generator": ("cluster.num_nodes=1", "policy.generation.placement=separate"),
     "two nodes": ("cluster.num_nodes=2", "policy.generation.placement=policy"),
+    "environment": (
+        "cluster.num_nodes=1",
+        "env.name=tests.faults.striking:StruckEnv",
+        "env.num_actors=2",
+        "env.max_concurrency=2",
+    ),
 }
 
 
@@ -76,6 +86,11 @@ class Row:
     def hangs(self) -> bool:
         return self.blow.startswith("SIGSTOP")
 
+    @property
+    def is_survived(self) -> bool:
+        """Whether the run goes on, with a replacement."""
+        return self.blow.endswith("generator") or self.blow == "SIGKILL of an environment"
+
     def expected(self) -> list[str]:
         """What the command has to say: who, where, in which phase, and the last it wrote."""
         method = striking.PHASES[self.phase]
@@ -85,20 +100,34 @@ class Row:
             return ["node ", " of 2 was lost in ", method, "its agent is gone"]
         if self.blow == "SIGSTOP of a node":
             return ["node ", " of 2 was lost in ", method, "its agent has not answered"]
+        if self.blow.endswith("generator"):
+            how = (
+                f"did not finish {method}"
+                if self.hangs
+                else f"was ended by SIGKILL, perhaps for lack of memory, in {method}"
+            )
+            return ["generator 0 of 1 on node ", f"{how} {method}", f"of {self.phase}", "replacing generator 0"]
+        if self.blow.endswith("environment"):
+            how = "deadline" if self.hangs else "another takes its place"
+            return ["tests.faults.striking:StruckEnv", "actor ", "on node ", how]
         if self.hangs:
             return ["ranks 0, 1 of 2", f"did not finish {method}", "on node ", f"of {self.phase}"]
         return ["rank 1 of 2 on node ", "was ended by SIGKILL", f"in {method}", f"begins call {STRUCK_STEP} of"]
 
 
-POLICY_PHASES = ("logprobs", "train", "refit", "save")
+SIGNALS = ("SIGKILL", "SIGSTOP")
+GENERATOR_PHASES = ("answering", "taking weights")
+POLICY_PHASES = {"logprobs": "one node", "train": "one node", "refit": "a generator", "save": "one node"}
 ROWS = [
-    *(Row("SIGKILL of a rank", phase) for phase in POLICY_PHASES),
-    *(Row("SIGSTOP of a rank", phase) for phase in POLICY_PHASES),
+    *(Row(f"{signal} of a rank", *phase) for signal in SIGNALS for phase in POLICY_PHASES.items()),
     Row("SIGKILL of a node", "train", "two nodes"),
     Row("SIGSTOP of a node", "train", "two nodes"),
+    *(Row(f"{signal} of a generator", phase, "a generator") for signal in SIGNALS for phase in GENERATOR_PHASES),
+    *(Row(f"{signal} of an environment", "judging", "environment") for signal in SIGNALS),
     Row("Ctrl-C", "start"),
-    Row("Ctrl-C", "generate", "two nodes"),
-    *(Row("Ctrl-C", phase) for phase in POLICY_PHASES),
+    Row("Ctrl-C", "generate"),
+    *(Row("Ctrl-C", *phase) for phase in POLICY_PHASES.items()),
+    Row("Ctrl-C", "judging", "environment"),
 ]
 
 
@@ -108,7 +137,8 @@ class Outcome:
 
     row: str
     seconds: float
-    """From the fault to the end of the command; without the deadline of a call that hung."""
+    """From the fault to what the driver's log says of it, without the deadline of a call that hung; of Ctrl-C, to the
+    end of the command."""
     exit_code: int
     unsaid: list[str]
     """Of what the command has to say."""
@@ -118,8 +148,8 @@ class Outcome:
     """The newest whole checkpoint."""
     lost_steps: int
     """That were reported as saved, and are not there."""
-    is_resumed_to_the_bit: bool | None
-    """None where nothing was saved yet."""
+    ends_to_the_bit: bool | None
+    """As an unbroken run, after a resume if it ended; None where nothing was saved yet."""
 
 
 class Machine:
@@ -127,8 +157,8 @@ class Machine:
 
     def __init__(self) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
-        self._other = self._cluster.add_node(num_cpus=3)
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+        self._other = self._cluster.add_node(num_cpus=4)
         self.address = self._cluster.address
         ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR)
 
@@ -140,7 +170,7 @@ class Machine:
         """Another second node, in place of one that was hit."""
         with suppress(Exception):  # it may be gone
             self._cluster.remove_node(self._other, allow_graceful=False)
-        self._other = self._cluster.add_node(num_cpus=3)
+        self._other = self._cluster.add_node(num_cpus=4)
 
     def left(self, pids: list[int], memory: set[str]) -> list[str]:
         """What is there that was not before the run, and does not go away: of processes, `pids` and those below us."""
@@ -207,7 +237,7 @@ def resumed(folder: Path, settings: tuple[str, ...], resume: bool = True) -> dic
 
 def measured(row: Row, machine: Machine, folder: Path, settings: tuple[str, ...], whole: dict[str, str]) -> Outcome:
     memory = shared_memory()
-    deadline = (f"cluster.call_timeout_s={DEADLINE_S}",) if row.hangs else ()
+    deadline = (f"cluster.call_timeout_s={DEADLINE_S}", f"env.deadline_s={DEADLINE_S}") if row.hangs else ()
     call = 1 if row.phase == "start" else STRUCK_STEP
     told = [*settings, *deadline]
     struck = striking.run_struck(folder, told, row.phase, call, row.blow, spared_pid=machine.head_pid)
@@ -220,20 +250,36 @@ def measured(row: Row, machine: Machine, folder: Path, settings: tuple[str, ...]
     left = machine.left(note["near"], memory)
     if row.blow.endswith("node"):
         machine.renew()
-    said = struck.stdout if row.blow == "Ctrl-C" else struck.stdout.partition("error: ")[2]
+    log = (folder / LOGS_NAME / DRIVER_LOG_NAME).read_text()
+    noticed = ended if row.blow == "Ctrl-C" else time_of_first_trouble(log)
     announced = max([step for step in range(1, STEPS + 1) if f"saved step {step}" in struck.stdout], default=0)
     checkpoint = CheckpointManager(folder / "checkpoints").latest() if (folder / "checkpoints").exists() else None
     saved = checkpoint.step if checkpoint is not None else 0
     return Outcome(
         row=row.name,
-        seconds=ended - note["time"] - (DEADLINE_S if row.hangs else 0.0),
+        seconds=noticed - note["time"] - (DEADLINE_S if row.hangs else 0.0),
         exit_code=struck.returncode,
-        unsaid=[text for text in row.expected() if text not in said],
+        unsaid=[text for text in row.expected() if text not in (struck.stdout if row.blow == "Ctrl-C" else log)],
         left=left,
         saved_step=saved or None,
         lost_steps=max(0, announced - saved),
-        is_resumed_to_the_bit=resumed(folder, settings) == whole if saved else None,
+        ends_to_the_bit=ends_as(whole, row, folder, settings) if saved else None,
     )
+
+
+def ends_as(whole: dict[str, str], row: Row, folder: Path, settings: tuple[str, ...]) -> bool:
+    found = digests(folder) if row.is_survived else resumed(folder, settings)
+    # Metrics of a run that went on tell how many were replaced.
+    return all(found[what] == whole[what] for what in whole if not (row.is_survived and what == "metrics"))
+
+
+def time_of_first_trouble(log: str) -> float:
+    """When the driver first wrote a warning or an error."""
+    for line in log.splitlines():
+        date, clock, level, *_ = [*line.split(" ", 3), "", "", ""]
+        if level in ("WARNING", "ERROR"):
+            return datetime.fromisoformat(f"{date} {clock.replace(',', '.')}").timestamp()
+    return float("nan")
 
 
 def measure(rows: list[Row], runs: int, results: Path) -> None:
@@ -262,7 +308,7 @@ def read(results: Path) -> list[Outcome]:
 
 def table(outcomes: list[Outcome]) -> str:
     """In Markdown."""
-    lines = ["| fault | runs | seconds, median | most | all is said | lost | left | resumed to the bit |"]
+    lines = ["| fault | runs | seconds, median | most | all is said | lost | left | ends to the bit |"]
     lines.append("| --- " * 8 + "|")
     for row in ROWS:
         found = [outcome for outcome in outcomes if outcome.row == row.name]
@@ -272,7 +318,7 @@ def table(outcomes: list[Outcome]) -> str:
         def count(holds: Callable[[Outcome], Any], among: list[Outcome] = found) -> str:
             return f"{sum(bool(holds(outcome)) for outcome in among)} of {len(among)}"
 
-        resumable = [outcome for outcome in found if outcome.is_resumed_to_the_bit is not None]
+        resumable = [outcome for outcome in found if outcome.ends_to_the_bit is not None]
         left = sum(bool(outcome.left) for outcome in found)
         seconds = [outcome.seconds for outcome in found]
         cells = [
@@ -283,7 +329,7 @@ def table(outcomes: list[Outcome]) -> str:
             count(lambda outcome: not outcome.unsaid),
             str(sum(outcome.lost_steps for outcome in found) or "nothing"),
             f"{left} times" if left else "nothing",
-            count(lambda outcome: outcome.is_resumed_to_the_bit, resumable) if resumable else "nothing was saved yet",
+            count(lambda outcome: outcome.ends_to_the_bit, resumable) if resumable else "nothing was saved yet",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""The command line with policy workers that strike themselves, their node or the command in a phase of a step.
+"""The command line with workers, generators and an environment that strike themselves, their node or the command in a
+phase of a step.
 
 Everything is told by variables that reach ranks on any node. `LUCIDRL_STRIKE` is a phase and a call of it, such as
 `train:3`; `LUCIDRL_STRIKE_BY` is what happens then, one of `BLOWS`. At that moment, `LUCIDRL_STRIKE_NOTE` is written:
@@ -20,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
+from lucidrl.models.generation import generation_worker
 from lucidrl.models.policy import dtensor_policy_worker
 
 ROOT = Path(__file__).parents[2]
@@ -30,8 +33,11 @@ PHASES = {
     "train": "train",
     "refit": "get_weights_ipc_handles",
     "save": "begin_checkpoint",
+    "answering": "generate",
+    "taking weights": "take_weights",
+    "judging": "step",
 }
-"""Method of a policy worker that each phase begins with."""
+"""Method that each phase begins with: of a policy worker, and the last three of a generator and an environment."""
 DRIVER = "LUCIDRL_STRIKE_DRIVER"
 SPARED = "LUCIDRL_STRIKE_SPARED"
 """Process of the node that has to stay: the one to which the command is connected."""
@@ -40,11 +46,11 @@ _LONGEST_S = 180.0
 _calls: Counter[str] = Counter()
 
 
-def kill_rank() -> None:
+def kill_process() -> None:
     _hit([os.getpid()], signal.SIGKILL)
 
 
-def stop_rank() -> None:
+def stop_process() -> None:
     _hit([os.getpid()], signal.SIGSTOP)
 
 
@@ -66,8 +72,12 @@ def interrupt() -> None:
 
 
 BLOWS: dict[str, Callable[[], None]] = {
-    "SIGKILL of a rank": kill_rank,
-    "SIGSTOP of a rank": stop_rank,
+    "SIGKILL of a rank": kill_process,
+    "SIGSTOP of a rank": stop_process,
+    "SIGKILL of a generator": kill_process,
+    "SIGSTOP of a generator": stop_process,
+    "SIGKILL of an environment": kill_process,
+    "SIGSTOP of an environment": stop_process,
     "SIGKILL of a node": kill_node,
     "SIGSTOP of a node": stop_node,
     "Ctrl-C": interrupt,
@@ -75,7 +85,7 @@ BLOWS: dict[str, Callable[[], None]] = {
 
 
 def begin(phase: str) -> None:
-    """To be called by a rank when it begins a phase."""
+    """To be called when a phase begins; whoever takes the place of one that was struck is not struck again."""
     _calls[phase] += 1
     print(f"begins call {_calls[phase]} of {phase}")  # noqa: T201 - in its log
     blow = os.environ.get("LUCIDRL_STRIKE_BY", "")
@@ -84,9 +94,11 @@ def begin(phase: str) -> None:
 
 
 def _is_chosen(blow: str) -> bool:
+    if Path(os.environ["LUCIDRL_STRIKE_NOTE"]).exists():
+        return False
     if blow.endswith("node"):
         return _node().pid != int(os.environ[SPARED])
-    return os.environ["RANK"] == "1"
+    return os.environ.get("WORLD_SIZE") != "2" or os.environ["RANK"] == "1"
 
 
 def _node() -> psutil.Process:
@@ -94,7 +106,9 @@ def _node() -> psutil.Process:
 
 
 def _near() -> list[int]:
-    """The agent of this node, and its ranks."""
+    """The agent of this node, and its ranks; an environment's actor is alone."""
+    if "RANK" not in os.environ:
+        return [os.getpid()]
     agent = psutil.Process().parents()[0]
     return [agent.pid, *(child.pid for child in agent.children())]
 
@@ -140,11 +154,34 @@ class DTensorPolicyWorker(dtensor_policy_worker.DTensorPolicyWorker):
         return super().begin_checkpoint(*args, **kwargs)
 
 
+class GenerationWorker(generation_worker.GenerationWorker):
+    def generate(self, *args: Any) -> Any:
+        begin("answering")
+        return super().generate(*args)
+
+    def take_weights(self, handles: Any) -> Any:
+        begin("taking weights")
+        return super().take_weights(handles)
+
+
+class StruckEnv(ArithmeticEnv):
+    """Can be in actors."""
+
+    def __init__(self) -> None:
+        super().__init__(ArithmeticConfig())
+
+    async def step(self, batch: Any) -> Any:
+        begin("judging")
+        return await super().step(batch)
+
+
 def use_striking_workers() -> None:
-    """Policies of this program have them from now on."""
+    """Policies and generators of this program have them from now on."""
+    from lucidrl.models.generation import separate
     from lucidrl.models.policy import policy
 
     policy.DTensorPolicyWorker = DTensorPolicyWorker  # type: ignore[misc]
+    separate.GenerationWorker = GenerationWorker  # type: ignore[misc]
 
 
 def run_struck(
