@@ -57,9 +57,11 @@ COMMON = (
     "cluster.num_workers=2",
     f"grpo.max_steps={STEPS}",
 )
+GENERATOR = ("cluster.num_nodes=1", "policy.generation.placement=separate")
 LAYOUTS = {
     "one node": ("cluster.num_nodes=1", "policy.generation.placement=policy"),
-    "a generator": ("cluster.num_nodes=1", "policy.generation.placement=separate"),
+    "a generator": (*GENERATOR, "policy.generation.nodes=policy"),
+    "a generator elsewhere": (*GENERATOR, "policy.generation.nodes=other"),
     "two nodes": ("cluster.num_nodes=2", "policy.generation.placement=policy"),
     "environment": (
         "cluster.num_nodes=1",
@@ -122,6 +124,7 @@ ROWS = [
     *(Row(f"{signal} of a rank", *phase) for signal in SIGNALS for phase in POLICY_PHASES.items()),
     Row("SIGKILL of a node", "train", "two nodes"),
     Row("SIGSTOP of a node", "train", "two nodes"),
+    Row("SIGKILL of a rank", "broadcast", "a generator elsewhere"),
     *(Row(f"{signal} of a generator", phase, "a generator") for signal in SIGNALS for phase in GENERATOR_PHASES),
     *(Row(f"{signal} of an environment", "judging", "environment") for signal in SIGNALS),
     Row("Ctrl-C", "start"),

@@ -32,6 +32,7 @@ PHASES = {
     "logprobs": "get_logprobs",
     "train": "train",
     "refit": "get_weights_ipc_handles",
+    "broadcast": "send_weights",
     "save": "begin_checkpoint",
     "answering": "generate",
     "taking weights": "take_weights",
@@ -148,6 +149,10 @@ class DTensorPolicyWorker(dtensor_policy_worker.DTensorPolicyWorker):
     def get_weights_ipc_handles(self, *args: Any) -> Any:
         begin("refit")
         return super().get_weights_ipc_handles(*args)
+
+    def send_weights(self) -> Any:
+        begin("broadcast")
+        return super().send_weights()
 
     def begin_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         begin("save")
