@@ -38,6 +38,11 @@ class OwnFolder:
         _remove(self.path, self._descriptor)
 
 
+def is_own_folder(path: str) -> bool:
+    """Whether a folder is one of these, of whichever program."""
+    return Path(path).parent == _PARENT and Path(path).name.startswith(_PREFIX)
+
+
 def _new() -> tuple[Path, int]:
     for _ in range(_MOST_ATTEMPTS):
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_PARENT))

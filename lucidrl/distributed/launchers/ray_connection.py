@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lucidrl.distributed.launchers.own_folder import OwnFolder
+from lucidrl.distributed.launchers.own_folder import OwnFolder, is_own_folder
 from lucidrl.distributed.launchers.ray_dashboard import open_dashboard
 from lucidrl.errors import ConfigError, WorkerError
 from lucidrl.utils.imports import require_package
@@ -79,8 +79,9 @@ def connected(address: str | None, allow_open_dashboard: bool = False, shows_out
 
 def _connect(address: str | None, allow_open_dashboard: bool, shows_output: bool) -> None:
     setting = "cluster.address"
-    if address == VARIABLE:
-        setting, address = VARIABLE, os.environ.get(VARIABLE)
+    told = os.environ.get(VARIABLE)
+    if address == VARIABLE or (address == "auto" and told):  # Ray itself lets the variable decide what is automatic
+        setting, address = VARIABLE, told
     _connection.is_ours = True
     try:
         if not address or address == LOCAL:
@@ -88,8 +89,10 @@ def _connect(address: str | None, allow_open_dashboard: bool, shows_output: bool
             _start_on_loopback(_connection.own_folder.path, setting, shows_output)
         else:
             _join(address, setting, shows_output)
+            if address == "auto":
+                _check_is_for_others()
             if not allow_open_dashboard:
-                _check_dashboard(address)
+                _check_dashboard(address, setting)
     except BaseException:
         _disconnect()
         raise
@@ -143,11 +146,12 @@ def _alone() -> Iterator[None]:
 
 def _join(address: str, setting: str, shows_output: bool) -> None:
     import ray
+    from ray._private.services import canonicalize_bootstrap_address_or_die
 
     try:
-        if address != "auto":
-            _check_reachable(address)
-        ray.init(address=address, log_to_driver=shows_output, logging_level=logging.ERROR)
+        found = canonicalize_bootstrap_address_or_die(address)
+        _check_reachable(found)
+        ray.init(address=found, log_to_driver=shows_output, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises RuntimeError, ConnectionError, ValueError and errors of its own
         raise ConfigError(
             f"{setting}={address} leads to no Ray cluster that can be joined: {_first_line(error)}; start one with "
@@ -155,11 +159,22 @@ def _join(address: str, setting: str, shows_output: bool) -> None:
         ) from error
 
 
-def _check_dashboard(address: str) -> None:
+def _check_is_for_others() -> None:
+    """Refuse a Ray that another run has started for itself, which Ray finds by `auto` if there is no other."""
+    from ray._private.worker import _global_node
+
+    if _global_node is not None and is_own_folder(_global_node.get_temp_dir_path()):
+        raise ConfigError(
+            "cluster.address=auto leads to a Ray that another run has started for itself, and that ends with it; start "
+            "one with `ray start --head`, or unset cluster.address to have one started for this run too"
+        )
+
+
+def _check_dashboard(address: str, setting: str) -> None:
     dashboard = open_dashboard()
     if dashboard is not None:
         raise ConfigError(
-            f"cluster.address={address} is a Ray cluster whose dashboard answers other machines, at {dashboard}, and "
+            f"{setting}={address} is a Ray cluster whose dashboard answers other machines, at {dashboard}, and "
             "asks for no token: whoever reaches it can run programs on all nodes. Start the cluster with "
             "--dashboard-host=127.0.0.1, or with RAY_AUTH_MODE=token on all nodes; in a network where everybody may do "
             "that, set cluster.allow_open_dashboard=true"
@@ -171,7 +186,7 @@ def _check_is_at(address: str | None) -> None:
     import ray
 
     current = ray.get_runtime_context().gcs_address
-    if address in (None, LOCAL, "auto", current):
+    if address in (None, LOCAL, "auto", current) or _places(address) & _places(current):
         return
     raise ConfigError(
         f"cluster.address={address} is not {current}, the Ray cluster that this program is connected to; give that "
@@ -179,21 +194,40 @@ def _check_is_at(address: str | None) -> None:
     )
 
 
+def _places(address: str) -> set[tuple[str, int]]:
+    """What an address leads to: a cluster has several, such as names."""
+    try:
+        found = socket.getaddrinfo(*_as_ray_takes_it(address), type=socket.SOCK_STREAM)
+    except (OSError, OverflowError):  # no such name or port
+        return set()
+    return {(str(place[0]), int(place[1])) for *_, place in found}
+
+
 def _check_reachable(address: str) -> None:
     """At once: Ray itself tries for a long time."""
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_DEADLINE_S):
+    with socket.create_connection(_as_ray_takes_it(address), timeout=_REACH_DEADLINE_S):
         pass
+
+
+def _as_ray_takes_it(address: str) -> tuple[str, int]:
+    """Host and port: a loopback host stands for the address of this node."""
+    from ray._private.services import resolve_ip_for_localhost
+
+    host, _, port = address.rpartition(":")
+    return resolve_ip_for_localhost(host.strip("[]")), int(port)
 
 
 def _disconnect() -> None:
     import ray
 
-    if _connection.is_ours:
-        ray.shutdown()
-    folder, _connection.own_folder, _connection.is_ours = _connection.own_folder, None, False
-    if folder is not None:
-        folder.remove()
+    folder, is_ours = _connection.own_folder, _connection.is_ours
+    _connection.own_folder, _connection.is_ours = None, False
+    try:
+        if is_ours:
+            ray.shutdown()
+    finally:
+        if folder is not None:
+            folder.remove()
 
 
 def _first_line(error: Exception) -> str:
