@@ -24,7 +24,7 @@ class OwnFolder:
     """A new folder, locked by this process; what programs of this user that were killed have left is removed first.
 
     Raises:
-        WorkerError: if the file system has no locks.
+        WorkerError: if no folder can be made, or the file system has no locks.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,13 @@ def is_own_folder(path: str) -> bool:
 
 def _new() -> tuple[Path, int]:
     for _ in range(_MOST_ATTEMPTS):
-        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_PARENT))
+        try:
+            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_PARENT))
+        except OSError as error:
+            raise WorkerError(
+                f"a Ray that is started for a run has its folder in {_PARENT}, where none can be made ({error}); see "
+                "to the disk, or start a Ray yourself and set cluster.address=auto"
+            ) from error
         descriptor = _locked(path)
         if descriptor is not None:
             return path, descriptor

@@ -13,8 +13,10 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from lucidrl.distributed.launchers.own_folder import OwnFolder, is_own_folder
 from lucidrl.distributed.launchers.ray_dashboard import open_dashboard
@@ -94,6 +96,8 @@ def _connect(address: str | None, allow_open_dashboard: bool, shows_output: bool
             if not allow_open_dashboard:
                 _check_dashboard(address, setting)
     except BaseException:
+        if _connection.own_folder is not None:
+            _end_half_started(_connection.own_folder.path)
         _disconnect()
         raise
 
@@ -132,6 +136,8 @@ def _alone() -> Iterator[None]:
     """
     from ray._private import ray_constants
 
+    with suppress(OSError):  # Ray leaves its token there, for everybody to read who can enter
+        Path.home().joinpath(".ray").mkdir(mode=0o700, exist_ok=True)
     statistics = os.environ.get(_STATISTICS)
     reaches_out, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     os.environ[_STATISTICS] = "0"
@@ -228,6 +234,15 @@ def _disconnect() -> None:
     finally:
         if folder is not None:
             folder.remove()
+
+
+def _end_half_started(folder: Path) -> None:
+    """Ray does not know of what it has started before it was interrupted in its start, as by Ctrl-C."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if any(str(folder) in word for word in process.cmdline()):
+                process.kill()
+                process.wait(_REACH_DEADLINE_S)
 
 
 def _first_line(error: Exception) -> str:

@@ -69,3 +69,9 @@ def test_a_file_system_without_locks_is_refused(monkeypatch):
     monkeypatch.setattr(own_folder, "_locked", lambda path: None)
     with pytest.raises(WorkerError, match=r"cannot be locked.*set cluster\.address=auto"):
         OwnFolder()
+
+
+def test_a_disk_on_which_no_folder_can_be_made_is_told_of(parent, monkeypatch):
+    monkeypatch.setattr(own_folder, "_PARENT", parent / "missing")
+    with pytest.raises(WorkerError, match=r"where none can be made \(.*\); see to the disk, or start a Ray yourself"):
+        OwnFolder()
