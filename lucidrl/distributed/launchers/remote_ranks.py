@@ -66,6 +66,8 @@ class RemoteRanks:
     def send(self, messages: Mapping[int, Message]) -> None:
         import ray
 
+        if not ray.is_initialized():  # to put something would start another one
+            raise self._nodes[0].lost("this program has left Ray")
         stored = {id(message): ray.put(message) for message in {id(one): one for one in messages.values()}.values()}
         for node in self._nodes:
             of_node: dict[int, list[int]] = {}
@@ -129,7 +131,9 @@ class RemoteRanks:
 
     def _exit_codes(self, timeout_s: float) -> dict[int, int | None]:
         """Of the ranks within reach, which have been asked to leave."""
-        nodes = [node for node in self._nodes if not node.is_lost]
+        import ray
+
+        nodes = [node for node in self._nodes if not node.is_lost and ray.is_initialized()]
         references = [node.actor.let_end.remote(timeout_s) for node in nodes]
         until = time.monotonic() + timeout_s + _REPORT_DEADLINE_S
         codes: dict[int, int | None] = {}
@@ -162,13 +166,15 @@ class RemoteRanks:
 def answer_of(node: RemoteNode, reference: Any, timeout_s: float) -> Any:
     """What the agent of a node returned; NodeLost if it does not in time, or cannot."""
     import ray
-    from ray.exceptions import GetTimeoutError, RayActorError, RayError
+    from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError
 
     try:
         return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError as error:
         raise node.lost(f"its agent has not answered within {timeout_s:g} s") from error
+    except OutOfMemoryError as error:  # what Ray says of it is a page
+        raise node.lost("Ray ended its agent, because the memory of the node was nearly full") from error
     except RayError as error:
-        last_line = str(error).strip().splitlines()[-1].strip()
+        *_, last_line = str(error).strip().splitlines() or [type(error).__name__]
         is_gone = isinstance(error, RayActorError) and "creation task" not in str(error)
-        raise node.lost("its agent is gone" if is_gone else f"its agent failed with {last_line}") from error
+        raise node.lost("its agent is gone" if is_gone else f"its agent failed with {last_line.strip()}") from error
