@@ -32,9 +32,12 @@ class Judge:
 
     Args:
         only_in: the one process in which it can be made, if not in all.
+        leaves: it ends any other process, instead of raising there.
     """
 
-    def __init__(self, only_in: int | None = None):
+    def __init__(self, only_in: int | None = None, leaves: bool = False):
+        if leaves and only_in != os.getpid():
+            sys.exit(3)
         if only_in not in (None, os.getpid()):
             raise OSError("there is no judge here")
         sys.stdout.write("the judge is here\n")

@@ -194,6 +194,13 @@ def test_an_environment_that_cannot_be_made_in_an_actor_is_refused_as_in_the_dri
         EnvActors(env_config(2, kwargs=only_here), RAY, tmp_path)
 
 
+@pytest.mark.slow
+def test_an_environment_that_ends_the_process_in_which_it_is_made_does_not_end_the_driver(cluster, tmp_path):
+    kwargs = {"only_in": os.getpid(), "leaves": True}
+    with pytest.raises(ConfigError, match=r"judges:Judge cannot be made: it ended its process with SystemExit\(3\)"):
+        EnvActors(env_config(1, kwargs=kwargs), RAY, tmp_path)
+
+
 def test_actors_for_which_there_is_no_room_beside_the_worker_are_refused(shared_pool, cluster, monkeypatch):
     at = ClusterConfig(address=cluster.address)  # one CPU for a worker; two of four are held by the shared actors
     check_can_be_placed(at, num_env_actors=1)

@@ -19,6 +19,7 @@ from lucidrl.distributed.launchers.node_agent import end_with_node
 from lucidrl.distributed.launchers.rank_main import redirect_output
 from lucidrl.envs.text.interfaces import TextEnv
 from lucidrl.envs.text.registry import make_env
+from lucidrl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,10 @@ class EnvActor:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         try:
             self._env = make_env(name, kwargs)
-        except (Exception, SystemExit) as error:
+        except SystemExit as error:  # raised again in the driver, it would end that or its event loop, without a word
+            refusal = ConfigError(f"{name} cannot be made: it ended its process with SystemExit({error}); mend it")
+            return Message.of(Failed.of(refusal.with_traceback(error.__traceback__)))
+        except Exception as error:
             return Message.of(Failed.of(error))
         node_id = ray.get_runtime_context().get_node_id()
         return Message.of(Place(f"{ray.util.get_node_ip_address()} ({node_id[:8]})", os.getpid(), sees_log))
