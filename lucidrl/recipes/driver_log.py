@@ -14,7 +14,7 @@ from pathlib import Path
 from lucidrl import __version__
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.run_folder import CONFIG_NAME, LOGS_NAME
-from lucidrl.utils.logger.redact import redacted_text
+from lucidrl.utils.logger.redact import redacted, redacted_text
 
 DRIVER_LOG_NAME = "driver.log"
 _OURS = "lucidrl"
@@ -38,7 +38,7 @@ def driver_log(folder: Path) -> Iterator[None]:
     try:
         process = f"process {os.getpid()} on {socket.gethostname()}"
         settings = f"settings in {folder / CONFIG_NAME}"
-        _write(handler, logging.INFO, f"lucidrl {__version__}, {process}, {settings}: {shlex.join(sys.argv)}")
+        _write(handler, logging.INFO, f"lucidrl {__version__}, {process}, {settings}: {_command()}")
         yield
         _write(handler, logging.INFO, "ended well")
     except BaseException as error:
@@ -48,6 +48,15 @@ def driver_log(folder: Path) -> Iterator[None]:
         root.removeHandler(handler)
         ours.setLevel(level)
         handler.close()
+
+
+def _command() -> str:
+    """As it was typed, without values of settings that are secrets: a whole argument each, whatever is in it."""
+    words = []
+    for word in sys.argv:
+        name, equals, value = word.partition("=")
+        words.append(f"{name}={redacted({name: value})[name]}" if equals else word)
+    return shlex.join(words)
 
 
 def _handler(path: Path) -> logging.Handler:

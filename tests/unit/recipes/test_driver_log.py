@@ -73,6 +73,16 @@ def test_secrets_of_the_environment_the_command_and_errors_are_left_out(tmp_path
     assert text.endswith("but all of this is shown\n")
 
 
+def test_a_secret_setting_of_several_words_is_left_out_as_a_whole(tmp_path, monkeypatch):
+    settings = ["env.kwargs.password=correct horse,battery", 'env.kwargs={"api_key": "staple one"}', "run.name=a b"]
+    monkeypatch.setattr(sys, "argv", ["lucidrl", "grpo", *settings])
+    with driver_log(tmp_path):
+        pass
+    text = (tmp_path / "logs" / "driver.log").read_text()
+    assert not any(word in text for word in ("correct", "horse", "battery", "staple", "one"))
+    assert "'run.name=a b'" in text
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "logs").touch()
     refused = pytest.raises(ConfigError, match=r"driver.log cannot be written \(.*\); give a run folder that can be")
