@@ -117,7 +117,10 @@ class ProcessLauncher:
         except BaseException:  # Ctrl-C for instance; the ranks are in the middle of something
             self._abandon(f"was interrupted in {phase}")
             raise
-        self._abandon(f"failed in {phase}")
+        try:
+            self._abandon(f"failed in {phase}")
+        except Exception as error:  # for instance of a Ray that is gone; it must not take the place of the cause
+            failure.add_note(f"then not everything could be ended in order: {type(error).__name__}: {error}")
         raise failure
 
     def _exchange(self, messages: Sequence[Message], timeout_s: float) -> dict[int, Outcome]:
