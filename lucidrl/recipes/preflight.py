@@ -10,7 +10,7 @@ from rich.table import Table
 from lucidrl.data.examples import answered, load_examples
 from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.launchers.ray import check_can_be_placed
+from lucidrl.distributed.launchers.ray import check_can_be_placed, is_to_be_started
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.registry import env_of, split_prompts
 from lucidrl.errors import ConfigError, DataError
@@ -61,7 +61,7 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
     """
     check_run_can_start(config)
     policy = config.policy
-    _check_placement(policy.generation, config.env, config.cluster)
+    check_placement(policy.generation, config.env, config.cluster)
     PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy)
     facts = model_facts(policy.model_name, policy.trust_remote_code)
     tokenizer = policy_tokenizer(policy)
@@ -99,13 +99,23 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
     return Preflight(facts, num_train, len(lengths) - num_train, longest, memory)
 
 
-def _check_placement(generation: GenerationConfig, env: EnvConfig, cluster: ClusterConfig) -> None:
-    """There must be room for the policy's workers, the generators and the environment's actors together."""
+def check_placement(generation: GenerationConfig, env: EnvConfig, cluster: ClusterConfig) -> None:
+    """There must be room for the policy's workers, the generators and the environment's actors together.
+
+    Raises:
+        ConfigError: if there is none, as far as the Ray is there to be asked.
+    """
     parts = generator_parts(generation)
     if parts:
         check_nodes(generation, cluster)
-    if cluster.uses_ray:
-        check_can_be_placed(cluster, parts, lambda ids: generator_nodes(generation, ids), env.num_actors)
+    if not cluster.uses_ray:
+        return
+    check_can_be_placed(cluster, parts, lambda ids: generator_nodes(generation, ids), env.num_actors)
+    if parts and generation.nodes == "other" and is_to_be_started(cluster):
+        raise ConfigError(
+            "policy.generation.nodes=other asks for nodes beside those of the policy's workers, but a Ray that is "
+            "started for the run is one node; set cluster.address, or leave it out"
+        )
 
 
 def _check_budgets(policy: PolicyConfig, longest_row: int) -> None:

@@ -25,6 +25,7 @@ from lucidrl.models.loading import model_facts, policy_tokenizer
 from lucidrl.models.policy.policy import Policy
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig, TextRunConfig
 from lucidrl.recipes.parts import RunParts
+from lucidrl.recipes.preflight import check_placement
 from lucidrl.recipes.run_folder import LOGS_NAME
 
 
@@ -108,6 +109,8 @@ class _TextParts:
         self._stack = stack
         if config.cluster.uses_ray:  # for all of the run, and before the logger asks what there is to monitor
             stack.enter_context(connected(config.cluster.address, config.cluster.allow_open_dashboard))
+            # A Ray that was started just now, and that of a run that goes on, have not been asked before.
+            check_placement(config.policy.generation, config.env, config.cluster)
         self._run = RunParts(config, folder, stack, watcher, resume)
         self.logger = self._run.logger
         self._env = env_of(config.env)

@@ -24,6 +24,7 @@ from lucidrl.distributed.launchers.ray_connection import LOCAL, connected
 from lucidrl.distributed.launchers.ray_placement import Room, reserved, reserved_for_actors
 from lucidrl.distributed.launchers.remote_ranks import RemoteNode, RemoteRanks, answer_of
 from lucidrl.distributed.place import LOOPBACK
+from lucidrl.errors import ConfigError
 from lucidrl.profiling.settings import FOLDER_VARIABLE, traces_folder
 from lucidrl.utils import nsys
 from lucidrl.utils.imports import require_package
@@ -74,7 +75,9 @@ def check_can_be_placed(
     choose_nodes: Callable[[Sequence[str]], NodeChoice | None] = lambda ids: None,
     num_env_actors: int = 0,
 ) -> None:
-    """Refuse workers for which there is no room in a cluster that is there, all together; nothing is started.
+    """Refuse workers for which there is no room in a Ray that is there, all together; nothing is started.
+
+    Of one that is yet to be started for the run, only that it has a single node is known.
 
     Args:
         others: groups of one worker that are to be there at the same time.
@@ -85,7 +88,12 @@ def check_can_be_placed(
         ConfigError: if Ray is not installed, not to be reached, or too small.
     """
     require_package("ray", "cluster.launcher=ray")
-    if cluster.address in (None, LOCAL):
+    if is_to_be_started(cluster):
+        if cluster.num_nodes > 1:
+            raise ConfigError(
+                f"cluster.num_nodes={cluster.num_nodes} is for a Ray cluster, but a Ray that is started for the run is "
+                "one node; set cluster.address, or leave num_nodes out"
+            )
         return
     with ExitStack() as held:
         is_own_ray = held.enter_context(connected(cluster.address, cluster.allow_open_dashboard))
@@ -95,6 +103,13 @@ def check_can_be_placed(
             held.enter_context(reserved(cluster.of_one(), is_own_ray, part, nodes))
         if num_env_actors:
             held.enter_context(reserved_for_actors(num_env_actors, is_own_ray))
+
+
+def is_to_be_started(cluster: ClusterConfig) -> bool:
+    """Whether a Ray will be started for the run: none is named, and the program is not connected to one."""
+    import ray
+
+    return cluster.address in (None, LOCAL) and not ray.is_initialized()
 
 
 def _start_ranks(

@@ -63,6 +63,24 @@ def test_an_architecture_without_a_tensor_parallel_plan_is_found_before_the_rank
         preflight(settings(tmp_path, *overrides))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["cluster.num_nodes=2", "cluster.num_workers=2"],
+            r"cluster\.num_nodes=2 is for a Ray cluster, but .* one node",
+        ),
+        (
+            ["policy.generation.placement=separate", "policy.generation.nodes=other"],
+            r"policy\.generation\.nodes=other asks for nodes beside .* is one node; set cluster\.address",
+        ),
+    ],
+)
+def test_a_ray_that_is_started_for_the_run_is_one_node(tmp_path, overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        preflight(settings(tmp_path, "cluster.launcher=ray", *overrides))
+
+
 @pytest.mark.parametrize(("refit", "copies"), [("ipc", 2), ("collective", 6)])
 def test_generators_of_their_own_hold_two_versions_together_or_each(tmp_path, refit, copies):
     separate = ["policy.generation.placement=separate", "policy.generation.num_workers=3"]
