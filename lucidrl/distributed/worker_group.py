@@ -82,6 +82,11 @@ class WorkerGroup:
         """Number of ranks."""
         return self._launcher.size
 
+    @property
+    def blind_nodes(self) -> Sequence[str]:
+        """Nodes that do not see `log_dir`: logs are brought from there, but nothing else that workers write."""
+        return self._launcher.blind_nodes
+
     def run_all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call the method on every rank with the same arguments; the results, by rank.
 

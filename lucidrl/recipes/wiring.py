@@ -19,6 +19,7 @@ from lucidrl.envs.text.actor_pool import EnvActors
 from lucidrl.envs.text.interfaces import TextEnv
 from lucidrl.envs.text.registry import env_of, split_prompts
 from lucidrl.envs.text.runner import EnvRunner
+from lucidrl.errors import ConfigError
 from lucidrl.models.generation.interfaces import GenerationInterface
 from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.loading import model_facts, policy_tokenizer
@@ -126,6 +127,11 @@ class _TextParts:
                 seed=config.seed,
             )
         )
+        if blind := self.policy.group.blind_nodes:  # their share of the first checkpoint would be missing
+            raise ConfigError(
+                f"{folder} is not seen by node {', '.join(blind)}, whose ranks write their share of checkpoints there; "
+                "set run.root to a folder on a file system that all nodes share"
+            )
         self.saver = self._run.saver(self.policy)
         self.generators: list[SeparateGenerator] = []
         """Those in processes of their own."""

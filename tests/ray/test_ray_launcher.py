@@ -137,6 +137,7 @@ def test_logs_of_a_node_with_another_file_system_come_to_the_drivers_folder(clus
     monkeypatch.setattr(LogFolder, "marked", unmarked)
     two = ClusterConfig(launcher="ray", num_workers=2, num_cpus_per_worker=0.5)
     with WorkerGroup(Plain, cluster=two, log_dir=tmp_path) as group:
+        assert group.blind_nodes == nodes_of(group)[:1]
         group.run_each("say", [("x" * 3_000_000 + "\nfirst",), ("second ü",)])
         group.run_all("sleep_on", 1, 1.0)
         assert (tmp_path / "rank_1.log").read_text() == "second ü\n"

@@ -13,6 +13,7 @@ class InProcess:
     """A single rank; what it raises is raised as it is, and it is not interrupted at a deadline."""
 
     size = 1
+    blind_nodes: Sequence[str] = ()
 
     def __init__(self, worker_class: type[Worker], arguments: Arguments):
         self.is_recording = False

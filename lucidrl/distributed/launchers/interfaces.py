@@ -64,6 +64,10 @@ class Launcher(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
+    @property
+    def blind_nodes(self) -> Sequence[str]:
+        """Nodes with workers that do not see the folder of the logs."""
+
     def run(self, method: str, calls: Sequence[Arguments], timeout_s: float) -> list[Any]:
         """Call the method on every rank with its own arguments; the results, by rank."""
 
@@ -89,6 +93,8 @@ class RankLabel:
     """Where it runs, if that is not simply this machine."""
     wrapper: str = ""
     """The program that runs it, if it is not run as it is."""
+    sees_logs: bool = True
+    """Whether the folder of the logs is there where it runs, and not only where the driver is."""
 
     @property
     def name(self) -> str:

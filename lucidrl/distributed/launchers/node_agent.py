@@ -82,6 +82,8 @@ class NodeStart:
     """The program that runs each rank, if it is not run as it is."""
     lacks_nsys: bool
     """A rank records, and Nsight Systems, which would run it, is not here."""
+    sees_logs: bool
+    """Ranks write their logs where the driver wants them, and whatever else into the same file system."""
     keeps_traces: bool
     """A rank records, and the driver does not see into what."""
 
@@ -139,6 +141,7 @@ class NodeAgent:
         is_seen = plan.traces_mark is None or (traces_folder() / plan.traces_mark).exists()
         return NodeStart(
             wrappers=[label.wrapper for label in self._ranks.labels],
+            sees_logs=self._temporary_dir is None,
             lacks_nsys=any(map(lacks_nsys, recorded)),
             keeps_traces=bool(recorded) and not is_seen,
         )

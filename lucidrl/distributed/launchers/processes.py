@@ -72,6 +72,11 @@ class ProcessLauncher:
             self._kill("did not start")
             raise
 
+    @property
+    def blind_nodes(self) -> Sequence[str]:
+        """Nodes with workers that do not see the folder of the logs."""
+        return list(dict.fromkeys(str(label.node) for label in self._ranks.labels if not label.sees_logs))
+
     def run(self, method: str, calls: Sequence[Arguments], timeout_s: float) -> list[Any]:
         """Call the method on every rank; arguments that several ranks share are pickled once.
 

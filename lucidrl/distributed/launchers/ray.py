@@ -132,8 +132,11 @@ def _start_ranks(
         except NodeLost as lost:
             raise explain_loss(lost, START, labels) from lost.__cause__
         _tell_of_traces(nodes, starts)
-        wrappers = [wrapper for start in starts for wrapper in start.wrappers]
-        labels = [replace(label, wrapper=wrapper) for label, wrapper in zip(labels, wrappers, strict=True)]
+        facts_of_ranks = [(wrapper, start.sees_logs) for start in starts for wrapper in start.wrappers]
+        labels = [
+            replace(label, wrapper=wrapper, sees_logs=sees_logs)
+            for label, (wrapper, sees_logs) in zip(labels, facts_of_ranks, strict=True)
+        ]
         return RemoteRanks(nodes, labels, held.pop_all())
 
 
