@@ -30,6 +30,7 @@ VARIABLE = "RAY_ADDRESS"
 
 _REACH_DEADLINE_S = 5.0
 _STATISTICS = "RAY_USAGE_STATS_ENABLED"
+_TOKENS = "RAY_AUTH_MODE"
 
 
 class _Connection:
@@ -41,6 +42,8 @@ class _Connection:
         self.is_ours = False
         self.own_folder: OwnFolder | None = None
         """Of a Ray that was started for the run."""
+        self.tokens: str | None = None
+        """What the variable about tokens said before that one was started, which sets it."""
 
 
 _connection = _Connection()
@@ -88,6 +91,7 @@ def _connect(address: str | None, allow_open_dashboard: bool, shows_output: bool
     try:
         if not address or address == LOCAL:
             _connection.own_folder = OwnFolder()
+            _connection.tokens = os.environ.get(_TOKENS)
             _start_on_loopback(_connection.own_folder.path, setting, shows_output)
         else:
             _join(address, setting, shows_output)
@@ -145,9 +149,7 @@ def _alone() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = reaches_out
-        del os.environ[_STATISTICS]
-        if statistics is not None:
-            os.environ[_STATISTICS] = statistics
+        _restore(_STATISTICS, statistics)
 
 
 def _join(address: str, setting: str, shows_output: bool) -> None:
@@ -234,6 +236,13 @@ def _disconnect() -> None:
     finally:
         if folder is not None:
             folder.remove()
+            _restore(_TOKENS, _connection.tokens)  # of a cluster without tokens, too, the program can be a part later
+
+
+def _restore(variable: str, value: str | None) -> None:
+    os.environ.pop(variable, None)
+    if value is not None:
+        os.environ[variable] = value
 
 
 def _end_half_started(folder: Path) -> None:
