@@ -57,7 +57,12 @@ class WeightDelivery:
         near = [replica for replica in receivers if self.is_near(replica)]
         far = [replica for replica in receivers if replica not in near]
         ready = [*self._by_ipc(version, near), *self._by_collective(far)]
-        self._replicas.each(lambda replica: replica.run("commit_refit", version), ready)
+
+        def commit(replica: Replica) -> None:
+            replica.run("commit_refit", version)
+            replica.version = version
+
+        self._replicas.each(commit, ready)
         return _kept(ready)
 
     def is_near(self, replica: Replica) -> bool:

@@ -34,13 +34,15 @@ class Replica:
         self.number = number
         self.loss: LostWorkerError | None = None
         """How its process was lost, until it has another one."""
+        self.version: int | None = None
+        """Of the weights that were brought to its process; None if it has those that it was loaded with."""
         self._start_group = start_group
 
     def start(self) -> None:
         """Give it a process, with the weights that the policy's model is loaded with."""
         self.group = self._start_group(self.number)
         self.place = self.run("report_place")
-        self.loss = None
+        self.loss = self.version = None
 
     def run(self, method: str, *args: Any) -> Any:
         """Call a method of the generator; raises as `WorkerGroup.run_all` does."""

@@ -59,7 +59,8 @@ class SeparateGenerator:
         self._source, self._seed = policy, seed
         self._num_calls = 0
         self._max_rows = config.generation.max_concurrent_rows
-        self._was_refitted = False
+        self._brought: int | None = None
+        """Version of the last refit; before the first one, generators have what they load."""
         self._pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type] # always set by `load_tokenizer`
         generation, cluster = config.generation, (cluster or ClusterConfig()).of_one()
         check_nodes(generation, cluster)
@@ -124,10 +125,10 @@ class SeparateGenerator:
                     waiting.appendleft(number)
                     raise
 
-        self._replace_lost()
+        self._make_whole()
         while len(answers) < len(chunks):
             self.replicas.each(work)
-            self._replace_lost()
+            self._make_whole()
         self.replicas.went_well()
         return self._in_order(chunks, [answers[number] for number in range(len(chunks))])
 
@@ -137,13 +138,13 @@ class SeparateGenerator:
         Raises:
             RefitError: if they do not get there.
             WorkerError: if a worker of the policy dies, or generators were lost too often. In either case generators
-                that live have the whole version of before.
+                that live have a whole version, and nothing is answered until all have the same.
         """
         with span("refit"):
             self.replicas.replace_lost()
             self._bring(version, self.replicas.all)
         self._source.update_weights(version)
-        self.weight_version, self._was_refitted = version, True
+        self.weight_version = self._brought = version
 
     def start_gpu_profiling(self) -> None:
         """Let those generators record that are asked to; see `lucidrl.utils.nsys`."""
@@ -163,18 +164,19 @@ class SeparateGenerator:
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
-    def _replace_lost(self) -> None:
+    def _make_whole(self) -> None:
         """All generators are there afterwards, with the weights of the last refit."""
-        replaced = self.replicas.replace_lost()
-        if not (replaced and self._was_refitted):  # before the first refit they have what they load
+        self.replicas.replace_lost()
+        lacking = [replica for replica in self.replicas.all if replica.version != self._brought]
+        if not lacking:
             return
         if self._source.is_ahead:
             raise RefitError(
-                f"generator {replaced[0].number} was lost, and version {self.weight_version} of the weights, which the "
-                "others have, is gone: the policy was trained since; call update_weights before the next generate"
+                f"generator {lacking[0].number} lacks version {self.weight_version} of the weights, which is gone: the "
+                "policy was trained since; call update_weights before the next generate"
             )
         with span("refit"):
-            self._bring(self.weight_version, replaced)
+            self._bring(self.weight_version, lacking)
 
     def _bring(self, version: int, lacking: Sequence[Replica]) -> None:
         """Bring the policy's weights to replicas that lack them, and to those that take the place of lost ones."""
