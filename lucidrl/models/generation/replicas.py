@@ -6,8 +6,9 @@ They do not know each other: one that dies or hangs takes nothing with it but wh
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from lucidrl.distributed.place import Place
@@ -69,6 +70,7 @@ class Replicas:
         self._have_ended = False
         """By `kill`, also in the middle of calls, which are no losses then."""
         self._started: list[Replica] = []
+        self._noting = threading.Lock()
         self._start(self.all)
         if lost := [replica.loss for replica in self.all if replica.loss is not None]:
             self.kill()
@@ -81,7 +83,7 @@ class Replicas:
             What came of it, without those that were lost in it; `Replica.loss` says which these are.
 
         Raises:
-            Whatever else one of them raises; all generators are ended then.
+            Whatever else one of them raises, as soon as it does; all generators are ended then.
         """
         chosen = self.all if replicas is None else replicas
         lost = object()
@@ -167,15 +169,20 @@ class Replicas:
         self.each(start, replicas)
 
     def _note(self, replica: Replica, loss: LostWorkerError) -> None:
-        told = {other.loss.node for other in self.all if other.loss is not None}
+        with self._noting:
+            told = {other.loss.node for other in self.all if other.loss is not None}
+            replica.loss = loss
         if loss.node is None or loss.node not in told:  # a lost node is told of once
             _log.warning("a generator was lost: %s", loss)
-        replica.loss = loss
 
     def _in_threads(self, attempt: Callable[[Replica], Any], chosen: Sequence[Replica]) -> list[Any]:
         with ThreadPoolExecutor(max(1, len(chosen)), thread_name_prefix="generator") as threads:
             futures = [threads.submit(attempt, replica) for replica in chosen]
             try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+                for future in futures:
+                    if future.done():
+                        future.result()  # the error, if this is the one that has it
                 return [future.result() for future in futures]
             except BaseException:  # Ctrl-C too: the calls that other threads wait for must end before these can
                 self.kill()

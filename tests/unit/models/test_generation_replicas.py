@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -19,12 +20,14 @@ class Group:
 
     def __init__(self, number: int):
         self.number, self.has_ended = number, False
+        self.end = threading.Event()
 
     def run_all(self, method: str, *args: Any) -> list[Any]:
         return [Place("node", "127.0.0.1", "device")]
 
     def kill(self) -> None:
         self.has_ended = True
+        self.end.set()
 
     shutdown = kill
 
@@ -117,3 +120,32 @@ def test_all_end_if_one_cannot_start_or_raises():
         replicas.each(refuse)
     assert all(replica.group.has_ended for replica in replicas.all)
     assert replicas.replace_lost() == []
+
+
+def test_an_error_is_raised_at_once_and_ends_what_others_are_busy_with():
+    was_ended: list[bool] = []
+
+    def work(replica: Replica) -> None:
+        if replica.number == 1:
+            raise DataError("no such prompt")
+        was_ended.append(replica.group.end.wait(10))
+        lose(replica)  # as a call of a process that was ended
+
+    replicas = Replicas(2, Group, max_restarts=3)
+    with pytest.raises(DataError):
+        replicas.each(work)
+    assert was_ended == [True]
+    assert replicas.all[0].loss is None
+
+
+def test_a_lost_node_is_told_of_once(caplog):
+    together = threading.Barrier(3)
+
+    def lose_with_node(replica: Replica) -> None:
+        loss = LostWorkerError("node 10.0.0.2 is gone")
+        loss.node = "10.0.0.2"
+        together.wait(10)
+        raise loss
+
+    Replicas(3, Group, max_restarts=3).each(lose_with_node)
+    assert caplog.text.count("node 10.0.0.2 is gone") == 1
