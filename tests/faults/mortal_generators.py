@@ -37,6 +37,10 @@ class MortalGenerator(GenerationWorker):
         self._meet_fate("take_weights")
         return super().take_weights(handles)
 
+    def join_collective(self, *args: Any) -> str | None:
+        self._meet_fate("join_collective")
+        return super().join_collective(*args)
+
     def receive_weights(self) -> str | None:
         begin = self.receiver.begin
 

@@ -171,6 +171,21 @@ def test_a_policy_of_two_ranks_survives_a_generator_that_dies_or_hangs_in_a_broa
 
 
 @pytest.mark.slow
+def test_a_generator_that_dies_before_it_meets_the_policy_is_not_waited_for():
+    config = config_of(refit="collective", num_workers=1)
+    hasty = ClusterConfig(num_threads=1, call_timeout_s=8)
+    with (
+        Policy(config, embedded_tokenizer(), **NO_TRAINING) as policy,
+        SeparateGenerator(policy, config, embedded_tokenizer(), cluster=hasty) as generator,
+    ):
+        plan_death("join_collective", 0)
+        started = time.monotonic()
+        generator.update_weights(1)
+        assert time.monotonic() - started < 60  # and not until the deadline of a meeting whose members all live
+        assert generator.restarts == 1
+
+
+@pytest.mark.slow
 def test_a_generator_that_hangs_is_ended_at_its_deadline_and_its_prompts_are_answered(policy, caplog):
     hasty = ClusterConfig(num_threads=1, call_timeout_s=8)
     with SeparateGenerator(policy, config_of(), embedded_tokenizer(), cluster=hasty) as generator:

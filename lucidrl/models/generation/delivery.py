@@ -37,7 +37,7 @@ class WeightDelivery:
     def __init__(self, policy: WorkerGroup, replicas: Replicas, config: GenerationConfig, timeout_s: float):
         self._policy, self._replicas, self._config = policy, replicas, config
         self._timeout_s = timeout_s + _LOSS_S
-        # A generator gives up waiting for one that hangs before it is itself too late.
+        # Generators and policy give up waiting for one that hangs or is gone before they are themselves too late.
         self._patience_s = min(TIMEOUT_S, timeout_s / 2)
         self._places: list[Place] = policy.run_all("report_place")
         self._members: list[WorkerGroup] = []
@@ -125,11 +125,11 @@ class WeightDelivery:
         def join(replica: Replica) -> str | None:
             return replica.run("join_collective", ip, port, ranks[replica.number], world_size, self._patience_s)
 
-        have_met = self._at_once(
-            lambda: self._replicas.each(join, receivers),
-            lambda: self._policy.run_all("meet_generators", ip, port, world_size, timeout_s=self._timeout_s),
-            receivers,
-        )
+        def meet() -> list[str | None]:
+            told = (ip, port, world_size, self._patience_s)
+            return self._policy.run_all("meet_generators", *told, timeout_s=self._timeout_s)
+
+        have_met = self._at_once(lambda: self._replicas.each(join, receivers), meet, receivers)
         self._members = [replica.group for replica in receivers] if have_met else []
         return have_met
 

@@ -13,7 +13,7 @@ import torch
 
 from lucidrl.distributed.memory_pools import pool_for
 from lucidrl.distributed.weight_buckets import Bucket, BucketHandle, TensorInfo, checksum_of, digest_of, free_bytes
-from lucidrl.distributed.weight_group import WeightGroup
+from lucidrl.distributed.weight_group import TIMEOUT_S, WeightGroup
 from lucidrl.errors import RefitError
 from lucidrl.models.policy.introspection import device_id
 from lucidrl.models.policy.sharding import Sharding
@@ -103,7 +103,9 @@ class WeightExport:
         self._memory.begin()
         self._packed = set()
 
-    def join_collective(self, ip: str, port: int, world_size: int, rank: int, bucket_bytes: int) -> None:
+    def join_collective(
+        self, ip: str, port: int, world_size: int, rank: int, bucket_bytes: int, timeout_s: float = TIMEOUT_S
+    ) -> None:
         """Meet the generators, which join at the same time; a group that was joined before is left.
 
         Args:
@@ -114,7 +116,7 @@ class WeightExport:
         """
         self._leave_collective()
         if rank == 0:
-            self._group = WeightGroup.join(ip, port, 0, world_size, self._device)
+            self._group = WeightGroup.join(ip, port, 0, world_size, self._device, timeout_s)
         self._is_collective, self._bucket_bytes = True, bucket_bytes
 
     def info_for_collective(self) -> TensorForms:

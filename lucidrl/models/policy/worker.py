@@ -82,7 +82,7 @@ class PolicyWorker(ABC):
         self.mesh = RankMesh(self.layout_of(self.config, world.world_size), self.device.type)
         if self.mesh.layout.size > 1:  # ranks that work on the same rows draw the same
             seed_everything(options.seed, stream=1 + self.mesh.layout.data_rank(self.rank))
-        self.sharding = load_sharded(self.config, self.mesh, self.device, options.seed, self._shard)
+        self.sharding = sharding = load_sharded(self.config, self.mesh, self.device, options.seed, self._shard)
         self.model = self.sharding.model
         self._row_plans = RowPlans(self.config, self.mesh.dp_group)
         self._training = Training(self.sharding, self._row_plans, self.device, self.config.max_nonfinite_steps)
@@ -91,7 +91,6 @@ class PolicyWorker(ABC):
         self.reference = ReferencePolicy(weights) if init_reference_model else None
         self.optimizer: PolicyOptimizer | None = None
         if init_optimizer:
-            sharding = self.sharding
             self.optimizer = PolicyOptimizer(sharding.parameters(), self.config, sharding.local, sharding.total_norm)
         self._offload = Offload(self.sharding, self.optimizer, self.device)
         self._checkpoints = PolicyCheckpoints(self.sharding, self._offload, self.optimizer, tokenizer, self.config)
@@ -254,9 +253,10 @@ class PolicyWorker(ABC):
         """On rank 0, a port for `init_collective` that is free at an address of its node."""
         return free_port(ip) if self.rank == 0 else None
 
-    def meet_generators(self, ip: str, port: int, world_size: int) -> str | None:
+    def meet_generators(self, ip: str, port: int, world_size: int, patience_s: float) -> str | None:
         """`init_collective` for who can replace generators: what went wrong is returned, and this worker goes on."""
-        return problem_of(lambda: self.init_collective(ip, port, world_size))
+        told = ip, port, world_size, self.rank, self.config.generation.refit_bucket_mb << 20, patience_s
+        return problem_of(lambda: self._export.join_collective(*told))
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
         """Name → (shape, dtype) of every weight, in the order in which they are sent."""
