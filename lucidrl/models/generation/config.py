@@ -32,7 +32,8 @@ class GenerationConfig(Config):
     num_workers: PositiveInt = 1
     """Processes that share the prompts, where they are separate."""
     nodes: Literal["any", "policy", "other"] = "any"
-    """Nodes of a Ray cluster that they may run on: any, those of the policy's workers, or others than those."""
+    """Nodes of a Ray cluster that they may run on: any (with `refit=ipc` those of the policy's workers), those of the
+    policy's workers, or others than those."""
     max_restarts: NonNegativeInt = 3
     """How many times in a row, without a whole batch of answers in between, processes that died or hung are replaced
     before the run stops; 0 = the first ends it."""

@@ -19,8 +19,11 @@ def generator_parts(config: GenerationConfig) -> list[Part]:
 
 
 def generator_nodes(config: GenerationConfig, policy_nodes: Sequence[str]) -> NodeChoice | None:
-    """Where generators may be, given the nodes of the policy's workers; None for anywhere."""
-    if config.nodes == "any":
+    """Where generators may be, given the nodes of the policy's workers; None for anywhere.
+
+    With `refit=ipc` they have to share memory with the policy, and are on its nodes in any case.
+    """
+    if config.nodes == "any" and config.refit != "ipc":
         return None
     return NodeChoice(tuple(sorted(set(policy_nodes))), is_excluding=config.nodes == "other")
 

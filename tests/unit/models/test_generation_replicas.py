@@ -9,6 +9,8 @@ import pytest
 
 from lucidrl.distributed.place import Place
 from lucidrl.errors import ConfigError, DataError, LostWorkerError, WorkerError
+from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.models.generation.placement import generator_nodes
 from lucidrl.models.generation.prompts import prompt_chunks
 from lucidrl.models.generation.replicas import Replica, Replicas
 
@@ -149,3 +151,12 @@ def test_a_lost_node_is_told_of_once(caplog):
 
     Replicas(3, Group, max_restarts=3).each(lose_with_node)
     assert caplog.text.count("node 10.0.0.2 is gone") == 1
+
+
+def test_generators_that_share_memory_with_the_policy_are_on_its_nodes():
+    assert generator_nodes(GenerationConfig(), ["a", "b", "a"]) is None
+    for config in (GenerationConfig(refit="ipc"), GenerationConfig(nodes="policy")):
+        choice = generator_nodes(config, ["a", "b", "a"])
+        assert [choice.allows(node) for node in "abc"] == [True, True, False]
+    choice = generator_nodes(GenerationConfig(nodes="other"), ["a", "b"])
+    assert [choice.allows(node) for node in "abc"] == [False, False, True]
