@@ -17,6 +17,7 @@ from lucidrl.collectors.worker_main import Call, CollectorWorker, Command, prepa
 from lucidrl.distributed.child_main import Raised, describe_error
 from lucidrl.distributed.launchers.messages import Message
 from lucidrl.distributed.launchers.rank_main import Returned
+from lucidrl.distributed.launchers.ray_words import own_node_name
 from lucidrl.profiling.hook import ProfileSettings
 
 
@@ -61,10 +62,7 @@ class CollectorActor:
     """
 
     def __init__(self, num_threads: int, base_seed: int, stream: int):
-        import ray
-
-        node_id = ray.get_runtime_context().get_node_id()
-        self._place = Place(f"{ray.util.get_node_ip_address()} ({node_id[:8]})", os.getpid())
+        self._place = Place(own_node_name(), os.getpid())
         self._process = (num_threads, base_seed, stream)
         self._traces = TraceOutbox()
         self._news: tuple[Weights, int] | None = None

@@ -15,6 +15,7 @@ from lucidrl.collectors.ray_actor import Answer, Past, Place
 from lucidrl.collectors.worker_main import Call, Collect, Command
 from lucidrl.distributed.child_main import Raised
 from lucidrl.distributed.launchers.rank_process import Died, Outcome
+from lucidrl.distributed.launchers.ray_words import last_words
 
 if TYPE_CHECKING:
     from lucidrl.collectors.ray_host import RayHost
@@ -23,8 +24,6 @@ _log = logging.getLogger(__name__)
 
 _KEPT = ("set_post_collect_hook", "set_profiling_enabled")
 """Calls that change how a worker collects; the last of each is made again on what replaces it."""
-_MOST_SHOWN = 300
-"""Characters of what Ray says about a death, which may be a page; all of it is in the error's cause."""
 
 
 @dataclass(eq=False)
@@ -113,7 +112,7 @@ class RayWorker:
 
     def how_it_ended(self) -> str:
         assert self.cause_of_end is not None
-        return f"died ({_last_words(self.cause_of_end)})"
+        return f"died ({last_words(self.cause_of_end)})"
 
     def outcome_of(self, asked: _Asked, reference: Any) -> Outcome | None:
         """What became of something that was answered, or whose actor is gone; None if it was asked again."""
@@ -222,7 +221,7 @@ class RayWorker:
             "worker %d %s died (%s); another one takes its place, with the newest weights and new episodes (%s)%s",
             self.index,
             self.where(),
-            _last_words(error),
+            last_words(error),
             number,
             "; the trace that it was recording is lost" if self._is_recording else "",
         )
@@ -238,9 +237,3 @@ class RayWorker:
 
 def _left_ray() -> ConnectionError:
     return ConnectionError("the program has left Ray")
-
-
-def _last_words(error: BaseException) -> str:
-    """The line in which Ray names the cause."""
-    *_, line = str(error).strip().splitlines() or [type(error).__name__]
-    return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."

@@ -22,6 +22,7 @@ from lucidrl.distributed.launchers.node_agent import NodeAgent, NodePlan, NodeSt
 from lucidrl.distributed.launchers.processes import ProcessLauncher
 from lucidrl.distributed.launchers.ray_connection import LOCAL, connected
 from lucidrl.distributed.launchers.ray_placement import Room, reserved, reserved_for_actors
+from lucidrl.distributed.launchers.ray_words import node_name
 from lucidrl.distributed.launchers.remote_ranks import RemoteNode, RemoteRanks, answer_of
 from lucidrl.distributed.place import LOOPBACK
 from lucidrl.errors import ConfigError
@@ -125,7 +126,7 @@ def _start_ranks(
         try:
             facts = _ask_all(nodes, cluster, [node.actor.facts.remote() for node in nodes])
             for node, found in zip(nodes, facts, strict=True):
-                node.name = f"{found.ip} ({found.node_id[:8]})"
+                node.name = node_name(found.ip, found.node_id)
             labels = [replace(label, node=nodes[label.rank // cluster.ranks_per_node].name) for label in labels]
             ips = [found.ip for found in facts]
             starts = _start_processes(cluster, nodes, ips, logs, role, name, part, with_gpus=room.num_gpus > 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lucidrl.distributed.launchers.ray_words import node_name
+
 Resources = Mapping[str, float]
 """Amounts by name, as Ray counts them."""
 
@@ -37,7 +39,7 @@ def free_on_nodes(asked: Resources) -> str:
 
     free = available_resources_per_node()
     return "; ".join(
-        f"{node['NodeManagerAddress']} ({node['NodeID'][:8]}) has "
+        f"{node_name(node['NodeManagerAddress'], node['NodeID'])} has "
         + ", ".join(
             f"{name} {free.get(node['NodeID'], {}).get(name, 0):g} of {node['Resources'].get(name, 0):g} free"
             for name in asked

@@ -14,6 +14,7 @@ from lucidrl.distributed.launchers.log_copies import append
 from lucidrl.distributed.launchers.messages import Message
 from lucidrl.distributed.launchers.node_agent import NodeNews
 from lucidrl.distributed.launchers.rank_process import Died
+from lucidrl.distributed.launchers.ray_words import last_words
 
 _log = logging.getLogger(__name__)
 
@@ -175,6 +176,5 @@ def answer_of(node: RemoteNode, reference: Any, timeout_s: float) -> Any:
     except OutOfMemoryError as error:  # what Ray says of it is a page
         raise node.lost("Ray ended its agent, because the memory of the node was nearly full") from error
     except RayError as error:
-        *_, last_line = str(error).strip().splitlines() or [type(error).__name__]
         is_gone = isinstance(error, RayActorError) and "creation task" not in str(error)
-        raise node.lost("its agent is gone" if is_gone else f"its agent failed with {last_line.strip()}") from error
+        raise node.lost("its agent is gone" if is_gone else f"its agent failed with {last_words(error)}") from error

@@ -17,6 +17,7 @@ from lucidrl.distributed.launchers.driver_program import DriverProgram
 from lucidrl.distributed.launchers.messages import Message
 from lucidrl.distributed.launchers.node_agent import end_with_node
 from lucidrl.distributed.launchers.rank_main import redirect_output
+from lucidrl.distributed.launchers.ray_words import own_node_name
 from lucidrl.envs.text.interfaces import TextEnv
 from lucidrl.envs.text.registry import make_env
 from lucidrl.errors import ConfigError
@@ -76,8 +77,6 @@ class EnvActor:
             log_path: where the driver wants what the environment prints.
             mark: name of a file beside it: a node that sees it has the same folder.
         """
-        import ray
-
         sees_log = (log_path.parent / mark).exists()
         if sees_log:
             redirect_output(log_path)
@@ -89,8 +88,7 @@ class EnvActor:
             return Message.of(Failed.of(refusal.with_traceback(error.__traceback__)))
         except Exception as error:
             return Message.of(Failed.of(error))
-        node_id = ray.get_runtime_context().get_node_id()
-        return Message.of(Place(f"{ray.util.get_node_ip_address()} ({node_id[:8]})", os.getpid(), sees_log))
+        return Message.of(Place(own_node_name(), os.getpid(), sees_log))
 
     async def step(self, batch: Message) -> Message:
         """What the environment's own `step` says, or raises."""

@@ -19,6 +19,7 @@ from lucidrl.distributed.launchers.messages import Message
 from lucidrl.distributed.launchers.rank_log import RankLog
 from lucidrl.distributed.launchers.ray_connection import connected
 from lucidrl.distributed.launchers.ray_placement import reserved_for_actors
+from lucidrl.distributed.launchers.ray_words import last_words
 from lucidrl.envs.text.actor import EnvActor, Failed, Place
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
@@ -28,8 +29,6 @@ _log = logging.getLogger(__name__)
 
 _GRACE_S = 3.0
 """How long an actor may take to give up a call that is late; one that has not by then is stuck."""
-_MOST_SHOWN = 200
-"""Characters of what Ray says of a death."""
 
 
 @dataclass(eq=False)
@@ -122,7 +121,7 @@ class EnvActors:
                 await self._has_started(actor)
                 answer = await self._asked(actor, message)
             except RayError as error:
-                self._replace_dead(actor, f"died ({_last_words(error)})")
+                self._replace_dead(actor, f"died ({last_words(error)})")
                 continue
             finally:
                 actor.num_calls -= 1
@@ -164,7 +163,7 @@ class EnvActors:
                 raise self._not_started(actor) from error
             except RayError as error:
                 raise EnvironmentFailure(
-                    f"environment {self.name}: {actor} died in its start ({_last_words(error)}){actor.last_lines()}"
+                    f"environment {self.name}: {actor} died in its start ({last_words(error)}){actor.last_lines()}"
                 ) from error
             actor.place = _content(answer)
 
@@ -177,7 +176,7 @@ class EnvActors:
             try:
                 return await self._has_started(actor)
             except RayError as error:
-                self._replace_dead(actor, f"died in its start ({_last_words(error)})")
+                self._replace_dead(actor, f"died in its start ({last_words(error)})")
 
     async def _has_started(self, actor: _Actor) -> None:
         if actor.place is not None:
@@ -258,9 +257,3 @@ def _content(answer: Message) -> Any:
     if isinstance(content, Failed):
         raise content.as_raised()
     return content
-
-
-def _last_words(error: Exception) -> str:
-    """The line in which Ray names the cause."""
-    *_, line = str(error).strip().splitlines() or [type(error).__name__]
-    return textwrap.shorten(line, _MOST_SHOWN, placeholder=" ...")
