@@ -60,7 +60,7 @@ class TextCollector:
         self._order = PromptOrder(len(prompts), seed)
         self._position = 0
         self._batches = 0
-        self._num_replaced = 0
+        self._num_replaced: Counter[str] = Counter()  # as of the last record, by metric
         self._rendered: dict[str, list[int]] = {}
         self._profiler = RolloutProfiler("text collector")
 
@@ -98,7 +98,6 @@ class TextCollector:
         extra = {
             "groups_with_signal_fraction": _mean(_has_signal(group) for group in groups),
             "groups_without_signal_replaced": float(len(kept) + len(silent) - wanted),
-            "generator_restarts": float(self._generator.restarts),
         }
         if all(conversation.is_dropped for group in groups for conversation in group):
             raise EnvironmentFailure(
@@ -244,10 +243,17 @@ class TextCollector:
             return
         conversation.log.extend(with_tokens(messages, ids))
 
+    def _newly_replaced(self) -> dict[str, float]:
+        """Since the last record."""
+        before = self._num_replaced
+        self._num_replaced = Counter(
+            replaced_generators=self._generator.num_replaced, replaced_env_actors=self.runner.num_replaced
+        )
+        return {name: float(number - before[name]) for name, number in self._num_replaced.items()}
+
     def _rollouts(self, groups: list[list[Conversation]], extra: dict[str, float]) -> Rollouts:
         conversations = [conversation for group in groups for conversation in group]
         judged = [conversation for conversation in conversations if not conversation.is_dropped]
-        num_replaced, self._num_replaced = self.runner.num_replaced - self._num_replaced, self.runner.num_replaced
         metrics = {
             **_environment_metrics(judged),
             "reward": _mean(c.reward for c in judged),
@@ -255,7 +261,7 @@ class TextCollector:
             "answer_tokens": _mean(c.num_sampled_tokens for c in judged),
             "truncated_fraction": _mean(c.is_truncated for c in judged),
             "dropped_samples": float(len(conversations) - len(judged)),
-            "replaced_env_actors": float(num_replaced),
+            **self._newly_replaced(),
             "sampled_tokens": float(sum(c.num_sampled_tokens for c in conversations)),
             **extra,
         }

@@ -95,7 +95,7 @@ def test_generators_on_other_nodes_are_sent_the_weights_also_when_they_are_repla
         again = generator.generate(rows(), greedy=True)
         assert torch.equal(again["output_ids"], expected["output_ids"])
         assert set(again["weight_versions"].tolist()) == {2}
-        assert generator.restarts == 1
+        assert generator.num_replaced == 1
         assert replica.place.node != place.node
 
 

@@ -38,7 +38,7 @@ class BuiltinGenerator:
         seed: of the draws of rows that bring no `draw_keys` of their own.
     """
 
-    restarts = 0
+    num_replaced = 0
     """It has no process of its own that could be replaced."""
 
     def __init__(

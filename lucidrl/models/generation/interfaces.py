@@ -47,7 +47,7 @@ class GenerationInterface(Protocol):
     """The version of the weights that the next call is to use."""
 
     @property
-    def restarts(self) -> int:
+    def num_replaced(self) -> int:
         """How many of its processes have been replaced since it was made, because they were lost."""
 
     def update_weights(self, version: int) -> None:

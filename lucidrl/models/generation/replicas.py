@@ -62,7 +62,7 @@ class Replicas:
 
     def __init__(self, size: int, start_group: Callable[[int], WorkerGroup], max_restarts: int):
         self.all = [Replica(number, start_group) for number in range(size)]
-        self.restarts = 0
+        self.num_replaced = 0
         """Processes that took the place of a lost one."""
         self._max_restarts = max_restarts
         self._replaced_in_a_row = 0
@@ -118,7 +118,7 @@ class Replicas:
                     f"and policy.generation.max_restarts={self._max_restarts} allows no more: {loss}"
                 ) from loss
             self._replaced_in_a_row += 1
-            self.restarts += len(lost)
+            self.num_replaced += len(lost)
             numbers = ", ".join(str(replica.number) for replica in lost)
             _log.warning(
                 "replacing generator %s: restart %d of at most %d in a row",

@@ -88,9 +88,9 @@ class SeparateGenerator:
         self._delivery = WeightDelivery(policy.group, self.replicas, generation, cluster.call_timeout_s)
 
     @property
-    def restarts(self) -> int:
+    def num_replaced(self) -> int:
         """How many generators have been replaced."""
-        return self.replicas.restarts
+        return self.replicas.num_replaced
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

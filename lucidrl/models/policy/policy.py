@@ -46,7 +46,7 @@ class Policy:
     Other arguments are those of `PolicyWorker`.
     """
 
-    restarts = 0
+    num_replaced = 0
     """As of a generator: none of its workers is ever replaced."""
 
     def __init__(

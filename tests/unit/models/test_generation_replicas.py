@@ -64,7 +64,7 @@ def test_losses_count_in_a_row_until_a_call_went_well():
     for _ in range(2):
         assert replicas.each(lose) == []  # both at once, as with their node, are one time
         assert replicas.replace_lost() == replicas.all
-    assert replicas.restarts == 6
+    assert replicas.num_replaced == 6
     replicas.each(lose, replicas.all[1:])
     with pytest.raises(WorkerError, match=r"again after 2 restarts .* no more: generator 1 is gone") as error:
         replicas.replace_lost()
@@ -83,7 +83,7 @@ def test_one_that_does_not_start_again_counts_too():
     replicas = Replicas(1, start, max_restarts=3)
     replicas.each(lose)
     assert replicas.replace_lost() == replicas.all
-    assert (replicas.restarts, len(started)) == (3, 4)
+    assert (replicas.num_replaced, len(started)) == (3, 4)
 
 
 def test_no_room_for_a_replacement_is_told_with_what_it_was_for():
