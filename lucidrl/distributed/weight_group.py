@@ -204,7 +204,8 @@ class WeightGroup:
         """Memory for buckets, of the member that has the least; every member has to ask."""
         held_bytes = sum(memory.nbytes for memory in self._memories)
         least = torch.tensor(free_bytes(self.member.device) + held_bytes, device=self.member.device)
-        self._under_way.append(self._backend.allreduce(least, dist.ReduceOp.MIN))
+        with self._in_our_words():
+            self._under_way.append(self._backend.allreduce(least, dist.ReduceOp.MIN))
         self._finish()
         return int(least)
 
@@ -234,12 +235,20 @@ class WeightGroup:
 
     def _start(self, tensor: torch.Tensor) -> None:
         """Send or receive in the background; on CUDA after what the current stream has been given so far."""
-        self._under_way.append(self._backend.broadcast(tensor, _SENDER))
+        with self._in_our_words():
+            self._under_way.append(self._backend.broadcast(tensor, _SENDER))
 
     def _finish(self) -> None:
         """Wait for the oldest transfer; with a deadline nccl too makes the CPU wait, not only the stream."""
-        try:
+        with self._in_our_words():
             self._under_way[0].wait(self._timeout)
+        self._under_way.popleft()
+
+    @contextmanager
+    def _in_our_words(self) -> Iterator[None]:
+        """What torch raises, in a wait or at once (nccl connects members in the first call), as ours."""
+        try:
+            yield
         except RuntimeError as error:
             reason = str(error).partition("] ")[2].partition(". ")[0] or str(error)
             raise RefitError(
@@ -247,7 +256,6 @@ class WeightGroup:
                 f"refit: {reason}; a member has died, refused the weights, or took longer than "
                 f"{self._timeout.total_seconds():g} s: see what the other members say, then start them all again"
             ) from error
-        self._under_way.popleft()
 
 
 def problem_of(part: Callable[[], object]) -> str | None:
