@@ -22,6 +22,7 @@ from ray.cluster_utils import Cluster
 from tensordict import TensorDict
 
 from lucidrl.collectors import MultiSyncCollector, RayCollector
+from lucidrl.collectors.ray_weights import RayWeights
 from lucidrl.collectors.trajectories import POLICY_VERSION, TRAJECTORY_IDS
 from lucidrl.errors import ConfigError, EnvironmentFailure, WorkerError
 from lucidrl.profiling import gate
@@ -128,7 +129,7 @@ def test_a_batch_is_of_the_newest_version_whatever_the_weights_come_from(shared)
     assert shared.next()[POLICY_VERSION].tolist() == [60] * 20
 
 
-def test_an_update_is_put_once_for_all_workers_and_given_to_each_once(shared, monkeypatch):
+def test_an_update_is_put_once_for_all_workers(shared, monkeypatch):
     put, num_puts = ray.put, []
     monkeypatch.setattr(ray, "put", lambda value: num_puts.append(1) or put(value))
     for _ in range(3):
@@ -136,6 +137,16 @@ def test_an_update_is_put_once_for_all_workers_and_given_to_each_once(shared, mo
         shared.next()
         shared.next()
     assert len(num_puts) == 3
+
+
+def test_an_update_is_given_once_to_whoever_asks():
+    weights = RayWeights(Policy().state_dict())
+    assert weights.newer_than(0) == (0, None)
+    weights.publish(Policy(1).state_dict(), version=1)
+    num_published, newest = weights.newer_than(0)
+    assert newest is not None
+    assert weights.newer_than(num_published) == (num_published, None)
+    weights.close()
 
 
 def test_weights_are_never_torn_by_a_publisher_that_never_rests(shared):
@@ -260,6 +271,7 @@ def test_an_actor_that_raises_is_named_with_its_traceback_and_never_replaced(cre
 
 @pytest.mark.filterwarnings("error::UserWarning")  # that memory which others have cannot be written to
 def test_a_dead_actor_is_replaced_with_the_newest_weights_as_often_as_it_may_be_and_then_told(caplog):
+    torch.manual_seed(0)  # which decides what actors draw
     policy = Policy()
     collector = RayCollector([SlowWalk] * 2, policy, frames_per_batch=10, max_restarts=1, post_collect_hook=print)
     collector.set_post_collect_hook(lambda batch: batch.set("mark", torch.ones(*batch.batch_size, 5000)))  # a large one
@@ -275,6 +287,8 @@ def test_a_dead_actor_is_replaced_with_the_newest_weights_as_often_as_it_may_be_
     replaced = next(batch for batch in batches[::-1] if int(batch[TRAJECTORY_IDS][0]) % 2 == 1)
     assert replaced[POLICY_VERSION].unique().tolist() == [80]
     assert replaced["largest"].unique().tolist() == [8]
+    first_of_the_dead = next(batch for batch in batches if int(batch[TRAJECTORY_IDS][0]) % 2 == 1)
+    assert not torch.equal(replaced["action"], first_of_the_dead["action"])  # draws of its own
     assert all(batch.numel() == 10 and (batch["mark"].add_(1) == 2).all() for batch in batches)
     ids = torch.cat([batch[TRAJECTORY_IDS] for batch in batches])
     ids = ids[ids % 2 == 1]
