@@ -19,8 +19,8 @@ from lucidrl.errors import DataError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.kv_cache import KVCache, PrefillLayout
-from lucidrl.models.generation.prompts import prompts_of
-from lucidrl.models.generation.sampling import draw, draw_keys, uniforms
+from lucidrl.models.generation.prompts import prompts_of, with_draw_keys
+from lucidrl.models.generation.sampling import draw, uniforms
 from lucidrl.models.generation.stopping import StopStrings
 from lucidrl.models.loading import context_length, stop_token_ids
 from lucidrl.models.logprobs import LogprobModel
@@ -69,7 +69,7 @@ class BuiltinGenerator:
         try:
             device = next(self.model.parameters()).device
             prompts = _Prompts.of(data, device, context_length(self.model.model.config))
-            keys_B = data["draw_keys"].cpu() if "draw_keys" in data else self._draw_keys(data)
+            keys_B = with_draw_keys(data, self._seed, self.calls)["draw_keys"].cpu()
             self.calls += 1
             answers = _Answers.empty(prompts, self._max_new_tokens(prompts))
             own_stops = data["stop_strings"] if "stop_strings" in data else [None] * data.size
@@ -79,9 +79,6 @@ class BuiltinGenerator:
             return answers.joined_to(prompts, int(self.tokenizer.pad_token_id), self.weight_version)
         finally:
             self.model.train(was_training)
-
-    def _draw_keys(self, data: BatchedDataDict[GenerationDatumSpec]) -> torch.Tensor:
-        return draw_keys(self._seed, self.calls, prompts_of(data))
 
     @torch.inference_mode()  # cheaper than no_grad; what it returns was made outside, and may meet autograd later
     def _decode(

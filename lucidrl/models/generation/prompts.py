@@ -1,4 +1,4 @@
-"""Which rows of a call have the same prompt, and how rows are shared out."""
+"""Which rows of a call have the same prompt, what each of them draws, and how rows are shared out."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ from collections.abc import Sequence
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.models.generation.interfaces import GenerationDatumSpec
+from lucidrl.models.generation.sampling import draw_keys
 
 
 def prompts_of(data: BatchedDataDict[GenerationDatumSpec]) -> list[bytes]:
     """The prompt of each row, as something that can be compared."""
     rows = zip(data["input_ids"].cpu().numpy(), data["input_lengths"].tolist(), strict=True)
     return [tokens[:length].tobytes() for tokens, length in rows]
+
+
+def with_draw_keys(
+    data: BatchedDataDict[GenerationDatumSpec], seed: int, call: int
+) -> BatchedDataDict[GenerationDatumSpec]:
+    """The same rows, each with a key of its draws; to be made before it is known who answers which row."""
+    if "draw_keys" in data:
+        return data
+    data = data.copy()
+    data["draw_keys"] = draw_keys(seed, call, prompts_of(data))
+    return data
 
 
 def prompt_chunks(prompts: Sequence[bytes], most: int) -> list[list[int]]:

@@ -19,9 +19,8 @@ from lucidrl.models.generation.delivery import WeightDelivery
 from lucidrl.models.generation.generation_worker import GenerationWorker
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.placement import check_nodes, generator_nodes, generator_parts
-from lucidrl.models.generation.prompts import prompt_chunks, prompts_of
+from lucidrl.models.generation.prompts import prompt_chunks, prompts_of, with_draw_keys
 from lucidrl.models.generation.replicas import Replica, Replicas
-from lucidrl.models.generation.sampling import draw_keys
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
@@ -103,10 +102,7 @@ class SeparateGenerator:
         Raises:
             WorkerError: if generators were lost too often.
         """
-        prompts = prompts_of(data)
-        if "draw_keys" not in data:  # before it is known who answers which row
-            data = data.copy()
-            data["draw_keys"] = draw_keys(self._seed, self._num_calls, prompts)
+        prompts, data = prompts_of(data), with_draw_keys(data, self._seed, self._num_calls)
         self._num_calls += 1
         chunks = prompt_chunks(prompts, self._num_chunks(len(prompts)))
         answers: dict[int, BatchedDataDict[Any]] = {}

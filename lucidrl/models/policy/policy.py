@@ -16,6 +16,7 @@ from lucidrl.distributed.batching import shard_plan
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.worker_group import WorkerGroup
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
+from lucidrl.models.generation.prompts import with_draw_keys
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
@@ -72,6 +73,7 @@ class Policy:
         self.is_ahead = False
         """Whether the weights have changed since they were given that version."""
         self._gbs = config.train_global_batch_size
+        self._seed, self._num_calls = seed, 0
         self._has_optimizer = init_optimizer
         self._pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type] # always set by `load_tokenizer`
         options = {
@@ -118,6 +120,9 @@ class Policy:
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt with the current weights; see `GenerationDatumSpec` and `GenerationOutputSpec`."""
+        if self.layout.dp > 1:  # one rank alone counts its calls itself, also over a resume
+            data = with_draw_keys(data, self._seed, self._num_calls)
+        self._num_calls += 1
         parts = self._run_sharded("generate", self._shards(data, None), greedy)
         return parts[0] if len(parts) == 1 else BatchedDataDict.from_batches(parts, {"output_ids": self._pad_id})
 

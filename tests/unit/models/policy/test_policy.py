@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lucidrl.algorithms.losses import NLLLoss
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.errors import ConfigError
 from lucidrl.models.policy import policy as policy_module
@@ -51,3 +52,12 @@ def test_a_policy_without_an_optimizer_is_saved_and_loaded_without_one(tiny_mode
     assert not (tmp_path / "scored" / "optimizer").exists()
     weights = "policy/model.safetensors"
     assert (tmp_path / "scored" / weights).read_bytes() == (tmp_path / "trained" / weights).read_bytes()
+
+
+def test_rows_with_one_prompt_draw_for_themselves_on_whichever_rank(tiny_model, tokenizer):
+    rows = BatchedDataDict({"input_ids": torch.full((4, 3), 7), "input_lengths": torch.full((4,), 3)})
+    config = {"model_name": tiny_model("llama"), "generation": {"max_new_tokens": 8}}
+    two = ClusterConfig(num_workers=2, num_threads=1)
+    with Policy(config, tokenizer, cluster=two, init_optimizer=False, init_reference_model=False) as policy:
+        answers = policy.generate(rows)["output_ids"]
+    assert len({tuple(row) for row in answers.tolist()}) == 4
