@@ -16,9 +16,13 @@ from lucidrl.collectors.single import Collector
 from lucidrl.collectors.worker_main import Call, CollectorWorker, Command, prepare_process
 from lucidrl.distributed.child_main import Raised, describe_error
 from lucidrl.distributed.launchers.messages import Message
+from lucidrl.distributed.launchers.node_agent import end_with_node
 from lucidrl.distributed.launchers.rank_main import Returned
 from lucidrl.distributed.launchers.ray_words import own_node_name
 from lucidrl.profiling.hook import ProfileSettings
+
+_LOSS_S = 60.0
+"""After so long without its node, an actor has been given up, and replaced if it may be."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class CollectorActor:
     """
 
     def __init__(self, num_threads: int, base_seed: int, stream: int):
+        end_with_node(_LOSS_S)
         self._place = Place(own_node_name(), os.getpid())
         self._process = (num_threads, base_seed, stream)
         self._traces = TraceOutbox()

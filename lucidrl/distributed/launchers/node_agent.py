@@ -180,16 +180,21 @@ class NodeAgent:
         return news
 
 
-def end_with_node() -> None:
+def end_with_node(after_s: float = 0.0) -> None:
     """End this process, an actor, with its node.
 
     Ray lets an actor whose node is gone work on until the rest of the cluster has noticed, and forgets it then.
+
+    Args:
+        after_s: how long it may work on. What replaces an actor that ends before Ray has noticed may be sent to the
+            same node, and be lost with it.
     """
     node = os.getppid()
 
     def watch() -> None:
         while os.getppid() == node:
             time.sleep(_POLL_S)
+        time.sleep(after_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="node-watch", daemon=True).start()
