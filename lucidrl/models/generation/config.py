@@ -25,7 +25,7 @@ class GenerationConfig(Config):
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """Tokens that end a completion, beside those the model declares itself."""
     max_concurrent_rows: PositiveInt = 512
-    """Completions decoded at a time; bounds the memory of the key-value cache and changes no result."""
+    """Completions decoded at a time; bounds the memory of the key-value cache, and changes results by rounding only."""
     placement: Literal["policy", "separate"] = "policy"
     """Where completions are made: by the policy's own workers, or in processes of their own with a copy of the
     weights, which get the policy's after every step."""
@@ -47,6 +47,11 @@ class GenerationConfig(Config):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        if self.placement == "policy" and self.nodes != "any":
+            raise ValueError(
+                f"nodes={self.nodes} is for generators beside the policy's workers, but placement=policy; set "
+                "placement=separate, or leave nodes out"
+            )
         if self.refit == "ipc" and self.nodes == "other":
             raise ValueError("refit=ipc shares memory within a node, but nodes=other; set refit=auto, or nodes=policy")
         return self

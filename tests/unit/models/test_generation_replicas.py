@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from lucidrl.distributed.place import Place
 from lucidrl.errors import ConfigError, DataError, LostWorkerError, WorkerError
@@ -155,8 +156,23 @@ def test_a_lost_node_is_told_of_once(caplog):
 
 def test_generators_that_share_memory_with_the_policy_are_on_its_nodes():
     assert generator_nodes(GenerationConfig(), ["a", "b", "a"]) is None
-    for config in (GenerationConfig(refit="ipc"), GenerationConfig(nodes="policy")):
+    for config in (GenerationConfig(refit="ipc"), GenerationConfig(placement="separate", nodes="policy")):
         choice = generator_nodes(config, ["a", "b", "a"])
         assert [choice.allows(node) for node in "abc"] == [True, True, False]
-    choice = generator_nodes(GenerationConfig(nodes="other"), ["a", "b"])
+    choice = generator_nodes(GenerationConfig(placement="separate", nodes="other"), ["a", "b"])
     assert [choice.allows(node) for node in "abc"] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"nodes": "other"}, "nodes=other is for generators beside the policy's workers, but placement=policy; set"),
+        (
+            {"placement": "separate", "nodes": "other", "refit": "ipc"},
+            "refit=ipc shares memory within a node, but nodes=",
+        ),
+    ],
+)
+def test_settings_of_generators_that_cannot_hold_together_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        GenerationConfig(**settings)
