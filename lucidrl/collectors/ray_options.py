@@ -11,6 +11,7 @@ from lucidrl.distributed.launchers.ray_resources import (
     RETURN_DEADLINE_S,
     Resources,
     described,
+    free,
     free_on_nodes,
     holds,
     totals,
@@ -79,7 +80,6 @@ def check_room(options: Sequence[Options], deadline_s: float) -> None:
     Raises:
         ConfigError: with what is asked for and what there is.
     """
-    import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     asked = [
@@ -91,13 +91,34 @@ def check_room(options: Sequence[Options], deadline_s: float) -> None:
     nodes = list(totals().values())
     if not all(any(holds(node, each) for node in nodes) for each in asked):
         raise _no_room(len(asked), together, "no node has enough for each")
-    if not holds(_sum(nodes), together):
-        raise _no_room(len(asked), together, "the cluster has less")
+    if not hold_all(nodes, asked):
+        raise _no_room(len(asked), together, "the nodes cannot hold all of them, each on one node")
     until = time.monotonic() + min(deadline_s, RETURN_DEADLINE_S)
-    while not holds(ray.available_resources(), together):
+    while not hold_all(list(free().values()), asked):
         if time.monotonic() > until:
-            raise _no_room(len(asked), together, "others hold the rest")
+            raise _no_room(len(asked), together, "others hold too much of the nodes, and each has to fit on one")
         time.sleep(_POLL_S)
+
+
+def hold_all(nodes: Sequence[Resources], asked: Sequence[Resources]) -> bool:
+    """Whether every actor finds a node that holds what it asks for beside what the others do.
+
+    Those that fit on the fewest nodes go first, of these the largest, each to the first node with room. Where they ask
+    for different things, another order might find room that this one does not; where for the same, none does.
+    """
+    together = _sum(asked)
+
+    def rank(each: Resources) -> tuple[int, float]:
+        largest_share = max((amount / together[name] for name, amount in each.items()), default=0.0)
+        return sum(holds(node, each) for node in nodes), -largest_share
+
+    left = [Counter(node) for node in nodes]
+    for each in sorted(asked, key=rank):
+        home = next((node for node in left if holds(node, each)), None)
+        if home is None:
+            return False
+        home.subtract(each)
+    return True
 
 
 def _no_room(num_workers: int, together: Resources, why: str) -> ConfigError:

@@ -15,7 +15,7 @@ from lucidrl.collectors.ray_actor import Answer, Past, Place
 from lucidrl.collectors.worker_main import Call, Collect, Command
 from lucidrl.distributed.child_main import Raised
 from lucidrl.distributed.launchers.rank_process import Died, Outcome
-from lucidrl.distributed.launchers.ray_words import last_words
+from lucidrl.distributed.launchers.ray_words import died_with_node, last_words
 
 if TYPE_CHECKING:
     from lucidrl.collectors.ray_host import RayHost
@@ -79,6 +79,7 @@ class RayWorker:
         self._unanswered: list[_Asked] = []  # in the order in which it was asked
         self._place: Place | None = None
         self._is_heard_of = False  # the actor that there is now
+        self._start_due = -math.inf  # of the actor that there is now, if it replaces another one
         self._is_recording = False
         self._past = Past()
         self._num_actors = 0
@@ -210,8 +211,10 @@ class RayWorker:
 
     def _replaced_or_died(self, error: BaseException) -> Died | None:
         """The actor is gone: another one takes its place, and is asked again, if there may be one."""
-        import ray
-
+        if self._was_sent_to_lost_node(error):
+            _log.warning("what takes the place of worker %d was sent to a lost node, and starts elsewhere", self.index)
+            self._replace()
+            return None
         may_be_replaced = self._place is not None and not self.has_ended  # it has started once
         number = self._host.restarts.take_one() if may_be_replaced else None
         if number is None:
@@ -225,14 +228,27 @@ class RayWorker:
             number,
             "; the trace that it was recording is lost" if self._is_recording else "",
         )
+        self._replace()
+        self._start_due = time.monotonic() + self._host.start_timeout_s
+        self.excused_until = self._start_due + self._host.timeout_s
+        return None
+
+    def _was_sent_to_lost_node(self, error: BaseException) -> bool:
+        """Whether it is no death of its own: Ray takes a while to notice that a node is gone, and places an actor there
+        meanwhile, which may be the one that replaces one of that node."""
+        is_starting = not self._is_heard_of and not self.has_ended and time.monotonic() < self._start_due
+        return is_starting and died_with_node(error)
+
+    def _replace(self) -> None:
+        """Put another actor in the place of this one, and ask it all that this one has not answered."""
+        import ray
+
         ray.kill(self._actor)  # it may only be out of reach
         self._actor = self._new_actor()
         self._host.start_actor(self._actor, self.index, self._past)  # if that fails, so do the answers to the next
         for asked in self._unanswered:
             asked.arrivals.expect_no_more(asked)
             self._put_to_actor(asked)
-        self.excused_until = time.monotonic() + self._host.start_timeout_s + self._host.timeout_s
-        return None
 
 
 def _left_ray() -> ConnectionError:

@@ -385,11 +385,13 @@ def test_a_lost_node_is_told_and_its_actors_are_replaced_on_another():
         ) as collector:
             collector.update_policy_weights_(Policy(3))
             collector.next()
-            cluster.remove_node(other)
+            lost = collector.workers.pids[1]
+            cluster.remove_node(other, allow_graceful=False)
             begun = time.monotonic()
-            assert (collector.next()["largest"] == 3).all()
-            assert collector.num_restarts == 1
-            assert time.monotonic() - begun < 40
+            while collector.num_restarts == 0:  # Ray may bring an answer that was on its way
+                assert (collector.next()["largest"] == 3).all()
+                assert time.monotonic() - begun < 40
+            wait_until_gone([lost], timeout_s=75)
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -410,7 +412,7 @@ def soft_affinity(node_id):
     [
         (
             {"num_workers": 5},
-            rf"5 workers ask Ray for CPU 5 in all, but the cluster has less: {HOST} has CPU \d of 4 free",
+            rf"5 workers ask Ray for CPU 5 in all, but the nodes cannot hold all .*: {HOST} has CPU \d of 4 free",
         ),
         ({"remote_options": {"num_cpus": 9}}, r"ask Ray for CPU 18 in all, but no node has enough for each: .*\. Use"),
         ({"remote_options": {"num_cpus": 9, "scheduling_strategy": "SPREAD"}}, "no node has enough for each"),
@@ -441,7 +443,7 @@ def test_bad_input_is_told_at_once(arguments, message):
 
 
 def test_room_that_others_hold_is_told_within_the_time_for_the_start(shared):
-    with pytest.raises(ConfigError, match=rf"CPU 3 in all, but others hold the rest: {HOST} has CPU 2 of 4 free"):
+    with pytest.raises(ConfigError, match=rf"CPU 3 in all, but others hold too much of .*: {HOST} has CPU 2 of 4 free"):
         RayCollector([Walk] * 3, frames_per_batch=10, start_timeout_s=0.5)
 
 

@@ -22,6 +22,13 @@ def totals() -> dict[str, Resources]:
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
+def free() -> dict[str, Resources]:
+    """What nobody holds of each node that is alive, by its id."""
+    from ray._private.state import available_resources_per_node
+
+    return available_resources_per_node()
+
+
 def holds(resources: Resources, asked: Resources) -> bool:
     """Whether what is asked for is a part of the resources."""
     return all(amount <= resources.get(name, 0) + _ROUNDING for name, amount in asked.items())
@@ -35,13 +42,12 @@ def described(resources: Resources) -> str:
 def free_on_nodes(asked: Resources) -> str:
     """How much every node has of what is asked for, and how much of it is free, for an error."""
     import ray
-    from ray._private.state import available_resources_per_node
 
-    free = available_resources_per_node()
+    free_by_id = free()
     return "; ".join(
         f"{node_name(node['NodeManagerAddress'], node['NodeID'])} has "
         + ", ".join(
-            f"{name} {free.get(node['NodeID'], {}).get(name, 0):g} of {node['Resources'].get(name, 0):g} free"
+            f"{name} {free_by_id.get(node['NodeID'], {}).get(name, 0):g} of {node['Resources'].get(name, 0):g} free"
             for name in asked
         )
         for node in ray.nodes()

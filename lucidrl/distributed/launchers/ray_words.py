@@ -4,6 +4,8 @@ from __future__ import annotations
 
 _MOST_SHOWN = 300
 """Characters of what Ray says about a death, which may be a page; all of it is in the error's cause."""
+_LOST_WITH_NODE = "because its node has died"
+"""Of an actor, in Ray's error."""
 
 
 def node_name(ip: str, node_id: str) -> str:
@@ -16,6 +18,11 @@ def own_node_name() -> str:
     import ray
 
     return node_name(ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id())
+
+
+def died_with_node(error: BaseException) -> bool:
+    """Whether an actor was lost because its node was; Ray says so in words only."""
+    return _LOST_WITH_NODE in str(error)
 
 
 def last_words(error: BaseException) -> str:
