@@ -44,6 +44,8 @@ class WorkerGroup:
         part: which part of a whole the group is, where several groups do the same work; it numbers the ranks in errors,
             logs and profiling, and lets the groups share the cores.
         nodes: of a Ray cluster on which the workers may run; by default all.
+        makes_workers: False if only their processes are to be started: `make_workers` is then called before all else,
+            and `kill` can end it.
 
     Raises:
         WorkerError: here and in calls, if one of several ranks raises, dies or misses its deadline. Errors of ours
@@ -63,6 +65,7 @@ class WorkerGroup:
         name: str = "worker",
         part: Part = WHOLE,
         nodes: NodeChoice | None = None,
+        makes_workers: bool = True,
     ):
         cluster = cluster or ClusterConfig()
         self._call_timeout_s = cluster.call_timeout_s
@@ -76,6 +79,8 @@ class WorkerGroup:
             self._launcher = InProcess(worker_class, arguments)
         else:
             self._launcher = LocalProcesses(worker_class, arguments, cluster, log_dir, role, name, part)
+        if makes_workers:
+            self.make_workers()
 
     @property
     def size(self) -> int:
@@ -86,6 +91,10 @@ class WorkerGroup:
     def blind_nodes(self) -> Sequence[str]:
         """Nodes that do not see `log_dir`: logs are brought from there, but nothing else that workers write."""
         return self._launcher.blind_nodes
+
+    def make_workers(self) -> None:
+        """Make the instance of every rank, if the constructor was told not to."""
+        self._launcher.make_workers()
 
     def run_all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call the method on every rank with the same arguments; the results, by rank.

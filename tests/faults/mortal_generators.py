@@ -16,7 +16,16 @@ FOLDER_VARIABLE = "LUCIDRL_TEST_DEATHS"
 
 def plan_death(method: str, number: int, with_signal: signal.Signals = signal.SIGKILL, times: int = 1) -> None:
     """So many next calls of the method by the generator of that number, in whichever process, end in the signal."""
-    Path(os.environ[FOLDER_VARIABLE], f"{method}.{number}").write_text(f"{int(with_signal)} {times}")
+    _plan(method, number).write_text(f"{int(with_signal)} {times}")
+
+
+def was_met(method: str, number: int) -> bool:
+    """Whether a planned death has come as often as it was to."""
+    return not _plan(method, number).exists()
+
+
+def _plan(method: str, number: int) -> Path:
+    return Path(os.environ[FOLDER_VARIABLE], f"{method}.{number}")
 
 
 class MortalGenerator(GenerationWorker):
@@ -24,6 +33,7 @@ class MortalGenerator(GenerationWorker):
 
     def __init__(self, *args: Any, number: int = 0, **kwargs: Any):
         self._number = number
+        self._meet_fate("start")
         super().__init__(*args, number=number, **kwargs)
 
     def pid(self) -> int:
@@ -52,7 +62,7 @@ class MortalGenerator(GenerationWorker):
         return super().receive_weights()
 
     def _meet_fate(self, method: str) -> None:
-        plan = Path(os.environ[FOLDER_VARIABLE], f"{method}.{self._number}")
+        plan = _plan(method, self._number)
         if not plan.exists():
             return
         number, times = map(int, plan.read_text().split())

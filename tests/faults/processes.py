@@ -8,6 +8,15 @@ from collections.abc import Sequence
 import psutil
 
 
+def own_children() -> set[int]:
+    """Processes that this one started, zombies included; Python's resource tracker stays for good."""
+    return {
+        child.pid
+        for child in psutil.Process().children(recursive=True)
+        if child.status() == psutil.STATUS_ZOMBIE or not any("resource_tracker" in word for word in child.cmdline())
+    }
+
+
 def is_running(pid: int) -> bool:
     """A zombie is not: how soon an orphan's is reaped is up to the machine's first process."""
     try:

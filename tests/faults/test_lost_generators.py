@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,13 @@ from lucidrl.models.policy.policy import Policy
 from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.wiring import run_grpo
 from lucidrl.utils.config import load_config
-from tests.faults.mortal_generators import FOLDER_VARIABLE, MortalGenerator, plan_death
-from tests.faults.processes import is_running, wait_until_gone
+from tests.faults.mortal_generators import FOLDER_VARIABLE, MortalGenerator, plan_death, was_met
+from tests.faults.processes import is_running, own_children, wait_until_gone
 from tests.faults.records import digests
 from tests.unit.recipes.test_two_workers import SMALL, Unwatched, numbers
 
 ONE_THREAD = ClusterConfig(num_threads=1)
+HASTY = ClusterConfig(num_threads=1, start_timeout_s=40, call_timeout_s=40)
 NO_TRAINING = {"init_optimizer": False, "init_reference_model": False}
 
 
@@ -53,6 +57,28 @@ def pids(generator: SeparateGenerator) -> list[int]:
 
 def are_equal(answers: BatchedDataDict[Any], others: BatchedDataDict[Any]) -> bool:
     return answers.keys() == others.keys() and all(torch.equal(answers[name], others[name]) for name in answers)
+
+
+@contextmanager
+def interrupted_when_stopped(method: str, *numbers: int) -> Iterator[None]:
+    """Generators stop in the method, and Ctrl-C comes when all have: it is raised at once, and none is left."""
+    before, times = own_children(), []
+    for number in numbers:
+        plan_death(method, number, signal.SIGSTOP)
+
+    def interrupt() -> None:
+        until = time.monotonic() + 60
+        while not all(was_met(method, number) for number in numbers) and time.monotonic() < until:
+            time.sleep(0.02)
+        times.append(time.monotonic())
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    assert time.monotonic() - times[0] < 10
+    assert all(was_met(method, number) for number in numbers)
+    assert own_children() <= before
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,6 +164,26 @@ def test_an_error_that_a_generator_raises_is_raised_and_replaces_nobody(generato
         generator.generate(too_long)
     assert generator.num_replaced == restarts
     wait_until_gone(processes)
+
+
+def test_an_interruption_ends_generators_that_start(policy):
+    with interrupted_when_stopped("start", 0, 1):
+        SeparateGenerator(policy, config_of(), embedded_tokenizer(), cluster=HASTY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("refit", "method"), [("ipc", "take_weights"), ("collective", "receive_weights")])
+def test_an_interruption_ends_generators_that_hang_in_a_refit(refit, method):
+    config = config_of(refit=refit)
+    two_ranks = ClusterConfig(num_workers=2, num_threads=1)
+    with (
+        Policy(config, embedded_tokenizer(), cluster=two_ranks, **NO_TRAINING) as policy,
+        SeparateGenerator(policy, config, embedded_tokenizer(), cluster=HASTY) as generator,
+    ):
+        processes = pids(generator)
+        with interrupted_when_stopped(method, 0):
+            generator.update_weights(1)
+        wait_until_gone(processes)
 
 
 # Over a process group

@@ -17,7 +17,11 @@ class InProcess:
 
     def __init__(self, worker_class: type[Worker], arguments: Arguments):
         self.is_recording = False
-        self._worker: Worker | None = worker_class(*arguments.args, **arguments.kwargs)
+        self._worker_class, self._arguments = worker_class, arguments
+        self._worker: Worker | None = None
+
+    def make_workers(self) -> None:
+        self._worker = self._worker_class(*self._arguments.args, **self._arguments.kwargs)
 
     def run(self, method: str, calls: Sequence[Arguments], timeout_s: float) -> list[Any]:
         if self._worker is None:

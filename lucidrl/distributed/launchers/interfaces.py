@@ -55,7 +55,7 @@ class NodeChoice:
 
 
 class Launcher(Protocol):
-    """Workers that were started, one a rank."""
+    """Processes that were started, one a rank, each for a worker."""
 
     is_recording: bool
     """Whether workers were told to record, and so may have something to write when they end."""
@@ -67,6 +67,9 @@ class Launcher(Protocol):
     @property
     def blind_nodes(self) -> Sequence[str]:
         """Nodes with workers that do not see the folder of the logs."""
+
+    def make_workers(self) -> None:
+        """Make the worker of every rank; comes before all calls."""
 
     def run(self, method: str, calls: Sequence[Arguments], timeout_s: float) -> list[Any]:
         """Call the method on every rank with its own arguments; the results, by rank."""

@@ -29,9 +29,6 @@ class LocalProcesses(ProcessLauncher):
         role: what errors call one of them.
         name: what profiling calls them, with their rank behind it.
         part: of a whole that the ranks are; it numbers them in names and logs, and shares the cores.
-
-    Raises:
-        WorkerError: if a rank does not start; an error of ours that a worker raises is raised as it is.
     """
 
     def __init__(

@@ -34,17 +34,14 @@ _LAST_WORDS_S = 10.0
 
 
 class ProcessLauncher:
-    """Makes a worker in each of the processes, and calls its methods.
+    """Starts processes, makes a worker in each, and calls its methods.
 
     Args:
         start_ranks: starts the processes, which are ended with the group.
         log_dir: where they write `rank_N.log`; by default a temporary folder, kept only if something goes wrong.
         worker_class: importable by name in a new process.
         arguments: of its constructor, the same on every rank.
-        start_timeout_s: until when all workers must have been made.
-
-    Raises:
-        WorkerError: if a rank does not start; an error of ours that a worker raises is raised as it is.
+        start_timeout_s: deadline of `make_workers`.
     """
 
     def __init__(
@@ -57,6 +54,7 @@ class ProcessLauncher:
     ):
         self.is_recording = False
         self._ended: str | None = None
+        self._worker_class, self._arguments, self._start_timeout_s = worker_class, arguments, start_timeout_s
         self._logs = LogFolder(log_dir)
         try:
             self._ranks = start_ranks(self._logs)
@@ -65,17 +63,26 @@ class ProcessLauncher:
             raise
         self.size = len(self._ranks.labels)
         atexit.register(self.shutdown)
-        try:
-            message = _message(worker_class.__name__, (worker_class, arguments))
-            self._ranks.meet(self._run(START, [message] * self.size, start_timeout_s))
-        except BaseException:
-            self._kill("did not start")
-            raise
 
     @property
     def blind_nodes(self) -> Sequence[str]:
         """Nodes with workers that do not see the folder of the logs."""
         return list(dict.fromkeys(str(label.node) for label in self._ranks.labels if not label.sees_logs))
+
+    def make_workers(self) -> None:
+        """Make the worker of every rank.
+
+        Raises:
+            WorkerError: if a rank does not start, or the group was ended before; an error of ours that a worker raises
+                is raised as it is. All ranks have ended then.
+        """
+        self._refuse_if_ended(START)
+        try:
+            message = _message(self._worker_class.__name__, (self._worker_class, self._arguments))
+            self._ranks.meet(self._run(START, [message] * self.size, self._start_timeout_s))
+        except BaseException:
+            self._kill("did not start")
+            raise
 
     def run(self, method: str, calls: Sequence[Arguments], timeout_s: float) -> list[Any]:
         """Call the method on every rank; arguments that several ranks share are pickled once.
@@ -85,8 +92,7 @@ class ProcessLauncher:
                 that a worker raises is raised as it is. All ranks have ended then.
             DataError: if the arguments cannot be pickled; nothing has happened then.
         """
-        if self._ended:
-            raise WorkerError(f"{method} cannot run: the worker group {self._ended}; start another one")
+        self._refuse_if_ended(method)
         keys = [(id(call.kwargs), *map(id, call.args)) for call in calls]
         messages = {key: _message(method, (method, call)) for key, call in dict(zip(keys, calls, strict=True)).items()}
         return self._run(method, [messages[key] for key in keys], timeout_s)
@@ -109,6 +115,10 @@ class ProcessLauncher:
     def kill(self) -> None:
         """End the workers in the middle of whatever they do; a call of another thread fails then."""
         self._kill("was ended")
+
+    def _refuse_if_ended(self, phase: str) -> None:
+        if self._ended:
+            raise WorkerError(f"{phase} cannot run: the worker group {self._ended}; start another one")
 
     def _run(self, phase: str, messages: Sequence[Message], timeout_s: float) -> list[Any]:
         try:

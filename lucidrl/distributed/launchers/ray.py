@@ -50,7 +50,7 @@ class RayProcesses(ProcessLauncher):
 
     Raises:
         ConfigError: if Ray is not there or has no room, before anything is started.
-        WorkerError: if a rank does not start; an error of ours that a worker raises is raised as it is.
+        WorkerError: if a node is lost meanwhile.
     """
 
     def __init__(

@@ -7,8 +7,9 @@ workers return the problem, as generators do, and the weights can be brought aga
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class WeightDelivery:
         prepared = self._policy.run_all("prepare_weights_for_ipc")
         buckets = buckets_of_names(prepared[0][0], self._config, min(*free_bytes, *(free for _, free in prepared)))
         taken: Future[None] | None = None
-        with ThreadPoolExecutor(1, thread_name_prefix="refit") as generators:  # left when the last call has ended
+        with self._beside() as generators:
             for names in buckets:
                 parts = self._policy.run_all("get_weights_ipc_handles", names)
                 if taken is not None:
@@ -146,7 +147,7 @@ class WeightDelivery:
         Raises:
             RefitError: with the problems, if no receiver was lost. One may be the cause of another: all are told.
         """
-        with ThreadPoolExecutor(1, thread_name_prefix="refit") as executor:  # left when both calls have ended
+        with self._beside() as executor:
             answer = executor.submit(of_generators)
             try:
                 of_sender = _first(of_policy())
@@ -155,7 +156,7 @@ class WeightDelivery:
                 if failure is not None:
                     error.add_note(f"meanwhile in the generators: {failure}")
                 raise
-        of_receivers = _first(answer.result())
+            of_receivers = _first(answer.result())
         are_all_here = len(_kept(receivers)) == len(receivers)
         if of_sender is None and of_receivers is None and are_all_here:
             return True
@@ -165,6 +166,16 @@ class WeightDelivery:
             told += [f"a generator says: {of_receivers}"] if of_receivers is not None else []
             raise RefitError("; ".join(told))
         return False
+
+    @contextmanager
+    def _beside(self) -> Iterator[ThreadPoolExecutor]:
+        """A thread for calls of the generators, left when these have ended; Ctrl-C ends them with their generators."""
+        with ThreadPoolExecutor(1, thread_name_prefix="refit") as executor:
+            try:
+                yield executor
+            except KeyboardInterrupt:
+                self._replicas.kill()
+                raise
 
 
 def buckets_of_names(sizes: Sequence[tuple[str, int]], config: GenerationConfig, free_bytes: float) -> list[list[str]]:

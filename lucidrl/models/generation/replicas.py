@@ -25,7 +25,7 @@ class Replica:
 
     Args:
         number: among all of them.
-        start_group: starts a process for it.
+        start_group: starts a process for it, in which `start` makes the generator.
     """
 
     group: WorkerGroup
@@ -39,9 +39,13 @@ class Replica:
         """Of the weights that were brought to its process; None if it has those that it was loaded with."""
         self._start_group = start_group
 
-    def start(self) -> None:
-        """Give it a process, with the weights that the policy's model is loaded with."""
+    def start_process(self) -> None:
+        """Give it a process, which has no generator yet."""
         self.group = self._start_group(self.number)
+
+    def start(self) -> None:
+        """Let the process make the generator, with the weights that the policy's model is loaded with."""
+        self.group.make_workers()
         self.place = self.run("report_place")
         self.loss = self.version = None
 
@@ -56,7 +60,7 @@ class Replicas:
 
     Args:
         size: how many there are.
-        start_group: starts a process for that of a number.
+        start_group: starts a process for that of a number, in which the generator is made later.
         max_restarts: how many times in a row lost ones are replaced.
     """
 
@@ -69,7 +73,7 @@ class Replicas:
         self._are_recording = False
         self._have_ended = False
         """By `kill`, also in the middle of calls, which are no losses then."""
-        self._started: list[Replica] = []
+        self._with_process: list[Replica] = []
         self._noting = threading.Lock()
         self._start(self.all)
         if lost := [replica.loss for replica in self.all if replica.loss is not None]:
@@ -150,23 +154,29 @@ class Replicas:
 
     def shutdown(self) -> None:
         """End all generators in order; may be called twice."""
-        self.each(lambda replica: replica.group.shutdown(), self._started)
+        self.each(lambda replica: replica.group.shutdown(), self._with_process)
 
     def kill(self) -> None:
-        """End them in the middle of whatever they do; may be called twice."""
+        """End them in the middle of whatever they do, the start included; may be called twice."""
         self._have_ended = True
-        for replica in self._started:
+        for replica in self._with_process:
             replica.group.kill()
 
     def _start(self, replicas: Sequence[Replica]) -> None:
+        def start_process(replica: Replica) -> Replica:
+            replica.start_process()
+            if replica not in self._with_process:
+                self._with_process.append(replica)
+            return replica
+
         def start(replica: Replica) -> None:
             replica.start()
-            if replica not in self._started:
-                self._started.append(replica)
             if self._are_recording:
                 replica.group.start_gpu_profiling()
 
-        self.each(start, replicas)
+        # Processes are started in this thread, where Ctrl-C can end that; `kill` finds all of them in what takes long.
+        begun = [begun for replica in replicas for begun in self.each(start_process, [replica])]
+        self.each(start, begun)
 
     def _note(self, replica: Replica, loss: LostWorkerError) -> None:
         with self._noting:

@@ -81,6 +81,7 @@ class SeparateGenerator:
                 name=GENERATION,
                 part=parts[number],
                 nodes=nodes,
+                makes_workers=False,
             )
 
         self.replicas = Replicas(len(parts), start_group, generation.max_restarts)

@@ -17,6 +17,7 @@ from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.launchers import processes
 from lucidrl.distributed.worker_group import WorkerGroup
 from lucidrl.errors import ConfigError, WorkerError
+from tests.faults.processes import own_children
 from tests.unit.distributed.toy_workers import (
     ExitsAtStart,
     FailsToStart,
@@ -29,15 +30,6 @@ from tests.unit.distributed.toy_workers import (
 )
 
 TWO = ClusterConfig(num_workers=2, start_timeout_s=60, call_timeout_s=60)
-
-
-def own_children() -> set[int]:
-    """Processes that this one started, zombies included; Python's resource tracker stays for good."""
-    return {
-        child.pid
-        for child in psutil.Process().children(recursive=True)
-        if child.status() == psutil.STATUS_ZOMBIE or not any("resource_tracker" in word for word in child.cmdline())
-    }
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,9 @@ class Group:
         self.number, self.has_ended = number, False
         self.end = threading.Event()
 
+    def make_workers(self) -> None:
+        pass
+
     def run_all(self, method: str, *args: Any) -> list[Any]:
         return [Place("node", "127.0.0.1", "device")]
 
