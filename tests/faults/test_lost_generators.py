@@ -30,6 +30,8 @@ from tests.faults.processes import is_running, own_children, wait_until_gone
 from tests.faults.records import digests
 from tests.unit.recipes.test_two_workers import SMALL, Unwatched, numbers
 
+pytestmark = pytest.mark.slow
+
 ONE_THREAD = ClusterConfig(num_threads=1)
 HASTY = ClusterConfig(num_threads=1, start_timeout_s=40, call_timeout_s=40)
 NO_TRAINING = {"init_optimizer": False, "init_reference_model": False}
@@ -171,7 +173,6 @@ def test_an_interruption_ends_generators_that_start(policy):
         SeparateGenerator(policy, config_of(), embedded_tokenizer(), cluster=HASTY)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("refit", "method"), [("ipc", "take_weights"), ("collective", "receive_weights")])
 def test_an_interruption_ends_generators_that_hang_in_a_refit(refit, method):
     config = config_of(refit=refit)
@@ -189,7 +190,6 @@ def test_an_interruption_ends_generators_that_hang_in_a_refit(refit, method):
 # Over a process group
 
 
-@pytest.mark.slow
 def test_a_policy_of_two_ranks_survives_a_generator_that_dies_or_hangs_in_a_broadcast():
     config = config_of(refit="collective", verify_refit=True)
     two_ranks = ClusterConfig(num_workers=2, num_threads=1, call_timeout_s=60)
@@ -216,7 +216,6 @@ def test_a_policy_of_two_ranks_survives_a_generator_that_dies_or_hangs_in_a_broa
         assert torch.equal(answers["output_ids"], expected["output_ids"])
 
 
-@pytest.mark.slow
 def test_a_generator_that_dies_before_it_meets_the_policy_is_not_waited_for():
     config = config_of(refit="collective", num_workers=1)
     hasty = ClusterConfig(num_threads=1, call_timeout_s=8)
@@ -231,7 +230,6 @@ def test_a_generator_that_dies_before_it_meets_the_policy_is_not_waited_for():
         assert generator.num_replaced == 1
 
 
-@pytest.mark.slow
 def test_a_generator_that_hangs_is_ended_at_its_deadline_and_its_prompts_are_answered(policy, caplog):
     hasty = ClusterConfig(num_threads=1, call_timeout_s=8)
     with SeparateGenerator(policy, config_of(), embedded_tokenizer(), cluster=hasty) as generator:
@@ -248,7 +246,6 @@ def test_a_generator_that_hangs_is_ended_at_its_deadline_and_its_prompts_are_ans
 # A whole run
 
 
-@pytest.mark.slow
 def test_a_run_that_lost_generators_is_the_run_that_did_not(tmp_path):
     def run(name: str, *overrides: str) -> Path:
         folder = tmp_path / name

@@ -172,6 +172,7 @@ def test_an_only_actor_that_dies_of_a_call_once_is_replaced_and_answers(cluster,
         assert pool._num_deaths_in_a_row == 0
 
 
+@pytest.mark.slow
 def test_deaths_in_a_row_stop_the_run_whatever_becomes_of_samples(cluster, tmp_path):
     with (
         EnvActors(env_config(1, max_restarts=1), RAY, tmp_path) as pool,

@@ -269,6 +269,7 @@ def test_an_actor_that_raises_is_named_with_its_traceback_and_never_replaced(cre
     collector.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::UserWarning")  # that memory which others have cannot be written to
 def test_a_dead_actor_is_replaced_with_the_newest_weights_as_often_as_it_may_be_and_then_told(caplog):
     torch.manual_seed(0)  # which decides what actors draw

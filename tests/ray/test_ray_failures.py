@@ -79,6 +79,7 @@ def test_errors_of_ours_keep_their_type_and_come_before_others(group):
     assert "raised by rank 1 of 2 on node" in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_a_killed_agent_is_one_failure_of_all_its_ranks(cluster, tmp_path):
     with WorkerGroup(Joined, cluster=FOUR_RANKS, log_dir=tmp_path) as group:
         pids = group.run_all("pid")

@@ -24,6 +24,8 @@ from lucidrl.utils.config import load_config
 from tests.faults.mortal_generators import FOLDER_VARIABLE, MortalGenerator, plan_death
 from tests.ray.nodes import check_all_was_given_back
 
+pytestmark = pytest.mark.slow
+
 ONE = ClusterConfig(launcher="ray", num_threads=1, start_timeout_s=60, call_timeout_s=60)
 NO_TRAINING = {"init_optimizer": False, "init_reference_model": False}
 
@@ -77,7 +79,6 @@ def listening_at(pid: int) -> set[str]:
     return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
-@pytest.mark.slow
 def test_generators_on_other_nodes_are_sent_the_weights_also_when_they_are_replaced(policy, tmp_path):
     (place,) = policy.group.run_all("report_place")
     config = config_of(nodes="other", verify_refit=True)
@@ -99,7 +100,6 @@ def test_generators_on_other_nodes_are_sent_the_weights_also_when_they_are_repla
         assert replica.place.node != place.node
 
 
-@pytest.mark.slow
 def test_generators_beside_the_policy_find_the_weights_in_its_memory(policy, tmp_path):
     (place,) = policy.group.run_all("report_place")
     with SeparateGenerator(

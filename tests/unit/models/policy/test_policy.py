@@ -54,6 +54,7 @@ def test_a_policy_without_an_optimizer_is_saved_and_loaded_without_one(tiny_mode
     assert (tmp_path / "scored" / weights).read_bytes() == (tmp_path / "trained" / weights).read_bytes()
 
 
+@pytest.mark.slow
 def test_rows_with_one_prompt_draw_for_themselves_on_whichever_rank(tiny_model, tokenizer):
     rows = BatchedDataDict({"input_ids": torch.full((4, 3), 7), "input_lengths": torch.full((4,), 3)})
     config = {"model_name": tiny_model("llama"), "generation": {"max_new_tokens": 8}}
