@@ -1,10 +1,11 @@
-"""A Ray cluster of two nodes on this machine, which the tests of a module share."""
+"""A Ray cluster of two nodes on this machine, which the tests of a module share; what a test has started."""
 
 from __future__ import annotations
 
 import logging
 import os
 
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -25,3 +26,15 @@ def cluster():
         check_all_was_given_back()
         ray.shutdown()
         simulated.shutdown()
+
+
+@pytest.fixture
+def processes_of_ray():
+    """All that this process started since, without Python's resource tracker, which stays for good."""
+    before = psutil.Process().children(recursive=True)
+
+    def found() -> list[psutil.Process]:
+        new = [child for child in psutil.Process().children(recursive=True) if child not in before]
+        return [child for child in new if "resource_tracker" not in " ".join(child.cmdline())]
+
+    return found

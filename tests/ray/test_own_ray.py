@@ -30,13 +30,7 @@ ONE = ClusterConfig(launcher="ray", num_threads=1)
 TWO = ClusterConfig(launcher="ray", num_workers=2, num_threads=1)
 
 
-def processes_of_ray() -> list[psutil.Process]:
-    """All that this process started, without Python's resource tracker, which stays for good."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
-
-
-def test_two_groups_share_a_ray_that_nobody_else_reaches_and_that_ends_with_them(tmp_path):
+def test_two_groups_share_a_ray_that_nobody_else_reaches_and_that_ends_with_them(tmp_path, processes_of_ray):
     with WorkerGroup(Joined, cluster=TWO, log_dir=tmp_path) as two:
         with WorkerGroup(Plain, cluster=ONE, log_dir=tmp_path / "one", role="generator") as one:
             assert two.run_all("sum_of_ranks") == [1.0, 1.0]
@@ -76,7 +70,7 @@ def test_a_collector_is_refused_the_cluster_that_the_variable_names_if_none_is_t
 
 
 @pytest.mark.slow
-def test_a_run_on_ray_is_the_run_on_local_ranks_with_its_nodes_monitored(tmp_path):
+def test_a_run_on_ray_is_the_run_on_local_ranks_with_its_nodes_monitored(tmp_path, processes_of_ray):
     def run(name: str, *overrides: str) -> list[dict[str, float]]:
         (tmp_path / name).mkdir()
         settings = ["cluster.num_workers=2", "cluster.num_threads=1", "num_threads=1", *overrides]

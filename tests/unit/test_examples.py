@@ -116,7 +116,7 @@ def test_settings_named_in_the_pages_exist(page):
     text = re.sub(r"unknown key \S+", "", page.read_text(encoding="utf-8"))
     for name in re.findall(rf"(?<![\w./])(?:{sections})\.[a-z_.]*[a-z_]", text):
         is_key = any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for key in known)
-        assert is_key or name.endswith((".py", ".yaml", ".json", ".jsonl", ".lock")), f"{page.name} names {name}"
+        assert is_key or name.endswith((".py", ".yaml", ".json", ".jsonl", ".lock", ".md")), f"{page.name} names {name}"
 
 
 def _comparable(prompt):
