@@ -16,7 +16,7 @@ import torch
 from collection.tasks import TASKS, Subject, bare_loops
 
 TURN_S = 0.3
-"""About how long a candidate gathers frames in one turn."""
+"""At least so long a candidate gathers frames in one turn."""
 SETTLE_S = 0.1
 """Until workers have stopped that gather as much ahead as they may."""
 AHEAD = {
@@ -25,7 +25,8 @@ AHEAD = {
     "AsyncBatchedCollector x2, processes": 3,
     "RayCollector x2": 2,
 }
-"""Batches that may have been made so: they are taken before the clock starts."""
+"""Batches that may have been made so: they are taken before the clock starts. A turn is a multiple of as many, since
+those of several workers come together."""
 NEVER_RESTS = {"AsyncBatchedCollector x2"}
 """May gather ahead without end, and is closed after each turn."""
 
@@ -52,8 +53,9 @@ class Candidate:
             self._collect()
         frames = 0
         start = time.perf_counter()
-        for _ in range(self._num_batches):
-            frames += self._collect()
+        while time.perf_counter() - start < TURN_S:
+            for _ in range(max(1, self._batches_ahead)):
+                frames += self._collect()
         self._frame_s.append((time.perf_counter() - start) / frames)
         if self._never_rests:
             self._close()
@@ -69,10 +71,7 @@ class Candidate:
         self._context = self._subject(self._task)
         self._collect = self._context.__enter__()
         self._collect()
-        ready = time.perf_counter()
-        self._start_s.append(ready - start)
-        self._collect()
-        self._num_batches = max(1, round(TURN_S / (time.perf_counter() - ready)))
+        self._start_s.append(time.perf_counter() - start)
 
     def _close(self) -> None:
         start = time.perf_counter()

@@ -261,6 +261,19 @@ class SFTRunConfig(TextRunConfig):
         _check_divides(rows, self.policy.train_global_batch_size, f"sft.examples_per_step={rows} rows")
         return self
 
+    @model_validator(mode="after")
+    def _file_asks_nobody(self) -> SFTRunConfig:
+        generation, num_actors = self.policy.generation, self.env.num_actors
+        unused = [f"env.num_actors={num_actors}"] if num_actors else []
+        if generation.placement == "separate":
+            unused.append("policy.generation.placement=separate")
+        if self.data.file is not None and unused:
+            raise ValueError(
+                f"{' and '.join(unused)} would start processes for answers, but a run that learns from "
+                f"data.file={self.data.file} has none given and none judged; leave out either of them"
+            )
+        return self
+
     def _rows(self) -> Arithmetic:
         return [("rows a step", self.rows_per_step, "sft.examples_per_step")]
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine, which the tests of a module share; what a test has started."""
+"""Rays that the tests of a module share: one of two nodes, and one for collectors; what a test has started."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from tests.ray.collecting import check_actors_gave_all_back
 from tests.ray.nodes import MARK, check_all_was_given_back
 
 
@@ -26,6 +27,18 @@ def cluster():
         check_all_was_given_back()
         ray.shutdown()
         simulated.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray_of_the_program():
+    """One that a program has started before it makes a collector."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        yield
+        assert ray.is_initialized()
+        check_actors_gave_all_back()
+        ray.shutdown()
 
 
 @pytest.fixture

@@ -213,3 +213,11 @@ def test_actors_of_the_environment_need_ray_and_calls(schema):
     assert "num_actors=9 is more than max_concurrency=8" in text
     config = load_config(schema, overrides=["env.num_actors=2", "cluster.address=auto"])
     assert (config.env.num_actors, config.env.max_restarts) == (2, 3)
+
+
+def test_a_file_of_conversations_starts_nobody_who_answers_or_judges():
+    on_ray = ("data.file=talks.jsonl", "cluster.launcher=ray")
+    text = refusal(*on_ray, "env.num_actors=2", "policy.generation.placement=separate", schema=SFTRunConfig)
+    assert "env.num_actors=2 and policy.generation.placement=separate would start processes for answers" in text
+    assert "data.file=talks.jsonl has none given and none judged; leave out either" in text
+    load_config(SFTRunConfig, overrides=[*on_ray])

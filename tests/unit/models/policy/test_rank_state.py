@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +54,7 @@ def second_half(worker: PolicyWorker) -> list[Any]:
     return [answers["output_ids"].tolist(), ending, losses]
 
 
-def with_and_without_each_item() -> dict[str, Any]:
+def with_and_without_each_item(folder: Path) -> dict[str, Any]:
     """Outcomes of the second half by what was left out of the rank's state; "" is nothing."""
     worker = DTensorPolicyWorker(CONFIG, embedded_tokenizer(), seed=1)
     fresh = worker.state_dict()
@@ -62,7 +62,6 @@ def with_and_without_each_item() -> dict[str, Any]:
     worker.train(rows(), NLLLoss())
     worker.train(rows(), BrokenLoss())
     state = worker.state_dict()
-    folder = _common_folder()
     worker.save_checkpoint(f"{folder}/policy", f"{folder}/optimizer")
     outcomes = {"unbroken": second_half(worker)}
     for item in ["", *(path for path in _paths(state) if path != "process/num_threads")]:
@@ -71,14 +70,6 @@ def with_and_without_each_item() -> dict[str, Any]:
         resumed.load_state_dict(_with_fresh(state, fresh, item))
         outcomes[item] = second_half(resumed)
     return outcomes
-
-
-def _common_folder() -> str:
-    if not torch.distributed.is_initialized():
-        return tempfile.mkdtemp()
-    named = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(named)
-    return str(named[0])
 
 
 def _paths(state: dict[str, Any], prefix: str = "") -> list[str]:
@@ -101,15 +92,15 @@ def _with_fresh(state: dict[str, Any], fresh: dict[str, Any], path: str) -> dict
     return result
 
 
-def test_every_item_of_a_ranks_state_is_read(two_ranks):
-    for outcomes in two_ranks(with_and_without_each_item):
+def test_every_item_of_a_ranks_state_is_read(two_ranks, tmp_path):
+    for outcomes in two_ranks(lambda: with_and_without_each_item(tmp_path)):
         assert outcomes.keys() > {"", "nonfinite_steps_in_a_row", "generator_calls", "process/random/torch"}
         assert outcomes[""] == outcomes["unbroken"]
         assert [item for item, outcome in outcomes.items() if item and outcome == outcomes[""]] == ["unbroken"]
 
 
-def test_alone_a_worker_leaves_the_random_state_to_its_process():
-    outcomes = with_and_without_each_item()
+def test_alone_a_worker_leaves_the_random_state_to_its_process(tmp_path):
+    outcomes = with_and_without_each_item(tmp_path)
     assert set(outcomes) == {"unbroken", "", "nonfinite_steps_in_a_row", "generator_calls"}
     for item in ("nonfinite_steps_in_a_row", "generator_calls"):
         assert outcomes[item][:2] != outcomes["unbroken"][:2]

@@ -1,0 +1,42 @@
+"""What tests of RayCollector share."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import ray
+
+from lucidrl.errors import WorkerError
+from tests.ray.nodes import wait_for
+from tests.unit.collectors.toys import Chance, Versioned
+
+HOST = r"[\d.]+ \([0-9a-f]{8}\)"
+NODE = rf"on node {HOST}, process \d+,"
+ENDED = "all workers were ended"
+
+
+class Policy(Versioned):
+    """Tells its version, as `Versioned` does, and draws its actions."""
+
+    def forward(self, observation):
+        return {**super().forward(observation), "action": Chance()(observation)}
+
+
+def check_actors_gave_all_back():
+    """All CPUs are free, and no object is referred to by this program any more."""
+    gc.collect()
+    wait_for(lambda: ray.available_resources().get("CPU") == ray.cluster_resources().get("CPU"))
+    wait_for(lambda: not ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+
+
+def collect_until_it_fails(collector, error=WorkerError):
+    """The failure, and how long the consumer waited for it."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        begun = time.monotonic()
+        try:
+            collector.next()
+        except error as failure:
+            return failure, time.monotonic() - begun
+    raise AssertionError("nothing failed")
