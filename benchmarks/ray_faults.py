@@ -108,7 +108,7 @@ class Row:
                 if self.hangs
                 else f"was ended by SIGKILL, perhaps for lack of memory, in {method}"
             )
-            return ["generator 0 of 1 on node ", f"{how} {method}", f"of {self.phase}", "replacing generator 0"]
+            return ["generator 0 of 1 on node ", how, f"of {self.phase}", "replacing generator 0"]
         if self.blow.endswith("environment"):
             how = "deadline" if self.hangs else "another takes its place"
             return ["tests.faults.striking:StruckEnv", "actor ", "on node ", how]
