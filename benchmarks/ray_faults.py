@@ -152,7 +152,7 @@ class Outcome:
     lost_steps: int
     """That were reported as saved, and are not there."""
     ends_to_the_bit: bool | None
-    """As an unbroken run, after a resume if it ended; None where nothing was saved yet."""
+    """As an unbroken run, after a resume if it ended; None where nothing was saved yet, or it was not resumed."""
 
 
 class Machine:
@@ -238,7 +238,10 @@ def resumed(folder: Path, settings: tuple[str, ...], resume: bool = True) -> dic
     return digests(folder)
 
 
-def measured(row: Row, machine: Machine, folder: Path, settings: tuple[str, ...], whole: dict[str, str]) -> Outcome:
+def measured(
+    row: Row, machine: Machine, folder: Path, settings: tuple[str, ...], whole: dict[str, str], is_to_end: bool
+) -> Outcome:
+    """Of one run, which is resumed if it is to end and has not."""
     memory = shared_memory()
     deadline = (f"cluster.call_timeout_s={DEADLINE_S}", f"env.deadline_s={DEADLINE_S}") if row.hangs else ()
     call = 1 if row.phase == "start" else STRUCK_STEP
@@ -266,7 +269,7 @@ def measured(row: Row, machine: Machine, folder: Path, settings: tuple[str, ...]
         left=left,
         saved_step=saved or None,
         lost_steps=max(0, announced - saved),
-        ends_to_the_bit=ends_as(whole, row, folder, settings) if saved else None,
+        ends_to_the_bit=ends_as(whole, row, folder, settings) if saved and (is_to_end or row.is_survived) else None,
     )
 
 
@@ -285,7 +288,7 @@ def time_of_first_trouble(log: str) -> float:
     return float("nan")
 
 
-def measure(rows: list[Row], runs: int, results: Path) -> None:
+def measure(rows: list[Row], runs: int, resumes: int, results: Path) -> None:
     """Do what is missing."""
     striking.use_striking_workers()
     machine = Machine()
@@ -297,7 +300,8 @@ def measure(rows: list[Row], runs: int, results: Path) -> None:
                 if row.layout not in wholes:
                     wholes[row.layout] = resumed(Path(root) / "whole", settings, resume=False)
                 for number in range(sum(outcome.row == row.name for outcome in read(results)), runs):
-                    outcome = measured(row, machine, Path(root) / f"run_{number}", settings, wholes[row.layout])
+                    folder, whole = Path(root) / f"run_{number}", wholes[row.layout]
+                    outcome = measured(row, machine, folder, settings, whole, is_to_end=number < resumes)
                     with results.open("a") as file:
                         file.write(json.dumps(asdict(outcome)) + "\n")
                     print(f"{row.name}, {number + 1} of {runs}: {outcome}", flush=True)
@@ -343,10 +347,11 @@ def main() -> None:
         __doc__,
         rows=(str, "", "only faults whose name contains this, such as 'Ctrl-C' or 'in train'"),
         runs=(int, 10, "of each fault"),
+        resumes=(int, 10, "of these, that are resumed if they end, which takes as long again"),
         results=(Path, Path(__file__).parent / "ray_faults.jsonl", "file with what was measured"),
     )
     rows = [row for row in ROWS if options.rows in row.name]
-    measure(rows, options.runs, options.results)
+    measure(rows, options.runs, options.resumes, options.results)
     print(table(read(options.results)))
 
 

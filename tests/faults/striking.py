@@ -95,11 +95,17 @@ def begin(phase: str) -> None:
 
 
 def _is_chosen(blow: str) -> bool:
-    if Path(os.environ["LUCIDRL_STRIKE_NOTE"]).exists():
-        return False
     if blow.endswith("node"):
-        return _node().pid != int(os.environ[SPARED])
-    return os.environ.get("WORLD_SIZE") != "2" or os.environ["RANK"] == "1"
+        is_meant = _node().pid != int(os.environ[SPARED])
+    else:
+        is_meant = os.environ.get("WORLD_SIZE") != "2" or os.environ["RANK"] == "1"
+    if not is_meant:
+        return False
+    try:  # of several at the same moment, the first
+        Path(os.environ["LUCIDRL_STRIKE_NOTE"]).with_suffix(".turn").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _node() -> psutil.Process:
