@@ -124,7 +124,7 @@ ROWS = [
     *(Row(f"{signal} of a rank", *phase) for signal in SIGNALS for phase in POLICY_PHASES.items()),
     Row("SIGKILL of a node", "train", "two nodes"),
     Row("SIGSTOP of a node", "train", "two nodes"),
-    Row("SIGKILL of a rank", "broadcast", "a generator elsewhere"),
+    *(Row(f"{signal} of a rank", "broadcast", "a generator elsewhere") for signal in SIGNALS),
     *(Row(f"{signal} of a generator", phase, "a generator") for signal in SIGNALS for phase in GENERATOR_PHASES),
     *(Row(f"{signal} of an environment", "judging", "environment") for signal in SIGNALS),
     Row("Ctrl-C", "start"),

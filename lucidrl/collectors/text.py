@@ -98,6 +98,7 @@ class TextCollector:
         extra = {
             "groups_with_signal_fraction": _mean(_has_signal(group) for group in groups),
             "groups_without_signal_replaced": float(len(kept) + len(silent) - wanted),
+            **self._newly_replaced(),
         }
         if all(conversation.is_dropped for group in groups for conversation in group):
             raise EnvironmentFailure(
@@ -244,7 +245,7 @@ class TextCollector:
         conversation.log.extend(with_tokens(messages, ids))
 
     def _newly_replaced(self) -> dict[str, float]:
-        """Since the last record."""
+        """Since the last batch of rollouts to train on, whatever they were lost in."""
         before = self._num_replaced
         self._num_replaced = Counter(
             replaced_generators=self._generator.num_replaced, replaced_env_actors=self.runner.num_replaced
@@ -261,7 +262,6 @@ class TextCollector:
             "answer_tokens": _mean(c.num_sampled_tokens for c in judged),
             "truncated_fraction": _mean(c.is_truncated for c in judged),
             "dropped_samples": float(len(conversations) - len(judged)),
-            **self._newly_replaced(),
             "sampled_tokens": float(sum(c.num_sampled_tokens for c in conversations)),
             **extra,
         }

@@ -116,6 +116,10 @@ class WorkerGroup:
             )
         return self._run(method, [Arguments(args) for args in args_by_rank], timeout_s)
 
+    def check(self) -> None:
+        """Raise, as the next call would, if a worker has died; for whoever waits long for something else."""
+        self._launcher.check()
+
     def start_gpu_profiling(self) -> None:
         """Tell the workers to record, by their methods of this name.
 

@@ -146,10 +146,11 @@ class _TextParts:
     def collector(self, prompts: list[Prompt], config: TextCollectorConfig) -> TextCollector:
         env = self._config.env
         facts = model_facts(self._config.policy.model_name, self._config.policy.trust_remote_code)
-        runner = EnvRunner(self._judge(), env.deadline_s, env.max_concurrency, env.on_error)
+        generator = self._generator()  # first, as `check_placement` reserves: actors take any room
+        runner = EnvRunner(self._judge(), env.deadline_s, env.max_concurrency, env.on_error, self.policy.check)
         runner.state_dict()  # one that cannot be saved is refused now, and not at the first checkpoint
         collector = TextCollector(
-            self._generator(),
+            generator,
             runner,
             self.tokenizer,
             prompts,

@@ -187,6 +187,23 @@ def test_an_interruption_ends_generators_that_hang_in_a_refit(refit, method):
         wait_until_gone(processes)
 
 
+def test_a_policy_that_dies_while_generators_answer_is_told_of_at_once():
+    two_ranks = ClusterConfig(num_workers=2, num_threads=1)
+    with (
+        Policy(config_of(num_workers=1), embedded_tokenizer(), cluster=two_ranks, **NO_TRAINING) as policy,
+        SeparateGenerator(policy, config_of(num_workers=1), embedded_tokenizer(), cluster=HASTY) as generator,
+    ):
+        processes = pids(generator)
+        plan_death("generate", 0, signal.SIGSTOP)  # the answer would not come before its deadline
+        victim = policy.group._launcher._ranks._ranks[1].pid
+        threading.Timer(1, os.kill, (victim, signal.SIGKILL)).start()
+        started = time.monotonic()
+        with pytest.raises(WorkerError, match=r"rank 1 of 2 was ended by SIGKILL.* in the wait for its next call"):
+            generator.generate(rows())
+        assert time.monotonic() - started < 1 + 10
+        wait_until_gone(processes)
+
+
 # Over a process group
 
 

@@ -11,6 +11,7 @@ import time
 
 import psutil
 import pytest
+import ray
 
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.launchers import ray_placement
@@ -42,11 +43,12 @@ def shared_pool(cluster, tmp_path_factory):
 def pool(shared_pool):
     """Two actors, both of which have started; tests may harm them."""
 
-    async def all_started():
-        await asyncio.gather(*(shared_pool._have_started(number) for number in (0, 1)))
-
-    asyncio.run(all_started())
+    asyncio.run(both_started(shared_pool))
     return shared_pool
+
+
+async def both_started(pool: EnvActors) -> None:
+    await asyncio.gather(*(pool._have_started(number) for number in (0, 1)))
 
 
 def asking(pool, on_error="fail", deadline_s=30.0, max_concurrency=8) -> EnvRunner:
@@ -140,6 +142,29 @@ def test_calls_of_a_killed_actor_are_sent_again_and_it_is_replaced(pool, caplog)
     assert "1 in a row of env.max_restarts=3; another takes its place\nLast lines of actor 0 (" in text
 
 
+def test_what_takes_the_place_of_an_actor_is_asked_too_as_soon_as_it_has_started(pool):
+    first, second = pids_of(pool)
+    os.kill(first, signal.SIGKILL)
+    with asking(pool) as runner:
+        runner.step(requests("a", "bb"))
+        replacement = pool._actors[0]
+        ray.wait([replacement.started], timeout=60)
+        replacement.start_until = 0.0  # it started in time, and nobody was waiting for it
+        asked = {reply.metrics["pid"] for reply in runner.step(requests(*"abcdefgh"))}
+    assert asked == {replacement.place.pid, second}
+
+
+@pytest.mark.slow
+def test_actors_that_die_together_are_replaced_whatever_their_number(cluster, tmp_path):
+    with EnvActors(env_config(2, max_restarts=1), RAY, tmp_path) as pool, asking(pool) as runner:
+        for _ in range(2):
+            pids = [actor.place.pid for actor in pool._actors]
+            threading.Timer(0.5, lambda pids=pids: [os.kill(pid, signal.SIGKILL) for pid in pids]).start()
+            assert rewards(runner.step(requests(*["wait 1"] * 4))) == [6] * 4
+            asyncio.run(both_started(pool))
+        assert pool.num_replaced == 4
+
+
 @pytest.mark.slow
 def test_a_stopped_actor_is_found_at_the_deadline_and_nothing_is_lost(pool):
     (first, second), num_before = pids_of(pool), pool.num_replaced
@@ -169,7 +194,6 @@ def test_an_only_actor_that_dies_of_a_call_once_is_replaced_and_answers(cluster,
         answer = f"once {tmp_path / 'mark'}"
         assert rewards(runner.step([request(answer)])) == [len(answer)]
         assert pool.num_replaced == 1
-        assert pool._num_deaths_in_a_row == 0
 
 
 @pytest.mark.slow
@@ -182,7 +206,7 @@ def test_deaths_in_a_row_stop_the_run_whatever_becomes_of_samples(cluster, tmp_p
         runner.step([request("die")])
     text = without_ids(str(caught.value))
     assert text.startswith("environment tests.ray.judges:Judge: actor 0 on node NODE, process")
-    assert "after env.max_restarts=1 others in a row without an answer in between; mend the environment" in text
+    assert "after env.max_restarts=1 others in its place without an answer in between; mend the environment" in text
     assert text.endswith(f"Last lines of actor 0 ({tmp_path / 'actor_0.log'}):\n  the judge is here\n  about to die")
     assert pool.num_replaced == 1
 

@@ -13,7 +13,7 @@ from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.worker_group import WorkerGroup
 from lucidrl.errors import ConfigError, WorkerError
 from tests.faults.processes import wait_until_gone
-from tests.ray.nodes import agent_of, check_all_was_given_back, raylet_of, without_ids
+from tests.ray.nodes import agent_of, check_all_was_given_back, raylet_of, wait_for, without_ids
 from tests.unit.distributed.toy_workers import FailsToStart, Joined
 
 TWO_NODES = ClusterConfig(launcher="ray", num_workers=2, num_nodes=2, start_timeout_s=60, call_timeout_s=60)
@@ -83,11 +83,33 @@ def test_errors_of_ours_keep_their_type_and_come_before_others(group):
 def test_a_killed_agent_is_one_failure_of_all_its_ranks(cluster, tmp_path):
     with WorkerGroup(Joined, cluster=FOUR_RANKS, log_dir=tmp_path) as group:
         pids = group.run_all("pid")
+        group.run_all("say", "about to wait")
         signal_soon(agent_of(pids[2]))
         text = failure_of(group, "reduce_unless", 2, 60.0, within_s=10)
-    assert text == "node NODE with ranks 2, 3 of 4 was lost in reduce_unless: its agent is gone; all ranks were ended"
+    assert text == (
+        "node NODE with ranks 2, 3 of 4 was lost in reduce_unless: its agent is gone; all ranks were ended"
+        f"\nLast lines of rank 2 ({tmp_path / 'rank_2.log'}):\n  about to wait"
+        f"\nLast lines of rank 3 ({tmp_path / 'rank_3.log'}):\n  about to wait"
+    )
     wait_until_gone(pids)
     check_all_was_given_back()
+
+
+@pytest.mark.slow
+def test_a_rank_and_a_node_that_are_lost_between_calls_are_found_by_a_look_at_the_group(cluster, tmp_path):
+    for victim, said in (
+        (int, "rank 1 of 2 on node NODE was ended by SIGKILL"),
+        (agent_of, "node NODE with rank 1 of"),
+    ):
+        with WorkerGroup(Joined, cluster=TWO_NODES, log_dir=tmp_path) as group:
+            group.check()
+            os.kill(victim(group.run_all("pid")[1]), signal.SIGKILL)
+            with pytest.raises(WorkerError) as caught:
+                wait_for(group.check, timeout_s=10)
+        text = without_ids(str(caught.value))
+        assert text.startswith(said)
+        assert "in the wait for its next call" in text
+        check_all_was_given_back()
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from lucidrl.errors import LostWorkerError, LucidError, WorkerError
 
 START = "the start"
 """The phase before the first call."""
+IDLE = "the wait for its next call"
+"""The phase between two of them."""
 
 
 def explain_failure(phase: str, timeout_s: float, outcomes: Mapping[int, Outcome], ranks: Ranks) -> LucidError:
@@ -36,9 +38,11 @@ def explain_failure(phase: str, timeout_s: float, outcomes: Mapping[int, Outcome
 
 def explain_loss(lost: NodeLost, phase: str, labels: Sequence[RankLabel]) -> WorkerError:
     """The error to raise for a node that is gone with all its ranks: one, however many they were."""
+    of_node = [labels[rank] for rank in lost.ranks]
+    last_lines = [_last_lines(label, RankReport(tail)) for label, tail in zip(of_node, lost.tails, strict=False)]
     error = LostWorkerError(
-        f"node {lost.node} with {_listed([labels[rank] for rank in lost.ranks])} of {_total(labels)} was lost in "
-        f"{phase}: {lost}{_and_all_ended(labels)}"
+        f"node {lost.node} with {_listed(of_node)} of {_total(labels)} was lost in {phase}: {lost}"
+        f"{_and_all_ended(labels)}{''.join(last_lines)}"
     )
     error.__cause__, error.node = lost.__cause__, lost.node
     return error

@@ -29,6 +29,9 @@ class InProcess:
         (call,) = calls
         return [getattr(self._worker, method)(*call.args, **call.kwargs)]
 
+    def check(self) -> None:
+        """It is a part of this process."""
+
     def shutdown(self) -> None:
         worker, self._worker, self.is_recording = self._worker, None, False
         if worker is not None:

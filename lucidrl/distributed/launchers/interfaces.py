@@ -74,6 +74,9 @@ class Launcher(Protocol):
     def run(self, method: str, calls: Sequence[Arguments], timeout_s: float) -> list[Any]:
         """Call the method on every rank with its own arguments; the results, by rank."""
 
+    def check(self) -> None:
+        """Raise, as a call would, if a worker has died since the last one."""
+
     def shutdown(self) -> None:
         """End all workers; may be called twice."""
 
@@ -121,13 +124,15 @@ class RankReport:
 class NodeLost(Exception):  # noqa: N818 - something observed; becomes a WorkerError
     """All ranks of a node are out of reach; the message says why."""
 
-    def __init__(self, node: str, ranks: Sequence[int], reason: str):
+    def __init__(self, node: str, ranks: Sequence[int], reason: str, tails: Sequence[str] = ()):
         super().__init__(reason)
         self.node, self.ranks = node, ranks
+        self.tails = tails
+        """The last lines that each of them wrote, as far as the driver has them."""
 
 
 class Ranks(Protocol):
-    """Processes of ranks, wherever they are. `send`, `poll` and `report` may raise `NodeLost`."""
+    """Processes of ranks, wherever they are. `send`, `poll`, `dead` and `report` may raise `NodeLost`."""
 
     @property
     def labels(self) -> Sequence[RankLabel]:
@@ -138,6 +143,9 @@ class Ranks(Protocol):
 
     def poll(self, timeout_s: float) -> Sequence[tuple[int, Message | Died]]:
         """Answers that have not been given yet; waits for one, or until the time is over."""
+
+    def dead(self) -> Mapping[int, Died]:
+        """Ranks that have ended; to be asked while none has a message."""
 
     def meet(self, pids: Sequence[int]) -> None:
         """Learn which processes are the workers' own, since another program may run them."""

@@ -157,6 +157,10 @@ class NodeAgent:
         assert self._ranks is not None
         return NodeNews(self._ranks.poll(timeout_s), self._output.take())
 
+    def dead(self) -> dict[int, Died]:
+        assert self._ranks is not None
+        return self._ranks.dead()
+
     def meet(self, pids: Sequence[int]) -> None:
         assert self._ranks is not None
         self._ranks.meet(pids)

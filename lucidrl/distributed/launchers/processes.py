@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lucidrl.distributed.child_main import Raised
-from lucidrl.distributed.launchers.failures import START, explain_failure, explain_loss
+from lucidrl.distributed.launchers.failures import IDLE, START, explain_failure, explain_loss
 from lucidrl.distributed.launchers.interfaces import Arguments, NodeLost, Ranks, Worker
 from lucidrl.distributed.launchers.log_folder import LogFolder
 from lucidrl.distributed.launchers.messages import Message
@@ -97,6 +97,11 @@ class ProcessLauncher:
         messages = {key: _message(method, (method, call)) for key, call in dict(zip(keys, calls, strict=True)).items()}
         return self._run(method, [messages[key] for key in keys], timeout_s)
 
+    def check(self) -> None:
+        """Raise, as `run` does, if a rank has died since the last call; it may be that nobody calls for long."""
+        if not self._ended:
+            self._attempt(IDLE, 0.0, lambda: dict(self._ranks.dead()), num_expected=0)
+
     def shutdown(self) -> None:
         """Let the workers shut down; those that take too long are killed. May be called twice."""
         if self._ended:
@@ -121,10 +126,16 @@ class ProcessLauncher:
             raise WorkerError(f"{phase} cannot run: the worker group {self._ended}; start another one")
 
     def _run(self, phase: str, messages: Sequence[Message], timeout_s: float) -> list[Any]:
+        return self._attempt(phase, timeout_s, lambda: self._exchange(messages, timeout_s), num_expected=self.size)
+
+    def _attempt(
+        self, phase: str, timeout_s: float, attempt: Callable[[], dict[int, Outcome]], num_expected: int
+    ) -> list[Any]:
+        """What ranks returned, if it is as many as expected and no rank did anything else; else all are ended."""
         try:
-            outcomes = self._exchange(messages, timeout_s)
+            outcomes = attempt()
             values = [outcome.value for _, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
-            if len(values) == self.size:
+            if len(values) == len(outcomes) == num_expected:
                 return values
             failure = explain_failure(phase, timeout_s, outcomes, self._ranks)
         except NodeLost as lost:

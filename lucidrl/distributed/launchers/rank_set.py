@@ -74,6 +74,9 @@ class RankSet:
         self._waiting -= {number for number, _ in found}
         return [(number, message or Died(self._ranks[number].how_it_ended())) for number, message in found]
 
+    def dead(self) -> dict[int, Died]:
+        return {number: Died(rank.how_it_ended()) for number, rank in self._ranks.items() if rank.has_ended}
+
     def meet(self, pids: Sequence[int]) -> None:
         for rank, pid in zip(self._ranks.values(), pids, strict=True):
             rank.meet(pid)

@@ -20,6 +20,7 @@ from lucidrl.distributed.launchers.interfaces import WHOLE, Arguments, NodeChoic
 from lucidrl.distributed.launchers.log_folder import LogFolder, marked
 from lucidrl.distributed.launchers.node_agent import NodeAgent, NodePlan, NodeStart
 from lucidrl.distributed.launchers.processes import ProcessLauncher
+from lucidrl.distributed.launchers.rank_log import RankLog
 from lucidrl.distributed.launchers.ray_connection import LOCAL, connected
 from lucidrl.distributed.launchers.ray_placement import Room, reserved, reserved_for_actors
 from lucidrl.distributed.launchers.ray_words import node_name
@@ -123,6 +124,8 @@ def _start_ranks(
         nodes = _start_agents(program, cluster, room, held)
         ranks = [rank for node in nodes for rank in node.ranks]
         labels = [RankLabel(rank, role, logs.of_rank(part.first + rank), part) for rank in ranks]
+        for node in nodes:
+            node.logs = [RankLog(labels[rank].log_path) for rank in node.ranks]
         try:
             facts = _ask_all(nodes, cluster, [node.actor.facts.remote() for node in nodes])
             for node, found in zip(nodes, facts, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +13,17 @@ from lucidrl.distributed.launchers.ray_resources import (
     RETURN_DEADLINE_S,
     Resources,
     described,
+    free,
     free_on_nodes,
     holds,
     totals,
 )
 from lucidrl.errors import ConfigError
 
+_ONE_EACH = "STRICT_SPREAD"
+"""Ray's name for bundles that are on different nodes."""
+_NOTICE_S = 30.0
+"""Ray takes about half as long to notice that a node is gone."""
 _SHARED_CPUS = 0.01
 """Of a worker in a Ray that was started for the run: there, as without Ray, workers share the machine's cores."""
 
@@ -29,7 +34,6 @@ class Room:
 
     group: Any
     """Ray's placement group, with a bundle a node."""
-    num_nodes: int
     num_cpus: float
     num_gpus: float
 
@@ -58,10 +62,8 @@ def reserved(
     num_cpus = ranks_per_node * (cluster.num_cpus_per_worker or (_SHARED_CPUS if is_own_ray else 1))
     num_gpus = ranks_per_node * _gpus_per_worker(cluster)
     bundle = {"CPU": num_cpus, "GPU": num_gpus} if num_gpus else {"CPU": num_cpus}
-    possible = [total for node_id, total in totals().items() if nodes is None or nodes.allows(node_id)]
-    request = _request(cluster, bundle, part, nodes)
-    with _held(request, sum(holds(total, bundle) for total in possible) >= cluster.num_nodes) as group:
-        yield Room(group, cluster.num_nodes, num_cpus, num_gpus)
+    with _held(_request(cluster, bundle, part, nodes)) as group:
+        yield Room(group, num_cpus, num_gpus)
 
 
 @contextmanager
@@ -75,10 +77,8 @@ def reserved_for_actors(count: int, is_own_ray: bool) -> Iterator[Any]:
         ConfigError: if there is no such room, with what was asked for and what is there.
     """
     bundle = {"CPU": _SHARED_CPUS if is_own_ray else 1.0}
-    num_possible = sum(int(total.get("CPU", 0) / bundle["CPU"]) for total in totals().values())
     asked = f"env.num_actors={count} asks Ray for {described(bundle)} for each actor"
-    request = _Request([bundle] * count, "SPREAD", asked, "Lower env.num_actors")
-    with _held(request, num_possible >= count) as group:
+    with _held(_Request([bundle] * count, "SPREAD", asked, "Lower env.num_actors")) as group:
         yield group
 
 
@@ -87,24 +87,31 @@ class _Request:
     """What is asked for, and what its refusal says of it."""
 
     bundles: Sequence[Resources]
+    """All alike."""
     strategy: str
     asked: str
     remedy: str
     nodes: NodeChoice | None = None
     """That may be used; all by default."""
 
+    def fits(self, resources: Mapping[str, Resources]) -> bool:
+        """Whether nodes that have these, by id, could hold it."""
+        most = 1 if self.strategy == _ONE_EACH else len(self.bundles)
+        num_possible = [
+            sum(holds(of_node, _times(count, self.bundles[0])) for count in range(1, most + 1))
+            for node_id, of_node in resources.items()
+            if self.nodes is None or self.nodes.allows(node_id)
+        ]
+        return sum(num_possible) >= len(self.bundles)
+
 
 @contextmanager
-def _held(request: _Request, is_possible: bool) -> Iterator[Any]:
-    """Ray's placement group, there meanwhile.
-
-    Args:
-        is_possible: whether the nodes could hold it if they were empty.
-    """
+def _held(request: _Request) -> Iterator[Any]:
+    """Ray's placement group, there meanwhile."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    if not is_possible:
+    if not request.fits(totals()):
         raise _no_room(request)
     group = placement_group(
         [dict(bundle) for bundle in request.bundles],
@@ -112,12 +119,17 @@ def _held(request: _Request, is_possible: bool) -> Iterator[Any]:
         bundle_label_selector=None if request.nodes is None else [_selector(request.nodes)] * len(request.bundles),
     )
     try:
-        if not group.wait(RETURN_DEADLINE_S):
+        # If there seems to be room, but Ray cannot give it, a node is gone and Ray has not noticed yet.
+        if not group.wait(RETURN_DEADLINE_S) and not (request.fits(free()) and group.wait(_NOTICE_S)):
             raise _no_room(request)
         yield group
     finally:
         if ray.is_initialized():  # the program may have left Ray before
             remove_placement_group(group)
+
+
+def _times(count: int, bundle: Resources) -> Resources:
+    return {name: count * amount for name, amount in bundle.items()}
 
 
 def _gpus_per_worker(cluster: ClusterConfig) -> int:
@@ -136,7 +148,7 @@ def _request(cluster: ClusterConfig, bundle: Resources, part: Part, nodes: NodeC
         where += f" {'other than' if nodes.is_excluding else 'of'} {', '.join(name[:8] for name in nodes.ids)}"
     return _Request(
         [bundle] * cluster.num_nodes,
-        "STRICT_SPREAD",
+        _ONE_EACH,
         f"{who} asks Ray for {described(bundle)} on {where}",
         f"Lower {part.setting}, cluster.num_cpus_per_worker or cluster.num_gpus_per_worker{remedy}",
         nodes,

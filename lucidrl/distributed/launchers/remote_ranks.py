@@ -13,6 +13,7 @@ from lucidrl.distributed.launchers.interfaces import NodeLost, RankLabel, RankRe
 from lucidrl.distributed.launchers.log_copies import append
 from lucidrl.distributed.launchers.messages import Message
 from lucidrl.distributed.launchers.node_agent import NodeNews
+from lucidrl.distributed.launchers.rank_log import RankLog
 from lucidrl.distributed.launchers.rank_process import Died
 from lucidrl.distributed.launchers.ray_words import last_words
 
@@ -41,6 +42,8 @@ class RemoteNode:
     silent_after: float = 0.0
     """When that should have come."""
     is_lost: bool = False
+    logs: Sequence[RankLog] = ()
+    """Of its ranks, where the driver finds them."""
 
     def ask(self) -> None:
         self.news = self.actor.poll.remote(_ROUND_S)
@@ -48,7 +51,7 @@ class RemoteNode:
 
     def lost(self, reason: str) -> NodeLost:
         self.is_lost = True
-        return NodeLost(self.name, self.ranks, reason)
+        return NodeLost(self.name, self.ranks, reason, [log.tail() for log in self.logs])
 
 
 class RemoteRanks:
@@ -94,6 +97,13 @@ class RemoteRanks:
                     raise node.lost(f"its agent has not answered for {_SILENCE_S:g} s")
                 node.silent_after = float("inf")  # the answer is on its way
         return []
+
+    def dead(self) -> dict[int, Died]:
+        asked = [(node, node.actor.dead.remote()) for node in self._nodes]
+        found: dict[int, Died] = {}
+        for node, reference in asked:
+            found |= answer_of(node, reference, _SILENCE_S)
+        return found
 
     def meet(self, pids: Sequence[int]) -> None:
         for node in self._nodes:  # what is asked next is done after this, and tells if the node is lost

@@ -43,6 +43,8 @@ class _Actor:
     log: RankLog
     place: Place | None = None
     """None until it has started."""
+    num_before: int = 0
+    """Actors that died in its place in a row, without an answer in between."""
     num_calls: int = 0
     late: list[Any] = field(default_factory=list)
     """References of calls that were given up at their deadline."""
@@ -80,7 +82,6 @@ class EnvActors:
         self.name = config.name
         self.num_replaced = 0
         self._config, self._start_timeout_s, self._log_dir = config, cluster.start_timeout_s, log_dir
-        self._num_deaths_in_a_row = 0
         self._program = DriverProgram.of_this_process()
         self._actors: list[_Actor] = []
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -100,7 +101,16 @@ class EnvActors:
         Raises:
             EnvironmentFailure: if too many died in a row.
         """
+        from ray.exceptions import RayError
+
         await asyncio.gather(*(self._settle(actor) for actor in list(self._actors)))
+        for actor in list(self._actors):
+            try:
+                self._note_start(actor)
+            except RayError as error:
+                self._replace_dead(actor, error)
+        if any(actor.place is not None for actor in self._actors):
+            return
         starts = [asyncio.ensure_future(self._have_started(number)) for number in range(len(self._actors))]
         try:
             done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
@@ -121,11 +131,11 @@ class EnvActors:
                 await self._has_started(actor)
                 answer = await self._asked(actor, message)
             except RayError as error:
-                self._replace_dead(actor, f"died ({last_words(error)})")
+                self._replace_dead(actor, error)
                 continue
             finally:
                 actor.num_calls -= 1
-            self._num_deaths_in_a_row = 0
+            actor.num_before = 0
             return _content(answer)
 
     def close(self) -> None:
@@ -138,7 +148,7 @@ class EnvActors:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _new_actor(self, number: int) -> _Actor:
+    def _new_actor(self, number: int, num_before: int = 0) -> _Actor:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -150,7 +160,8 @@ class EnvActors:
         handle: Any = ray.remote(EnvActor).options(**options).remote(self._program)
         log = RankLog(self._log_dir.resolve() / f"actor_{number}.log")
         started = handle.start.remote(self._config.name, self._config.kwargs, log.path, self._mark)
-        return _Actor(number, handle, started, time.monotonic() + self._start_timeout_s, log)
+        start_until = time.monotonic() + self._start_timeout_s
+        return _Actor(number, handle, started, start_until, log, num_before=num_before)
 
     def _wait_for_start(self) -> None:
         import ray
@@ -176,14 +187,21 @@ class EnvActors:
             try:
                 return await self._has_started(actor)
             except RayError as error:
-                self._replace_dead(actor, f"died in its start ({last_words(error)})")
+                self._replace_dead(actor, error)
+
+    def _note_start(self, actor: _Actor) -> None:
+        """Take in that an actor has started, if it has; raises if it died."""
+        import ray
+
+        if actor.place is None and ray.wait([actor.started], timeout=0)[0]:
+            actor.place = _content(ray.get(actor.started))
 
     async def _has_started(self, actor: _Actor) -> None:
+        self._note_start(actor)  # perhaps long ago
         if actor.place is not None:
             return
-        deadline = asyncio.timeout(actor.start_until - time.monotonic())
         try:
-            async with deadline:
+            async with asyncio.timeout(actor.start_until - time.monotonic()):
                 answer = await actor.started
         except TimeoutError as error:
             raise self._not_started(actor) from error
@@ -211,30 +229,31 @@ class EnvActors:
             self._replace(actor, f"is stuck: it gave up no call in {_GRACE_S:g} s after env.deadline_s")
         actor.late.clear()
 
-    def _replace_dead(self, actor: _Actor, what: str) -> None:
-        """Put another actor in the place of one that died, as far as calls that are sent again have a chance.
+    def _replace_dead(self, actor: _Actor, error: BaseException) -> None:
+        """Put another actor in the place of one that died; all that died with it, as with their node, have their own.
 
         Raises:
-            EnvironmentFailure: if too many died in a row.
+            EnvironmentFailure: if too many died there in a row.
         """
         if self._actors[actor.number] is not actor:  # another of its calls has noticed before
             return
         most = self._config.max_restarts
-        if self._num_deaths_in_a_row == most:
+        what = f"died{'' if actor.place else ' in its start'} ({last_words(error)})"
+        if actor.num_before == most:
             raise EnvironmentFailure(
-                f"environment {self.name}: {actor} {what}, after env.max_restarts={most} others in a row without an "
-                f"answer in between; mend the environment, or raise env.max_restarts{actor.last_lines()}"
-            )
-        self._num_deaths_in_a_row += 1
-        self._replace(actor, f"{what}, {self._num_deaths_in_a_row} in a row of env.max_restarts={most}")
+                f"environment {self.name}: {actor} {what}, after env.max_restarts={most} others in its place without "
+                f"an answer in between; mend the environment, or raise env.max_restarts{actor.last_lines()}"
+            ) from error
+        num_deaths = actor.num_before + 1
+        self._replace(actor, f"{what}, {num_deaths} in a row of env.max_restarts={most}", num_deaths)
 
-    def _replace(self, actor: _Actor, what: str) -> None:
+    def _replace(self, actor: _Actor, what: str, num_before: int = 0) -> None:
         import ray
 
         _log.warning("environment %s: %s %s; another takes its place%s", self.name, actor, what, actor.last_lines())
         ray.kill(actor.handle)  # it may be stuck, or out of reach
         self.num_replaced += 1
-        self._actors[actor.number] = self._new_actor(actor.number)
+        self._actors[actor.number] = self._new_actor(actor.number, num_before)
 
     def _not_started(self, actor: _Actor) -> EnvironmentFailure:
         return EnvironmentFailure(

@@ -33,8 +33,8 @@ class EnvConfig(Config):
     """Ray actors, each with a copy of the environment, over which its calls are spread; 0, it runs in this program.
     Needs `cluster.launcher=ray`."""
     max_restarts: NonNegativeInt = 3
-    """Most actors that are replaced in a row, without an answered call in between; when one more dies, the run stops,
-    whatever `on_error` says."""
+    """How often in a row, without an answer in between, an actor that died is replaced; when one more dies in its
+    place, the run stops, whatever `on_error` says."""
 
     @model_validator(mode="after")
     def _every_actor_has_calls(self) -> Self:

@@ -8,8 +8,7 @@ import logging
 import math
 import numbers
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from lucidrl.envs.text.config import OnError
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, HostedEnv, StatefulEnv, TextEnv
 from lucidrl.envs.text.loop_thread import LoopThread
 from lucidrl.errors import CheckpointError, EnvironmentFailure
+from lucidrl.utils.watching import wait_watching
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +50,28 @@ class EnvRunner:
     it is left behind in its daemon thread, and a new loop takes over. An EnvironmentFailure is of the environment as a
     whole, and always raised.
 
+    Args:
+        watch: see `wait_watching`; called while the environment is waited for.
+
     Attributes:
         counts: dropped samples by cause: raised, deadline, bad_reply, bad_reward.
     """
 
-    def __init__(self, env: TextEnv, deadline_s: float, max_concurrency: int, on_error: OnError) -> None:
+    def __init__(
+        self,
+        env: TextEnv,
+        deadline_s: float,
+        max_concurrency: int,
+        on_error: OnError,
+        watch: Callable[[], None] = lambda: None,
+    ) -> None:
         self.counts: Counter[Cause] = Counter()
         self._env = env
         self._env_name = env.name if isinstance(env, HostedEnv) else type(env).__name__
         self._deadline_s = deadline_s
         self._max_concurrency = max_concurrency
         self._on_error = on_error
+        self._watch = watch
         self._loop: LoopThread | None = self._new_loop()
 
     @property
@@ -158,7 +169,7 @@ class EnvRunner:
             raise RuntimeError("the EnvRunner is closed; make a new one to step the environment")
         self._wait_until_ready()
         futures = [self._loop.submit(self._call(call)) for call in calls]
-        _, unanswered = wait(futures, timeout=self._deadline_s + _GRACE_S)
+        unanswered = wait_watching(futures, self._watch, timeout_s=self._deadline_s + _GRACE_S)
         if unanswered:
             self._replace_loop()
         verdicts: list[_Verdict] = []

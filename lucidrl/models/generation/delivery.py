@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 
-from lucidrl.distributed.place import LOOPBACK, Place
+from lucidrl.distributed.place import LOOPBACK
 from lucidrl.distributed.weight_buckets import TensorInfo, fitting_bucket_bytes, plan_buckets
 from lucidrl.distributed.weight_group import TIMEOUT_S
 from lucidrl.distributed.worker_group import WorkerGroup
-from lucidrl.errors import LucidError, RefitError
+from lucidrl.errors import ConfigError, LucidError, RefitError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.replicas import Replica, Replicas
+from lucidrl.models.policy.policy import Policy
 
 _BYTES_PER_MB = 1 << 20
-_LOSS_S = 60.0
-"""How much longer than a generator the policy may take: one that hangs is to be lost, and not the policy that waits
-for it."""
+_LOSS_S = 5.0
+"""How much longer than a generator the policy may take: if it still waits for one that hangs, that is to be lost, and
+not the policy."""
 
 
 class WeightDelivery:
@@ -35,14 +36,28 @@ class WeightDelivery:
         timeout_s: deadline of a call of a replica.
     """
 
-    def __init__(self, policy: WorkerGroup, replicas: Replicas, config: GenerationConfig, timeout_s: float):
-        self._policy, self._replicas, self._config = policy, replicas, config
+    def __init__(self, policy: Policy, replicas: Replicas, config: GenerationConfig, timeout_s: float):
+        self._policy, self._places = policy.group, policy.places
+        self._replicas, self._config = replicas, config
         self._timeout_s = timeout_s + _LOSS_S
         # Generators and policy give up waiting for one that hangs or is gone before they are themselves too late.
         self._patience_s = min(TIMEOUT_S, timeout_s / 2)
-        self._places: list[Place] = policy.run_all("report_place")
         self._members: list[WorkerGroup] = []
         """Processes of replicas that have met the policy to be sent weights."""
+
+    def check_devices(self) -> None:
+        """Refuse generators that are not where the configured way ends.
+
+        Raises:
+            ConfigError: if weights are to be shared, with a device that the policy does not have.
+        """
+        devices = [place.device for place in self._places]
+        strangers = [replica for replica in self._replicas.all if replica.place.device not in devices]
+        if self._config.refit == "ipc" and strangers:
+            raise ConfigError(
+                f"policy.generation.refit=ipc shares the memory of a device, but generator {strangers[0].number} is on "
+                f"{strangers[0].place.device} and the policy on {', '.join(devices)}; set refit=auto"
+            )
 
     def bring(self, version: int, receivers: Sequence[Replica]) -> list[Replica]:
         """Bring the policy's current weights to some replicas, which compute with them from now on.

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from lucidrl.distributed.place import Place
 from lucidrl.distributed.worker_group import WorkerGroup
 from lucidrl.errors import LostWorkerError, LucidError, WorkerError
+from lucidrl.utils.watching import wait_watching
 
 _log = logging.getLogger(__name__)
 
@@ -80,14 +81,22 @@ class Replicas:
             self.kill()
             raise lost[0]
 
-    def each(self, work: Callable[[Replica], T], replicas: Sequence[Replica] | None = None) -> list[T]:
+    def each(
+        self,
+        work: Callable[[Replica], T],
+        replicas: Sequence[Replica] | None = None,
+        watch: Callable[[], None] | None = None,
+    ) -> list[T]:
         """Do something with all replicas, or some, at the same time, each in a thread.
+
+        Args:
+            watch: see `wait_watching`.
 
         Returns:
             What came of it, without those that were lost in it; `Replica.loss` says which these are.
 
         Raises:
-            Whatever else one of them raises, as soon as it does; all generators are ended then.
+            Whatever else one of them raises, or `watch`, as soon as it does; all generators are ended then.
         """
         chosen = self.all if replicas is None else replicas
         lost = object()
@@ -101,19 +110,21 @@ class Replicas:
                 return lost
 
         try:
-            outcomes = [attempt(chosen[0])] if len(chosen) == 1 else self._in_threads(attempt, chosen)
+            if len(chosen) == 1 and watch is None:
+                outcomes = [attempt(chosen[0])]
+            else:
+                outcomes = self._in_threads(attempt, chosen, watch or (lambda: None))
         except BaseException:
             self.kill()
             raise
         return [outcome for outcome in outcomes if outcome is not lost]
 
-    def replace_lost(self) -> list[Replica]:
-        """Start another process for each replica that was lost; returns them all.
+    def replace_lost(self) -> None:
+        """Start another process for each replica that was lost.
 
         Raises:
             WorkerError: if that has been done `max_restarts` times since `went_well`, with the last loss as its cause.
         """
-        replaced: list[Replica] = []
         while lost := [replica for replica in self.all if replica.loss is not None]:
             loss = lost[-1].loss
             if self._replaced_in_a_row == self._max_restarts:
@@ -130,13 +141,11 @@ class Replicas:
                 self._replaced_in_a_row,
                 self._max_restarts,
             )
-            replaced += [replica for replica in lost if replica not in replaced]
             try:
                 self._start(lost)
             except LucidError as error:
                 error.add_note(f"this was in place of generator {numbers}, which was lost: {loss}")
                 raise
-        return replaced
 
     def went_well(self) -> None:
         """A whole call was answered: losses from now on are others than those before."""
@@ -185,11 +194,13 @@ class Replicas:
         if loss.node is None or loss.node not in told:  # a lost node is told of once
             _log.warning("a generator was lost: %s", loss)
 
-    def _in_threads(self, attempt: Callable[[Replica], Any], chosen: Sequence[Replica]) -> list[Any]:
+    def _in_threads(
+        self, attempt: Callable[[Replica], Any], chosen: Sequence[Replica], watch: Callable[[], None]
+    ) -> list[Any]:
         with ThreadPoolExecutor(max(1, len(chosen)), thread_name_prefix="generator") as threads:
             futures = [threads.submit(attempt, replica) for replica in chosen]
             try:
-                wait(futures, return_when=FIRST_EXCEPTION)
+                wait_watching(futures, watch, until_one_raises=True)
                 for future in futures:
                     if future.done():
                         future.result()  # the error, if this is the one that has it

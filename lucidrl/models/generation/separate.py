@@ -67,7 +67,7 @@ class SeparateGenerator:
         # Over shared memory a generator has the GPU of a rank; nccl wants one for each member of a group. Under Ray it
         # sees its own alone.
         first_gpu = policy.group.size if generation.refit == "collective" else 0
-        nodes = generator_nodes(generation, [place.node for place in policy.group.run_all("report_place")])
+        nodes = generator_nodes(generation, [place.node for place in policy.places])
 
         def start_group(number: int) -> WorkerGroup:
             return WorkerGroup(
@@ -85,7 +85,12 @@ class SeparateGenerator:
             )
 
         self.replicas = Replicas(len(parts), start_group, generation.max_restarts)
-        self._delivery = WeightDelivery(policy.group, self.replicas, generation, cluster.call_timeout_s)
+        self._delivery = WeightDelivery(policy, self.replicas, generation, cluster.call_timeout_s)
+        try:
+            self._delivery.check_devices()
+        except BaseException:
+            self.replicas.kill()
+            raise
 
     @property
     def num_replaced(self) -> int:
@@ -101,7 +106,7 @@ class SeparateGenerator:
         number of generators alone.
 
         Raises:
-            WorkerError: if generators were lost too often.
+            WorkerError: if a worker of the policy dies meanwhile, or generators were lost too often.
         """
         prompts, data = prompts_of(data), with_draw_keys(data, self._seed, self._num_calls)
         self._num_calls += 1
@@ -124,7 +129,8 @@ class SeparateGenerator:
 
         self._make_whole()
         while len(answers) < len(chunks):
-            self.replicas.each(work)
+            # The policy waits meanwhile, and nobody else would notice that it is lost.
+            self.replicas.each(work, watch=self._source.check)
             self._make_whole()
         self.replicas.went_well()
         return self._in_order(chunks, [answers[number] for number in range(len(chunks))])
@@ -138,7 +144,7 @@ class SeparateGenerator:
                 that live have a whole version, and nothing is answered until all have the same.
         """
         with span("refit"):
-            self.replicas.replace_lost()
+            self._replace_lost()
             self._bring(version, self.replicas.all)
         self._source.update_weights(version)
         self.weight_version = self._brought = version
@@ -163,7 +169,7 @@ class SeparateGenerator:
 
     def _make_whole(self) -> None:
         """All generators are there afterwards, with the weights of the last refit."""
-        self.replicas.replace_lost()
+        self._replace_lost()
         lacking = [replica for replica in self.replicas.all if replica.version != self._brought]
         if not lacking:
             return
@@ -180,8 +186,13 @@ class SeparateGenerator:
         while lacking:
             brought = self._delivery.bring(version, lacking)
             behind = [replica for replica in lacking if replica not in brought]
-            self.replicas.replace_lost()  # each of them lacked the weights, and still does
+            self._replace_lost()  # each of them lacked the weights, and still does
             lacking = behind
+
+    def _replace_lost(self) -> None:
+        if any(replica.loss is not None for replica in self.replicas.all):
+            self._source.check()  # if it was lost too, as with their node, that is what has to be told
+            self.replicas.replace_lost()
 
     def _num_chunks(self, num_rows: int) -> int:
         """As few as a generator decodes at a time, and equally many for each: smaller ones cost more than they save."""

@@ -14,6 +14,7 @@ from lucidrl.checkpoint.manifest import FileDigest
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.batching import shard_plan
 from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.place import Place
 from lucidrl.distributed.worker_group import WorkerGroup
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.prompts import with_draw_keys
@@ -66,8 +67,6 @@ class Policy:
         cluster = cluster or ClusterConfig()
         worker_class = worker_class_of(config)
         self.layout = worker_class.layout_of(config, cluster.num_workers)
-        device = "GPU" if torch.cuda.is_available() else "CPU"
-        self._arrangement = f"{worker_class.__name__} {self.layout} on {device}"
         self.weight_version = 0
         """Version of the weights, as whoever trains them counts."""
         self.is_ahead = False
@@ -86,6 +85,9 @@ class Policy:
         self.group = WorkerGroup(
             worker_class, (config, tokenizer), options, cluster=cluster, log_dir=log_dir, name=POLICY
         )
+        self.places: list[Place] = self.group.run_all("report_place")
+        device = "GPU" if self.places[0].device.startswith("GPU") else "CPU"  # theirs: a driver may have none
+        self._arrangement = f"{worker_class.__name__} {self.layout} on {device}"
 
     def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction, eval_mode: bool = False) -> TrainResult:
         """One pass over the rows; see `PolicyWorker.train`. In `eval_mode` they are one global batch."""
@@ -125,6 +127,10 @@ class Policy:
         self._num_calls += 1
         parts = self._run_sharded("generate", self._shards(data, None), greedy)
         return parts[0] if len(parts) == 1 else BatchedDataDict.from_batches(parts, {"output_ids": self._pad_id})
+
+    def check(self) -> None:
+        """Raise, as the next call would, if a worker has died; for whoever waits long for something else."""
+        self.group.check()
 
     def update_weights(self, version: int) -> None:
         """The samples are made by the very weights that are trained; there is only their version to be told."""

@@ -114,6 +114,18 @@ def test_a_rank_killed_between_calls_is_found_at_the_next_one(group):
     assert time.monotonic() - started < 3
 
 
+def test_a_rank_killed_between_calls_is_found_by_a_look_at_the_group_too(group):
+    group.check()
+    os.kill(group.run_all("pid")[1], signal.SIGKILL)
+    with pytest.raises(
+        WorkerError, match=r"rank 1 of 2 was ended by SIGKILL.* in the wait for its next call; all ranks"
+    ):
+        wait_for(group.check)  # which returns nothing while all is well
+    with pytest.raises(WorkerError, match="the worker group failed in the wait for its next call"):
+        group.run_all("pid")
+    group.check()  # the next call has told already
+
+
 def test_a_killed_rank_is_found_although_its_own_child_holds_the_connection(group):
     sleepers = group.run_all("start_sleeper")
     kill_soon(group.run_all("pid")[1])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.envs.text.runner import EnvRunner, _even_chunks
-from lucidrl.errors import CheckpointError, EnvironmentFailure
+from lucidrl.errors import CheckpointError, EnvironmentFailure, WorkerError
 
 
 def make_requests(*answers):
@@ -252,6 +252,21 @@ def test_a_thread_that_never_returns_does_not_keep_the_process_from_exiting(tmp_
     )
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     assert ended.stdout == "told\n"
+
+
+def test_what_is_watched_meanwhile_ends_the_wait_if_it_fails():
+    class Slow:
+        async def step(self, batch):
+            await asyncio.sleep(60)
+
+    def fail():
+        raise WorkerError("a rank is gone")
+
+    started = time.monotonic()
+    runner = EnvRunner(Slow(), deadline_s=60, max_concurrency=1, on_error="drop", watch=fail)
+    with runner, pytest.raises(WorkerError, match="a rank is gone"):
+        runner.step([EnvRequest("s", [{"role": "assistant", "content": ""}], {}, 1)])
+    assert time.monotonic() - started < 10
 
 
 def test_metrics_that_are_no_numbers_are_a_bad_reply():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 from lucidrl.distributed.place import Place
 from lucidrl.errors import ConfigError, DataError, LostWorkerError, WorkerError
 from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.models.generation.delivery import WeightDelivery
 from lucidrl.models.generation.placement import generator_nodes
 from lucidrl.models.generation.prompts import prompt_chunks
 from lucidrl.models.generation.replicas import Replica, Replicas
@@ -63,11 +65,11 @@ def test_losses_count_in_a_row_until_a_call_went_well():
     replicas = Replicas(2, Group, max_restarts=2)
     for _ in range(2):
         replicas.each(lose, replicas.all[:1])
-        assert replicas.replace_lost() == replicas.all[:1]
+        replicas.replace_lost()
     replicas.went_well()
     for _ in range(2):
         assert replicas.each(lose) == []  # both at once, as with their node, are one time
-        assert replicas.replace_lost() == replicas.all
+        replicas.replace_lost()
     assert replicas.num_replaced == 6
     replicas.each(lose, replicas.all[1:])
     with pytest.raises(WorkerError, match=r"again after 2 restarts .* no more: generator 1 is gone") as error:
@@ -86,7 +88,7 @@ def test_one_that_does_not_start_again_counts_too():
 
     replicas = Replicas(1, start, max_restarts=3)
     replicas.each(lose)
-    assert replicas.replace_lost() == replicas.all
+    replicas.replace_lost()
     assert (replicas.num_replaced, len(started)) == (3, 4)
 
 
@@ -125,7 +127,32 @@ def test_all_end_if_one_cannot_start_or_raises():
     with pytest.raises(DataError):
         replicas.each(refuse)
     assert all(replica.group.has_ended for replica in replicas.all)
-    assert replicas.replace_lost() == []
+    replicas.replace_lost()
+    assert replicas.num_replaced == 0
+
+
+def test_what_is_watched_meanwhile_ends_the_work_if_it_fails():
+    def fail() -> None:
+        raise LostWorkerError("the policy is gone")
+
+    replicas = Replicas(1, Group, max_restarts=3)
+    with pytest.raises(LostWorkerError, match="the policy is gone"):
+        replicas.each(lambda replica: replica.group.end.wait(10), watch=fail)
+    assert replicas.all[0].group.has_ended
+    assert replicas.all[0].loss is None
+
+
+def test_memory_is_shared_with_a_device_of_the_policy_or_refused():
+    replicas = Replicas(1, Group, max_restarts=3)
+
+    def check(refit: str, device: str) -> None:
+        policy = SimpleNamespace(group=None, places=[Place("node", "127.0.0.1", device)])
+        WeightDelivery(policy, replicas, GenerationConfig(placement="separate", refit=refit), 1.0).check_devices()
+
+    check("ipc", "device")
+    check("auto", "GPU-1")
+    with pytest.raises(ConfigError, match="generator 0 is on device and the policy on GPU-1; set refit=auto"):
+        check("ipc", "GPU-1")
 
 
 def test_an_error_is_raised_at_once_and_ends_what_others_are_busy_with():
