@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
 from lucidrl.models.policy.policy import Policy
 from tests.unit.models.policy.broadcasting_workers import KilledInBroadcast
+from tests.unit.models.policy.test_refit import policy_of
 
 COLLECTIVE = {"placement": "separate", "refit": "collective", "verify_refit": True, "max_new_tokens": 8}
 
@@ -109,9 +109,7 @@ def test_a_sender_killed_in_the_middle_leaves_the_generator_its_version(tiny_mod
     rows, options = make_rows(), {"init_optimizer": False, "init_reference_model": False}
     with (
         WorkerGroup(KilledInBroadcast, (config, tokenizer), options, own_processes=True) as policy,
-        SeparateGenerator(
-            SimpleNamespace(group=policy, is_ahead=False, update_weights=lambda version: None), config, tokenizer
-        ) as generator,
+        SeparateGenerator(policy_of(policy), config, tokenizer) as generator,
     ):
         policy.run_all("_add_noise_to_weights")
         generator.update_weights(1)

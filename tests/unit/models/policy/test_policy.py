@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.place import Place
 from lucidrl.errors import ConfigError
 from lucidrl.models.policy import policy as policy_module
 from lucidrl.models.policy.policy import Policy
@@ -32,7 +34,8 @@ def test_a_mapping_with_an_unknown_key_is_refused(tokenizer):
 def test_ranks_wait_for_each_other_as_long_as_the_longer_of_the_deadlines(monkeypatch, tokenizer, start, call):
     """While rank 0 reads the weights the others wait for it, however short a call may be."""
     told: list[dict[str, Any]] = []
-    monkeypatch.setattr(policy_module, "WorkerGroup", lambda kind, args, options, **rest: told.append(options))
+    group = SimpleNamespace(run_all=lambda method: [Place("node", "127.0.0.1", "CPU-node-0")])
+    monkeypatch.setattr(policy_module, "WorkerGroup", lambda kind, args, options, **rest: told.append(options) or group)
     Policy({}, tokenizer, cluster=ClusterConfig(num_workers=2, start_timeout_s=start, call_timeout_s=call))
     assert [options["timeout_s"] for options in told] == [120.0]
 

@@ -54,7 +54,13 @@ def num_open_memories(pid: int) -> int:
 
 def policy_of(workers: WorkerGroup) -> Any:
     """What a generator needs of a policy, for workers of another class than `Policy` starts."""
-    return SimpleNamespace(group=workers, is_ahead=False, update_weights=lambda version: None)
+    return SimpleNamespace(
+        group=workers,
+        places=workers.run_all("report_place"),
+        check=workers.check,
+        is_ahead=False,
+        update_weights=lambda version: None,
+    )
 
 
 # From many ranks
