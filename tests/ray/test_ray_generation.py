@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 from typing import Any
 
 import psutil
 import pytest
 import ray
 import torch
-from ray.util.placement_group import placement_group, remove_placement_group
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.launchers import ray_placement
-from lucidrl.distributed.launchers.ray_resources import free
 from lucidrl.errors import ConfigError
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.generation import separate
@@ -27,7 +22,7 @@ from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.preflight import preflight
 from lucidrl.utils.config import load_config
 from tests.faults.mortal_generators import FOLDER_VARIABLE, MortalGenerator, plan_death
-from tests.ray.nodes import check_all_was_given_back, raylet_of
+from tests.ray.nodes import check_all_was_given_back
 
 pytestmark = pytest.mark.slow
 
@@ -118,31 +113,3 @@ def test_generators_beside_the_policy_find_the_weights_in_its_memory(policy, tmp
         answers, expected = generator.generate(rows(), greedy=True), policy.generate(rows(), greedy=True)
         assert torch.equal(answers["output_ids"], expected["output_ids"])
     assert (tmp_path / "generation" / "rank_0.log").exists()
-
-
-@pytest.fixture
-def full_head(cluster):
-    """Nothing more is placed on the node without which there is no cluster."""
-    head = cluster.head_node.node_id
-    group = placement_group([{"CPU": free()[head]["CPU"]}], bundle_label_selector=[{"ray.io/node-id": head}])
-    assert group.wait(10)
-    yield
-    remove_placement_group(group)
-
-
-def test_a_generator_that_is_lost_with_its_node_moves_to_another(policy, cluster, full_head, tmp_path, caplog):
-    for _ in range(2):  # beside the head and, if it is not there, the node of the policy
-        cluster.add_node(num_cpus=2)
-    config = config_of(nodes="other")
-    with SeparateGenerator(policy, config, embedded_tokenizer(), cluster=ONE, log_dir=tmp_path) as generator:
-        (replica,) = generator.replicas.all
-        generator.update_weights(1)
-        expected, lost = generator.generate(rows(), greedy=True), replica.place.node
-        os.kill(
-            raylet_of(replica.run("pid")), signal.SIGKILL
-        )  # which Ray notices many seconds after the generator's end
-        answers = generator.generate(rows(), greedy=True)
-        assert torch.equal(answers["output_ids"], expected["output_ids"])
-        assert generator.num_replaced == 1
-        assert replica.place.node not in (lost, policy.places[0].node)
-    assert re.search(r"a generator was lost: (node .* with )?generator 0", caplog.text)
