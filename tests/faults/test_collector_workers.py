@@ -20,6 +20,7 @@ from lucidrl.collectors.multi_sync import MultiSyncCollector
 from lucidrl.envs import ParallelEnv
 from lucidrl.errors import EnvironmentFailure, WorkerError
 from tests.faults.processes import wait_until_gone
+from tests.unit.collectors.failing import collect_until_it_fails
 from tests.unit.envs.faulty import Faulty, healthy, one_faulty
 from tests.unit.envs.toys import Walk
 
@@ -45,18 +46,6 @@ def nothing_is_left():
 
 def children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
-
-
-def collect_until_it_fails(collector, error=WorkerError):
-    """The failure, and how long the consumer waited for it."""
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
-        begun = time.monotonic()
-        try:
-            collector.next()
-        except error as failure:
-            return failure, time.monotonic() - begun
-    raise AssertionError("nothing failed")
 
 
 @ALL_KINDS

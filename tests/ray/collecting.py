@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import ray
 
-from lucidrl.errors import WorkerError
 from tests.ray.nodes import wait_for
 from tests.unit.collectors.toys import Chance, Versioned
 
@@ -28,15 +26,3 @@ def check_actors_gave_all_back():
     gc.collect()
     wait_for(lambda: ray.available_resources().get("CPU") == ray.cluster_resources().get("CPU"))
     wait_for(lambda: not ray._private.worker.global_worker.core_worker.get_all_reference_counts())
-
-
-def collect_until_it_fails(collector, error=WorkerError):
-    """The failure, and how long the consumer waited for it."""
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
-        begun = time.monotonic()
-        try:
-            collector.next()
-        except error as failure:
-            return failure, time.monotonic() - begun
-    raise AssertionError("nothing failed")

@@ -18,7 +18,8 @@ from lucidrl.collectors.trajectories import POLICY_VERSION, TRAJECTORY_IDS
 from lucidrl.errors import EnvironmentFailure, WorkerError
 from lucidrl.profiling import gate
 from tests.faults.processes import wait_until_gone
-from tests.ray.collecting import ENDED, NODE, Policy, check_actors_gave_all_back, collect_until_it_fails
+from tests.ray.collecting import ENDED, NODE, Policy, check_actors_gave_all_back
+from tests.unit.collectors.failing import collect_until_it_fails
 from tests.unit.collectors.toys import SlowWalk
 from tests.unit.envs.faulty import healthy, one_faulty
 from tests.unit.envs.toys import Walk
