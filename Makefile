@@ -7,12 +7,12 @@ SMOLLM2 ?= .cache/smollm2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint bench smollm2 clean help
+.PHONY: demo test test-rest test-failed test-all lint bench smollm2 clean help
 
 help:
 	@echo "make demo      train the embedded model with GRPO on arithmetic (a few minutes, CPU)"
-	@echo "make test      install what is needed and run the tests"
-	@echo "make test-slow the longer tests, with a real pretrained model"
+	@echo "make test      install what is needed and run the quick tests (6 minutes on two cores)"
+	@echo "make test-all  all tests, those of \`make test\` and a real pretrained model included"
 	@echo "make lint      ruff and type checks"
 	@echo "make bench     benchmarks against peers, as ratios"
 	@echo "make smollm2   write the pretrained SmolLM2-135M-Instruct to $(SMOLLM2)"
@@ -27,11 +27,23 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/lucidrl grpo --preset demo
 
-test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow and not smollm2" tests
+# Two pytest workers, one torch thread each; docs/testing.md says what they share.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-test-slow: $(INSTALLED) $(SMOLLM2)/config.json
-	LUCIDRL_SMOLLM2=$(SMOLLM2) $(BIN)/python -m pytest -m "slow or smollm2" tests
+test: $(INSTALLED)
+	$(PYTEST) -m "not slow and not smollm2" tests
+
+# The tests that `make test` leaves out.
+test-rest: $(INSTALLED) $(SMOLLM2)/config.json
+	LUCIDRL_SMOLLM2=$(SMOLLM2) $(PYTEST) -m "slow or smollm2" tests
+
+# Those that failed in the last run, one after the other.
+test-failed: $(INSTALLED)
+	LUCIDRL_SMOLLM2=$(SMOLLM2) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none tests
+
+test-all:
+	$(MAKE) test
+	$(MAKE) test-rest
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

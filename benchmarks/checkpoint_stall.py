@@ -17,9 +17,10 @@ import torch
 from harness import Claim, arguments, print_table, report
 from ranks import make_batch
 
-from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.algorithms.saver import Saver
+from lucidrl.checkpoint.config import CheckpointConfig
 from lucidrl.checkpoint.manager import CheckpointManager
+from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.loading import load_tokenizer
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
@@ -48,8 +49,8 @@ def main() -> None:
     blocking, stalls, while_writing = [], [], []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         manager = CheckpointManager(Path(name), keep_last=1)
-        waiting = Saver(manager, 0, policy, lambda message: None, background=False)
-        saver = Saver(manager, 0, policy, lambda message: None)
+        waiting = Saver(manager, CheckpointConfig(background=False), policy, lambda message: None)
+        saver = Saver(manager, CheckpointConfig(), policy, lambda message: None)
         first_s = seconds_of(lambda: saver.save(0, {}, {}))
         saver.finish()
         for number in range(options.rounds):

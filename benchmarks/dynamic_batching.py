@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from harness import Claim, arguments, report, take_turns
 
-from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.losses.interfaces import valid_token_mask
+from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.loading import load_tokenizer
 from lucidrl.models.policy.config import (
     DynamicBatchingConfig,
@@ -21,7 +22,6 @@ from lucidrl.models.policy.config import (
     SequencePackingConfig,
 )
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
-from lucidrl.models.policy.train_step import run_micro_batches
 
 ROWS, SHORTEST, LONGEST = 64, 16, 512
 ROWS_AT_A_TIME = 8
@@ -61,9 +61,12 @@ def main() -> None:
     def fixed_step() -> None:
         """Every micro-batch as wide as the batch; `train` would cut each to its own longest row."""
         assert fixed.optimizer is not None
-        rounds = ROWS // ROWS_AT_A_TIME
-        micro_batches = (batch.slice(start, start + ROWS_AT_A_TIME) for start in range(0, ROWS, ROWS_AT_A_TIME))
-        run_micro_batches(fixed.sharding, batch, micro_batches, rounds, loss_fn, packed=False, backward=True)
+        counts = batch["sample_mask"].sum(), valid_token_mask(batch).sum()
+        for start in range(0, ROWS, ROWS_AT_A_TIME):
+            micro = batch.slice(start, start + ROWS_AT_A_TIME)
+            mask = valid_token_mask(micro)
+            outputs = fixed.model(micro["input_ids"], micro["input_lengths"], loss_fn.needs, selected=mask)
+            loss_fn(outputs, micro, *counts)[0].backward()
         fixed.optimizer.step()
 
     times = take_turns(

@@ -34,17 +34,19 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerC
 from trl import GRPOConfig as TRLConfig
 from trl import GRPOTrainer
 
-from lucidrl.algorithms.config import ClippedPGConfig, GRPOConfig, ValidationConfig
+from lucidrl.algorithms.config import GRPOConfig, ValidationConfig
 from lucidrl.algorithms.grpo import GRPO
-from lucidrl.algorithms.losses import ClippedPGLoss
+from lucidrl.algorithms.loop import TrainingLoop
 from lucidrl.algorithms.saver import Saver
-from lucidrl.algorithms.validation import Validator
+from lucidrl.checkpoint.config import CheckpointConfig
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.text import TextCollector
 from lucidrl.data.datasets import Prompt
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.envs.text.runner import EnvRunner
+from lucidrl.losses.config import ClippedPGConfig
+from lucidrl.losses.policy_gradient import ClippedPGLoss
 from lucidrl.models.embedded import embedded_model, embedded_tokenizer
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.policy.config import OptimizerConfig, PolicyConfig
@@ -88,20 +90,23 @@ class LucidSide:
             TextCollectorConfig(prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES),
             context_length=512,
         )
-        self.loop = GRPO(
+        self.grpo = GRPO(
             config=GRPOConfig(loss=ClippedPGConfig(kl_coefficient=BETA)),
-            validation=ValidationConfig(num_prompts=0),
+            loop=TrainingLoop(
+                max_steps=1,
+                policy=policy,
+                saver=Saver(CheckpointManager(folder / "checkpoints"), CheckpointConfig(), policy, lambda line: None),
+                logger=Logger({"log_dir": str(folder), "tensorboard_enabled": False}),
+                watcher=Unwatched(),
+                validation=ValidationConfig(num_prompts=0),
+            ),
             policy=policy,
             collector=collector,
-            validator=Validator(collector, []),
-            logger=Logger({"log_dir": str(folder), "tensorboard_enabled": False}),
-            saver=Saver(CheckpointManager(folder / "checkpoints"), 0, policy, lambda message: None),
-            watcher=Unwatched(),
             pad_id=int(tokenizer.pad_token_id),  # type: ignore[arg-type]
             on_policy=True,
             dump_samples_every=0,
         )
-        self._loss_fn = ClippedPGLoss(self.loop.config.loss, on_policy=True)
+        self._loss_fn = ClippedPGLoss(self.grpo.config.loss, on_policy=True)
         self.seconds: list[float] = []
         self.phases: dict[str, list[float]] = {phase: [] for phase in PHASES}
         self.sampled_tokens = 0
@@ -109,10 +114,10 @@ class LucidSide:
     def step(self) -> None:
         recorder.drain()
         start = time.perf_counter()
-        rollouts = self.loop.collector.collect()
-        self.last_batch = self.loop.prepare(rollouts)
-        self.loop.policy.train(self.last_batch, self._loss_fn)
-        self.loop.collector.update_policy_weights_(version=len(self.seconds) + 1)
+        rollouts = self.grpo.collector.collect()
+        self.last_batch = self.grpo.prepare(rollouts)
+        self.grpo.policy.train(self.last_batch, self._loss_fn)
+        self.grpo.collector.update_policy_weights_(version=len(self.seconds) + 1)
         self.seconds.append(time.perf_counter() - start)
         totals = recorder.drain()
         for phase in PHASES:
@@ -120,8 +125,8 @@ class LucidSide:
         self.sampled_tokens += int(rollouts.metrics["sampled_tokens"])
 
     def close(self) -> None:
-        self.loop.collector.shutdown()
-        self.loop.logger.finish()
+        self.grpo.collector.shutdown()
+        self.grpo.loop.logger.finish()
 
 
 class Unwatched:

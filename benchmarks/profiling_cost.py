@@ -111,10 +111,10 @@ def demo_step(threads: int) -> Callable[[], None]:
     import torch
 
     from lucidrl.algorithms.advantages import compute_advantages
-    from lucidrl.algorithms.losses import ClippedPGLoss
     from lucidrl.collectors.text import TextCollector
     from lucidrl.envs.text.registry import make_env, split_prompts
     from lucidrl.envs.text.runner import EnvRunner
+    from lucidrl.losses.policy_gradient import ClippedPGLoss
     from lucidrl.models.loading import model_facts, policy_tokenizer
     from lucidrl.models.policy.policy import Policy
     from lucidrl.recipes.configs import GRPORunConfig, preset_path
@@ -126,7 +126,7 @@ def demo_step(threads: int) -> Callable[[], None]:
     policy = Policy(config.policy, tokenizer, init_reference_model=False, seed=config.seed)
     env = make_env(config.env.name, config.env.kwargs)
     runner = EnvRunner(env, config.env.deadline_s, config.env.max_concurrency, config.env.on_error)
-    prompts, _ = split_prompts(env, config.env)
+    prompts, _ = split_prompts(env.prompts(), config.env)
     length = model_facts(config.policy.model_name).context_length
     collector = TextCollector(
         policy, runner, tokenizer, prompts, config.collector, context_length=length, seed=config.seed

@@ -36,9 +36,8 @@ sys.path.insert(0, str(ROOT))
 
 from lucidrl.checkpoint.manager import CheckpointManager  # noqa: E402
 from lucidrl.recipes.configs import GRPORunConfig  # noqa: E402
-from lucidrl.recipes.driver_log import DRIVER_LOG_NAME  # noqa: E402
-from lucidrl.recipes.run_folder import LOGS_NAME  # noqa: E402
-from lucidrl.recipes.wiring import run_grpo  # noqa: E402
+from lucidrl.recipes.folder import DRIVER_LOG_NAME, LOGS_NAME  # noqa: E402
+from lucidrl.recipes.language import run_grpo  # noqa: E402
 from lucidrl.utils.config import load_config  # noqa: E402
 from tests.faults import striking  # noqa: E402
 from tests.faults.records import digests  # noqa: E402
@@ -66,7 +65,7 @@ LAYOUTS = {
     "environment": (
         "cluster.num_nodes=1",
         "env.name=tests.faults.striking:StruckEnv",
-        "env.num_actors=2",
+        "env.num_workers=2",
         "env.max_concurrency=2",
     ),
 }
@@ -108,10 +107,10 @@ class Row:
                 if self.hangs
                 else f"was ended by SIGKILL, perhaps for lack of memory, in {method}"
             )
-            return ["generator 0 of 1 on node ", how, f"of {self.phase}", "replacing generator 0"]
+            return ["generator 0 of 1 on node ", how, f"of {self.phase}", "restarting generator 0"]
         if self.blow.endswith("environment"):
-            how = "deadline" if self.hangs else "another takes its place"
-            return ["tests.faults.striking:StruckEnv", "actor ", "on node ", how]
+            how = "did not finish score" if self.hangs else "restarting environment worker"
+            return ["tests.faults.striking:StruckEnv", "environment worker ", "on node ", how]
         if self.hangs:
             return ["ranks 0, 1 of 2", f"did not finish {method}", "on node ", f"of {self.phase}"]
         return ["rank 1 of 2 on node ", "was ended by SIGKILL", f"in {method}", f"begins call {STRUCK_STEP} of"]

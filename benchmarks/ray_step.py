@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from harness import Claim, arguments, print_table, report, take_turns
 
-from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.config import ClusterConfig
+from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.loading import load_tokenizer
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy

@@ -14,8 +14,8 @@ import torch
 from harness import Claim, arguments, print_table, report, take_turns
 from transformers import AutoModelForCausalLM
 
-from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.embedded import embedded_model
 from lucidrl.models.loading import load_tokenizer
 from lucidrl.models.policy.config import OptimizerConfig, PolicyConfig, Precision, SequencePackingConfig

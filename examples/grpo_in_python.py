@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from own_environment import SortDigits
 
 from lucidrl.algorithms.advantages import compute_advantages
-from lucidrl.algorithms.config import AdvantageConfig, ClippedPGConfig
-from lucidrl.algorithms.losses import ClippedPGLoss
+from lucidrl.algorithms.config import AdvantageConfig
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.text import TextCollector
 from lucidrl.envs.text.runner import EnvRunner
+from lucidrl.losses.config import ClippedPGConfig
+from lucidrl.losses.policy_gradient import ClippedPGLoss
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.loading import load_tokenizer, model_facts
 from lucidrl.models.policy.config import OptimizerConfig, PolicyConfig

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from lucidrl import __version__
-from lucidrl.errors import LucidError
+from lucidrl.errors import ConfigError, DataError, LucidError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -57,7 +57,7 @@ def grpo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset 
     preset is `demo` for the embedded model and `chat` for any other. Everything is written to a run folder below
     `runs/`; Ctrl-C finishes the step and saves. `profile.steps=3:5` records the steps 3 and 4 in its `traces/`.
     """
-    from lucidrl.recipes.launch import launch
+    from lucidrl.recipes.run import launch
 
     launch("grpo", config, preset, overrides or [], resume)
 
@@ -74,7 +74,7 @@ def sft(overrides: Overrides = None, config: ConfigFile = None, preset: Preset =
     environment's prompts with their known answers are learned. `profile.steps=3:5` records the steps 3 and 4 in
     `traces/` of the run folder.
     """
-    from lucidrl.recipes.launch import launch
+    from lucidrl.recipes.run import launch
 
     launch("sft", config, preset, overrides or [], resume)
 
@@ -99,7 +99,7 @@ def ppo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset =
 
         lucidrl ppo --resume runs/ppo/exp_001 ppo.max_steps=200
     """
-    from lucidrl.recipes.launch import launch
+    from lucidrl.recipes.run import launch
 
     launch("ppo", config, preset, overrides or [], resume)
 
@@ -107,24 +107,44 @@ def ppo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset =
 @app.command()
 def generate(
     source: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a model folder.")],
-    prompt: Annotated[str, typer.Argument(help="What to ask.")],
-    samples: Annotated[int, typer.Option(min=1, help="Answers to draw; one alone is the likeliest.")] = 1,
+    prompts: Annotated[
+        list[str], typer.Argument(metavar="PROMPT...", help="Prompts; `-` reads one per line from standard input.")
+    ],
+    samples: Annotated[int, typer.Option(min=1, help="Completions per prompt; one alone is the likeliest.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.01, help="Of the draws.")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 64,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
 ) -> None:
-    """Ask a trained model.
+    """Complete prompts with a trained model.
 
-    It answers from the newest checkpoint of a run:
+    It uses the newest checkpoint of a run, and prints the completions in the order of the prompts:
 
-        lucidrl generate runs/grpo/exp_001 "12+30="
+        lucidrl generate runs/grpo/exp_001 "12+30=" "40+2="
+        lucidrl generate runs/grpo/exp_001 - < prompts.txt
+
+    `-` reads one prompt per line from standard input; empty lines are left out. Write `--` before a prompt that begins
+    with a dash.
     """
-    from lucidrl.recipes.ask import ask
-    from lucidrl.recipes.text import silence_progress_bars
+    given = _with_standard_input(prompts)
+    from lucidrl.recipes.generate import Sampling, completions
 
-    silence_progress_bars()
-    for answer in ask(source, prompt, samples, temperature, max_new_tokens, seed):
-        typer.echo(answer)
+    for completion in completions(source, given, Sampling(samples, temperature, max_new_tokens, seed)):
+        typer.echo(completion)
+
+
+def _with_standard_input(prompts: list[str]) -> list[str]:
+    """The prompts, with the lines of standard input in the place of `-`."""
+    if prompts.count("-") > 1:
+        raise ConfigError("- is given twice, but standard input can be read only once; give it once")
+    if "-" not in prompts:
+        return prompts
+    try:
+        lines = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input is not valid UTF-8 ({error}); give one prompt per line as text") from error
+    if not lines:
+        raise DataError("standard input has no prompts; write one per line")
+    return [prompt for given in prompts for prompt in (lines if given == "-" else [given])]
 
 
 @app.command()
@@ -142,13 +162,16 @@ def check(
         lucidrl check policy.model_name=FOLDER collector.samples_per_prompt=16
         lucidrl check --algorithm ppo env.name=Acrobot-v1
     """
-    from lucidrl.recipes.launch import check_run
+    from lucidrl.recipes.run import check_run
 
     check_run(algorithm, config, preset, overrides or [])
 
 
 def main() -> None:
     """Entry point: errors of ours are one message, not a traceback."""
+    from lucidrl.recipes.display import outlive_readers
+
+    outlive_readers()
     try:
         app()
     except LucidError as error:

@@ -37,6 +37,8 @@ class LostWorkerError(WorkerError):
 
     node: str | None = None
     """The node that all workers were lost with, if that is how."""
+    timed_out: bool = False
+    """Whether the worker was killed because it did not finish in time."""
 
 
 class RefitError(LucidError, RuntimeError):

@@ -1,16 +1,31 @@
-"""What tests of several parts share."""
+"""What tests of several parts share: pools of ranks, and which tests run in the same xdist worker."""
 
 from __future__ import annotations
 
+import os
 import signal
+from typing import Any
+
+# Two pytest workers on two cores: one thread each, also in the processes they start. Set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+from tests.groups import ROOT, GroupScheduling, priority_of
 from tests.ranks import Ranks
 
-# Who starts the tests in the background may have them ignore Ctrl-C, and then so would every program that they start.
+# A shell that starts the tests in the background makes them, and every program they start, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return GroupScheduling(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: priority_of(item.path.relative_to(ROOT).as_posix()))
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,19 @@
 """Real ranks for tests: processes in one gloo group that run functions of a test and give back what these return.
 
-Starting processes takes seconds, so a group is kept for all tests of a session that want as many ranks.
+Importing torch and transformers takes seconds. So a group is kept for all tests of a session that want as many ranks,
+and its ranks are forks of one process that has imported them.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Any
 
 import cloudpickle
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 class Ranks:
@@ -28,16 +31,13 @@ class Ranks:
         self.size = size
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="lucidrl-ranks-")
-        self._connections: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, size, f"{self._folder.name}/store"), daemon=True
-            )
-            process.start()
-            self._connections.append(ours)
-            self._processes.append(process)
+        pairs = [context.Pipe() for _ in range(size)]
+        self._connections: list[Connection] = [ours for ours, _ in pairs]
+        theirs = [theirs for _, theirs in pairs]
+        self._parent = context.Process(target=_fork_ranks, args=(theirs, f"{self._folder.name}/store"), daemon=True)
+        self._parent.start()
+        for connection in theirs:
+            connection.close()
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
@@ -55,21 +55,44 @@ class Ranks:
         return [result for _, result in answers]
 
     def close(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        for connection in self._connections:
+            connection.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._parent.pid, signal.SIGKILL)
+        self._parent.join()
         self._folder.cleanup()
+
+
+def _fork_ranks(connections: list[Connection], store: str) -> None:
+    """Import once what ranks need, then fork them into a process group of their own, which `close` kills."""
+    os.setsid()
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import lucidrl.models.policy.dtensor_policy_worker
+    import lucidrl.models.policy.fsdp1_policy_worker  # noqa: F401
+
+    pids = []
+    for rank, connection in enumerate(connections):
+        pid = os.fork()
+        if pid == 0:
+            for other in connections[:rank] + connections[rank + 1 :]:
+                other.close()
+            _serve(connection, rank, len(connections), store)
+            os._exit(0)
+        pids.append(pid)
+    for connection in connections:
+        connection.close()
+    for pid in pids:
+        os.waitpid(pid, 0)
 
 
 def _serve(connection: Connection, rank: int, size: int, store: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=30)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=240)
     )
     while True:
         try:

@@ -1,12 +1,15 @@
-"""Advantages: how much better a sample did than what it is compared with.
+"""Advantages: how much better a sample, or an action, did than what it is compared with.
 
-Shapes: B rows, G groups. Rows with the same id in `group_ids` answer the same prompt; groups may be of any size, in
-any order. Rows that are not `valid` (dropped samples) count in no statistic, may hold any reward and get 0.
+Of samples. Shapes: B rows, G groups. Rows with the same id in `group_ids` belong to the same prompt; groups may be of
+any size, in any order. Rows that are not `valid` (dropped samples) count in no statistic, may hold any reward, and get
+the advantage 0.
+
+Of actions in an episode (GAE). Shapes: B any batch dims (one trajectory after another in each row), T time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,21 +19,29 @@ from lucidrl.errors import DataError
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation, so that rewards that differ by rounding alone are not blown up."""
+MAX_REWARD = 1e30
+"""Largest reward, up or down: far enough from the limit of float32 that no advantage overflows."""
 
 
 def compute_advantages(
-    config: AdvantageConfig, rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor
+    config: AdvantageConfig,
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    valid: torch.Tensor,
+    names: Sequence[str] | None = None,
 ) -> torch.Tensor:
     """The advantage of each row, [B] float32.
 
     Args:
-        rewards: [B] one finite reward for each valid row.
+        rewards: [B] one reward for each valid row, from -MAX_REWARD to MAX_REWARD.
         group_ids: [B] int64, equal for the samples of one prompt.
         valid: [B] bool or 0/1, such as the batch's `sample_mask`.
+        names: [B] what errors call the rows; by default their numbers.
 
     Raises:
-        DataError: a valid row's reward is NaN or infinite (the message names the rows), or the shapes differ.
+        DataError: a valid row's reward is NaN or too large (the message names the rows), or the shapes differ.
     """
+    _check(rewards, group_ids, valid.bool(), names)
     return ESTIMATORS[config.estimator](rewards, group_ids, valid)
 
 
@@ -68,6 +79,7 @@ ESTIMATORS: dict[AdvantageEstimator, Callable[[torch.Tensor, torch.Tensor, torch
 
 def has_signal(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """[B] bool: the row is valid, and the valid rewards of its group are not all equal: there is something to learn."""
+    _check(rewards, group_ids, valid.bool())
     groups = _Groups.of(rewards, group_ids, valid)
     return groups.valid & groups.differs[groups.index]
 
@@ -89,9 +101,7 @@ class _Groups:
 
     @classmethod
     def of(cls, rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> _Groups:
-        valid = valid.bool()
-        _check(rewards, group_ids, valid)
-        rewards = rewards.double()
+        valid, rewards = valid.bool(), rewards.double()
         ids_G, index = group_ids.unique(return_inverse=True)
         zeros_G = rewards.new_zeros(len(ids_G))
         count_G = zeros_G.index_add(0, index, valid.double()).clamp(min=1)
@@ -110,15 +120,61 @@ class _Groups:
         return advantages_B.masked_fill(~(self.valid & self.differs[self.index]), 0).float()
 
 
-def _check(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> None:
+def _check(
+    rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor, names: Sequence[str] | None = None
+) -> None:
     shapes = {"rewards": list(rewards.shape), "group_ids": list(group_ids.shape), "valid": list(valid.shape)}
     if rewards.ndim != 1 or len({tuple(shape) for shape in shapes.values()}) > 1:
         raise DataError(f"rewards, group_ids and valid must each hold one value for each row, but have shapes {shapes}")
-    rows = (valid & ~rewards.isfinite()).nonzero().flatten().tolist()
+    rows = (valid & ~(rewards.abs() <= MAX_REWARD)).nonzero().flatten().tolist()  # a NaN is not below anything
     if rows:
-        shown = ", ".join(f"{row} ({rewards[row].item()})" for row in rows[:10])
+        shown = ", ".join(f"{names[row] if names else row} ({rewards[row].item():g})" for row in rows[:10])
         more = f" and {len(rows) - 10} more" if len(rows) > 10 else ""
         raise DataError(
-            f"rewards must be finite, but those of rows {shown}{more} are not; "
-            "mend the environment's reward, or drop those rows with sample_mask 0"
+            f"rewards must lie between {-MAX_REWARD:g} and {MAX_REWARD:g}, but those of "
+            f"{'samples' if names else 'rows'} {shown}{more} do not; fix the environment's reward, or drop those rows "
+            "with sample_mask 0"
         )
+
+
+@dataclass(frozen=True)
+class AdvantageEstimates:
+    """What each frame teaches the policy and the critic; both [B, T]."""
+
+    advantages: torch.Tensor
+    value_targets: torch.Tensor
+    """Estimated returns: advantages + values."""
+
+
+@torch.no_grad()
+def generalized_advantages(
+    rewards_BT: torch.Tensor,
+    values_BT: torch.Tensor,
+    next_values_BT: torch.Tensor,
+    terminated_BT: torch.Tensor,
+    done_BT: torch.Tensor,
+    *,
+    discount: float,
+    gae_lambda: float,
+) -> AdvantageEstimates:
+    """Advantages as exponentially weighted sums of temporal differences.
+
+    With d = reward + discount * next value - value, A(t) = d(t) + discount * gae_lambda * A(t + 1) within an episode.
+    A terminated episode is worth nothing beyond its end; one that was truncated, or that goes on in the next batch, is
+    worth what the critic says of its last observation.
+
+    Args:
+        values_BT: of the observations acted on.
+        next_values_BT: of the observations that followed, at the end of an episode its true last one.
+        terminated_BT: bool, where an episode came to its own end.
+        done_BT: bool, where it ended for any reason; the sums do not reach beyond.
+        gae_lambda: 0 trusts the critic after one step, 1 sums up rewards to the end.
+    """
+    differences_BT = rewards_BT + discount * next_values_BT * ~terminated_BT - values_BT
+    weights_BT = discount * gae_lambda * (~done_BT).to(differences_BT.dtype)
+    advantages_BT = torch.empty_like(differences_BT)
+    following = torch.zeros_like(differences_BT[..., 0])
+    for time in reversed(range(differences_BT.shape[-1])):
+        following = differences_BT[..., time] + weights_BT[..., time] * following
+        advantages_BT[..., time] = following
+    return AdvantageEstimates(advantages_BT, advantages_BT + values_BT)

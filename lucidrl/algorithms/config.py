@@ -1,42 +1,14 @@
-"""Configuration of losses and advantages (free of torch, so that a config is read and checked at once)."""
+"""Configuration of the algorithms."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from lucidrl.losses.config import ClippedPGConfig, Coefficient
 from lucidrl.utils.config import Config
-
-Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class ClippedPGConfig(Config):
-    """Clipped policy gradient: the objective of PPO, GRPO and their relatives for language models."""
-
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """A ratio below 1 - clip_low earns nothing more for a bad token."""
-    clip_high: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.2
-    """A ratio above 1 + clip_high earns nothing more for a good token; more than clip_low keeps exploration alive."""
-    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """Also bounds what a bad token can cost, at this ratio (3 is usual); unset leaves it unbounded."""
-    ratio_level: Literal["token", "sequence"] = "token"
-    """One ratio for each token, or one for each sequence: the geometric mean of its tokens' (needs smaller clips)."""
-    normalization: Literal["token", "sequence"] = "token"
-    """Mean over all valid tokens, or over valid sequences of each one's token mean (long answers weigh no more)."""
-    kl_coefficient: Coefficient = 0.0
-    """Weight of the divergence from the reference policy; 0 does not read `reference_policy_logprobs`."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With d = log(policy / reference): k1 = d, k2 = d²/2, k3 = exp(-d) + d - 1. The gradient of k1 averages to zero
-    on policy, so k1 only shifts the loss; k2 and k3 pull towards the reference."""
-    entropy_coefficient: Coefficient = 0.0
-    """Weight of the entropy bonus; 0 does not compute the entropy."""
-    importance_correction: Literal["none", "truncate", "mask"] = "none"
-    """Weight tokens by exp(prev - generation log-probability), for generators that differ from the trainer: weights
-    above the cap are cut to it, or their tokens give no policy gradient (and still count in the mean)."""
-    importance_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
-    """Largest importance weight."""
 
 
 class AdvantageEstimator(StrEnum):
@@ -107,7 +79,7 @@ class ValidationSchedule(Config):
     every: NonNegativeInt = 20
     """Steps between validations, beside those before the first and after the last step; 0 = only those two."""
 
-    def is_scheduled(self, step: int, max_steps: int) -> bool:
+    def is_due(self, step: int, max_steps: int) -> bool:
         return step in (0, max_steps) or (self.every > 0 and step % self.every == 0)
 
 
@@ -116,9 +88,8 @@ class ValidationConfig(ValidationSchedule):
 
     num_prompts: NonNegativeInt = 256
     """Held-out prompts to ask, each once and greedily; 0 turns validation off."""
-
-    def is_due(self, step: int, max_steps: int) -> bool:
-        return self.num_prompts > 0 and self.is_scheduled(step, max_steps)
+    prompts_per_batch: PositiveInt = 64
+    """Prompts completed together. A run that is asked to stop finishes the batch, and skips the rest."""
 
 
 class ControlValidationConfig(ValidationSchedule):
@@ -128,6 +99,3 @@ class ControlValidationConfig(ValidationSchedule):
     """Episodes to play greedily, with the same seeds each time; 0 turns validation off."""
     max_episode_frames: PositiveInt = 10_000
     """A longer episode counts as far as it came."""
-
-    def is_due(self, step: int, max_steps: int) -> bool:
-        return self.num_episodes > 0 and self.is_scheduled(step, max_steps)

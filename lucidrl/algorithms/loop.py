@@ -1,18 +1,24 @@
-"""What the training loops share: the watcher, the end on request, the clock, the steps that are recorded."""
+"""The loop that all algorithms share: steps with validation, records, checkpoints, profiles and an end on request."""
 
 from __future__ import annotations
 
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
+from lucidrl.algorithms.config import ValidationSchedule
+from lucidrl.algorithms.interfaces import TrainedPolicy
+from lucidrl.algorithms.saver import Saver, processes_state, restore_processes
+from lucidrl.algorithms.validation import Validator
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.profiling.recording import Recording
-from lucidrl.profiling.spans import recorder
+from lucidrl.profiling.spans import recorder, span
+from lucidrl.utils.logger import Logger
 from lucidrl.utils.nsys import DRIVER, ProfilablePolicy, end_gpu_profile, is_recorded, maybe_gpu_profile_step
 
 _log = logging.getLogger(__name__)
@@ -30,10 +36,129 @@ class Watcher(Protocol):
     def announce(self, message: str) -> None: ...
 
 
-class StopRequest:
-    """Turns the first Ctrl-C (or SIGTERM) into a request to stop after the current step; a second one interrupts.
+@dataclass
+class TrainingLoop:
+    """The steps of a run, and everything around them that does not depend on the algorithm.
 
-    A context manager for the main thread; elsewhere signals cannot be caught, and it is never set.
+    Example:
+        >>> with loop.steps(self.state_dict) as steps:
+        ...     for step in steps:
+        ...         result = policy.train(next_batch(), loss_fn)
+        ...         loop.record(step, result.metrics)
+    """
+
+    max_steps: int
+    policy: TrainedPolicy
+    saver: Saver
+    logger: Logger
+    watcher: Watcher
+    validation: ValidationSchedule
+    validator: Validator | None = None
+    """None turns validation off."""
+    profiled: Sequence[ProfilablePolicy] = ()
+    """What is profiled beside policy and driver, such as generators in processes of their own."""
+    print_samples_every: int = 0
+    """Steps between validation samples shown to the watcher; 0 = none."""
+    step: int = 0
+    """The last completed step."""
+    is_validation_skipped: bool = False
+    """That step was to be validated, but the run was stopped; a resumed run makes up for it."""
+    _clock: StepClock = field(init=False)
+
+    @contextmanager
+    def steps(self, state_dict: Callable[[], Mapping[str, Any]]) -> Iterator[Iterator[int]]:
+        """The steps that are left, until the last one or a stop request; each is timed, validated and saved as due.
+
+        Args:
+            state_dict: of the algorithm, with that of this loop; called when a checkpoint is due.
+        """
+        self._clock = StepClock()
+        with (
+            self.saver,
+            StopRequest(self.watcher.announce) as stop,
+            StepProfiles(self.policy, *self.profiled) as profiles,
+        ):
+            yield self._steps(state_dict, stop, profiles)
+
+    def _steps(
+        self, state_dict: Callable[[], Mapping[str, Any]], stop: StopRequest, profiles: StepProfiles
+    ) -> Iterator[int]:
+        if self.step == 0 or self.is_validation_skipped:
+            self._validate(stop)
+            if stop.is_set:
+                self.watcher.announce("stopped before a step was done: there is nothing new to save")
+                return
+        for step in range(self.step + 1, self.max_steps + 1):
+            profiles.begin(step)
+            self._clock.restart()
+            yield step
+            self.step = step
+            metrics = self._validate(stop)
+            is_stopped = stop.is_set  # read once: a signal between two reads must not end the run unsaved
+            self.saver.end_step(step, state_dict, metrics, is_last=step == self.max_steps, is_stopped=is_stopped)
+            if is_stopped:
+                return
+
+    def record(self, step: int, metrics: Mapping[str, float], **amounts: float) -> None:
+        """Log the metrics and timings of a step and show them to the watcher.
+
+        Args:
+            amounts: what the step worked on; `tokens=512` adds the metric `tokens_per_s`.
+        """
+        timings = self._clock.lap()
+        rates = {f"{name}_per_s": amount / timings["step_s"] for name, amount in amounts.items()}
+        self.logger.log_metrics({"train": {**metrics, **rates}, "time": timings}, step)
+        self.watcher.on_step(step, {**metrics, **rates, **{f"time/{name}": value for name, value in timings.items()}})
+
+    def _validate(self, stop: StopRequest) -> dict[str, float]:
+        """Validate the step if that is due and the run is not about to stop; its metrics."""
+        self.is_validation_skipped = False
+        if self.validator is None or not self.validation.is_due(self.step, self.max_steps):
+            return {}
+        if not stop.is_set:
+            with span("validate"):
+                found = self.validator.validate(self.step, lambda: stop.is_set)
+        if stop.is_set:
+            self.is_validation_skipped = True
+            return {}
+        self.logger.log_metrics(found.metrics, self.step, prefix="validation")
+        self.saver.check_metric(found.metrics)
+        self.watcher.on_validation(self.step, found.metrics)
+        if found.rollouts is not None:
+            name = f"samples/validation_{self.step}.jsonl"
+            self.logger.log_batched_dict_as_jsonl(found.rollouts.to_samples(), name)
+            if is_due(self.print_samples_every, self.step):
+                logs = [conversation.log for conversation in found.rollouts.conversations]
+                self.watcher.on_samples(self.step, logs, found.rollouts.rewards.tolist())
+        return found.metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, beside weights and optimizers; plain values."""
+        return {
+            "step": self.step,
+            "is_validation_skipped": self.is_validation_skipped,
+            "run_id": self.logger.run_id,
+            **processes_state(self.policy),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Call it last: making the other parts of a run may draw random numbers."""
+        self.step = state["step"]
+        # Earlier releases validated before they saved.
+        self.is_validation_skipped = state.get("is_validation_skipped", False)
+        restore_processes(self.policy, state, self.watcher.announce)
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether something that happens at each so many steps happens at this one; 0 = never."""
+    return every > 0 and step % every == 0
+
+
+class StopRequest:
+    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a request to stop after the current step; a second one interrupts.
+
+    A context manager for the main thread; elsewhere signals cannot be caught, and it is never set. A signal that is
+    ignored, as SIGHUP is under nohup, stays ignored.
     """
 
     def __init__(self, announce: Callable[[str], None]):
@@ -43,7 +168,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         with suppress(ValueError):
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -59,8 +186,9 @@ class StopRequest:
             raise KeyboardInterrupt
         self.is_set = True
         name = signal.Signals(number).name
-        # Python refuses to print when the signal came in the middle of a write to the same stream.
-        with suppress(RuntimeError):
+        # Python refuses to print when the signal came in the middle of a write to the same stream; after SIGHUP there
+        # may be no terminal to print to.
+        with suppress(RuntimeError, OSError):
             self._announce(f"{name}: finishing this step, then saving; once more stops at once, without saving")
 
 
@@ -106,7 +234,7 @@ class StepProfiles:
             try:
                 end_gpu_profile(profiled)
             except Exception as failure:  # what ends the loop is what matters
-                _log.warning("what was recorded of the last steps is lost: %s", failure)
+                _log.warning("the profile of the last steps is lost: %s", failure)
 
 
 class _Driver:

@@ -5,27 +5,24 @@ Shapes: B envs, T time, N = B x T frames.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 
-from lucidrl.algorithms.config import ControlValidationConfig, PPOConfig
-from lucidrl.algorithms.episodes import EpisodeCounter
-from lucidrl.algorithms.evaluation import Evaluator
-from lucidrl.algorithms.gae import generalized_advantages
+from lucidrl.algorithms.advantages import generalized_advantages
+from lucidrl.algorithms.config import PPOConfig
 from lucidrl.algorithms.interfaces import Stateful
-from lucidrl.algorithms.loop import StepClock, StepProfiles, StopRequest, Watcher
-from lucidrl.algorithms.ppo_loss import ClippedFrameLoss
-from lucidrl.algorithms.resume import processes_state, restore_processes
-from lucidrl.algorithms.saver import Saver
+from lucidrl.algorithms.loop import TrainingLoop
 from lucidrl.collectors.single import Collector
-from lucidrl.models.control.interfaces import ControlTrainResult, Frames
+from lucidrl.losses.frames import ClippedFrameLoss
+from lucidrl.losses.interfaces import Frames
+from lucidrl.models.control.interfaces import ControlTrainResult
 from lucidrl.models.control.policy import ControlPolicy
 from lucidrl.profiling.spans import span
-from lucidrl.utils.logger import Logger
 
 _EPSILON = 1e-8
 
@@ -35,50 +32,29 @@ class PPO:
     """A PPO run, wired together."""
 
     config: PPOConfig
-    validation: ControlValidationConfig
+    loop: TrainingLoop
     policy: ControlPolicy
     collector: Collector
     envs: Stateful
     """The episodes that the collector's envs are in the middle of."""
     episodes: EpisodeCounter
-    evaluator: Evaluator | None
-    """None turns validation off."""
-    logger: Logger
-    saver: Saver
-    watcher: Watcher
-    step: int = 0
-    """The last completed step."""
 
     def run(self) -> int:
-        """Train until `max_steps`, or until asked to stop; returns the last completed step, which is saved."""
-        loss_fn = ClippedFrameLoss(self.config.clip, self.config.entropy_coefficient)
-        clock = StepClock()
-        with StopRequest(self.watcher.announce) as stop, StepProfiles(self.policy) as profiles:
-            if self.step == 0:
-                self.validate()
-            for step in range(self.step + 1, self.config.max_steps + 1):
-                profiles.begin(step)
-                clock.restart()
+        """Train until `max_steps`, or until asked to stop; returns the last completed step."""
+        config = self.config
+        loss_fn = ClippedFrameLoss(config.clip, config.entropy_coefficient)
+        with self.loop.steps(self.state_dict) as steps:
+            for step in steps:
                 with span("collect"):
                     batch = self.collector.rollout()
-                self.saver.settle()
+                self.loop.saver.settle()
                 frames = self.prepare(batch)
                 result = self.policy.train(
-                    frames,
-                    loss_fn,
-                    num_epochs=self.config.num_epochs,
-                    minibatch_frames=self.config.minibatch_frames,
+                    frames, loss_fn, num_epochs=config.num_epochs, minibatch_frames=config.minibatch_frames
                 )
-                self.step = step
                 self.collector.update_policy_weights_(version=step)
-                self.record(batch, frames, result, clock)
-                validation = self.validate()
-                # Read once: a signal between two questions must not end the run unsaved.
-                is_last = stop.is_set or step == self.config.max_steps
-                self.saver.end_step(step, self.state_dict, validation, is_last=is_last)
-                if is_last:
-                    break
-        return self.step
+                self.record(step, batch, frames, result)
+        return self.loop.step
 
     @span("advantages")
     def prepare(self, batch: TensorDictBase) -> Frames:
@@ -107,8 +83,8 @@ class PPO:
             value_targets=estimates.value_targets.flatten(),
         )
 
-    def record(self, batch: TensorDictBase, frames: Frames, result: ControlTrainResult, clock: StepClock) -> None:
-        """Log the step and show it to the watcher."""
+    def record(self, step: int, batch: TensorDictBase, frames: Frames, result: ControlTrainResult) -> None:
+        """Log the step, with the episodes that ended in it."""
         metrics = {
             **result.metrics,
             "explained_variance": explained_variance(frames.values, frames.value_targets),
@@ -119,38 +95,61 @@ class PPO:
         if ended:  # a long episode may not end in a batch
             metrics["episode_reward"] = fmean(episode.reward for episode in ended)
             metrics["episode_length"] = fmean(episode.length for episode in ended)
-        timings = clock.lap()
-        metrics["frames_per_s"] = len(frames) / timings["step_s"]
-        self.logger.log_metrics({"train": metrics, "time": timings}, self.step)
-        self.watcher.on_step(self.step, {**metrics, **{f"time/{name}": value for name, value in timings.items()}})
-
-    def validate(self) -> dict[str, float]:
-        """Metrics of episodes without exploration, where a validation is due."""
-        if self.evaluator is None or not self.validation.is_due(self.step, self.config.max_steps):
-            return {}
-        metrics = self.evaluator.run()
-        self.logger.log_metrics(metrics, self.step, prefix="validation")
-        self.saver.check_metric(metrics)
-        self.watcher.on_validation(self.step, metrics)
-        return metrics
+        self.loop.record(step, metrics, frames=float(len(frames)))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, beside weights and optimizers; plain values."""
         return {
-            "step": self.step,
-            "run_id": self.logger.run_id,
             "collector": self.collector.state_dict(),
             "envs": self.envs.state_dict(),
             "episodes": self.episodes.state_dict(),
-            **processes_state(self.policy),
+            **self.loop.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
         self.collector.load_state_dict(state["collector"])
         self.envs.load_state_dict(state["envs"])
         self.episodes.load_state_dict(state["episodes"])
-        restore_processes(self.policy, state, self.watcher.announce)
+        self.loop.load_state_dict(state)
+
+
+class Episode(NamedTuple):
+    """One that has ended."""
+
+    reward: float
+    """The sum of its rewards."""
+    length: int
+    """Its frames."""
+
+
+class EpisodeCounter:
+    """Adds up the rewards of each env's episode over batches."""
+
+    def __init__(self, num_envs: int):
+        self._rewards, self._lengths = [0.0] * num_envs, [0] * num_envs
+
+    def count(self, rewards_BT: torch.Tensor, done_BT: torch.Tensor) -> list[Episode]:
+        """The episodes that ended in this batch, which follows the one before."""
+        ended = []
+        for env, (rewards, done) in enumerate(zip(rewards_BT.double().cpu(), done_BT.cpu(), strict=True)):
+            start = 0
+            for end in (done.nonzero()[:, 0] + 1).tolist():
+                self._add(env, rewards[start:end])
+                ended.append(Episode(self._rewards[env], self._lengths[env]))
+                self._rewards[env], self._lengths[env] = 0.0, 0
+                start = end
+            self._add(env, rewards[start:])
+        return ended
+
+    def _add(self, env: int, rewards: torch.Tensor) -> None:
+        self._rewards[env] += float(rewards.sum())
+        self._lengths[env] += len(rewards)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rewards": list(self._rewards), "lengths": list(self._lengths)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._rewards, self._lengths = list(state["rewards"]), list(state["lengths"])
 
 
 def explained_variance(values: torch.Tensor, targets: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Commits the checkpoints of a run while it goes on."""
+"""Commits the checkpoints of a run while it goes on, with the state of the processes that the run is made of."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+from torch import nn
+
 from lucidrl.algorithms.interfaces import SavablePolicy
+from lucidrl.checkpoint.config import CheckpointConfig
 from lucidrl.checkpoint.manager import CheckpointManager, PendingCheckpoint
 from lucidrl.errors import ConfigError
+from lucidrl.models.loading import DTYPES
+from lucidrl.models.optim import PolicyOptimizer
+from lucidrl.models.policy.config import OptimizationConfig
 from lucidrl.profiling.spans import span
+from lucidrl.utils.random_state import random_state, set_random_state
 
 log = logging.getLogger(__name__)
 
@@ -22,22 +30,18 @@ class Saver:
     asks after they are done: only the thread of the loop may call the workers.
 
     Args:
-        every: steps between checkpoints; 0 = only at the end.
-        announce: is told of each checkpoint once it is committed.
-        background: whether `save` returns when everything is copied; otherwise when it is committed.
+        announce: gets a line for each checkpoint once it is committed.
     """
 
     def __init__(
         self,
         manager: CheckpointManager,
-        every: int,
+        config: CheckpointConfig,
         policy: SavablePolicy,
         announce: Callable[[str], None],
-        *,
-        background: bool = True,
     ) -> None:
         self.manager = manager
-        self._every, self._policy, self._announce, self._background = every, policy, announce, background
+        self._config, self._policy, self._announce = config, policy, announce
         self._pending: PendingCheckpoint | None = None
 
     def check_metric(self, metrics: Mapping[str, float]) -> None:
@@ -49,32 +53,42 @@ class Saver:
             )
 
     def end_step(
-        self, step: int, state_dict: Callable[[], Mapping[str, Any]], metrics: Mapping[str, float], *, is_last: bool
+        self,
+        step: int,
+        state_dict: Callable[[], Mapping[str, Any]],
+        metrics: Mapping[str, float],
+        *,
+        is_last: bool,
+        is_stopped: bool,
     ) -> None:
-        """Commit what is written by now, and begin another checkpoint if it is time; the last step's is waited for.
+        """Commit what is written by now, and begin another checkpoint if one is due; wait for that of the last step.
 
         Args:
-            state_dict: gives what is kept beside the policy; asked only if it is time.
+            state_dict: gives what is kept beside the policy; called only if a checkpoint is due.
             metrics: of a validation after this step, if there was one.
+            is_last: the run has reached its end.
+            is_stopped: the run ends before that, and has to be resumable.
         """
         self.settle()
-        if is_last or (self._every > 0 and step % self._every == 0):
+        every = self._config.every
+        if is_stopped or (is_last and self._config.final) or (every > 0 and step % every == 0):
             self.save(step, state_dict(), metrics)
-        if is_last:
+        if is_last or is_stopped:
             self.finish()
 
     def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Begin a checkpoint, after the one before is committed."""
         self.finish()
         with span("save"):
-            pending = self.manager.begin(step, state, metrics)
+            weights_only = self._config.weights_only
+            pending = self.manager.begin(step, state, metrics, weights_only=weights_only)
             try:
-                self._policy.begin_save(pending.folder)
+                self._policy.begin_save(pending.folder, weights_only=weights_only)
             except BaseException:
                 pending.discard()
                 raise
         self._pending = pending
-        if not self._background:
+        if not self._config.background:
             self.finish()
 
     def settle(self) -> None:
@@ -114,3 +128,58 @@ class Saver:
         else:
             self._pending.discard()
             self._pending = None
+
+
+def checkpoint_size_bytes(num_parameters: int, config: OptimizationConfig, *, weights_only: bool = False) -> int:
+    """About what a checkpoint of a model takes on disk.
+
+    The optimizer's share is that of a small matrix after one step, so that it holds for any optimizer class.
+
+    Args:
+        config: of the policy, or of one network of a control task.
+    """
+    weight = nn.Parameter(torch.zeros(64, 64, dtype=DTYPES[config.precision]))
+    bytes_per_parameter = float(weight.element_size())
+    if not weights_only:
+        optimizer = PolicyOptimizer([weight], config)
+        weight.sum().backward()
+        optimizer.step()
+        bytes_per_parameter += sum(tensor.nbytes for tensor in optimizer.own_tensors()) / weight.numel()
+    return round(num_parameters * bytes_per_parameter)
+
+
+def processes_state(policy: SavablePolicy) -> dict[str, Any]:
+    """State of this process and of the policy's ranks, as plain values."""
+    return {
+        "driver": {"random": random_state(), "num_threads": torch.get_num_threads()},
+        "policy": policy.state_dict(),
+    }
+
+
+def restore_processes(policy: SavablePolicy, state: Mapping[str, Any], announce: Callable[[str], None]) -> None:
+    """Go on from what `processes_state` found; what cannot be as it was is announced.
+
+    Call it last: making the parts of a run may draw random numbers.
+    """
+    now, saved = processes_state(policy), {name: state[name] for name in ("driver", "policy")}
+    policy.load_state_dict(saved["policy"])
+    set_random_state(saved["driver"]["random"])
+    layout, saved_layout = now["policy"]["layout"], saved["policy"]["layout"]
+    threads, saved_threads = _num_threads(now), _num_threads(saved)
+    if layout != saved_layout:
+        announce(
+            f"resuming on another layout ({layout}, saved on {saved_layout}): weights, optimizer, schedule, data order "
+            "and this process's random state are exact; the ranks' random states are fresh; results agree, but not to "
+            "the bit"
+        )
+    elif threads != saved_threads:
+        announce(
+            f"resuming with other numbers of CPU threads ({threads}, saved with {saved_threads}): results agree, but "
+            "not to the bit"
+        )
+
+
+def _num_threads(state: Mapping[str, Any]) -> list[int]:
+    """Of the driver, and of each rank that is a process of its own."""
+    processes = [state["driver"], *(rank["process"] for rank in state["policy"]["ranks"] if "process" in rank)]
+    return [process["num_threads"] for process in processes]

@@ -1,31 +1,125 @@
-"""Validation: held-out prompts, answered greedily and judged by the environment."""
+"""Validation: how well the policy does on what it is not trained on.
+
+Shapes: B envs, one for each episode.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
 
 from lucidrl.collectors.rollouts import Rollouts
 from lucidrl.collectors.text import TextCollector
 from lucidrl.data.datasets import Prompt
-from lucidrl.profiling.spans import span
+from lucidrl.data.interfaces import LLMMessageLogType
+from lucidrl.data.messages import collate
+from lucidrl.envs.base import EnvBase
+from lucidrl.envs.policies import as_policy
+from lucidrl.losses.interfaces import LossFunction
+from lucidrl.models.policy.policy import Policy
 
 
 @dataclass(frozen=True)
-class Validator:
-    """Asks the same held-out prompts every time."""
+class Validation:
+    """The result of one validation."""
+
+    metrics: dict[str, float]
+    rollouts: Rollouts | None = None
+    """Conversations to keep and to show."""
+
+
+class Validator(Protocol):
+    """Validates a policy with the same prompts, examples or episodes every time."""
+
+    def validate(self, step: int, is_stopped: Callable[[], bool]) -> Validation:
+        """Validate the policy of a step.
+
+        Args:
+            is_stopped: once it is true the result is not used, and the sooner this returns the better.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PromptValidator:
+    """Lets the policy complete held-out prompts greedily, and the environment score the completions."""
 
     collector: TextCollector
     prompts: Sequence[Prompt]
+    prompts_per_batch: int = 64
+    """Prompts completed together; a stop is noticed between batches."""
 
-    def run(self) -> Rollouts:
-        with span("validate"):
-            return self.collector.evaluate(self.prompts)
+    def validate(self, step: int, is_stopped: Callable[[], bool]) -> Validation:
+        rollouts = self.collector.evaluate(self.prompts, batch_size=self.prompts_per_batch, is_stopped=is_stopped)
+        return Validation(rollouts.metrics, rollouts)
+
+
+@dataclass(frozen=True)
+class ExampleValidator:
+    """Measures the loss on held-out examples and, where there are prompts, what the environment says."""
+
+    policy: Policy
+    loss_fn: LossFunction
+    examples: Sequence[LLMMessageLogType]
+    pad_id: int
+    prompts: PromptValidator | None = None
+
+    def validate(self, step: int, is_stopped: Callable[[], bool]) -> Validation:
+        metrics: Mapping[str, float] = {}
+        if self.prompts is not None:
+            self.prompts.collector.update_policy_weights_(version=step)
+            metrics = self.prompts.validate(step, is_stopped).metrics
+        if is_stopped():
+            return Validation({})
+        batch = collate(self.examples, self.pad_id, supervised=True)
+        loss = self.policy.train(batch, self.loss_fn, eval_mode=True).loss
+        return Validation({**metrics, "loss": loss})
 
     def state_dict(self) -> dict[str, Any]:
         """What the environment keeps over a run; of the collector, validation uses nothing else that changes."""
-        return self.collector.runner.state_dict()
+        return self.prompts.collector.runner.state_dict() if self.prompts is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.collector.runner.load_state_dict(state)
+        if self.prompts is not None:
+            self.prompts.collector.runner.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class EpisodeValidator:
+    """Plays whole episodes of a control task without exploring."""
+
+    env: EnvBase
+    """Of batch size [B]; nothing else steps it."""
+    policy: nn.Module
+    """On the observation; should draw nothing."""
+    device: torch.device
+    """Where it computes."""
+    seed: int
+    """Of the first env; the others have those that follow."""
+    max_episode_frames: int
+    """A longer episode counts as far as it came."""
+
+    def validate(self, step: int, is_stopped: Callable[[], bool]) -> Validation:
+        """`reward`, the mean over episodes of the sum of rewards, and `length`, their mean number of frames."""
+        env, act = self.env, as_policy(self.policy, self.env, self.device)
+        root, next_, actions = env.new_frame(), env.new_frame(), env.new_actions()
+        observation = {key: torch.from_numpy(array) for key, array in root.observation.items()}
+        is_running_B = np.ones(env.batch_size, bool)
+        rewards_B, lengths_B = np.zeros(env.batch_size), np.zeros(env.batch_size)
+        env.set_seed(self.seed)
+        env.reset_into(root)
+        for _ in range(self.max_episode_frames):
+            for key, action in act(observation).items():
+                actions[key][...] = action.cpu().numpy()
+            env.step_and_reset_into(actions, next_, root)
+            rewards_B += next_.reward[..., 0] * is_running_B
+            lengths_B += is_running_B
+            is_running_B &= ~next_.done[..., 0]
+            if not is_running_B.any() or is_stopped():
+                break
+        return Validation({"reward": float(rewards_B.mean()), "length": float(lengths_B.mean())})

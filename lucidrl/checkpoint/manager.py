@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lucidrl.checkpoint.manifest import FileDigest, read_json, verify_manifest, write_manifest
+from lucidrl.checkpoint.manifest import MANIFEST_NAME, FileDigest, read_json, verify_manifest, write_manifest
 from lucidrl.checkpoint.staging import (
     clean_up_after_killed_processes,
     disk_full,
@@ -46,6 +46,8 @@ class Checkpoint:
     state: dict[str, Any]
     """What the caller of `saving` gave, such as the position in the data."""
     metrics: dict[str, float]
+    weights_only: bool = False
+    """It has no optimizer, so that no run can be resumed from it."""
 
 
 class PendingCheckpoint:
@@ -124,7 +126,12 @@ class CheckpointManager:
         clean_up_after_killed_processes(self.root)
 
     def begin(
-        self, step: int, state: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        weights_only: bool = False,
     ) -> PendingCheckpoint:
         """Give a new folder to fill and then to commit as `step_N`.
 
@@ -135,11 +142,12 @@ class CheckpointManager:
             step: step that the checkpoint belongs to, 0 or more.
             state: plain values (no tensors) to keep beside the files; taken now.
             metrics: numbers of that step; the one named by `metric` ranks the checkpoint.
+            weights_only: the caller writes no optimizer.
 
         Raises:
             CheckpointError: if the state cannot be written as JSON.
         """
-        record = _encode_record(step, state or {}, metrics or {})
+        record = _encode_record(step, state or {}, metrics or {}, weights_only)
         self.root.mkdir(parents=True, exist_ok=True)
         return PendingCheckpoint(step, self.root, record, on_commit=lambda: self._prune(just_saved=step))
 
@@ -165,6 +173,22 @@ class CheckpointManager:
     def latest(self) -> Checkpoint | None:
         """The newest valid checkpoint, or None; damaged ones are skipped with a warning."""
         return self._first_valid(reversed(self._folders(with_links=True).values()))
+
+    def to_resume(self) -> Checkpoint:
+        """The newest valid checkpoint, for a run that goes on from it.
+
+        Raises:
+            CheckpointError: if there is none, or if it holds weights alone.
+        """
+        newest = self.latest()
+        if newest is None:
+            raise CheckpointError(f"{self.root} holds no valid checkpoint to resume from; start a new run")
+        if newest.weights_only:
+            raise CheckpointError(
+                f"{newest.path} was saved with checkpoint.weights_only=true: it has no optimizer, so no run can be "
+                f"resumed from it; start a new run, of a language model with policy.model_name={newest.path / 'policy'}"
+            )
+        return newest
 
     def best(self) -> Checkpoint | None:
         """The valid checkpoint with the best metric, or None; of equal ones the newest, never a NaN."""
@@ -235,6 +259,17 @@ class CheckpointManager:
             remove_folder(self.root / f"step_{step}")
 
 
+def verify_part(folder: Path) -> None:
+    """Verify a folder that is read by its own path, such as `step_N/policy`; one outside of checkpoints is accepted.
+
+    Raises:
+        CheckpointError: if a file of it is missing, changed or unexpected.
+    """
+    checkpoint = folder.resolve().parent
+    if (checkpoint / MANIFEST_NAME).is_file() and (checkpoint / STATE_NAME).is_file():
+        verify_manifest(checkpoint, below=folder.resolve().name)
+
+
 def _open_checkpoint(folder: Path) -> Checkpoint:
     if folder.is_symlink():
         raise _unusable(folder, "it is a symbolic link")
@@ -247,11 +282,12 @@ def _open_checkpoint(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def _encode_record(step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
+def _encode_record(step: int, state: Mapping[str, Any], metrics: Mapping[str, float], weights_only: bool) -> str:
     if step < 0:
         raise CheckpointError(f"step={step} cannot name a checkpoint; steps are 0 or more")
     numbers = {name: float(value) for name, value in metrics.items()}
-    tensors, record = flatten_state({"step": step, "metrics": numbers, "state": dict(state)})
+    content = {"step": step, "weights_only": weights_only, "metrics": numbers, "state": dict(state)}
+    tensors, record = flatten_state(content)
     if tensors:
         raise CheckpointError(f"{next(iter(tensors))} is a tensor; write it to a file of the folder")
     return json.dumps(record, indent=1, allow_nan=False) + "\n"
@@ -261,8 +297,10 @@ def _read_record(folder: Path) -> Checkpoint:
     try:
         record = unflatten_state({}, read_json(folder, STATE_NAME))
         metrics = {name: float(value) for name, value in dict(record["metrics"]).items()}
-        return Checkpoint(step=int(record["step"]), path=folder, state=dict(record["state"]), metrics=metrics)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        # Checkpoints of earlier releases always have an optimizer, and do not say so.
+        weights_only = bool(record.get("weights_only", False))
+        return Checkpoint(int(record["step"]), folder, dict(record["state"]), metrics, weights_only)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _unusable(folder, f"{STATE_NAME}: {error!r}") from error
 
 

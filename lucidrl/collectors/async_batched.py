@@ -6,18 +6,17 @@ Shapes: N envs, K of them that are ready, T frames.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import InteractionType
 
 from lucidrl.collectors.frame_store import FrameStore
 from lucidrl.collectors.free_envs import FreeEnvs
 from lucidrl.collectors.local import LocalCollector
-from lucidrl.collectors.parts import Device, ReplayBuffer
+from lucidrl.collectors.parts import CollectorArguments, CollectorOptions
 from lucidrl.collectors.policy_server import ENV_INDEX, PolicyServer
 from lucidrl.envs.base import EnvBase
 from lucidrl.envs.creator import EnvCreator, EnvFactory, env_creators
@@ -62,58 +61,32 @@ class AsyncBatchedCollector(LocalCollector):
         create_env_fn: Sequence[EnvFactory],
         policy: Any = None,
         *,
-        frames_per_batch: int,
-        total_frames: int = -1,
         yield_completed_trajectories: bool = False,
-        device: Device = None,
-        storing_device: Device = None,
-        policy_device: Device = None,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        init_random_frames: int = 0,
-        max_frames_per_traj: int | None = None,
-        split_trajs: bool = False,
-        reset_at_each_iter: bool = False,
-        exploration_type: InteractionType = InteractionType.RANDOM,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        replay_buffer: ReplayBuffer | None = None,
-        seed: int | None = None,
-        post_collect_hook: Callable[[TensorDictBase], object] | None = None,
         step_timeout_s: float = 60.0,
         start_timeout_s: float = 60.0,
+        **arguments: Unpack[CollectorArguments],
     ):
-        super().__init__(
-            policy,
-            device=device,
-            policy_device=policy_device,
-            storing_device=storing_device,
-            post_collect_hook=post_collect_hook,
-            init_random_frames=init_random_frames,
-            reset_at_each_iter=reset_at_each_iter,
-            exploration_type=exploration_type,
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            split_trajs=split_trajs,
-            postproc=postproc,
-            replay_buffer=replay_buffer,
-        )
+        options = CollectorOptions(**arguments)
+        super().__init__(policy, options)
         if not isinstance(create_env_fn, list | tuple):
             raise ConfigError("create_env_fn is not a list; give one factory for each env, such as [make_env] * 8")
         creators = env_creators(len(create_env_fn), create_env_fn, create_env_kwargs)
-        if max_frames_per_traj:
-            creators = [EnvCreator(_limited, {"create": c, "max_steps": max_frames_per_traj}) for c in creators]
+        if max_steps := options.max_frames_per_traj:
+            creators = [EnvCreator(_limited, {"create": c, "max_steps": max_steps}) for c in creators]
         self._yields_trajectories = yield_completed_trajectories
         self._num_asked = 0  # frames that were asked for, of which some are still to come
         self._begins_anew = True
         self._envs = FreeEnvs(creators, step_timeout_s=step_timeout_s, start_timeout_s=start_timeout_s)
         self._server = PolicyServer(self._envs)
         self._arrived = np.zeros(0, np.int64)  # envs whose frames were not taken yet
-        self._frames = FrameStore(frames_per_batch)
-        self._unfinished = [FrameStore(frames_per_batch) for _ in creators]  # trajectories, by env
+        self._frames = FrameStore(self.frames_per_batch)
+        self._unfinished = [FrameStore(self.frames_per_batch) for _ in creators]  # trajectories, by env
         self._trajectories: deque[TensorDictBase] = deque()  # that are done
         try:
             self._act = None if policy is None else as_policy(self.policy, self._envs.env, self._computes_on)
-            if seed is not None:
-                self.set_seed(seed)
+            if options.seed is not None:
+                self.set_seed(options.seed)
         except BaseException:
             self.shutdown()
             raise
@@ -141,7 +114,7 @@ class AsyncBatchedCollector(LocalCollector):
 
     def _next_batch(self) -> TensorDictBase | None:
         batch = super()._next_batch()
-        if batch is not None and self._split_trajs and not self._yields_trajectories:
+        if batch is not None and self._options.split_trajs and not self._yields_trajectories:
             batch = batch[torch.argsort(batch[ENV_INDEX], stable=True)]  # frames of a trajectory side by side
         return batch
 
@@ -195,7 +168,7 @@ class AsyncBatchedCollector(LocalCollector):
         self._num_asked += arrived.size
 
     def _policy_to_ask(self) -> ArrayPolicy | None:
-        return None if self._num_asked < self._init_random_frames else self._act
+        return None if self._num_asked < self._options.init_random_frames else self._act
 
 
 def _limited(create: EnvCreator, max_steps: int) -> EnvBase:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from tensordict import TensorDictBase
 
-from lucidrl.collectors.parts import Device, ReplayBuffer, check_frames, device_of
-from lucidrl.collectors.remote import actor_class
+from lucidrl.collectors.parts import CollectorOptions, device_of
 from lucidrl.collectors.trajectories import split_trajectories
 from lucidrl.errors import ConfigError
+from lucidrl.profiling.gate import VARIABLES, armed_environment
 from lucidrl.profiling.hook import ProfileOptions, ProfileSettings
+from lucidrl.utils.imports import require_package
 
 
 class FrameCollector(ABC):
@@ -22,20 +23,10 @@ class FrameCollector(ABC):
 
     num_workers: int
 
-    def __init__(
-        self,
-        *,
-        frames_per_batch: int,
-        total_frames: int,
-        storing_device: Device,
-        split_trajs: bool,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None,
-        replay_buffer: ReplayBuffer | None,
-    ):
-        check_frames(frames_per_batch, total_frames, 1)
-        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
-        self._storing_device = device_of(storing_device)
-        self._split_trajs, self._postproc, self._replay_buffer = split_trajs, postproc, replay_buffer
+    def __init__(self, options: CollectorOptions):
+        self.frames_per_batch, self.total_frames = options.frames_per_batch, options.total_frames
+        self._options = options
+        self._storing_device = device_of(options.storing_device or options.device)
         self.policy_version = 0
         """Of the newest weights; counts the updates."""
         self.num_frames = 0
@@ -51,12 +42,13 @@ class FrameCollector(ABC):
         if batch is None:
             self.disable_profile()
             return None
-        if self._split_trajs:
+        options = self._options
+        if options.split_trajs:
             batch = split_trajectories(batch)
-        if self._postproc is not None:
-            batch = self._postproc(batch)
-        if self._replay_buffer is not None:
-            self._replay_buffer.extend(batch)
+        if options.postproc is not None:
+            batch = options.postproc(batch)
+        if options.replay_buffer is not None:
+            options.replay_buffer.extend(batch)
         return batch
 
     def enable_profile(self, **options: Unpack[ProfileOptions]) -> None:
@@ -88,7 +80,11 @@ class FrameCollector(ABC):
             options: of `ray.remote`, which are left as they are. If this process has per-frame ranges, the variable
                 that arms them is added to what the actor finds in its environment.
         """
-        return actor_class(cls, options)
+        require_package("ray", f"{cls.__name__}.as_remote()")
+        import ray
+
+        options = armed(options)
+        return ray.remote(**options)(cls) if options else ray.remote(cls)
 
     @abstractmethod
     def disable_profile(self) -> None:
@@ -131,3 +127,16 @@ class FrameCollector(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
+
+
+def armed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `ray.remote`, for actors that have per-frame ranges if this process has them; a copy.
+
+    If the options name one of the variables that arm, they stay as they are.
+    """
+    own: Mapping[str, Any] = options.get("runtime_env") or {}
+    variables = own.get("env_vars") or {}
+    added = armed_environment() if variables.keys().isdisjoint(VARIABLES) else {}
+    if not added:
+        return dict(options)
+    return {**options, "runtime_env": {**own, "env_vars": {**added, **variables}}}

@@ -1,24 +1,28 @@
-"""Whom a collector asks for the frames of its next batch, and when: the same wherever its workers run."""
+"""Which workers a collector asks for the frames of its next batch, and when: the same wherever they run."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from tensordict import TensorDictBase
 
-from lucidrl.collectors.worker_main import Batch, Collect
-from lucidrl.collectors.worker_set import WorkerSet
+from lucidrl.collectors.worker import Batch
+from lucidrl.collectors.workers import CollectorWorkers
 from lucidrl.envs.tensordicts import tensordict_of
 from lucidrl.errors import ConfigError, DataError
 
+CatResults = Literal["stack", 0, -1]
+"""How the workers' shares of a batch are put together."""
+
 
 class Requests:
-    """What workers were asked for and have not given yet."""
+    """Batches that workers were asked for and that were not taken yet."""
 
-    def __init__(self, workers: WorkerSet):
+    def __init__(self, workers: CollectorWorkers):
         self.num_workers = workers.size
         self.env_batch_size = workers.specs[0].batch_size
         self._workers = workers
@@ -34,17 +38,13 @@ class Requests:
 
     def ask(self, index: int, num_frames: int, num_frames_before: int) -> None:
         """Ask a worker for a batch; `num_frames_before` it, the policy may have to act at random."""
-        self._workers.request(index, Collect(num_frames, num_frames_before))
+        self._workers.request(index, num_frames, num_frames_before)
         self._num_frames[index] = num_frames
 
     def next(self) -> tuple[int, Batch]:
         """The batch that comes first of those that were asked for, and the worker it is from."""
         index, batch = self._workers.next_batch()
         del self._num_frames[index]
-        # A batch may be older than the recording.
-        recording = self._workers.recording
-        if batch.num_traces > recording.get(index, batch.num_traces):
-            del recording[index]
         return index, batch
 
     def drop(self) -> None:
@@ -54,19 +54,18 @@ class Requests:
 
 
 class BatchOrder(ABC):
-    """Makes batches of what workers collect.
+    """Makes batches of what workers collect."""
 
-    Args:
-        storing_device: of the batches.
-    """
+    _requests: Requests
+    _storing_device: torch.device | None
 
-    def __init__(self, requests: Requests, storing_device: torch.device | None):
+    def begin(self, requests: Requests, storing_device: torch.device | None) -> None:
+        """Use workers that have started, and put batches on this device."""
         self._requests, self._storing_device = requests, storing_device
 
-    @staticmethod
     @abstractmethod
-    def most_frames_of_a_worker(frames_per_batch: int, num_workers: int) -> int:
-        """In one batch; known before the workers start."""
+    def frames_of_worker(self, frames_per_batch: int, num_workers: int) -> int:
+        """Most frames of one worker in a batch; known before the workers start."""
 
     @property
     @abstractmethod
@@ -84,10 +83,23 @@ class BatchOrder(ABC):
 
 
 class SyncOrder(BatchOrder):
-    """Each batch is what all workers collect at the same time, one after the other along its first dim."""
+    """Each batch is what all workers collect at the same time.
 
-    @staticmethod
-    def most_frames_of_a_worker(frames_per_batch: int, num_workers: int) -> int:
+    Args:
+        cat_results: "stack" gives batches a worker axis, before all others; 0 joins the workers' shares along the
+            first dim, -1 along time. Where they are joined along time, the last frame of each share is marked as
+            truncated.
+    """
+
+    def __init__(self, cat_results: CatResults = "stack"):
+        if cat_results not in ("stack", 0, -1):
+            raise ConfigError(
+                f"cat_results={cat_results!r} is not a way to put the workers' shares together; give 'stack' for a "
+                "worker axis, 0 to join them along the first dim, or -1 to join them along time"
+            )
+        self._cat_results = cat_results
+
+    def frames_of_worker(self, frames_per_batch: int, num_workers: int) -> int:
         if frames_per_batch < num_workers:
             raise ConfigError(
                 f"frames_per_batch={frames_per_batch} leaves some of {num_workers} workers without a frame; "
@@ -97,8 +109,11 @@ class SyncOrder(BatchOrder):
 
     @property
     def num_envs_that_step_together(self) -> int:
-        env_batch_size = self._requests.env_batch_size
-        return self._requests.num_workers * math.prod(env_batch_size) if env_batch_size else 1
+        return self._requests.num_workers * math.prod(self._requests.env_batch_size) if self._has_equal_shares else 1
+
+    @property
+    def _has_equal_shares(self) -> bool:
+        return self._cat_results == "stack" or bool(self._requests.env_batch_size)
 
     def next_batch(self, num_frames: int, num_wanted: Callable[[int], int]) -> TensorDictBase | None:
         return self.rollout(wanted, num_frames) if (wanted := num_wanted(num_frames)) else None
@@ -114,7 +129,7 @@ class SyncOrder(BatchOrder):
     def _shares(self, num_frames: int) -> dict[int, int]:
         """Frames by worker, for those that have any."""
         num_workers, env_batch_size = self._requests.num_workers, self._requests.env_batch_size
-        if env_batch_size:
+        if self._has_equal_shares:
             num_steps = math.ceil(num_frames / self.num_envs_that_step_together)
             return dict.fromkeys(range(num_workers), num_steps * math.prod(env_batch_size))
         least, rest = divmod(num_frames, num_workers)
@@ -128,17 +143,24 @@ class SyncOrder(BatchOrder):
                     f"the batches of workers 0 and {index} differ in {', '.join(map(str, differing))}; let policy and "
                     "hook give the same entries in every worker"
                 )
-        entries = {key: torch.cat([batch.entries[key] for batch in batches]) for key in batches[0].entries}
-        _, *rest = batches[0].batch_size
-        num_rows = sum(batch.batch_size[0] for batch in batches)
-        return tensordict_of(entries, (num_rows, *rest), self._storing_device)
+        num_dims = len(batches[0].batch_size)
+        if self._cat_results == "stack":
+            entries = {key: torch.stack([batch.entries[key] for batch in batches]) for key in batches[0].entries}
+            return tensordict_of(entries, (len(batches), *batches[0].batch_size), self._storing_device)
+        dim = self._cat_results % num_dims
+        if dim == num_dims - 1:  # time
+            for batch in batches:
+                _mark_end(batch)
+        entries = {key: torch.cat([batch.entries[key] for batch in batches], dim) for key in batches[0].entries}
+        batch_size = list(batches[0].batch_size)
+        batch_size[dim] = sum(batch.batch_size[dim] for batch in batches)
+        return tensordict_of(entries, batch_size, self._storing_device)
 
 
 class AsyncOrder(BatchOrder):
     """Each batch is one worker's, of whichever has one first; all are always busy with their next one."""
 
-    @staticmethod
-    def most_frames_of_a_worker(frames_per_batch: int, num_workers: int) -> int:
+    def frames_of_worker(self, frames_per_batch: int, num_workers: int) -> int:
         return frames_per_batch
 
     @property
@@ -162,3 +184,10 @@ class AsyncOrder(BatchOrder):
         if wanted := num_wanted(num_before):
             num_steps = math.ceil(wanted / self.num_envs_that_step_together)
             self._requests.ask(index, num_steps * self.num_envs_that_step_together, num_before)
+
+
+def _mark_end(batch: Batch) -> None:
+    """Mark the last frames as truncated, unless their episodes end there: the next frame is of another worker."""
+    done, truncated = batch.entries["next", "done"], batch.entries["next", "truncated"]
+    truncated[..., -1, :] |= ~done[..., -1, :]
+    done[..., -1, :] = True

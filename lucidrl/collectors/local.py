@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import InteractionType, set_interaction_type
+from tensordict.nn import set_interaction_type
 from torch import nn
 
 from lucidrl.collectors.base import FrameCollector
-from lucidrl.collectors.parts import Device, call_method, check_calls, device_of, load_weights, on_device
+from lucidrl.collectors.parts import CollectorOptions, call_method, check_calls, device_of, load_weights, on_device
 from lucidrl.collectors.profile import RolloutProfiler
 from lucidrl.errors import ConfigError
 from lucidrl.profiling import gate
@@ -27,25 +27,11 @@ class LocalCollector(FrameCollector):
 
     num_workers = 1
 
-    def __init__(
-        self,
-        policy: Any,
-        *,
-        device: Device,
-        policy_device: Device,
-        storing_device: Device,
-        post_collect_hook: Callable[[TensorDictBase], object] | None,
-        init_random_frames: int,
-        reset_at_each_iter: bool,
-        exploration_type: InteractionType,
-        **batches: Any,
-    ):
-        super().__init__(storing_device=storing_device or device, **batches)
-        self._computes_on = device_of(policy_device or device)
+    def __init__(self, policy: Any, options: CollectorOptions):
+        super().__init__(options)
+        self._computes_on = device_of(options.policy_device or options.device)
         self._source, self.policy = policy, on_device(policy, self._computes_on)
-        self.post_collect_hook = post_collect_hook
-        self._init_random_frames, self._reset_at_each_iter = init_random_frames, reset_at_each_iter
-        self._exploration_type = exploration_type
+        self.post_collect_hook = options.post_collect_hook
         self._begins_anew = False
         self._is_shut_down = False
         self._profiler = RolloutProfiler()
@@ -109,13 +95,10 @@ class LocalCollector(FrameCollector):
         """Why this worker cannot record as the settings ask; None if it can, or need not."""
         return self._profiler.obstacle(settings) if worker_idx in settings.workers else None
 
-    def start_profile(self, settings: ProfileSettings, worker_idx: int) -> int | None:
-        """Record as the settings ask, if they name this worker; returns the number of its earlier traces then."""
-        if worker_idx not in settings.workers:
-            return None
-        num_earlier = self._profiler.num_ended
-        self._profiler.enable(settings, worker_idx)
-        return num_earlier
+    def start_profile(self, settings: ProfileSettings, worker_idx: int) -> None:
+        """Record as the settings ask, if they name this worker."""
+        if worker_idx in settings.workers:
+            self._profiler.enable(settings, worker_idx)
 
     def forget_profile(self) -> None:
         """Write no trace, in a process that is about to end."""
@@ -125,11 +108,6 @@ class LocalCollector(FrameCollector):
     def is_profiled(self) -> bool:
         """Whether a trace is still to be written."""
         return self._profiler.is_active
-
-    @property
-    def num_traces(self) -> int:
-        """How many were written so far, or are lost."""
-        return self._profiler.num_ended
 
     def shutdown(self) -> None:
         """Close the envs; may be called twice."""
@@ -164,7 +142,7 @@ class LocalCollector(FrameCollector):
     def _rollout_in_whole(self, num_frames: int) -> TensorDictBase:
         self._check_open()
         try:
-            with self._collecting, torch.no_grad(), set_interaction_type(self._exploration_type):
+            with self._collecting, torch.no_grad(), set_interaction_type(self._options.exploration_type):
                 batch = self._rollout(num_frames)
         except BaseException:
             self.reset()  # the frames up to here are lost
@@ -173,7 +151,7 @@ class LocalCollector(FrameCollector):
 
     def _takes_new_episodes(self) -> bool:
         """Whether this batch begins with them."""
-        begins_anew, self._begins_anew = self._begins_anew or self._reset_at_each_iter, False
+        begins_anew, self._begins_anew = self._begins_anew or self._options.reset_at_each_iter, False
         return begins_anew
 
     def _collected(self, batch: TensorDictBase) -> TensorDictBase:

@@ -1,25 +1,28 @@
-"""What the collectors with workers share: everything but the order in which batches are asked for, and from where."""
+"""What the collectors with workers share: everything but the order of batches and the place of the workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import InteractionType
 from torch import nn
 
 from lucidrl.collectors.base import FrameCollector
 from lucidrl.collectors.batch_orders import BatchOrder, Requests
-from lucidrl.collectors.parts import Device, ReplayBuffer, check_calls, check_frames, weights_of
-from lucidrl.collectors.process_host import ProcessHost
+from lucidrl.collectors.parts import (
+    CollectorArguments,
+    CollectorOptions,
+    Device,
+    check_calls,
+    check_frames,
+    weights_of,
+)
 from lucidrl.collectors.single import Collector
-from lucidrl.collectors.worker_host import WorkerHost, WorkerPlan
-from lucidrl.collectors.worker_main import Call, Seed
-from lucidrl.collectors.worker_set import WorkerSet
-from lucidrl.distributed.child_process import pickled
+from lucidrl.collectors.workers import CollectorWorkers, WorkerPlan
+from lucidrl.distributed.workers.process import pickled
 from lucidrl.envs.base import MAX_SEED
 from lucidrl.envs.creator import EnvFactory, env_creators
 from lucidrl.envs.stacked import check_alike
@@ -38,6 +41,7 @@ class MultiCollector(FrameCollector):
 
     Args:
         create_env_fn: one factory for each worker, or one for all with `num_workers`.
+        order: whose frames a batch has.
         policy: every worker has a copy; that of an `nn.Module` gets new weights from `update_policy_weights_`, that of
             any other callable stays as it was, with all that it refers to.
         create_env_kwargs: of the factories; one mapping for all, or one for each.
@@ -47,47 +51,26 @@ class MultiCollector(FrameCollector):
         start_timeout_s: how long it may take until all workers are ready.
 
     Raises:
-        WorkerError: here and in all calls, if a worker raises, dies or misses its deadline; the worker's own traceback
-            is its cause. Errors of ours that a worker raises (`LucidError`) keep their type. All workers have ended
-            then.
+        WorkerError: here and in all calls, if a worker raises, exits or times out; the worker's own traceback is its
+            cause. Errors of ours that a worker raises (`LucidError`) keep their type. All workers have ended then.
     """
-
-    _order_class: type[BatchOrder]
 
     def __init__(
         self,
         create_env_fn: EnvFactory | Sequence[EnvFactory],
-        policy: Any = None,
+        policy: Any,
+        order: BatchOrder,
         *,
-        frames_per_batch: int,
-        total_frames: int = -1,
-        device: Device = None,
-        storing_device: Device = None,
-        policy_device: Device = None,
         env_device: Device = None,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        init_random_frames: int = 0,
-        max_frames_per_traj: int | None = None,
-        split_trajs: bool = False,
-        reset_at_each_iter: bool = False,
-        exploration_type: InteractionType = InteractionType.RANDOM,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        replay_buffer: ReplayBuffer | None = None,
-        seed: int | None = None,
-        post_collect_hook: Callable[[TensorDictBase], object] | None = None,
         num_workers: int | None = None,
         num_threads: int = 1,
         timeout_s: float = 60.0,
         start_timeout_s: float = 60.0,
+        **arguments: Unpack[CollectorArguments],
     ):
-        super().__init__(
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            storing_device=storing_device or device,
-            split_trajs=split_trajs,
-            postproc=postproc,
-            replay_buffer=replay_buffer,
-        )
+        options = CollectorOptions(**arguments)
+        super().__init__(options)
         for name, seconds in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
             if not seconds > 0:
                 raise ConfigError(f"{name}={seconds} leaves no time for anything; give seconds above 0")
@@ -100,40 +83,42 @@ class MultiCollector(FrameCollector):
         self.policy = policy
         shared_arguments = {
             "policy": policy,
-            "frames_per_batch": self._order_class.most_frames_of_a_worker(frames_per_batch, num_workers),
-            "device": device,
+            "frames_per_batch": order.frames_of_worker(options.frames_per_batch, num_workers),
+            "device": options.device,
             "storing_device": "cpu",  # batches travel through host memory
-            "policy_device": policy_device,
+            "policy_device": options.policy_device,
             "env_device": env_device,
-            "init_random_frames": init_random_frames,
-            "max_frames_per_traj": max_frames_per_traj,
-            "reset_at_each_iter": reset_at_each_iter,
-            "exploration_type": exploration_type,
-            "post_collect_hook": post_collect_hook,
-            "trajectory_stride": self.num_workers,
+            "init_random_frames": options.init_random_frames,
+            "max_frames_per_traj": options.max_frames_per_traj,
+            "reset_at_each_iter": options.reset_at_each_iter,
+            "exploration_type": options.exploration_type,
+            "post_collect_hook": options.post_collect_hook,
+            "trajectory_stride": num_workers,
         }
+        weights = weights_of(policy) if isinstance(policy, nn.Module) else {}
         plan = WorkerPlan(
             pickled("the policy or the hook", shared_arguments),
             [
                 pickled(f"create_env_fn of worker {index}", {"create_env_fn": creator, "first_trajectory": index})
                 for index, creator in enumerate(creators)
             ],
-            weights=weights_of(policy) if isinstance(policy, nn.Module) else {},
+            weight_shapes={name: tensor.shape for name, tensor in weights.items()},
             num_threads=num_threads,
             base_seed=int(torch.randint(2**62, ())),  # torch.manual_seed in the driver decides what they do unseeded
             timeout_s=timeout_s,
             start_timeout_s=start_timeout_s,
         )
-        self.workers = WorkerSet(self._make_host(plan), plan)
-        # Runs when nobody has the collector any more, and at exit before multiprocessing waits for processes to end.
+        self.workers = self._start_workers(plan)
+        # Runs when the collector is garbage, and at exit before multiprocessing waits for processes to end.
         util.Finalize(self, self.workers.shutdown, exitpriority=0)
         try:
             check_alike(self.workers.specs, lambda index: f"the env of worker {index}")
             self._requests = Requests(self.workers)
-            self._order = self._order_class(self._requests, self._storing_device)
-            check_frames(frames_per_batch, total_frames, self._order.num_envs_that_step_together)
-            if seed is not None:
-                self.set_seed(seed)
+            self._order = order
+            order.begin(self._requests, self._storing_device)
+            check_frames(options.frames_per_batch, options.total_frames, order.num_envs_that_step_together)
+            if options.seed is not None:
+                self.set_seed(options.seed)
         except BaseException:
             self.shutdown()
             raise
@@ -166,7 +151,7 @@ class MultiCollector(FrameCollector):
         seeds = [seed]
         for specs in self.workers.specs[:-1]:
             seeds.append((seeds[-1] + specs.num_seeds) % (MAX_SEED + 1))
-        return self.workers.call("set_seed", [Seed(seed) for seed in seeds])[-1]
+        return self.workers.seed(seeds)[-1]
 
     def reset(self) -> None:
         """Begin new episodes with each worker's next batch."""
@@ -180,7 +165,6 @@ class MultiCollector(FrameCollector):
         """Let the workers write what they recorded so far, and record no more; may be called twice."""
         if self.workers.recording:
             self.map_fn("disable_profile", [()] * self.num_workers)
-            self.workers.recording.clear()
 
     def set_profiling_enabled(self, enabled: bool) -> None:
         """Show the per-frame ranges of all workers from now on, or silence them; they must be armed there."""
@@ -194,7 +178,7 @@ class MultiCollector(FrameCollector):
         check_calls(list_of_args, self.num_workers)
         if not callable(getattr(Collector, name, None)):
             raise ConfigError(f"Collector has no method {name!r} to call; give the name of one that it has")
-        return self.workers.call(name, [Call(name, pickled(f"the arguments of {name}", a)) for a in list_of_args])
+        return self.workers.call(name, [pickled(f"the arguments of {name}", args) for args in list_of_args])
 
     def state_dict(self) -> dict[str, Any]:
         """How far collecting has come, as plain values."""
@@ -217,9 +201,8 @@ class MultiCollector(FrameCollector):
         """End the workers, within seconds whatever they are busy with; may be called twice."""
         self.workers.shutdown()
 
-    def _make_host(self, plan: WorkerPlan) -> WorkerHost:
-        """Where the workers run."""
-        return ProcessHost(plan.weights)
+    def _start_workers(self, plan: WorkerPlan) -> CollectorWorkers:
+        return CollectorWorkers(plan)
 
     def _next_batch(self) -> TensorDictBase | None:
         batch = self._order.next_batch(self.num_frames, self._num_wanted)
@@ -232,6 +215,4 @@ class MultiCollector(FrameCollector):
         for index, obstacle in enumerate(self.map_fn("profile_obstacle", calls)):
             if obstacle is not None:
                 raise ConfigError(f"worker {index} cannot be recorded: {obstacle}")
-        for index, num_earlier in enumerate(self.map_fn("start_profile", calls)):
-            if num_earlier is not None:
-                self.workers.recording[index] = num_earlier
+        self.map_fn("start_profile", calls)

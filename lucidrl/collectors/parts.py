@@ -1,14 +1,16 @@
-"""What collectors of frames are made of: checks of numbers and calls, weights and devices of policies."""
+"""What collectors of frames are made of: options, checks of numbers and calls, weights and devices of policies."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Required, TypedDict
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import InteractionType
 from torch import nn
 
 from lucidrl.errors import ConfigError
@@ -25,6 +27,48 @@ class ReplayBuffer(Protocol):
     """Anything that takes batches."""
 
     def extend(self, data: Any) -> Any: ...
+
+
+class CollectorArguments(TypedDict, total=False):
+    """Keyword arguments that all collectors of frames take: fields of `CollectorOptions`."""
+
+    frames_per_batch: Required[int]
+    total_frames: int
+    device: Device
+    storing_device: Device
+    policy_device: Device
+    init_random_frames: int
+    max_frames_per_traj: int | None
+    split_trajs: bool
+    reset_at_each_iter: bool
+    exploration_type: InteractionType
+    postproc: Callable[[TensorDictBase], TensorDictBase] | None
+    replay_buffer: ReplayBuffer | None
+    seed: int | None
+    post_collect_hook: Callable[[TensorDictBase], object] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorOptions:
+    """What all collectors of frames can be told; `Collector` says what each option means."""
+
+    frames_per_batch: int
+    total_frames: int = -1
+    device: Device = None
+    storing_device: Device = None
+    policy_device: Device = None
+    init_random_frames: int = 0
+    max_frames_per_traj: int | None = None
+    split_trajs: bool = False
+    reset_at_each_iter: bool = False
+    exploration_type: InteractionType = InteractionType.RANDOM
+    postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
+    replay_buffer: ReplayBuffer | None = None
+    seed: int | None = None
+    post_collect_hook: Callable[[TensorDictBase], object] | None = None
+
+    def __post_init__(self) -> None:
+        check_frames(self.frames_per_batch, self.total_frames, 1)
 
 
 def check_frames(frames_per_batch: int, total_frames: int, num_envs: int) -> None:

@@ -1,13 +1,26 @@
-"""The profiler of a collector's rollouts, in the process that makes them."""
+"""The profiler of a collector's rollouts, in the process that makes them, and how traces get to another machine."""
 
 from __future__ import annotations
 
+import logging
+import shutil
+import tempfile
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import util
+from pathlib import Path
 from typing import TypeVar
+
+from torch.profiler import profile
 
 from lucidrl.errors import ConfigError
 from lucidrl.profiling.hook import ProfileSettings, _ProfilerHook, profiler_obstacle
+from lucidrl.profiling.trace_files import filled
+
+_log = logging.getLogger(__name__)
 
 BatchT = TypeVar("BatchT")
 
@@ -22,7 +35,7 @@ class RolloutProfiler:
     def __init__(self, role: str = "collector worker"):
         self._role = role
         self._hooks: list[_ProfilerHook] = []  # at most one
-        self._num_enabled = 0
+        self._recording: list[_ProfilerHook] = []  # that of the rollout that is being made
         # Runs when nobody has this any more, and at exit, also that of a process of multiprocessing, unlike `atexit`.
         util.Finalize(self, _stop, (self._hooks,), exitpriority=0)
 
@@ -30,11 +43,6 @@ class RolloutProfiler:
     def is_active(self) -> bool:
         """Whether a trace is still to be written."""
         return any(not hook.is_done for hook in self._hooks)
-
-    @property
-    def num_ended(self) -> int:
-        """How many traces were written, or are lost."""
-        return self._num_enabled - self.is_active
 
     def obstacle(self, settings: ProfileSettings) -> str | None:
         """Why rollouts cannot be recorded so; None if they can."""
@@ -52,7 +60,6 @@ class RolloutProfiler:
         """
         if obstacle := self.obstacle(settings):
             raise ConfigError(obstacle)
-        self._num_enabled += 1
         self._hooks[:] = [_ProfilerHook(settings, worker_idx, self._role)]
 
     def disable(self) -> None:
@@ -65,19 +72,87 @@ class RolloutProfiler:
 
     def run(self, rollout: Callable[[], BatchT]) -> BatchT:
         """Make a rollout, recorded if it is one of those that were asked for."""
-        if not self.is_active:
+        with self:
             return rollout()
-        (hook,) = self._hooks
-        hook.before_rollout()
-        try:
-            batch = rollout()
-        except BaseException:
-            hook.stop()
-            raise
-        hook(batch)
-        return batch
+
+    def __enter__(self) -> None:
+        """Begin a rollout, as `run` does, without a frame of its own."""
+        self._recording = self._hooks[:] if self.is_active else []
+        for hook in self._recording:
+            hook.before_rollout()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        for hook in self._recording:
+            if kind is None:
+                hook(None)
+            else:
+                hook.stop()
 
 
 def _stop(hooks: list[_ProfilerHook]) -> None:
     for hook in hooks:
         hook.stop()
+
+
+@dataclass(frozen=True)
+class SentTrace:
+    """A file, as its worker wrote it."""
+
+    path: Path
+    """Where the driver is to put it."""
+    content: bytes | None
+    """None if the worker could not write it."""
+
+    def save(self, worker_idx: int) -> None:
+        """Put it where it belongs, all of it or nothing; that it cannot be is a warning."""
+        if self.content is None:
+            _log.warning("the trace of collector worker %d is lost: it could not write any", worker_idx)
+            return
+        new = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            new.write_bytes(self.content)
+            new.replace(self.path)
+        except OSError as error:
+            with suppress(OSError):
+                new.unlink()
+            _log.warning(
+                "the trace of collector worker %d is lost: %s cannot be written (%s)", worker_idx, self.path, error
+            )
+
+
+class TraceOutbox:
+    """The worker's end: keeps the traces of its process until they are sent."""
+
+    def __init__(self) -> None:
+        self._traces: list[SentTrace] = []
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is any to be taken."""
+        return bool(self._traces)
+
+    def take(self) -> list[SentTrace]:
+        """Those that have not been taken yet."""
+        traces, self._traces = self._traces, []
+        return traces
+
+    def redirected(self, settings: ProfileSettings, worker_idx: int) -> ProfileSettings:
+        """The same recording, whose trace comes here when it is done."""
+        template = settings.path_template
+        if template is None or worker_idx not in settings.workers:
+            return settings
+        destination = filled(template, worker_idx)
+        # A folder that is there while the trace is written; the suffix says whether to compress.
+        here = Path(tempfile.gettempdir(), f"lucidrl-trace-{uuid.uuid4().hex}", f"trace{destination.suffix}")
+        return replace(
+            settings,
+            save_path=str(here).replace("{", "{{").replace("}", "}}"),
+            on_trace_ready=partial(self._put, here, destination, settings.on_trace_ready),
+        )
+
+    def _put(self, here: Path, destination: Path, then: Callable[[profile], object] | None, profiler: profile) -> None:
+        self._traces.append(SentTrace(destination, here.read_bytes() if here.exists() else None))
+        shutil.rmtree(here.parent, ignore_errors=True)
+        if then is not None:
+            then(profiler)

@@ -6,15 +6,15 @@ Shapes: B the env's batch size, T time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
 from lucidrl.collectors.local import LocalCollector
-from lucidrl.collectors.parts import Device, ReplayBuffer, check_frames
+from lucidrl.collectors.parts import CollectorArguments, CollectorOptions, Device, check_frames
 from lucidrl.collectors.trajectories import POLICY_VERSION, TRAJECTORY_IDS, TrajectoryNumbers
 from lucidrl.envs.base import EnvBase
 from lucidrl.envs.creator import EnvCreator, EnvFactory, make_env
@@ -66,40 +66,14 @@ class Collector(LocalCollector):
         create_env_fn: EnvBase | EnvFactory,
         policy: Any = None,
         *,
-        frames_per_batch: int,
-        total_frames: int = -1,
-        device: Device = None,
-        storing_device: Device = None,
-        policy_device: Device = None,
         env_device: Device = None,
         create_env_kwargs: Mapping[str, Any] | None = None,
-        init_random_frames: int = 0,
-        max_frames_per_traj: int | None = None,
-        split_trajs: bool = False,
-        reset_at_each_iter: bool = False,
-        exploration_type: InteractionType = InteractionType.RANDOM,
-        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
-        replay_buffer: ReplayBuffer | None = None,
-        seed: int | None = None,
-        post_collect_hook: Callable[[TensorDictBase], object] | None = None,
         first_trajectory: int = 0,
         trajectory_stride: int = 1,
+        **arguments: Unpack[CollectorArguments],
     ):
-        super().__init__(
-            policy,
-            device=device,
-            policy_device=policy_device,
-            storing_device=storing_device,
-            post_collect_hook=post_collect_hook,
-            init_random_frames=init_random_frames,
-            reset_at_each_iter=reset_at_each_iter,
-            exploration_type=exploration_type,
-            frames_per_batch=frames_per_batch,
-            total_frames=total_frames,
-            split_trajs=split_trajs,
-            postproc=postproc,
-            replay_buffer=replay_buffer,
-        )
+        options = CollectorOptions(**arguments)
+        super().__init__(policy, options)
         self.env = (
             create_env_fn
             if isinstance(create_env_fn, EnvBase)
@@ -107,16 +81,16 @@ class Collector(LocalCollector):
         )
         if env_device is not None:
             self.env.device = torch.device(env_device)
-        if max_frames_per_traj:
-            self.env = TransformedEnv(self.env, TimeLimit(max_frames_per_traj))
+        if options.max_frames_per_traj:
+            self.env = TransformedEnv(self.env, TimeLimit(options.max_frames_per_traj))
         self._num_envs = math.prod(self.env.batch_size)
-        check_frames(frames_per_batch, total_frames, self._num_envs)
+        check_frames(options.frames_per_batch, options.total_frames, self._num_envs)
         self._act = as_policy(self.policy, self.env, self._computes_on)
         self._act_at_random = as_policy(None, self.env)
-        self._recorder = Recorder(self.env, self._num_steps(frames_per_batch), "Collector.policy")
+        self._recorder = Recorder(self.env, self._num_steps(options.frames_per_batch), "Collector.policy")
         self._numbers = TrajectoryNumbers(self.env.batch_size, first_trajectory, trajectory_stride)
-        if seed is not None:
-            self.set_seed(seed)
+        if options.seed is not None:
+            self.set_seed(options.seed)
 
     def state_dict(self) -> dict[str, Any]:
         """How far collecting has come, as plain values; an env's own state is beyond reach, so new episodes begin."""
@@ -136,7 +110,7 @@ class Collector(LocalCollector):
         if self._takes_new_episodes():
             self._numbers.begin_anew()
             self._recorder.reset()
-        is_random, version = self.num_frames < self._init_random_frames, self.policy_version
+        is_random, version = self.num_frames < self._options.init_random_frames, self.policy_version
         self._recorder.record(self._act_at_random if is_random else self._act, self._num_steps(num_frames))
         batch = self._recorder.take()
         batch[TRAJECTORY_IDS] = self._numbers.of(batch["next", "done"].squeeze(-1).numpy())

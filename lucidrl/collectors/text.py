@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Unpack
 
@@ -19,7 +20,7 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.envs.text.interfaces import EnvRequest
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import DataError, EnvironmentFailure, RefitError
-from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface
+from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from lucidrl.models.generation.sampling import draw_key
 from lucidrl.profiling import gate
 from lucidrl.profiling.hook import ProfileOptions, ProfileSettings
@@ -32,7 +33,7 @@ class TextCollector:
 
     Args:
         generator: completes prompts.
-        runner: judges answers; shut down with the collector.
+        runner: scores completions; closed with the collector.
         prompts: what is asked in training, in an order that depends on `seed` alone.
         context_length: a prompt must leave room for at least one new token.
     """
@@ -79,9 +80,9 @@ class TextCollector:
 
     def collect(self) -> Rollouts:
         """The next step's conversations."""
-        return self._profiler.run(self._collect)
+        with self._profiler, span("rollout"):
+            return self._collect()
 
-    @span("rollout")
     def _collect(self) -> Rollouts:
         self._batches += 1
         wanted = self._config.prompts_per_step
@@ -103,13 +104,31 @@ class TextCollector:
         if all(conversation.is_dropped for group in groups for conversation in group):
             raise EnvironmentFailure(
                 f"the environment could judge none of the step's {wanted * self._config.samples_per_prompt} samples "
-                f"(dropped so far: {dict(self.runner.counts)}); mend it, or raise env.deadline_s if it is slow"
+                f"(dropped so far: {dict(self.runner.counts)}); fix it, or raise env.deadline_s if it is slow"
             )
         return self._rollouts(groups, extra)
 
-    def evaluate(self, prompts: Sequence[Prompt], greedy: bool = True) -> Rollouts:
-        """One conversation for each prompt; takes nothing from the training prompts."""
-        return self._rollouts(self._run_groups(prompts, 1, Counter(), greedy), extra={})
+    def evaluate(
+        self,
+        prompts: Sequence[Prompt],
+        greedy: bool = True,
+        *,
+        batch_size: int | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Rollouts:
+        """One conversation for each prompt; takes nothing from the training prompts.
+
+        Args:
+            batch_size: prompts completed together; by default all.
+            is_stopped: checked before each batch; once it is true, the rest is left out.
+        """
+        groups: list[list[Conversation]] = []
+        asked: Counter[str] = Counter()
+        for start in range(0, len(prompts), batch_size or len(prompts) or 1):
+            if is_stopped():
+                break
+            groups += self._run_groups(prompts[start : start + (batch_size or len(prompts))], 1, asked, greedy)
+        return self._rollouts(groups, extra={})
 
     @profiled("TextCollector.update_policy_weights_")
     def update_policy_weights_(self, version: int) -> None:
@@ -174,7 +193,8 @@ class TextCollector:
         open_ones = [conversation for group in groups for conversation in group]
         for turn in range(1, self._config.max_turns + 1):
             with span("generate"):
-                self._answer(open_ones, turn, greedy)
+                output = self._generator.generate(self._generation_batch(open_ones, turn), greedy=greedy)
+                self._append_completions(open_ones, turn, output.to("cpu"))
             with span("environment"):
                 self._judge(open_ones, turn)
             open_ones = [conversation for conversation in open_ones if not conversation.is_done]
@@ -196,25 +216,29 @@ class TextCollector:
             self._rendered[prompt.prompt_id] = ids
         return self._rendered[prompt.prompt_id]
 
-    def _answer(self, conversations: list[Conversation], turn: int, greedy: bool) -> None:
-        """Append a sampled answer to each conversation."""
+    def _generation_batch(self, conversations: list[Conversation], turn: int) -> BatchedDataDict[GenerationDatumSpec]:
+        """The conversations so far, as prompts."""
         prompts = [torch.cat([message["token_ids"] for message in c.log]) for c in conversations]
         keys = [draw_key(self._seed, self._batches, c.prompt.prompt_id, c.sample, turn) for c in conversations]
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        data: BatchedDataDict[GenerationDatumSpec] = BatchedDataDict(
+        return BatchedDataDict(
             {
                 "input_ids": torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True),
-                "input_lengths": lengths,
+                "input_lengths": torch.tensor([len(prompt) for prompt in prompts]),
                 "draw_keys": torch.tensor(keys, dtype=torch.int64),
                 "stop_strings": [list(c.prompt.stop_strings) for c in conversations],
             }
         )
-        output = self._generator.generate(data, greedy=greedy).to("cpu")
+
+    def _append_completions(
+        self, conversations: list[Conversation], turn: int, output: BatchedDataDict[GenerationOutputSpec]
+    ) -> None:
+        """Append the sampled message to each conversation."""
         ends = output["unpadded_sequence_lengths"].tolist()
-        answers = [ids[start:end] for ids, start, end in zip(output["output_ids"], lengths.tolist(), ends, strict=True)]
+        starts = (output["unpadded_sequence_lengths"] - output["generation_lengths"]).tolist()
+        answers = [ids[start:end] for ids, start, end in zip(output["output_ids"], starts, ends, strict=True)]
         texts = self._tokenizer.batch_decode(answers, skip_special_tokens=True)
         for row, conversation in enumerate(conversations):
-            logprobs = output["logprobs"][row, lengths[row] : ends[row]]
+            logprobs = output["logprobs"][row, starts[row] : ends[row]]
             version = int(output["weight_versions"][row])
             conversation.log.append(sampled_message(texts[row], answers[row], logprobs, version))
             conversation.is_truncated |= bool(output["truncated"][row])
@@ -248,7 +272,7 @@ class TextCollector:
         """Since the last batch of rollouts to train on, whatever they were lost in."""
         before = self._num_replaced
         self._num_replaced = Counter(
-            replaced_generators=self._generator.num_replaced, replaced_env_actors=self.runner.num_replaced
+            replaced_generators=self._generator.num_replaced, replaced_env_workers=self.runner.num_replaced
         )
         return {name: float(number - before[name]) for name, number in self._num_replaced.items()}
 
@@ -294,4 +318,7 @@ def _environment_metrics(conversations: Sequence[Conversation]) -> dict[str, flo
 
 def _mean(values: Any) -> float:
     numbers = [float(value) for value in values]
-    return fmean(numbers) if numbers else float("nan")
+    try:
+        return fmean(numbers) if numbers else math.nan
+    except (OverflowError, ValueError):  # numbers near the limits of a float, or infinities of both signs
+        return sum(numbers) / len(numbers)

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from lucidrl.data.interfaces import ChatMessage
+from lucidrl.data.jsonl import read_json_lines
 from lucidrl.errors import ConfigError, DataError
 
 
@@ -36,22 +37,18 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     same share a split key.
 
     Raises:
-        DataError: naming file and line, for a missing or empty file, a malformed line or an id used twice.
+        DataError: naming file and line, for a missing or empty file, one that is not JSONL, a malformed line or an id
+            used twice.
     """
     path = Path(path)
-    if not path.is_file():
-        raise DataError(f"prompt file {path} does not exist; give the path of a JSONL file")
     prompts: list[Prompt] = []
     line_of_id: dict[str, int] = {}
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            prompt = _parse_line(line, f"{path}:{number}", default_id=f"{path.stem}:{number}")
-            first = line_of_id.setdefault(prompt.prompt_id, number)
-            if first != number:
-                raise DataError(f"{path}:{number}: id {prompt.prompt_id!r} is that of line {first} too; ids are unique")
-            prompts.append(prompt)
+    for line in read_json_lines(path, "prompt"):
+        prompt = _prompt(line.record, line.place, default_id=f"{path.stem}:{line.number}")
+        first = line_of_id.setdefault(prompt.prompt_id, line.number)
+        if first != line.number:
+            raise DataError(f"{line.place}: id {prompt.prompt_id!r} is that of line {first} too; ids are unique")
+        prompts.append(prompt)
     if not prompts:
         raise DataError(f"prompt file {path} has no prompts; write one JSON object on each line")
     return prompts
@@ -117,13 +114,7 @@ class PromptOrder:
         return sorted(range(self._num_prompts), key=key)
 
 
-def _parse_line(line: bytes, place: str, default_id: str) -> Prompt:
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{place}: not valid JSON ({error}); write one JSON object on each line") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: holds a {type(record).__name__}; write one JSON object on each line")
+def _prompt(record: dict[str, Any], place: str, default_id: str) -> Prompt:
     if ("prompt" in record) == ("messages" in record):
         raise DataError(f'{place}: has the keys {", ".join(record) or "(none)"}; give either "prompt" or "messages"')
     prompt_id = record.pop("id", default_id)

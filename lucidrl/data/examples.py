@@ -6,10 +6,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from lucidrl.data.datasets import Prompt, is_held_out
 from lucidrl.data.interfaces import ChatMessage
+from lucidrl.data.jsonl import read_json_lines
 from lucidrl.errors import DataError
 
 Example = list[ChatMessage]
@@ -23,15 +22,12 @@ def load_examples(path: Path, validation_fraction: float) -> tuple[list[Example]
     Raises:
         DataError: naming file and line, for a missing or empty file or a malformed line.
     """
-    if not path.is_file():
-        raise DataError(f"example file {path} does not exist; give the path of a JSONL file")
     train: list[Example] = []
     held_out: list[Example] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if line.strip():
-            fingerprint = hashlib.sha256(line).hexdigest()
-            side = held_out if is_held_out(fingerprint, validation_fraction) else train
-            side.append(_parse(line, f"{path}:{number}"))
+    for line in read_json_lines(path, "example"):
+        fingerprint = hashlib.sha256(line.content).hexdigest()
+        side = held_out if is_held_out(fingerprint, validation_fraction) else train
+        side.append(_example(line.record, line.place))
     if not train:
         raise DataError(f"example file {path} has no conversations to train on; write one JSON object on each line")
     return train, held_out
@@ -47,14 +43,10 @@ def answered(prompt: Prompt) -> Example:
     return [*prompt.messages, {"role": "assistant", "content": str(prompt.info["answer"])}]
 
 
-def _parse(line: bytes, place: str) -> Example:
-    try:
-        record: Any = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{place}: not valid JSON ({error}); write one JSON object on each line") from error
-    if isinstance(record, dict) and isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
+def _example(record: dict[str, Any], place: str) -> Example:
+    if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
         return [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record["completion"]}]
-    messages = record.get("messages") if isinstance(record, dict) else None
+    messages = record.get("messages")
     is_list_of_messages = isinstance(messages, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in messages

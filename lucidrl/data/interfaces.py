@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 
 class ChatMessage(TypedDict):
@@ -21,17 +21,3 @@ which message a token belongs to. Sampled assistant messages also have `generati
 each token, and the `weight_version` of the policy that sampled them. The concatenated `token_ids` are exactly what the
 model saw and sampled.
 """
-
-
-class DatumSpec(TypedDict):
-    """One sample on its way from a dataset to a rollout."""
-
-    idx: int
-    prompt_id: str
-    message_log: LLMMessageLogType
-    extra_env_info: dict[str, Any]
-    """What the environment needs to judge the answer."""
-    task_name: str
-    stop_strings: NotRequired[list[str]]
-    loss_multiplier: NotRequired[float]
-    """Weight of the sample in the loss; 0 drops it. 1 when absent."""

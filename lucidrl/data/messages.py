@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
-from jinja2 import TemplateError
 from torch.nn.utils.rnn import pad_sequence
 
+from lucidrl.data.chat_template import apply_template
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import DataError
@@ -44,7 +44,7 @@ def render_prompt(
     _check_awaits_answer(messages)
     if not tokenizer.chat_template:
         return tokenizer.encode(_joined(messages))
-    return _apply_template(tokenizer, messages, chat_template_kwargs, tokenize=True, return_dict=True)["input_ids"]
+    return apply_template(tokenizer, messages, chat_template_kwargs, tokenize=True, return_dict=True)["input_ids"]
 
 
 def render_reply(
@@ -217,7 +217,7 @@ def _answer_ids(
     lead = ""
     closing: list[int] = []
     if tokenizer.chat_template:
-        prompt = _apply_template(tokenizer, history, chat_template_kwargs, tokenize=False)
+        prompt = apply_template(tokenizer, history, chat_template_kwargs, tokenize=False)
         before, _ = _around_answer(tokenizer, history, (), chat_template_kwargs)
         # Some templates write more before an answer than the generation prompt holds: the model has to learn that too.
         lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
@@ -245,7 +245,7 @@ def _around_answer(
 ) -> tuple[str, str]:
     """Text that the template writes before and after an answer; replies, if any, await the next answer."""
     conversation = [*history, {"role": "assistant", "content": _SENTINEL}, *replies]
-    text = _apply_template(
+    text = apply_template(
         tokenizer, conversation, chat_template_kwargs, tokenize=False, add_generation_prompt=bool(replies)
     )
     if text.count(_SENTINEL) != 1:
@@ -255,21 +255,3 @@ def _around_answer(
         )
     before, _, after = text.partition(_SENTINEL)
     return before, after
-
-
-def _apply_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    chat_template_kwargs: Mapping[str, Any] | None,
-    **options: Any,
-) -> Any:
-    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-    try:
-        return tokenizer.apply_chat_template(
-            plain, **{"add_generation_prompt": True, **options}, **(chat_template_kwargs or {})
-        )
-    except TemplateError as error:
-        roles = ", ".join(message["role"] for message in plain)
-        raise DataError(
-            f"the tokenizer's chat template refuses messages of the roles {roles}: {error}; use roles it knows"
-        ) from error

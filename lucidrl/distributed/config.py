@@ -34,7 +34,7 @@ class ClusterConfig(Config):
     workers share the cores as without it. How many it uses is `num_threads`."""
     num_gpus_per_worker: Literal[0, 1] | None = None
     """GPUs that Ray sets aside for a worker; by default 1 if the cluster has any. Without one it computes on CPUs."""
-    num_threads: PositiveInt | None = None
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of each of several workers; by default OMP_NUM_THREADS or, unset, an equal share of the cores."""
     start_timeout_s: Seconds = 600.0
     """Longest start of several workers: imports, loading of the model, joining each other."""
@@ -49,9 +49,10 @@ class ClusterConfig(Config):
     def ranks_per_node(self) -> int:
         return self.num_workers // self.num_nodes
 
-    def of_one(self) -> ClusterConfig:
-        """The same for a single worker, which is on one node."""
-        return self.model_copy(update={"num_workers": 1, "num_nodes": 1})
+    def of_one(self, with_gpus: bool = True) -> ClusterConfig:
+        """The same for a single worker, which is on one node; without a GPU if it needs none."""
+        update = {"num_workers": 1, "num_nodes": 1}
+        return self.model_copy(update=update if with_gpus else {**update, "num_gpus_per_worker": 0})
 
     @field_validator("address")
     @classmethod

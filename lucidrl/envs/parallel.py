@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from lucidrl.distributed.child_process import StartMethod, num_cores
+from lucidrl.distributed.workers.interfaces import StartMethod
+from lucidrl.distributed.workers.process import num_cores
 from lucidrl.envs.arrays import Arrays, Frame, copy_rows
 from lucidrl.envs.creator import EnvFactory, env_creators
 from lucidrl.envs.process_set import EnvProcessSet

@@ -2,6 +2,10 @@
 
 A command is one byte, and so is the answer; everything else is in shared memory. After the answer `FAILED` comes a
 message with the error, after the first `DONE` one with the specs of the envs.
+
+The byte stays until it is taken, so that no wake-up is lost, and arrays that were written before it are seen after it,
+on every machine. Driver and process spin for a moment before they fall asleep if there is a core for each process,
+because to fall asleep and be woken takes longer than many a step.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import os
 import select
 import signal
 import socket
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,14 +24,17 @@ from typing import Any
 import cloudpickle
 import torch
 
-from lucidrl.distributed.child_main import describe_error, end_with_driver
-from lucidrl.distributed.launchers.messages import Message, send
-from lucidrl.envs.process_bell import wait_readable
+from lucidrl.distributed.workers.child import end_with_driver, leave_signals_to_driver
+from lucidrl.distributed.workers.messages import Message, send
+from lucidrl.distributed.workers.outcomes import describe_error
+from lucidrl.distributed.workers.process import num_cores
 from lucidrl.envs.process_memory import EnvRows, receive_shared, rows_like
 from lucidrl.envs.serial import SerialEnv
 
 RESET, STEP, STEP_AND_RESET, SEED = b"r", b"s", b"a", b"d"
 DONE, FAILED = b".", b"!"
+
+_SPIN_S = 50e-6
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class EnvProcessSettings:
 
 def serve(connection: socket.socket, settings: EnvProcessSettings) -> None:
     """Make the envs, send their specs, then carry out commands until the driver closes the connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the driver decides
+    leave_signals_to_driver()
     end_with_driver(settings.die_with_starting_thread)
     # When the driver asks where this process hangs, the text takes the place of the answer that is overdue.
     faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=False)
@@ -99,3 +107,26 @@ def _tell(connection: socket.socket, answer: bytes, content: Any) -> None:
     message = Message.of(content)
     connection.send(answer)
     send(connection, message)
+
+
+def spin_time_s(num_processes: int) -> float:
+    """How long to spin for a driver and that many env processes."""
+    return _SPIN_S if num_processes < num_cores() else 0.0
+
+
+def wait_readable(poll: select.poll, timeout_s: float | None, spin_s: float) -> list[int]:
+    """Descriptors among those of `poll` that have something to read or whose other end is gone, as soon as any has.
+
+    Args:
+        timeout_s: after that the list is empty; None waits for ever.
+        spin_s: how much of it to spin.
+    """
+    ready = poll.poll(0)
+    if not ready and timeout_s != 0:
+        until = time.perf_counter() + spin_s
+        while not ready and time.perf_counter() < until:
+            os.sched_yield()  # other programs may want the core
+            ready = poll.poll(0)
+        if not ready:
+            ready = poll.poll(None if timeout_s is None else timeout_s * 1000)
+    return [descriptor for descriptor, _ in ready]

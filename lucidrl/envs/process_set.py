@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing import util
 
-from lucidrl.distributed.child_process import StartMethod
+from lucidrl.distributed.workers.interfaces import StartMethod
 from lucidrl.envs.creator import EnvCreator
-from lucidrl.envs.process_bell import spin_time_s
+from lucidrl.envs.process_main import spin_time_s
 from lucidrl.envs.process_memory import EnvRows, rows_like, share
 from lucidrl.envs.processes import EnvProcess, wait_any
 from lucidrl.envs.stacked import EnvSpecs, StackedEnv

@@ -15,13 +15,23 @@ from typing import Any
 
 import cloudpickle
 
-from lucidrl.distributed.child_main import Raised, RemoteTraceback
-from lucidrl.distributed.child_process import ChildProcess, StartMethod, pickled
-from lucidrl.distributed.launchers.messages import receive
+from lucidrl.distributed.workers.interfaces import StartMethod
+from lucidrl.distributed.workers.messages import receive
+from lucidrl.distributed.workers.outcomes import Raised, RemoteTraceback
+from lucidrl.distributed.workers.process import ChildProcess, pickled
 from lucidrl.envs.creator import EnvCreator
 from lucidrl.envs.failures import env_failure
-from lucidrl.envs.process_bell import wait_readable
-from lucidrl.envs.process_main import DONE, FAILED, RESET, SEED, STEP, STEP_AND_RESET, EnvProcessSettings, serve
+from lucidrl.envs.process_main import (
+    DONE,
+    FAILED,
+    RESET,
+    SEED,
+    STEP,
+    STEP_AND_RESET,
+    EnvProcessSettings,
+    serve,
+    wait_readable,
+)
 from lucidrl.envs.process_memory import EnvRows
 from lucidrl.envs.stacked import EnvSpecs
 from lucidrl.errors import LucidError

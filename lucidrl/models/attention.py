@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from lucidrl.distributed.packing import PackedRows
+from lucidrl.errors import ConfigError
 
 NAME = "lucidrl"
 
@@ -32,6 +33,7 @@ class AttentionCall:
     key: torch.Tensor
     """[B, Hkv, T, D]"""
     value: torch.Tensor
+    """[B, Hkv, T, Dv]; Dv is D except in architectures with narrower values."""
     layer: int
     scaling: float
     dropout: float
@@ -44,7 +46,7 @@ class AttentionLayout(Protocol):
     """How the tokens of a forward call lie in memory."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The attention output [B, T, Hq, D]."""
+        """The attention output [B, T, Hq, Dv]."""
         ...
 
 
@@ -55,13 +57,17 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    layout: AttentionLayout,
+    layout: AttentionLayout | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
+    if layout is None:
+        raise ConfigError("its code does not pass the arguments of its forward on to the attention function")
+    if attention_mask is not None:
+        raise ConfigError("its code makes an attention mask of its own")
     call = AttentionCall(
         query,
         key,

@@ -49,8 +49,8 @@ def embedded_tokenizer() -> PreTrainedTokenizerFast:
     specials = [PAD, END, UNKNOWN, *ROLES]
     vocabulary = {token: number for number, token in enumerate([*specials, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")  # type: ignore[attr-defined]
-    tokenizer.decoder = decoders.Fuse()  # type: ignore[attr-defined]
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -21,18 +18,20 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from lucidrl.checkpoint.manager import verify_part
+from lucidrl.data.chat_template import check_chat_template
 from lucidrl.errors import ConfigError
 from lucidrl.models import attention, embedded
-from lucidrl.models.logprobs import LogprobModel
+from lucidrl.models.architecture_check import check_against_own_forward, check_architecture
+from lucidrl.models.model_files import check_config_file, check_finite, check_weight_files, describe_mismatch, refused
 from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
 
 logger = logging.getLogger(__name__)
 
-UNUSABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, SafetensorError)
-"""What a damaged folder, or an architecture that was not written for other attention functions, raises."""
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -91,11 +90,16 @@ def _own_tokenizer(model_name: str, trust_remote_code: bool) -> PreTrainedTokeni
     if model_name in EMBEDDED_MODELS:
         return embedded.embedded_tokenizer()
     folder = model_folder(model_name)
-    with _refused(f"the tokenizer in {folder} cannot be loaded"):
+    with refused(f"the tokenizer in {folder} cannot be loaded"):
         if get_tokenizer_config(folder, local_files_only=True).get("tokenizer_class") == "TokenizersBackend":
             # Its tokenizer.json says all; by the type of the model, another way to split text may be put in its place.
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        check_chat_template(tokenizer, folder)
+    return tokenizer
 
 
 def load_model(
@@ -104,30 +108,46 @@ def load_model(
     """The causal language model with our attention function, checked to compute what its own code computes."""
     if model_name in EMBEDDED_MODELS:
         warm = model_name == EMBEDDED_MODELS[0]
-        model = embedded.embedded_model(warm=warm, seed=seed, attn_implementation=attention.NAME).to(dtype)
+        model: Any = embedded.embedded_model(warm=warm, seed=seed, attn_implementation=attention.NAME)
+        model = model.to(dtype)
     else:
-        folder = model_folder(model_name)
-        with _refused(f"the model in {folder} cannot be loaded"):
-            model = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                attn_implementation=attention.NAME,
-                trust_remote_code=trust_remote_code,
-                local_files_only=True,
-            )
+        model = _load_folder(model_folder(model_name), dtype, trust_remote_code)
     model.eval()
     check_against_own_forward(model)
     return model
 
 
+def _load_folder(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    verify_part(folder)
+    config = model_config(str(folder), trust_remote_code)
+    empty = _meta_model(config, dtype, trust_remote_code)
+    check_architecture(empty)
+    check_weight_files(folder, empty)
+    loader: Any = AutoModelForCausalLM  # its signature leaves out what `output_loading_info` returns
+    with refused(f"the model in {folder} cannot be loaded"):
+        model, found = loader.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # reported below, together with what is missing
+            output_loading_info=True,
+        )
+    if mismatch := describe_mismatch(found):
+        raise ConfigError(
+            f"the weights in {folder} do not fit its config.json: {mismatch}; restore the files of the model"
+        )
+    check_finite(model, folder)
+    return model
+
+
 def empty_model(model_name: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model that `load_model` gives, with shapes but without weights; only its two configs are read."""
-    with _refused(f"the model {model_name} cannot be read"):
-        config = model_config(model_name, trust_remote_code)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust_remote_code
-            )
+    with refused(f"the model {model_name} cannot be read"):
+        model = _meta_model(model_config(model_name, trust_remote_code), dtype, trust_remote_code)
         if model_name not in EMBEDDED_MODELS:
             folder = model_folder(model_name)
             if (folder / GENERATION_CONFIG_NAME).is_file():  # it may name further tokens that end an answer
@@ -136,13 +156,15 @@ def empty_model(model_name: str, dtype: torch.dtype, trust_remote_code: bool = F
 
 
 def model_facts(model_name: str, trust_remote_code: bool = False) -> ModelFacts:
-    """Built on the meta device: reads config.json only."""
-    with _refused(f"the model {model_name} cannot be read"), torch.device("meta"):
-        config = model_config(model_name, trust_remote_code)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    """Built on the meta device: reads config.json only.
+
+    Raises:
+        ConfigError: as `load_model`, as far as that can be said without the weights.
+    """
+    config = model_config(model_name, trust_remote_code)
+    model = _meta_model(config, torch.float32, trust_remote_code)
+    check_architecture(model)
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ModelFacts(
         architecture=type(model).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -150,16 +172,57 @@ def model_facts(model_name: str, trust_remote_code: bool = False) -> ModelFacts:
         vocabulary=text.vocab_size,
         hidden_size=text.hidden_size,
         num_layers=text.num_hidden_layers,
-        kv_elements_per_token=2 * heads * head_size * text.num_hidden_layers,
+        kv_elements_per_token=_kv_elements_per_token(text),
     )
+
+
+def _kv_elements_per_token(text: Any) -> int:
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if getattr(text, "v_head_dim", None):  # keys of two parts, and values of another size
+        size = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
+    else:
+        size = 2 * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return heads * size * text.num_hidden_layers
 
 
 def model_config(model_name: str, trust_remote_code: bool) -> Any:
+    """The config of a causal language model.
+
+    Raises:
+        ConfigError: if config.json cannot be read, has sizes that no model has, or is of another kind of model.
+    """
     if model_name in EMBEDDED_MODELS:
         return embedded.embedded_config()
-    return AutoConfig.from_pretrained(
-        model_folder(model_name), trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    folder = model_folder(model_name)
+    check_config_file(folder / "config.json")
+    with refused(f"{folder / 'config.json'} cannot be used"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    own_code = getattr(config, "auto_map", None) or {}
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own_code:
+        raise ConfigError(
+            f"{folder / 'config.json'}: model_type={config.model_type!r} is no causal language model; use a "
+            "decoder-only model such as Llama, Qwen3 or Gemma"
+        )
+    return config
+
+
+def _meta_model(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """The model with shapes but without weights."""
+    try:
+        with (
+            refused(f"a model of model_type={config.model_type!r} cannot be built from its config.json"),
+            torch.device("meta"),
+        ):
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust_remote_code
+            )
+    except ConfigError as error:
+        if isinstance(error.__cause__, KeyError) and error.__cause__.args == (attention.NAME,):
+            raise ConfigError(
+                f"model_type={config.model_type!r} is not supported: its code has a fixed list of attention functions, "
+                "so ours cannot be used; use a model such as Llama, Qwen3 or Gemma (docs/models.md)"
+            ) from error
+        raise
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -213,47 +276,3 @@ def model_folder(model_name: str) -> Path:
             f"or one of {', '.join(EMBEDDED_MODELS)}"
         )
     return folder
-
-
-@torch.no_grad()
-def check_against_own_forward(model: PreTrainedModel) -> None:
-    """Refuse an architecture whose attention or logits do something that our log-probability path does not know."""
-    vocabulary = model.config.get_text_config().vocab_size
-    device = next(model.parameters()).device
-    ids = torch.arange(1, 25, device=device).remainder(vocabulary).view(2, 12)
-    lengths = torch.full((2,), 12, device=device)
-    with _refused(f"{type(model).__name__} does not accept an attention function of ours"):
-        # Packed, because a model that mixes tokens by other means than attention would mix those of different rows.
-        ours = LogprobModel(model, temperature=1.0)(ids, lengths, frozenset({"logits"}), packed=True).logits
-    assert ours is not None
-    tolerance = 0.05 if model.dtype in (torch.bfloat16, torch.float16) else 1e-3
-    # In half precision the model's own implementations differ from each other by more than that, and the fused one
-    # leaves out what it does not know, such as soft caps: agreeing with either will do.
-    own = ("sdpa", "eager") if model._supports_sdpa else ("eager",)
-    difference = min(
-        (ours.log_softmax(-1) - _own_logits(model, ids, name).log_softmax(-1)).abs().mean().item() for name in own
-    )
-    if not difference <= tolerance:
-        raise ConfigError(
-            f"{type(model).__name__} computes other logits than our log-probability path (by {difference:.3g}); "
-            "this architecture is not supported"
-        )
-
-
-def _own_logits(model: PreTrainedModel, ids: torch.Tensor, attn_implementation: str) -> torch.Tensor:
-    model.config._attn_implementation = attn_implementation
-    try:
-        return model(input_ids=ids, use_cache=False).logits.float()
-    finally:
-        model.config._attn_implementation = attention.NAME
-
-
-@contextmanager
-def _refused(sentence: str) -> Iterator[None]:
-    """Turn what a model or a folder that cannot be used raises into a ConfigError."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except UNUSABLE as error:
-        raise ConfigError(f"{sentence}: {type(error).__name__}: {error}") from error

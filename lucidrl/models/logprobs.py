@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from lucidrl.algorithms.interfaces import Need, TokenOutputs
 from lucidrl.distributed.batching import round_up
 from lucidrl.distributed.packing import PackedRows, gather_rows, pack_rows
 from lucidrl.errors import ConfigError
+from lucidrl.losses.interfaces import Need, TokenOutputs
 from lucidrl.models.attention import AttentionLayout, PackedLayout, PaddedLayout
 from lucidrl.models.context_parallel import ContextParallel
 from lucidrl.models.head import LogitTransform, token_logprobs
@@ -115,7 +115,7 @@ class LogprobModel(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        return self.model.get_output_embeddings()  # type: ignore[return-value]
+        return self.model.get_output_embeddings()
 
     def hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: AttentionLayout

@@ -17,7 +17,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from lucidrl.profiling import gate
-from lucidrl.profiling.sinks import NOT_RECORDED, recorded
+from lucidrl.profiling.spans import NOT_RECORDED, recorded
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -16,8 +16,8 @@ import torch
 
 from lucidrl.profiling.hook import started_profiler
 from lucidrl.profiling.settings import traces_folder, wants_memory_snapshot
-from lucidrl.profiling.sinks import is_under_nsys
 from lucidrl.profiling.span_file import SpanFile
+from lucidrl.profiling.spans import is_under_nsys
 from lucidrl.profiling.trace_files import ProcessName, write_trace
 
 _log = logging.getLogger(__name__)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, PrivateAttr, model_validator
 
 from lucidrl.algorithms.config import GRPOConfig, SFTConfig, ValidationConfig
+from lucidrl.checkpoint.config import CheckpointConfig
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.errors import ConfigError
-from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
+from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.recipes.profile import ProfileConfig
 from lucidrl.recipes.tracking import TextTrackingConfig, TrackingConfig
-from lucidrl.utils.config import Config
+from lucidrl.utils.config import Config, dump_yaml
 from lucidrl.utils.nsys import DRIVER, GENERATION, POLICY, worker_name
+
+NumThreads = Annotated[int, Field(ge=1, le=1024)]
+"""More threads than any machine has cores for are a mistake, and may be more than the system lets a process have."""
 
 PRESETS = Path(str(files("lucidrl.recipes").joinpath("presets")))
 
@@ -31,21 +34,6 @@ class RunConfig(Config):
     """Folder of all runs."""
     name: str | None = None
     """Folder of this run below `root`; by default the next free `exp_NNN` below `root/<algorithm>`."""
-
-
-class CheckpointConfig(Config):
-    """When checkpoints are written."""
-
-    every: NonNegativeInt = 50
-    """Steps between checkpoints, beside the one at the end; 0 = only that one."""
-    keep_last: PositiveInt = 2
-    """How many of the newest are kept, beside the best."""
-    metric: str | None = "reward"
-    """Validation metric whose best checkpoint is kept as well."""
-    mode: Literal["max", "min"] = "max"
-    """Whether more or less of it is better."""
-    background: bool = True
-    """Write while training goes on; costs host memory for one copy of weights and optimizer."""
 
 
 class SFTCheckpointConfig(CheckpointConfig):
@@ -66,7 +54,7 @@ class BaseRunConfig(Config, ABC):
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Decides the order of prompts, every random draw, and the weights of an untrained model."""
-    num_threads: PositiveInt | None = None
+    num_threads: NumThreads | None = None
     """CPU threads of the computation; by default torch decides. Results depend on it in the last bits."""
     run: RunConfig = RunConfig()
     """Where the run writes."""
@@ -76,6 +64,18 @@ class BaseRunConfig(Config, ABC):
     """Records."""
     profile: ProfileConfig = ProfileConfig()
     """Traces of some steps."""
+    _references: dict[str, Any] | None = PrivateAttr(default=None)
+    """Texts with references to environment variables, in the place of the settings that have their values."""
+
+    def with_references(self, references: dict[str, Any] | None) -> Self:
+        """The same settings, which `to_yaml` writes with these texts in place of their values."""
+        copy = self.model_copy()
+        copy._references = references
+        return copy
+
+    def to_yaml(self) -> str:
+        """All settings; loading that text again gives equal ones."""
+        return dump_yaml(self, self._references)
 
     @property
     def worker_names(self) -> list[str]:
@@ -110,15 +110,6 @@ class TextRunConfig(BaseRunConfig):
     """Held-out problems."""
     tracking: TextTrackingConfig = TextTrackingConfig()
     """Records."""
-
-    @model_validator(mode="after")
-    def _actors_have_ray(self) -> Self:
-        if self.env.num_actors and not self.cluster.uses_ray:
-            raise ValueError(
-                f"env.num_actors={self.env.num_actors} asks for Ray actors, but cluster.launcher="
-                f"{self.cluster.launcher} starts no Ray; set cluster.launcher=ray, or env.num_actors=0"
-            )
-        return self
 
     @property
     def worker_names(self) -> list[str]:
@@ -252,6 +243,10 @@ class SFTRunConfig(TextRunConfig):
         return self.sft.max_steps
 
     @property
+    def title(self) -> str:
+        return f"{self.policy.model_name} on {self.data.file or self.env.name}"
+
+    @property
     def rows_per_step(self) -> int:
         return self.sft.examples_per_step
 
@@ -263,8 +258,8 @@ class SFTRunConfig(TextRunConfig):
 
     @model_validator(mode="after")
     def _file_asks_nobody(self) -> SFTRunConfig:
-        generation, num_actors = self.policy.generation, self.env.num_actors
-        unused = [f"env.num_actors={num_actors}"] if num_actors else []
+        generation, num_workers = self.policy.generation, self.env.num_workers
+        unused = [f"env.num_workers={num_workers}"] if num_workers > 1 else []
         if generation.placement == "separate":
             unused.append("policy.generation.placement=separate")
         if self.data.file is not None and unused:
@@ -296,9 +291,3 @@ def preset_path(name: str) -> Path:
     if name not in known:
         raise ConfigError(f"there is no preset {name!r}; the presets are {', '.join(known)}")
     return known[name]
-
-
-def default_grpo_preset(overrides: Sequence[str]) -> str:
-    """The embedded model trains with `demo`, any other with `chat`: sizes apart, they differ in learning rate."""
-    models = [text.partition("=")[2] for text in overrides if text.startswith("policy.model_name=")]
-    return "chat" if models and models[-1] not in EMBEDDED_MODELS else "demo"

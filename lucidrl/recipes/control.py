@@ -1,71 +1,114 @@
-"""The recipe for control tasks: from the configuration of a run to its parts, connected."""
+"""Runs of control policies: from settings to a loop with its parts, connected.
+
+Envs are put back into the middle of an episode by playing it again: their state is beyond reach, but what led to it is
+not, the generator as it was before the reset and the actions since. An env that draws from its own generator only is
+then where it was, to the bit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from rich.table import Table
 
-from lucidrl.algorithms.episodes import EpisodeCounter
-from lucidrl.algorithms.evaluation import Evaluator
 from lucidrl.algorithms.loop import Watcher
-from lucidrl.algorithms.ppo import PPO
+from lucidrl.algorithms.ppo import PPO, EpisodeCounter
+from lucidrl.algorithms.validation import EpisodeValidator
 from lucidrl.collectors.single import Collector
 from lucidrl.envs.base import EnvBase
 from lucidrl.envs.gym import GymEnv
 from lucidrl.envs.serial import SerialEnv
 from lucidrl.envs.specs import Bounded, OneHot, Unbounded
-from lucidrl.errors import ConfigError
+from lucidrl.errors import CheckpointError, ConfigError
 from lucidrl.models.control.interfaces import ActionSpace, ContinuousActions, DiscreteActions, ObservationSpace
 from lucidrl.models.control.policy import ControlPolicy
 from lucidrl.recipes.control_configs import ControlEnvConfig, PPORunConfig
-from lucidrl.recipes.episode_tape import EpisodeTape, EpisodeTapes
-from lucidrl.recipes.parts import RunParts, check_run_can_start
-from lucidrl.recipes.recipe import Recipe
+from lucidrl.recipes.parts import RunParts, check_run_can_start, checkpoint_on_disk
 from lucidrl.utils.imports import import_user_module
+from lucidrl.utils.random_state import seed_everything
 
 if TYPE_CHECKING:
     import gymnasium
+
+log = logging.getLogger(__name__)
 
 VALIDATION_SEED = 1_000_000_007
 """Of the first episode of every validation, whatever the seed of the run."""
 
 
+class PPORun:
+    """A run that `lucidrl.recipes.run` checks and starts; both use the same envs."""
+
+    def __init__(self, config: PPORunConfig) -> None:
+        self._config = config
+
+    @cached_property
+    def _envs(self) -> tuple[EnvBase, EpisodeTapes]:
+        seed_everything(self._config.seed)  # their constructors may draw
+        return make_envs(self._config.env, self._config.env.num_envs)
+
+    def preflight(self) -> ControlPreflight:
+        """Check run folder, trackers, envs, networks and optimizers.
+
+        Raises:
+            LucidError: for the first thing that would stop the run.
+        """
+        config = self._config
+        check_run_can_start(config)
+        observations, actions = spaces_of(self._envs[0], config.env.name)
+        policy = ControlPolicy(observations, actions, config.policy, config.critic)
+        networks = {"policy": policy.network, "critic": policy.critic}
+        counts = {role: sum(p.numel() for p in network.parameters()) for role, network in networks.items()}
+        trained = [(counts["policy"], config.policy), (counts["critic"], config.critic)]
+        return ControlPreflight(observations, actions, counts, checkpoint_on_disk(config, *trained))
+
+    @contextmanager
+    def loop(self, folder: Path, watcher: Watcher, resume: bool = False) -> Iterator[PPO]:
+        """The loop, ready to run; its parts end with the context."""
+        config = self._config
+        env, tapes = self._envs  # before the run is seeded: what envs draw when they are made changes nothing
+        with ExitStack() as stack:
+            parts = RunParts(config, folder, stack, watcher, resume)
+            policy = ControlPolicy(*spaces_of(env, config.env.name), config.policy, config.critic)
+            collector = Collector(
+                env,
+                policy.network,
+                frames_per_batch=config.collector.frames_per_batch,
+                policy_device=policy.device,
+                # Far from the seeds of other runs: envs take those that follow.
+                seed=int(np.random.SeedSequence(config.seed).generate_state(1)[0]),
+            )
+            ppo = PPO(
+                config=config.ppo,
+                loop=parts.loop(policy, config.validation, _validator(config, policy, stack)),
+                policy=policy,
+                collector=collector,
+                envs=tapes,
+                episodes=EpisodeCounter(config.env.num_envs),
+            )
+            parts.restore(policy, ppo)
+            yield ppo
+
+    def next_commands(self, folder: Path) -> list[list[str]]:
+        return []
+
+    def close(self) -> None:
+        if "_envs" in vars(self):
+            self._envs[0].close()
+
+
 def run_ppo(config: PPORunConfig, folder: Path, watcher: Watcher, resume: bool = False) -> int:
     """Run PPO in a run folder; returns the last completed step."""
-    with ExitStack() as stack:
-        parts = RunParts(config, folder, stack, watcher, resume)
-        env, tapes = make_envs(config.env, config.env.num_envs)
-        stack.callback(env.close)
-        policy = ControlPolicy(*spaces_of(env, config.env.name), config.policy, config.critic)
-        collector = Collector(
-            env,
-            policy.network,
-            frames_per_batch=config.collector.frames_per_batch,
-            policy_device=policy.device,
-            # Far from the seeds of other runs: envs take those that follow.
-            seed=int(np.random.SeedSequence(config.seed).generate_state(1)[0]),
-        )
-        loop = PPO(
-            config=config.ppo,
-            validation=config.validation,
-            policy=policy,
-            collector=collector,
-            envs=tapes,
-            episodes=EpisodeCounter(config.env.num_envs),
-            evaluator=_evaluator(config, policy, stack),
-            logger=parts.logger,
-            saver=parts.saver(policy),
-            watcher=watcher,
-        )
-        parts.restore(policy, loop)
+    with closing(PPORun(config)) as run, run.loop(folder, watcher, resume) as loop:
         return loop.run()
 
 
@@ -118,12 +161,12 @@ def spaces_of(env: EnvBase, name: str) -> tuple[ObservationSpace, ActionSpace]:
     )
 
 
-def _evaluator(config: PPORunConfig, policy: ControlPolicy, stack: ExitStack) -> Evaluator | None:
+def _validator(config: PPORunConfig, policy: ControlPolicy, stack: ExitStack) -> EpisodeValidator | None:
     if config.validation.num_episodes == 0:
         return None
     env = SerialEnv(config.validation.num_episodes, lambda: GymEnv(_gymnasium_env(config.env)))
     stack.callback(env.close)
-    return Evaluator(env, policy.greedy, policy.device, VALIDATION_SEED, config.validation.max_episode_frames)
+    return EpisodeValidator(env, policy.greedy, policy.device, VALIDATION_SEED, config.validation.max_episode_frames)
 
 
 @dataclass(frozen=True)
@@ -134,6 +177,8 @@ class ControlPreflight:
     actions: ActionSpace
     num_parameters: dict[str, int]
     """By role."""
+    checkpoint: str
+    """What checkpoints take on disk."""
 
     def table(self) -> Table:
         table = Table("env and networks", "", box=None, pad_edge=False)
@@ -141,23 +186,8 @@ class ControlPreflight:
         table.add_row("action", _described(self.actions))
         for role, count in self.num_parameters.items():
             table.add_row(f"parameters of the {role}", f"{count:,}")
+        table.add_row("checkpoint on disk", self.checkpoint)
         return table
-
-
-def preflight(config: PPORunConfig) -> ControlPreflight:
-    """Check run folder, trackers, env, networks and optimizers.
-
-    Raises:
-        LucidError: for the first thing that would stop the run.
-    """
-    check_run_can_start(config)
-    env, _ = make_envs(config.env, num_envs=1)
-    with env:
-        observations, actions = spaces_of(env, config.env.name)
-    policy = ControlPolicy(observations, actions, config.policy, config.critic)
-    networks = {"policy": policy.network, "critic": policy.critic}
-    counts = {role: sum(p.numel() for p in network.parameters()) for role, network in networks.items()}
-    return ControlPreflight(observations, actions, counts)
 
 
 def _described(actions: ActionSpace) -> str:
@@ -166,18 +196,103 @@ def _described(actions: ActionSpace) -> str:
     return f"{list(actions.low.shape)} numbers from {actions.low.min():g} to {actions.high.max():g}"
 
 
-def _default_preset(overrides: Sequence[str]) -> str | None:
-    """`cartpole` is for CartPole; another env stands on the defaults."""
-    names = [text.partition("=")[2] for text in overrides if text.startswith("env.name=")]
-    return "cartpole" if not names or names[-1] == "CartPole-v1" else None
+class EpisodeTape:
+    """Stands before an env of gymnasium and remembers what it takes to play its episode again."""
+
+    def __init__(self, env: gymnasium.Env):
+        self._env = env
+        self._seed: int | None = None
+        """The last one given."""
+        self._generator: Mapping[str, Any] | None = None
+        """State of the env's generator before the last reset; None after a reset with a seed, or if it has none."""
+        self._actions: list[np.ndarray] = []
+        self._observation: Any = None
+        self._resumed: Mapping[str, Any] | None = None
+        """What the next reset has to play."""
+
+    def taped_env(self) -> gymnasium.Env:
+        """The env, whose resets and steps go through this tape."""
+        import gymnasium
+
+        wrapper: Any = gymnasium.Wrapper(self._env)
+        wrapper.reset, wrapper.step = self.reset, self.step
+        return wrapper
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode; the first time after `load_state_dict`, go on with the one that was saved."""
+        if self._resumed is not None:
+            resumed, self._resumed = self._resumed, None
+            return self._play(resumed)
+        if seed is None:
+            self._generator = _generator_state(self._env)
+        else:
+            self._seed, self._generator = seed, None
+        self._actions = []
+        self._observation, info = self._env.reset(seed=seed, options=options)
+        return self._observation, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        self._actions.append(np.array(action))
+        result = self._env.step(action)
+        self._observation = result[0]
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """The episode so far, as plain values."""
+        return {
+            "seed": self._seed,
+            "generator": self._generator,
+            "actions": [action.tolist() for action in self._actions],
+            "observation": _digest(self._observation),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._resumed = state
+
+    def _play(self, saved: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.reset(seed=saved["seed"])
+        if saved["generator"] is not None:
+            self._env.unwrapped.np_random.bit_generator.state = saved["generator"]
+            observation, info = self.reset()
+        for action in saved["actions"]:
+            observation, _, terminated, truncated, info = self.step(np.array(action, self._env.action_space.dtype))
+            if terminated or truncated:
+                log.warning("an episode of %s ended before it came to where it was saved; a new one begins", self._env)
+                return self.reset()
+        if _digest(observation) != saved["observation"]:
+            log.warning("%s does not play an episode twice alike: the run goes on, but not to the bit", self._env)
+        return observation, info
 
 
-PPO_RECIPE = Recipe(
-    name="ppo",
-    schema=PPORunConfig,
-    default_preset=_default_preset,
-    preflight=preflight,
-    run=run_ppo,
-    validated_on="greedy",
-    next_commands=lambda config, folder: [],
-)
+class EpisodeTapes:
+    """Those of several envs, kept together."""
+
+    def __init__(self, tapes: Sequence[EpisodeTape]):
+        self._tapes = tapes
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [tape.state_dict() for tape in self._tapes]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        if len(state) != len(self._tapes):
+            raise CheckpointError(
+                f"the run was saved with env.num_envs={len(state)}, not {len(self._tapes)}; resume with that number"
+            )
+        for tape, saved in zip(self._tapes, state, strict=True):
+            tape.load_state_dict(saved)
+
+
+def _generator_state(env: gymnasium.Env) -> dict[str, Any] | None:
+    """As plain values; None if the env has put something else than a `numpy.random.Generator` in its place."""
+    generator = env.unwrapped.np_random
+    return _plain(generator.bit_generator.state) if isinstance(generator, np.random.Generator) else None
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
+
+
+def _digest(observation: Any) -> str:
+    return hashlib.blake2b(np.asarray(observation).tobytes(), digest_size=16).hexdigest()

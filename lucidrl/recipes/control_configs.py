@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from lucidrl.algorithms.config import ControlValidationConfig, PPOConfig
 from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
-from lucidrl.recipes.configs import Arithmetic, BaseRunConfig
+from lucidrl.recipes.configs import Arithmetic, BaseRunConfig, NumThreads
 from lucidrl.utils.config import Config
 
 
@@ -33,7 +33,7 @@ class FrameCollectorConfig(Config):
 class PPORunConfig(BaseRunConfig):
     """`lucidrl ppo`"""
 
-    num_threads: PositiveInt | None = 1
+    num_threads: NumThreads | None = 1
     """CPU threads of the computation; null lets torch decide. More than one only wait for each other in small networks.
     Results depend on it in the last bits."""
     ppo: PPOConfig = PPOConfig()

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import shlex
+import stat
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
+from rich.text import Text
 
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.recipes.profile import TRACES_NAME
@@ -32,6 +47,8 @@ NUM_SAMPLES = 3
 """Conversations shown where samples are asked for."""
 UNLISTED_PHASES = frozenset({"rollout", "reward", "forward", "backward", "optimizer", "logprobs", "reference"})
 """Spans around others or inside of them: those in between are listed, and add up to the step."""
+BAR_WIDTH = 20
+"""Of a wide terminal; on a narrow one the numbers take its place."""
 
 
 class RunDisplay:
@@ -39,7 +56,7 @@ class RunDisplay:
 
     Args:
         validated_on: what validation results are of.
-        next_commands: what the summary suggests, before how to see more of the run and how to go on.
+        started: when the run began, by `time.perf_counter`; by default now.
     """
 
     def __init__(
@@ -50,23 +67,26 @@ class RunDisplay:
         console: Console | None = None,
         *,
         validated_on: str = "held-out",
-        next_commands: Sequence[list[str]] = (),
+        started: float | None = None,
     ):
         self.console = console or Console()
         self._algorithm = algorithm
         self._max_steps = max_steps
         self._folder = folder
         self._validated_on = validated_on
-        self._suggested = list(next_commands)
         self._validations: dict[int, dict[str, float]] = {}
         self._seconds_of_phase: dict[str, float] = defaultdict(float)
         self._num_steps = 0
-        self._start = time.perf_counter()
+        self._start = self._loaded = time.perf_counter() if started is None else started
+        self._trained: float | None = None
+        self._seconds_before: dict[str, float] = {}
+        self._seconds_between: dict[str, float] = {}
+        bar = [BarColumn(bar_width=BAR_WIDTH)] if self.console.width >= 80 + BAR_WIDTH else []
         self._progress = Progress(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[metrics]}"),
+            *bar,
+            _Metrics(self.console, taken=30 + 2 * len(str(max_steps)) + len(bar) * (BAR_WIDTH + 1)),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -88,6 +108,20 @@ class RunDisplay:
         """Write a line as it is: no markup in names, and no line breaks in what may be copied."""
         self.console.print(message, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
+    def on_loaded(self) -> None:
+        """The loop is ready: what follows is training."""
+        self._loaded = time.perf_counter()
+        self._seconds_before = _seconds_of_spans()
+
+    def on_trained(self) -> None:
+        """The loop has ended: what follows is the shutdown of its parts."""
+        self._trained = time.perf_counter()
+        seconds = _seconds_of_spans()
+        self._seconds_between = {
+            row: seconds.get(name, 0.0) - self._seconds_before.get(name, 0.0) - self._seconds_of_phase.get(name, 0.0)
+            for row, name in (("validation", "validate"), ("saving", "save"))
+        }
+
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._validations[step] = dict(metrics)
         shown = "  ".join(f"{name} {metrics[name]:.3f}" for name in HEADLINES if name in metrics)
@@ -108,10 +142,16 @@ class RunDisplay:
             left_s = self._seconds_of_phase["step"] / self._num_steps * (self._max_steps - step)
             self.announce(f"step {step}/{self._max_steps}  {text}  left {left_s:.0f} s")
 
-    def summary(self, last_step: int) -> None:
-        """How it ended, held-out results, time by phase, where everything is, what to do next."""
+    def summary(self, last_step: int, suggested: Sequence[list[str]] = ()) -> None:
+        """How it ended, held-out results, time by phase, where everything is, what to do next.
+
+        Args:
+            suggested: commands to show before those that show more of the run and continue it.
+        """
         self.console.rule("[bold]summary")
-        if self._num_steps == 0:
+        if last_step == 0:
+            self.announce("stopped before the first step, so nothing is saved")
+        elif self._num_steps == 0:
             self.announce(f"nothing to do: step {last_step} of {self._max_steps} was done and saved before")
         elif last_step < self._max_steps:
             self.announce(f"stopped after step {last_step} of {self._max_steps}, which is saved")
@@ -124,7 +164,7 @@ class RunDisplay:
         if any((self._folder / TRACES_NAME).glob("*.json")):
             self.announce(f"  {TRACES_NAME}/ has the recorded steps; ui.perfetto.dev shows its .json files")
         self.announce("next:")
-        for command in self._next_commands(last_step):
+        for command in [*suggested, *self._next_commands(last_step)]:
             self.announce(f"  {shlex.join(command)}")
 
     def _show_validations(self) -> None:
@@ -137,20 +177,26 @@ class RunDisplay:
                 self.announce(f"{self._validated_on} {name}: {before:.3f} at step {first}, {after:.3f} at step {last}")
 
     def _phases(self) -> Table:
-        steps = "step" if self._num_steps == 1 else "steps"
+        """Rows that add up to the whole run; those below `steps` add up to that one."""
+        now = time.perf_counter()
+        trained = self._trained or now
+        phases = dict(self._seconds_of_phase)
+        steps = phases.pop("step")
+        in_steps = sorted(phases.items(), key=lambda item: -item[1])
+        rows = {"loading": self._loaded - self._start, "steps": steps, **self._seconds_between}
+        rows["shutdown"] = now - trained
         table = Table(
-            f"time of {self._num_steps} {steps}",
+            f"time of {self._num_steps} {'step' if self._num_steps == 1 else 'steps'}",
             Column("seconds", justify="right"),
             Column("share", justify="right"),
             box=None,
             pad_edge=False,
         )
-        seconds_of = dict(self._seconds_of_phase)
-        total = seconds_of.pop("step")
-        rows = sorted(seconds_of.items(), key=lambda item: -item[1])
-        for phase, seconds in [*rows, ("other", total - sum(seconds_of.values())), ("all steps", total)]:
-            table.add_row(phase, f"{seconds:.1f}", f"{seconds / total:.0%}")
-        table.add_row("whole run", f"{time.perf_counter() - self._start:.1f}", "")
+        whole = now - self._start
+        for name, seconds in {**rows, "other": whole - sum(rows.values()), "whole run": whole}.items():
+            table.add_row(name, f"{seconds:.1f}", f"{seconds / whole:.0%}")
+            for phase, part in [*in_steps, ("other", steps - sum(phases.values()))] if name == "steps" else ():
+                table.add_row(f"  {phase}", f"{part:.1f}", f"{part / whole:.0%}")
         return table
 
     def _next_commands(self, last_step: int) -> list[list[str]]:
@@ -159,4 +205,56 @@ class RunDisplay:
         if last_step >= self._max_steps:
             resume.append(f"{algorithm}.max_steps={2 * last_step}")
         show = [["tensorboard", "--logdir", folder]] if (self._folder / "tensorboard").is_dir() else []
-        return [*self._suggested, *show, resume]
+        return [*show, resume]
+
+
+class _Metrics(TextColumn):
+    """Metrics of the step, cut to what the other columns leave: those are never cut."""
+
+    def __init__(self, console: Console, taken: int) -> None:
+        super().__init__("{task.fields[metrics]}")
+        self._console, self._taken = console, taken
+
+    def render(self, task: Task) -> Text:
+        text = super().render(task)
+        text.truncate(max(0, self._console.width - self._taken), overflow="ellipsis")
+        return text
+
+
+def _seconds_of_spans() -> dict[str, float]:
+    """By name, of all spans of this process so far."""
+    from lucidrl.profiling.spans import recorder
+
+    return {name: total.seconds for name, total in recorder.totals().items()}
+
+
+def outlive_readers() -> None:
+    """Let this process go on when nobody reads its output any more: a closed pipe, or a terminal that hung up."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            descriptor = stream.fileno()
+            mode = os.fstat(descriptor).st_mode
+        except (AttributeError, OSError, ValueError):  # closed, or not a file at all
+            continue
+        if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)):
+            continue
+        stream.flush()
+        raw = io.BufferedWriter(_OutlivingFile(descriptor, "w", closefd=False))
+        is_terminal = raw.isatty()
+        setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=is_terminal))
+
+
+class _OutlivingFile(io.FileIO):
+    """A file that becomes /dev/null when nobody reads it any more."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())  # for everything else that writes there, too
+            os.close(nowhere)
+            return len(data)

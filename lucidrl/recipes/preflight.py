@@ -1,30 +1,126 @@
-"""Everything that can be known to be wrong before weights are loaded, and what a run will need."""
+"""What a run of a language model reads, and what can be known to be wrong before it loads weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
+from lucidrl.data.datasets import Prompt, PromptOrder
 from lucidrl.data.examples import answered, load_examples
+from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.launchers.ray import check_can_be_placed, is_to_be_started
+from lucidrl.distributed.workers.ray_launch import check_can_be_placed, is_to_be_started
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.envs.text.registry import env_of, split_prompts
+from lucidrl.envs.text.hosts import EnvHost, prompts_of, start_first_worker, start_host
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.placement import check_nodes, generator_nodes, generator_parts
+from lucidrl.models.generation.placement import check_nodes, generator_nodes, generator_numbering
 from lucidrl.models.loading import DTYPES, ModelFacts, empty_model, model_facts, policy_tokenizer
+from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.models.policy.config import PolicyConfig
-from lucidrl.models.policy.optim import PolicyOptimizer
 from lucidrl.models.policy.policy import worker_class_of
 from lucidrl.models.tensor_parallel import check_tensor_parallel
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.parts import check_run_can_start
+from lucidrl.recipes.parts import check_run_can_start, checkpoint_on_disk
+from lucidrl.utils.random_state import seed_everything
 
 GIB = 2**30
+_LONGEST_SHOWN = 200
+
+
+class TextInputs:
+    """Environment, prompts, tokenizer and facts of the model: each is made when first used, and only once."""
+
+    def __init__(self, config: GRPORunConfig | SFTRunConfig) -> None:
+        silence_progress_bars()
+        self._config = config
+
+    @property
+    def uses_env(self) -> bool:
+        """Whether prompts and rewards come from an environment, and not from a file of conversations."""
+        return not isinstance(self._config, SFTRunConfig) or self._config.data.file is None
+
+    @cached_property
+    def _host(self) -> EnvHost:
+        seed_everything(self._config.seed)  # an environment in this process may draw
+        return start_first_worker(self._config.env, self._config.cluster, self._config.seed)
+
+    def environment(self, log_dir: Path) -> EnvHost:
+        """The environment for the run: the one that gave the prompts, unless there are to be several workers."""
+        config = self._config
+        if config.env.num_workers == 1:
+            self._host.move_logs(log_dir)
+            return self._host
+        self.close()
+        return start_host(config.env, config.cluster, log_dir=log_dir, seed=config.seed)
+
+    def close(self) -> None:
+        """End the environment that gave the prompts; may be called twice."""
+        if "_host" in vars(self):
+            self._host.shutdown()
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        return model_facts(self._config.policy.model_name, self._config.policy.trust_remote_code)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return policy_tokenizer(self._config.policy)
+
+    @cached_property
+    def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
+        """Prompts to train on, and all held-out ones."""
+        return prompts_of(self._host, self._config.env)
+
+    @cached_property
+    def validated(self) -> list[int]:
+        """Which of the held-out prompts validation uses: the same ones in every run."""
+        num_held_out = len(self.prompts[1])
+        count = min(self._config.validation.num_prompts, num_held_out)
+        return PromptOrder(num_held_out, seed=0).take(0, count) if count else []
+
+    @property
+    def validation_prompts(self) -> list[Prompt]:
+        return [self.prompts[1][index] for index in self.validated]
+
+    @cached_property
+    def examples(self) -> tuple[list[LLMMessageLogType], list[LLMMessageLogType]]:
+        """Tokenized conversations to learn from, and the held-out ones; of `data.file`, or the answered prompts."""
+        if isinstance(self._config, SFTRunConfig) and self._config.data.file is not None:
+            train, held_out = load_examples(self._config.data.file, self._config.data.validation_fraction)
+        else:
+            train, held_out = ([answered(prompt) for prompt in side] for side in self.prompts)
+        return (
+            [supervised_example(self.tokenizer, messages) for messages in train],
+            [supervised_example(self.tokenizer, messages) for messages in held_out],
+        )
+
+    def read(self) -> None:
+        """Read everything that the run will use and that was not used before."""
+        _ = self.tokenizer, self.facts, self.examples if isinstance(self._config, SFTRunConfig) else self.prompts
+
+    @property
+    def example_prompt(self) -> str:
+        """The shortest user message that opens a prompt or conversation; a placeholder if all are long."""
+        sides = self.prompts if self.uses_env else self.examples
+        logs = [prompt.messages if isinstance(prompt, Prompt) else prompt for side in sides for prompt in side]
+        opening = [next((m["content"] for m in log if m["role"] == "user"), "") for log in logs]
+        return min(
+            (text for text in opening if 0 < len(text.strip()) <= _LONGEST_SHOWN), key=len, default="your prompt"
+        )
+
+
+def silence_progress_bars() -> None:
+    """Hide the bars of transformers for loading and saving: they would tear our own lines apart."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
 
 
 @dataclass(frozen=True)
@@ -38,6 +134,8 @@ class Preflight:
     """Tokens of the longest prompt or conversation."""
     memory_gib: dict[str, float]
     """An estimate, by what takes it."""
+    checkpoint: str
+    """What checkpoints take on disk."""
 
     def table(self) -> Table:
         table = Table("model and data", "", box=None, pad_edge=False)
@@ -50,21 +148,22 @@ class Preflight:
         for what, size in self.memory_gib.items():
             table.add_row(f"memory: {what}", f"{size:.2f} GiB")
         table.add_row("memory: about, in all", f"{sum(self.memory_gib.values()):.2f} GiB")
+        table.add_row("checkpoint on disk", self.checkpoint)
         return table
 
 
-def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
+def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = None) -> Preflight:
     """Check run folder, trackers, Ray cluster, model folder, tokenizer, environment and every prompt; loads no weights.
 
     Raises:
         LucidError: for the first thing that would stop the run.
     """
     check_run_can_start(config)
+    inputs = inputs or TextInputs(config)
     policy = config.policy
     check_placement(policy.generation, config.env, config.cluster)
     PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy)
-    facts = model_facts(policy.model_name, policy.trust_remote_code)
-    tokenizer = policy_tokenizer(policy)
+    facts, tokenizer = inputs.facts, inputs.tokenizer
     layout = worker_class_of(policy).layout_of(policy, config.cluster.num_workers)
     if layout.tp > 1:
         parallel = policy.dtensor_cfg
@@ -74,17 +173,13 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
             sequence_parallel=parallel.sequence_parallel,
             custom_plan=parallel.custom_parallel_plan,
         )
-    env = env_of(config.env)
     if isinstance(config, SFTRunConfig):
-        if config.data.file is not None:
-            train, held_out = load_examples(config.data.file, config.data.validation_fraction)
-        else:
-            train, held_out = ([answered(prompt) for prompt in side] for side in split_prompts(env, config.env))
-        logs = [supervised_example(tokenizer, messages) for messages in [*train, *held_out]]
+        train, held_out = inputs.examples
+        logs = [*train, *held_out]
         lengths = [(sum(len(m["token_ids"]) for m in log), f"conversation {log[0]['content'][:40]!r}") for log in logs]
         num_train, room = len(train), 0
     else:
-        prompts, held_out_prompts = split_prompts(env, config.env)
+        prompts, held_out_prompts = inputs.prompts
         every = [*prompts, *held_out_prompts]
         lengths = [(len(render_prompt(tokenizer, p.messages)), f"prompt {p.prompt_id!r}") for p in every]
         num_train, room = len(prompts), 1
@@ -96,22 +191,23 @@ def preflight(config: GRPORunConfig | SFTRunConfig) -> Preflight:
         )
     _check_budgets(policy, min(facts.context_length, longest + room * policy.generation.max_new_tokens))
     memory = estimate_memory_gib(config, facts, longest)
-    return Preflight(facts, num_train, len(lengths) - num_train, longest, memory)
+    checkpoint = checkpoint_on_disk(config, (facts.num_parameters, policy))
+    return Preflight(facts, num_train, len(lengths) - num_train, longest, memory, checkpoint)
 
 
 def check_placement(generation: GenerationConfig, env: EnvConfig, cluster: ClusterConfig) -> None:
-    """There must be room for the policy's workers, the generators and the environment's actors together.
+    """There must be room for the policy's workers, the generators and the environment's workers together.
 
     Raises:
         ConfigError: if there is none, as far as the Ray is there to be asked.
     """
-    parts = generator_parts(generation)
-    if parts:
+    generators = generator_numbering(generation)
+    if generators:
         check_nodes(generation, cluster)
     if not cluster.uses_ray:
         return
-    check_can_be_placed(cluster, parts, lambda ids: generator_nodes(generation, ids), env.num_actors)
-    if parts and generation.nodes == "other" and is_to_be_started(cluster):
+    check_can_be_placed(cluster, generators, lambda ids: generator_nodes(generation, ids), env.num_spread_workers)
+    if generators and generation.nodes == "other" and is_to_be_started(cluster):
         raise ConfigError(
             "policy.generation.nodes=other asks for nodes beside those of the policy's workers, but a Ray that is "
             "started for the run is one node; set cluster.address, or leave it out"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from pydantic import field_validator, model_validator
 from lucidrl.profiling import gate
 from lucidrl.profiling.settings import FOLDER_VARIABLE, MEMORY_VARIABLE
 from lucidrl.utils import nsys
-from lucidrl.utils.config import Config, validate
+from lucidrl.utils.config import Config
 
 _log = logging.getLogger(__name__)
 
@@ -55,18 +55,14 @@ class ProfileConfig(Config):
 
 
 @contextmanager
-def profiling_as_asked(settings: Mapping[str, Any]) -> Iterator[None]:
+def profiling_as_asked(profile: ProfileConfig) -> Iterator[None]:
     """Inside, this process and those that it starts are asked for what settings, or else variables, ask for.
 
     To be entered before the parts of a run are imported: per-frame ranges are there only if that is known then.
 
-    Args:
-        settings: of a run, not validated yet.
-
     Raises:
-        ConfigError: if what is asked for makes no sense.
+        ConfigError: if what the variables ask for makes no sense.
     """
-    profile = validate(ProfileConfig, settings.get("profile") or {}, at="profile")
     variables = {name: os.environ.get(name) for name in VARIABLES}
     asked_before = nsys.NRL_NSYS_WORKER_PATTERNS, nsys.NRL_NSYS_PROFILE_STEP_RANGE
     try:

@@ -12,7 +12,7 @@ from lucidrl.utils.logger.config import LoggerConfig
 
 
 class WandbTracking(Config):
-    """Weights & Biases."""
+    """Weights & Biases: every argument of `wandb.init`, and what else is kept with the run."""
 
     enabled: bool = False
     """Send a copy to Weights & Biases."""
@@ -22,8 +22,48 @@ class WandbTracking(Config):
     """Name of the run; by default that of its folder."""
     entity: str | None = None
     """User or team; by default the account's own."""
-    mode: Literal["online", "offline"] | None = None
+    mode: Literal["online", "offline", "disabled", "shared"] | None = None
     """Send while the run goes on, or keep it on disk for `wandb sync`; by default as WANDB_MODE says, else online."""
+    id: str | None = None
+    """Id of the run at W&B; by default the one that all trackers share."""
+    group: str | None = None
+    """Group of runs that this one belongs to."""
+    job_type: str | None = None
+    """Kind of run within its group."""
+    tags: list[str] | None = None
+    """Labels of the run."""
+    notes: str | None = None
+    """Description of the run."""
+    config: dict[str, Any] | str | None = None
+    """Entries of the run's config at W&B beside these settings, or a YAML file with them."""
+    config_exclude_keys: list[str] | None = None
+    """Keys of `config` to leave out."""
+    config_include_keys: list[str] | None = None
+    """Keys of `config` to keep, and no others."""
+    allow_val_change: bool | None = None
+    """Whether other code may change entries of the config."""
+    dir: str | None = None
+    """Folder of W&B's files; by default `wandb` in the run folder."""
+    force: bool | None = None
+    """Whether the run needs a login."""
+    reinit: bool | Literal["default", "return_previous", "finish_previous", "create_new"] | None = None
+    """What becomes of a W&B run that is open already; by default it stays open."""
+    resume: bool | Literal["allow", "never", "must", "auto"] | None = None
+    """Whether a W&B run of the same id is continued; by default it is."""
+    resume_from: str | None = None
+    """Moment of a W&B run to rewind it to, as `<run id>?_step=<step>`."""
+    fork_from: str | None = None
+    """Moment of a W&B run to begin at, as `<run id>?_step=<step>`."""
+    save_code: bool | None = None
+    """Whether W&B keeps the main script."""
+    tensorboard: bool | None = None
+    """Older name of `sync_tensorboard`."""
+    sync_tensorboard: bool | None = None
+    """Whether W&B copies what other code writes for TensorBoard."""
+    monitor_gym: bool | None = None
+    """Whether W&B keeps the videos of Gym environments."""
+    settings: dict[str, Any] | None = None
+    """Further settings, by the names of `wandb.Settings`."""
     log_code: bool = False
     """Keep the text files that git tracks in the working directory."""
     log_diffs: bool = False
@@ -88,7 +128,7 @@ class TrackingConfig(Config):
             config["run_id"] = run_id
         trackers: dict[str, Any] = {}
         for name in ("wandb", "mlflow", "trackio"):
-            settings = getattr(self, name).model_dump(exclude_none=True)
+            settings = {key: value for key, value in getattr(self, name).model_dump().items() if value is not None}
             trackers |= {f"{name}_enabled": settings.pop("enabled"), name: settings}
         config.update(trackers)  # type: ignore[typeddict-item]
         return config

@@ -6,17 +6,17 @@ command line and turns every complaint of pydantic into one `ConfigError` with v
 
 from __future__ import annotations
 
-import difflib
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lucidrl.errors import ConfigError
+from lucidrl.utils.suggestions import unknown_key
 
 
 class Config(BaseModel):
@@ -27,6 +27,7 @@ class Config(BaseModel):
 
 C = TypeVar("C", bound=Config)
 
+_MAX_DEPTH = 10  # of nested configs, should one contain itself
 _TEXT = re.compile(r"\s*(\d+\s*:\s*\d*\s*|\*.*)")
 """Values of the command line that YAML misreads: 3:5 as 185, three sixties and five, 3: as a mapping, `*policy*` as a
 reference."""
@@ -81,11 +82,26 @@ def validate(schema: type[C], content: Any, at: str = "") -> C:
         raise ConfigError("\n".join(lines)) from None
 
 
-def dump_yaml(config: Config) -> str:
-    """The whole resolved config as YAML; loading that text again gives an equal config."""
+def dump_yaml(config: Config, unresolved: Mapping[str, Any] | None = None) -> str:
+    """The whole config as YAML; loading that text again gives an equal config.
+
+    Args:
+        unresolved: the settings that the config was built from, as `merged_settings(..., resolve=False)` returns them.
+            Where they hold a reference (`${oc.env:TOKEN}`), the text holds the reference and not its value.
+    """
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+    return OmegaConf.to_yaml(OmegaConf.create(_with_references(config.model_dump(mode="json"), unresolved)))
+
+
+def _with_references(content: Any, unresolved: Any) -> Any:
+    if isinstance(unresolved, str) and "${" in unresolved:
+        return unresolved
+    if isinstance(content, dict) and isinstance(unresolved, Mapping):
+        return {key: _with_references(value, unresolved.get(key)) for key, value in content.items()}
+    if isinstance(content, list) and isinstance(unresolved, list) and len(content) == len(unresolved):
+        return [_with_references(*pair) for pair in zip(content, unresolved, strict=True)]
+    return content
 
 
 def _read_yaml(path: Path) -> Any:
@@ -152,11 +168,7 @@ def _complaint(schema: type[BaseModel], problem: Any, prefix: str) -> str:
     path = [str(part) for part in problem["loc"]]
     key = prefix + ".".join(path) if path else prefix.rstrip(".") or "the configuration"
     if problem["type"] == "extra_forbidden":
-        known = _fields_at(schema, path[:-1])
-        close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
-        parent = key.removesuffix(path[-1])
-        hint = f"did you mean {parent}{close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
-        return f"unknown key {key}; {hint}"
+        return unknown_key(path, _fields_at(schema, path[:-1]), _all_paths(schema), prefix)
     if problem["type"] == "missing":
         return f"{key} is required but not set; add {key}=..."
     rule = problem["msg"].removeprefix("Value error, ")
@@ -178,6 +190,19 @@ def _fields_at(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
             for nested in _models_in(candidate.model_fields[part].annotation)
         ]
     return [name for candidate in candidates for name in candidate.model_fields]
+
+
+def _all_paths(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Paths of all fields, and of what is in the mappings (such as `kwargs`) that are there by default."""
+    for name, field in schema.model_fields.items():
+        path = (*above, name)
+        yield path
+        for nested in _models_in(field.annotation):
+            if len(above) < _MAX_DEPTH:
+                yield from _all_paths(nested, path)
+        default = field.get_default(call_default_factory=True, validated_data={})
+        if isinstance(default, Mapping):
+            yield from ((*path, str(key)) for key in default)
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

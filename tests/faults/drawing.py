@@ -11,8 +11,8 @@ import torch
 from lucidrl.data.datasets import Prompt
 from lucidrl.envs.text.interfaces import EnvReply
 
-HUGE = 3.3e38
-"""A reward that float32 holds, and whose distance from its opposite it does not."""
+HUGE = 1e30
+"""The largest reward that is accepted; float32 does not hold the norm of gradients of that size."""
 
 
 def noise() -> float:
@@ -24,7 +24,7 @@ class DrawingEnv:
     """Ten questions; rewards grow from call to call and have noise.
 
     Args:
-        nonfinite_at: calls, counted from 1, whose rewards make the advantages of the step infinite.
+        nonfinite_at: calls, counted from 1, whose rewards make the gradient of the step infinite.
     """
 
     def __init__(self, nonfinite_at: tuple[int, ...] = ()) -> None:

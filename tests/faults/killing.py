@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from lucidrl.algorithms.losses import ClippedPGLoss, NLLLoss
+from lucidrl.losses.nll import NLLLoss
+from lucidrl.losses.policy_gradient import ClippedPGLoss
 from tests.faults.drawing import DrawingEnv
 
 _calls: Counter[str] = Counter()

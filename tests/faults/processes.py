@@ -25,7 +25,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pids: Sequence[int], timeout_s: float = 6.0) -> None:
+def wait_until_gone(pids: Sequence[int], timeout_s: float = 60.0) -> None:
     until = time.monotonic() + timeout_s
     while any(map(is_running, pids)):
         assert time.monotonic() < until, "processes are left"

@@ -28,17 +28,18 @@ from lucidrl.models.policy import dtensor_policy_worker
 ROOT = Path(__file__).parents[2]
 PHASES = {
     "start": "__init__",
-    "generate": "generate",
-    "logprobs": "get_logprobs",
+    "generate": "generator.generate",
+    "logprobs": "scorer.logprobs",
     "train": "train",
     "refit": "get_weights_ipc_handles",
     "broadcast": "send_weights",
-    "save": "begin_checkpoint",
+    "save": "checkpoints.begin",
     "answering": "generate",
     "taking weights": "take_weights",
     "judging": "step",
 }
-"""Method that each phase begins with: of a policy worker, and the last three of a generator and an environment."""
+"""Method that each phase begins with: of a policy worker or a part of it, and the last three of a generator and an
+environment."""
 DRIVER = "LUCIDRL_STRIKE_DRIVER"
 SPARED = "LUCIDRL_STRIKE_SPARED"
 """Process of the node that has to stay: the one to which the command is connected."""
@@ -113,8 +114,8 @@ def _node() -> psutil.Process:
 
 
 def _near() -> list[int]:
-    """The agent of this node, and its ranks; an environment's actor is alone."""
-    if "RANK" not in os.environ:
+    """The agent of this worker, and all workers that it runs; without Ray the worker alone."""
+    if "LUCIDRL_NODE_ID" not in os.environ:
         return [os.getpid()]
     agent = psutil.Process().parents()[0]
     return [agent.pid, *(child.pid for child in agent.children())]
@@ -139,14 +140,10 @@ class DTensorPolicyWorker(dtensor_policy_worker.DTensorPolicyWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         begin("start")
         super().__init__(*args, **kwargs)
-
-    def generate(self, *args: Any) -> Any:
-        begin("generate")
-        return super().generate(*args)
-
-    def get_logprobs(self, *args: Any) -> Any:
-        begin("logprobs")
-        return super().get_logprobs(*args)
+        for phase in ("generate", "logprobs", "save"):
+            part, _, method = PHASES[phase].partition(".")
+            owner = getattr(self, part)
+            setattr(owner, method, _beginning(phase, getattr(owner, method)))
 
     def train(self, *args: Any) -> Any:
         begin("train")
@@ -160,9 +157,13 @@ class DTensorPolicyWorker(dtensor_policy_worker.DTensorPolicyWorker):
         begin("broadcast")
         return super().send_weights()
 
-    def begin_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        begin("save")
-        return super().begin_checkpoint(*args, **kwargs)
+
+def _beginning(phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin(phase)
+        return method(*args, **kwargs)
+
+    return call
 
 
 class GenerationWorker(generation_worker.GenerationWorker):

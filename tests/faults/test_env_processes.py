@@ -19,12 +19,13 @@ import pytest
 from lucidrl.envs import ParallelEnv
 from lucidrl.errors import EnvironmentFailure
 from tests.faults.processes import wait_until_gone
+from tests.tiers import slow_except
 from tests.unit.envs.faulty import healthy, one_faulty
 
 SHORT_S = 0.7
 """Deadline of a step that never comes to its end; a fault that is noticed by itself gets a long one."""
-LONG_S = 30.0
-REPETITIONS = 10
+LONG_S = 90.0
+REPETITIONS = 3
 FAULTS = {
     "raise": (r"ValueError: the wheel came off", r"in _raise\n"),
     "unpicklable": (r"UnpicklableError: wheel and axle", r"in _raise_unpicklable\n"),
@@ -70,7 +71,7 @@ def step_until_it_fails(env: ParallelEnv) -> tuple[EnvironmentFailure, float]:
     raise AssertionError("nothing failed")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_except(FAULTS, "raise", "kill", "hang"))
 def test_a_faulty_env_is_named_in_time_and_everything_ends(fault):
     what, trace = FAULTS[fault]
     step_timeout_s = SHORT_S if fault == "hang" else LONG_S
@@ -80,14 +81,14 @@ def test_a_faulty_env_is_named_in_time_and_everything_ends(fault):
         env.reset()
         failure, seconds = step_until_it_fails(env)
         assert re.fullmatch(rf"env 3 \(seed 23, action \[0, 0\]\) failed in its step: {what}", str(failure))
-        assert seconds < 2
+        assert seconds < 30
         if trace is not None:
             assert re.search(trace, str(failure.__cause__))
         with pytest.raises(EnvironmentFailure, match="the env processes have ended: env 3"):
             env.reset()
         begun = time.monotonic()
         env.close()
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_a_process_that_is_killed_or_stopped_from_outside_is_told(number, step_t
         os.kill(env.processes.members[1].pid, number)
         failure, seconds = step_until_it_fails(env)
         assert re.match(rf"env 1 \(never seeded, action \[0, 0\]\) failed in its step: .*{what}", str(failure))
-        assert seconds < 2
+        assert seconds < 30
 
 
 @pytest.mark.parametrize(("fault", "step_timeout_s"), [("raise", LONG_S), ("exit", LONG_S), ("hang", SHORT_S)])
@@ -135,7 +136,7 @@ def test_a_busy_env_does_not_keep_anyone_from_closing():
         process.start_reset()
     begun = time.monotonic()
     env.close()
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 30
 
 
 def test_processes_map_no_memory_that_has_a_name():
@@ -189,35 +190,39 @@ def run_script(tmp_path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], 
         program.communicate()
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_to_close_exits(run_script):
     program, pids = run_script("env.rollout(3)")
-    output, errors = program.communicate(timeout=30)
+    output, errors = program.communicate(timeout=120)
     assert (program.returncode, output, errors) == (0, "", "")
-    wait_until_gone(pids, 1)
+    wait_until_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_killed_program_leaves_neither_idle_nor_busy_processes(run_script):
     program, pids = run_script("env.reset()", "hang")
     time.sleep(0.3)
     program.kill()
     program.wait()
-    wait_until_gone(pids, 5)
+    wait_until_gone(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not end a process with its parent")
 def test_a_killed_program_leaves_no_stopped_process(run_script):
     program, pids = run_script("time.sleep(1000)")
     os.kill(pids[0], signal.SIGSTOP)
     program.kill()
     program.wait()
-    wait_until_gone(pids, 5)
+    wait_until_gone(pids)
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_told_once(run_script):
     program, pids = run_script("env.reset()", "hang")
     time.sleep(0.3)
     os.killpg(program.pid, signal.SIGINT)
-    _, errors = program.communicate(timeout=30)
+    _, errors = program.communicate(timeout=120)
     assert errors.count("Traceback") == 1
     assert errors.rstrip().endswith("KeyboardInterrupt")
-    wait_until_gone(pids, 1)
+    wait_until_gone(pids)

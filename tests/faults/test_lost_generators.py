@@ -23,14 +23,12 @@ from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.recipes.configs import GRPORunConfig
-from lucidrl.recipes.wiring import run_grpo
+from lucidrl.recipes.language import run_grpo
 from lucidrl.utils.config import load_config
 from tests.faults.mortal_generators import FOLDER_VARIABLE, MortalGenerator, plan_death, was_met
 from tests.faults.processes import is_running, own_children, wait_until_gone
 from tests.faults.records import digests
 from tests.unit.recipes.test_two_workers import SMALL, Unwatched, numbers
-
-pytestmark = pytest.mark.slow
 
 ONE_THREAD = ClusterConfig(num_threads=1)
 HASTY = ClusterConfig(num_threads=1, start_timeout_s=40, call_timeout_s=40)
@@ -50,11 +48,11 @@ def rows() -> BatchedDataDict[Any]:
 
 
 def checksums(generator: SeparateGenerator) -> list[str]:
-    return [replica.run("checksum") for replica in generator.replicas.all]
+    return [worker.run("checksum") for worker in generator.pool.workers]
 
 
 def pids(generator: SeparateGenerator) -> list[int]:
-    return [replica.run("pid") for replica in generator.replicas.all]
+    return [worker.run("pid") for worker in generator.pool.workers]
 
 
 def are_equal(answers: BatchedDataDict[Any], others: BatchedDataDict[Any]) -> bool:
@@ -78,7 +76,7 @@ def interrupted_when_stopped(method: str, *numbers: int) -> Iterator[None]:
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         yield
-    assert time.monotonic() - times[0] < 10
+    assert time.monotonic() - times[0] < 45
     assert all(was_met(method, number) for number in numbers)
     assert own_children() <= before
 
@@ -110,6 +108,7 @@ def generator(policy, tmp_path_factory):
     assert {path.name for path in (logs / "generation").iterdir()} == {"rank_0.log", "rank_1.log"}
 
 
+@pytest.mark.slow
 def test_two_generators_answer_as_the_policy_itself_also_rows_without_draws_of_their_own(generator, policy):
     data = rows()
     del data["draw_keys"]
@@ -130,16 +129,18 @@ def test_what_a_killed_generator_was_busy_with_is_answered_all_the_same(generato
     assert "all generators were ended" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_generator_killed_while_it_takes_weights_gets_them_again(generator, policy):
     policy.group.run_all("_add_noise_to_weights")
     plan_death("take_weights", 0)
     restarts = generator.num_replaced
     generator.update_weights(2)
     assert generator.num_replaced == restarts + 1
-    assert checksums(generator) == [policy.group._launcher._worker._export.checksum()] * 2
+    assert checksums(generator) == [policy.group._worker.export.checksum()] * 2
     assert set(generator.generate(rows())["weight_versions"].tolist()) == {2}
 
 
+@pytest.mark.slow
 def test_weights_that_the_policy_has_no_more_are_not_made_up(generator, policy, monkeypatch):
     monkeypatch.setattr(policy, "is_ahead", True)
     os.kill(pids(generator)[0], signal.SIGKILL)
@@ -150,14 +151,16 @@ def test_weights_that_the_policy_has_no_more_are_not_made_up(generator, policy, 
     assert set(generator.generate(rows())["weight_versions"].tolist()) == {3}
 
 
+@pytest.mark.slow
 def test_with_no_restarts_the_first_loss_stops_with_its_cause(generator, monkeypatch):
-    monkeypatch.setattr(generator.replicas, "_max_restarts", 0)
+    monkeypatch.setattr(generator.pool.restarts, "max_restarts", 0)
     plan_death("generate", 0)
     with pytest.raises(WorkerError, match=r"max_restarts=0 allows no more: generator 0 of 2 was ended by") as error:
         generator.generate(rows())
     assert isinstance(error.value.__cause__, LostWorkerError)
 
 
+@pytest.mark.slow
 def test_an_error_that_a_generator_raises_is_raised_and_replaces_nobody(generator):
     generator.generate(rows())  # replaces what the test before has lost
     restarts, processes = generator.num_replaced, pids(generator)
@@ -168,11 +171,13 @@ def test_an_error_that_a_generator_raises_is_raised_and_replaces_nobody(generato
     wait_until_gone(processes)
 
 
+@pytest.mark.slow
 def test_an_interruption_ends_generators_that_start(policy):
     with interrupted_when_stopped("start", 0, 1):
         SeparateGenerator(policy, config_of(), embedded_tokenizer(), cluster=HASTY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("refit", "method"), [("ipc", "take_weights"), ("collective", "receive_weights")])
 def test_an_interruption_ends_generators_that_hang_in_a_refit(refit, method):
     config = config_of(refit=refit)
@@ -187,6 +192,7 @@ def test_an_interruption_ends_generators_that_hang_in_a_refit(refit, method):
         wait_until_gone(processes)
 
 
+@pytest.mark.slow
 def test_a_policy_that_dies_while_generators_answer_is_told_of_at_once():
     two_ranks = ClusterConfig(num_workers=2, num_threads=1)
     with (
@@ -195,18 +201,19 @@ def test_a_policy_that_dies_while_generators_answer_is_told_of_at_once():
     ):
         processes = pids(generator)
         plan_death("generate", 0, signal.SIGSTOP)  # the answer would not come before its deadline
-        victim = policy.group._launcher._ranks._ranks[1].pid
+        victim = policy.group.pids[1]
         threading.Timer(1, os.kill, (victim, signal.SIGKILL)).start()
         started = time.monotonic()
         with pytest.raises(WorkerError, match=r"rank 1 of 2 was ended by SIGKILL.* in the wait for its next call"):
             generator.generate(rows())
-        assert time.monotonic() - started < 1 + 10
+        assert time.monotonic() - started < 1 + 45
         wait_until_gone(processes)
 
 
 # Over a process group
 
 
+@pytest.mark.slow
 def test_a_policy_of_two_ranks_survives_a_generator_that_dies_or_hangs_in_a_broadcast():
     config = config_of(refit="collective", verify_refit=True)
     two_ranks = ClusterConfig(num_workers=2, num_threads=1, call_timeout_s=60)
@@ -233,6 +240,7 @@ def test_a_policy_of_two_ranks_survives_a_generator_that_dies_or_hangs_in_a_broa
         assert torch.equal(answers["output_ids"], expected["output_ids"])
 
 
+@pytest.mark.slow
 def test_a_generator_that_dies_before_it_meets_the_policy_is_not_waited_for():
     config = config_of(refit="collective", num_workers=1)
     hasty = ClusterConfig(num_threads=1, call_timeout_s=8)
@@ -247,6 +255,7 @@ def test_a_generator_that_dies_before_it_meets_the_policy_is_not_waited_for():
         assert generator.num_replaced == 1
 
 
+@pytest.mark.slow
 def test_a_generator_that_hangs_is_ended_at_its_deadline_and_its_prompts_are_answered(policy, caplog):
     hasty = ClusterConfig(num_threads=1, call_timeout_s=8)
     with SeparateGenerator(policy, config_of(), embedded_tokenizer(), cluster=hasty) as generator:
@@ -263,6 +272,7 @@ def test_a_generator_that_hangs_is_ended_at_its_deadline_and_its_prompts_are_ans
 # A whole run
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_generators_is_the_run_that_did_not(tmp_path):
     def run(name: str, *overrides: str) -> Path:
         folder = tmp_path / name

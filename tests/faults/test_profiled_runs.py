@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.launchers import processes
-from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.distributed.workers import processes
+from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.errors import WorkerError
+from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.config import PolicyConfig
@@ -77,13 +77,14 @@ def rows(num_rows: int = 4) -> BatchedDataDict[Any]:
 # Ranks
 
 
+@pytest.mark.slow
 def test_a_rank_killed_while_it_records_leaves_its_spans_and_the_others_leave_everything(tmp_path, traces):
     config = PolicyConfig(model_name="embedded")
     policy = Policy(config, embedded_tokenizer(), cluster=TWO, log_dir=tmp_path / "logs", init_reference_model=False)
     policy.start_gpu_profiling()
     policy.train(rows(), NLLLoss())
     time.sleep(0.3)
-    doomed = policy.group._launcher._ranks._ranks[1].pid
+    doomed = policy.group.pids[1]
     os.kill(doomed, signal.SIGKILL)
     with pytest.raises(WorkerError, match="rank 1 of 2 was ended by SIGKILL"):
         policy.train(rows(), NLLLoss())
@@ -100,21 +101,23 @@ def group(tmp_path, traces):
         yield group
 
 
+@pytest.mark.slow
 def test_a_stuck_rank_is_killed_and_does_not_hold_up_the_others_words(group, traces, monkeypatch, caplog):
-    monkeypatch.setattr(processes, "_LAST_WORDS_S", 3.0)
+    monkeypatch.setattr(processes, "_LAST_WRITE_S", 3.0)
     group.start_gpu_profiling()
     group.run_all("work")
     pids = group.run_all("pid")
     started = time.monotonic()
     with pytest.raises(WorkerError, match="rank 1 of 2 did not finish sleep_on"):
         group.run_all("sleep_on", 1, 60.0, timeout_s=0.5)
-    assert time.monotonic() - started < 12
+    assert time.monotonic() - started < 45
     assert "rank 1 did not end within 3 s; what was recorded there, beside spans, is lost" in caplog.text
     assert "aten::add" in {event.get("name") for event in read_trace(operators_file(traces, "worker-0"))["traceEvents"]}
     assert spans_of(spans_file(traces, "worker-1")) == ["work"]
     wait_until_gone(pids)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_ranks_work_leaves_them_time_to_write(group, traces):
     def interrupt(number, frame):
         raise KeyboardInterrupt
@@ -132,6 +135,7 @@ def test_ctrl_c_while_ranks_work_leaves_them_time_to_write(group, traces):
         assert spans_of(spans_file(traces, worker)) == ["work"]
 
 
+@pytest.mark.slow
 def test_a_shutdown_lets_a_rank_write(tmp_path, traces, monkeypatch):
     monkeypatch.setattr(processes, "_SHUTDOWN_DEADLINE_S", 0.2)
     with WorkerGroup(SlowlyWriting, log_dir=tmp_path / "logs", own_processes=True) as group:
@@ -146,6 +150,7 @@ class SlowToStop(Recorded):
         super().stop_gpu_profiling()
 
 
+@pytest.mark.slow
 def test_a_trace_that_takes_longer_than_a_call_may_does_not_end_the_run(tmp_path, traces):
     cluster = ClusterConfig(num_threads=1, start_timeout_s=60, call_timeout_s=0.5)
     with WorkerGroup(SlowToStop, cluster=cluster, log_dir=tmp_path / "logs", own_processes=True) as group:
@@ -179,6 +184,7 @@ def test_offloading_while_recording_changes_nothing(traces):
     assert counts_of(operators_file(traces, "policy-0"))["train"] == 2
 
 
+@pytest.mark.slow
 def test_a_refit_while_recording_brings_the_weights_over(tmp_path, traces):
     config = PolicyConfig(model_name="embedded", generation={"max_new_tokens": 3, "placement": "separate"})
     prompts = BatchedDataDict({"input_ids": torch.full((2, 3), 5), "input_lengths": torch.tensor([3, 3])})
@@ -222,6 +228,7 @@ def start(folder: Path, *overrides: str, largest_file_bytes: int | None = None) 
     )
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
     with start(tmp_path, "profile.steps=2:5", largest_file_bytes=200_000) as process:
         said = process.communicate(timeout=60)[0]
@@ -233,6 +240,7 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
     assert digests(tmp_path / "run") == digests(tmp_path / "plain")
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_range_leaves_what_was_recorded(tmp_path):
     with start(tmp_path, "profile.steps=2:900", "ppo.max_steps=1000") as process:
         metrics = tmp_path / "run" / "metrics.jsonl"

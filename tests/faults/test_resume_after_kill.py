@@ -15,8 +15,8 @@ import pytest
 
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.run_folder import occupied
-from lucidrl.recipes.wiring import run_grpo, run_sft
+from lucidrl.recipes.folder import occupied
+from lucidrl.recipes.language import run_grpo, run_sft
 from lucidrl.utils.config import load_config
 from tests.faults.records import digests, metrics
 
@@ -86,7 +86,7 @@ def killed(algorithm: str, folder: Path, kill_at: str, *settings: str) -> int:
         f"run.name={folder.name}",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "KILL_AT": kill_at, "KILL_NOTE": str(note)}
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == -signal.SIGKILL, result.stdout + result.stderr
     assert note.read_text() == kill_at
     return CheckpointManager(folder / "checkpoints").latest().step
@@ -119,7 +119,9 @@ def test_killed_at_the_first_and_the_last_micro_batch_of_a_step(tmp_path, algori
 
 @pytest.mark.slow
 def test_killed_while_the_answers_of_a_step_are_judged(tmp_path):
-    assert_equal_after_a_kill("grpo", tmp_path, "env:4", 3, "env.name=tests.faults.killing:KillingEnv")
+    assert_equal_after_a_kill(
+        "grpo", tmp_path, "env:4", 3, "env.name=tests.faults.killing:KillingEnv", "env.isolation=none"
+    )
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
-"""Rays that the tests of a module share: one of two nodes, and one for collectors; what a test has started."""
+"""One simulated Ray cluster for all tests of a session, and what a test has started."""
 
 from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,31 +15,48 @@ from tests.ray.collecting import check_actors_gave_all_back
 from tests.ray.nodes import MARK, check_all_was_given_back
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """This program is connected to it, as by a `ray.init` of its own."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run tests of local clusters, in `test_own_ray*.py`, after those of simulated ones.
+
+    A program that has been connected to a Ray with tokens, as local clusters have, cannot start actors in one without.
+    """
+    here = str(Path(__file__).parent)
+    places = [place for place, item in enumerate(items) if str(item.path).startswith(here)]
+    ordered = sorted((items[place] for place in places), key=lambda item: item.path.name.startswith("test_own_ray"))
+    for place, item in zip(places, ordered, strict=True):
+        items[place] = item
+
+
+@pytest.fixture(scope="session")
+def simulated():
+    """A cluster of two nodes with two CPUs each, all on this machine. This program is not connected to it."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patched.setenv(MARK, str(os.getpid()))
         simulated = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         simulated.add_node(num_cpus=2)
-        ray.init(address=simulated.address, log_to_driver=False, logging_level=logging.ERROR)
-        yield simulated
-        check_all_was_given_back()
-        ray.shutdown()
-        simulated.shutdown()
+    yield simulated
+    simulated.shutdown()
 
 
 @pytest.fixture(scope="module")
-def ray_of_the_program():
-    """One that a program has started before it makes a collector."""
+def cluster(simulated):
+    """The same cluster; this program is connected to it for the tests of a module, as by a `ray.init` of its own."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-        yield
+        patched.setenv(MARK, str(os.getpid()))
+        ray.init(address=simulated.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield simulated
         assert ray.is_initialized()
-        check_actors_gave_all_back()
+        check_all_was_given_back()
         ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray_of_the_program(cluster):
+    """The connection that a program has made before it makes a collector."""
+    yield
+    check_actors_gave_all_back()
 
 
 @pytest.fixture

@@ -11,13 +11,14 @@ import psutil
 import ray
 from ray.util.placement_group import placement_group_table
 
-from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.distributed.workers.group import WorkerGroup
 
 MARK = "TESTED_BY"
 """Variable that all processes of a simulated cluster inherit: the program that started it."""
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
+def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    """Wait for an event; the timeout only bounds a failure."""
     until = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until, "it did not happen in time"
@@ -55,7 +56,7 @@ def raylet_of(rank_pid: int) -> int:
 
 def nodes_of(group: WorkerGroup) -> list[str]:
     """Where its ranks are, as errors say it."""
-    return [label.node for label in group._launcher._ranks.labels]
+    return [label.node for label in group._processes._workers.labels]
 
 
 def without_ids(text: str) -> str:

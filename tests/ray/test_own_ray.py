@@ -14,11 +14,11 @@ import ray
 
 from lucidrl.collectors import RayCollector
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.launchers import ray_connection
-from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.distributed.workers import ray_cluster
+from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import GRPORunConfig
-from lucidrl.recipes.wiring import run_grpo
+from lucidrl.recipes.language import run_grpo
 from lucidrl.utils.config import load_config
 from tests.faults.processes import wait_until_gone
 from tests.ray.nodes import wait_for
@@ -30,13 +30,14 @@ ONE = ClusterConfig(launcher="ray", num_threads=1)
 TWO = ClusterConfig(launcher="ray", num_workers=2, num_threads=1)
 
 
+@pytest.mark.slow
 def test_two_groups_share_a_ray_that_nobody_else_reaches_and_that_ends_with_them(tmp_path, processes_of_ray):
     with WorkerGroup(Joined, cluster=TWO, log_dir=tmp_path) as two:
-        with WorkerGroup(Plain, cluster=ONE, log_dir=tmp_path / "one", role="generator") as one:
+        with WorkerGroup(Plain, cluster=ONE, log_dir=tmp_path / "one") as one:
             assert two.run_all("sum_of_ranks") == [1.0, 1.0]
             assert len({os.getpid(), *one.run_all("pid"), *two.run_all("pid")}) == 4
             assert len(ray.nodes()) == 1
-            folder = ray_connection._connection.own_folder.path
+            folder = ray_cluster._connection.own_folder.path
             assert folder.exists()
             processes = [psutil.Process(), *processes_of_ray()]
             sockets = [socket for process in processes for socket in process.net_connections()]
@@ -55,9 +56,9 @@ def test_an_address_where_no_cluster_is_is_refused_within_seconds(address):
     started = time.monotonic()
     with pytest.raises(ConfigError, match=rf"cluster.address={address} leads to no Ray cluster.*; start one with `ray"):
         WorkerGroup(Plain, cluster=ClusterConfig(address=address))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
     assert not ray.is_initialized()
-    assert not ray_connection._connection.is_ours
+    assert not ray_cluster._connection.is_ours
 
 
 def test_a_collector_is_refused_the_cluster_that_the_variable_names_if_none_is_there(monkeypatch):
@@ -91,19 +92,19 @@ def test_a_run_on_ray_is_the_run_on_local_ranks_with_its_nodes_monitored(tmp_pat
 def test_nothing_is_left_of_a_driver_that_died(tmp_path, number):
     driver = run_sleeper(str(tmp_path), launcher="ray")
     try:
-        wait_for((tmp_path / "pids").exists, timeout_s=90)
+        wait_for((tmp_path / "pids").exists, timeout_s=180)
         names = {process.pid: process.name() for process in psutil.Process(driver.pid).children(recursive=True)}
         ranks = [int(line) for line in (tmp_path / "pids").read_text().split()]
         assert set(ranks) <= names.keys()
         driver.send_signal(number)
-        driver.wait(10)
+        driver.wait(60)
         # Helpers of Ray that try to tell the head, which is gone, that their node is: they give up within a minute.
         helpers = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-        wait_until_gone([pid for pid, name in names.items() if not name.startswith(helpers)], timeout_s=10)
-        wait_until_gone(list(names), timeout_s=90)
+        wait_until_gone([pid for pid, name in names.items() if not name.startswith(helpers)])
+        wait_until_gone(list(names), timeout_s=180)
     finally:
         driver.kill()
-        driver.wait(10)
+        driver.wait(60)
 
 
 @pytest.mark.slow
@@ -116,11 +117,11 @@ def test_ctrl_c_ends_a_run_after_its_step_and_leaves_nothing(tmp_path):
     )
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        wait_for(lambda: metrics.exists() and b"train/loss" in metrics.read_bytes(), timeout_s=120)
+        wait_for(lambda: metrics.exists() and b"train/loss" in metrics.read_bytes(), timeout_s=240)
         processes = psutil.Process(driver.pid).children(recursive=True)
         os.killpg(driver.pid, signal.SIGINT)  # as a terminal does
-        output, _ = driver.communicate(timeout=60)
+        output, _ = driver.communicate(timeout=180)
     finally:
         driver.kill()
     assert "saved step" in output
-    wait_until_gone([process.pid for process in processes], timeout_s=10)
+    wait_until_gone([process.pid for process in processes])

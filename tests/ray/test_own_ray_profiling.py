@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.launchers import processes
-from lucidrl.distributed.launchers.ray_connection import connected
-from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.distributed.workers import processes
+from lucidrl.distributed.workers.group import WorkerGroup
+from lucidrl.distributed.workers.ray_cluster import connected
 from lucidrl.errors import WorkerError
 from lucidrl.profiling.settings import FOLDER_VARIABLE, NSYS_SESSION
 from lucidrl.utils import nsys
@@ -47,7 +47,7 @@ def stand_in(tmp_path_factory):
         patched.delenv(NSYS_SESSION, raising=False)
         patched.setattr(nsys, "NRL_NSYS_WORKER_PATTERNS", "*-0")
         patched.setattr(nsys, "NRL_NSYS_PROFILE_STEP_RANGE", "3:5")
-        patched.setattr(processes, "_LAST_WORDS_S", 0.5)
+        patched.setattr(processes, "_LAST_WRITE_S", 0.5)
         with connected(None):
             yield folder
 
@@ -102,5 +102,5 @@ def test_wrapped_ranks_end_with_their_agent(traces, tmp_path):
 
 def test_a_program_that_does_not_run_its_command_is_named(traces, stand_in):
     (stand_in / "nsys").write_text("#!/bin/sh\nexit 1\n")
-    with pytest.raises(WorkerError, match=r"exit code 1 in the start.* it was run by nsys: see what that wrote"):
+    with pytest.raises(WorkerError, match=r"exit code 1 in the start.* nsys ran it: read the output of nsys"):
         WorkerGroup(Recorded, cluster=TWO)

@@ -14,10 +14,10 @@ import psutil
 import pytest
 from ray._private.state import state as ray_state
 
-from lucidrl.distributed.launchers import ray_connection
+from lucidrl.distributed.workers import ray_cluster
 from lucidrl.recipes.configs import GRPORunConfig
-from lucidrl.recipes.driver_log import driver_log
-from lucidrl.recipes.wiring import run_grpo
+from lucidrl.recipes.folder import driver_log
+from lucidrl.recipes.language import run_grpo
 from lucidrl.utils.config import load_config
 from lucidrl.utils.logger.local_monitor import LocalMonitorLogger
 from tests.unit.recipes.test_two_workers import SMALL, Unwatched
@@ -58,10 +58,10 @@ def seen(tmp_path_factory) -> Iterator[Seen]:
         for name, value in zip(SECRET_NAMES, values, strict=True):
             patched.setenv(name, value)
         patched.setattr(LocalMonitorLogger, "start", lambda self: pytest.fail("Ray's nodes are not monitored"))
-        with ray_connection.connected(None):
+        with ray_cluster.connected(None):
             with listened_to(listening), driver_log(folder):
                 run_grpo(load_config(GRPORunConfig, SMALL, overrides=SETTINGS), folder, Unwatched())
-            session = ray_connection._connection.own_folder.path
+            session = ray_cluster._connection.own_folder.path
             yield Seen(folder, session, [value.encode() for value in values], listening, tables_of_ray())
 
 

@@ -1,4 +1,4 @@
-"""RayCollector: what becomes of actors that fail, and of a collector that nobody has any more."""
+"""RayCollector: workers that fail and are restarted, and a collector that is garbage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lucidrl.collectors.trajectories import POLICY_VERSION, TRAJECTORY_IDS
 from lucidrl.errors import EnvironmentFailure, WorkerError
 from lucidrl.profiling import gate
 from tests.faults.processes import wait_until_gone
-from tests.ray.collecting import ENDED, NODE, Policy, check_actors_gave_all_back
+from tests.ray.collecting import NODE, Policy, check_actors_gave_all_back
 from tests.unit.collectors.failing import collect_until_it_fails
 from tests.unit.collectors.toys import SlowWalk
 from tests.unit.envs.faulty import healthy, one_faulty
@@ -34,19 +34,19 @@ pytestmark = pytest.mark.usefixtures("ray_of_the_program")
         (
             one_faulty(1, 0, "raise"),
             WorkerError,
-            rf"worker 0 of 1 {NODE} failed in a rollout: ValueError: the wheel came off; {ENDED}",
+            rf"worker 0 of 1 {NODE} failed in a rollout: ValueError: the wheel came off",
             r"in _raise\n",
         ),
         pytest.param(
             one_faulty(2, 1, "leave"),
             WorkerError,
-            rf"worker 1 of 2 {NODE} failed in a rollout: SystemExit: enough; {ENDED}",
+            rf"worker 1 of 2 {NODE} failed in a rollout: SystemExit: enough",
             r"sys\.exit",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_an_actor_that_raises_is_named_with_its_traceback_and_never_replaced(create_env_fn, error, message, trace):
+def test_a_worker_that_raises_is_named_with_its_traceback_and_never_restarted(create_env_fn, error, message, trace):
     collector = RayCollector(create_env_fn, frames_per_batch=20, sync=True, max_restarts=3)
     pids = collector.workers.pids
     failure, _ = collect_until_it_fails(collector, error)
@@ -61,8 +61,8 @@ def test_an_actor_that_raises_is_named_with_its_traceback_and_never_replaced(cre
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error::UserWarning")  # that memory which others have cannot be written to
-def test_a_dead_actor_is_replaced_with_the_newest_weights_as_often_as_it_may_be_and_then_told(caplog):
-    torch.manual_seed(0)  # which decides what actors draw
+def test_a_killed_worker_is_restarted_with_the_newest_weights_and_the_hook(caplog):
+    torch.manual_seed(0)  # which decides what workers draw
     policy = Policy()
     collector = RayCollector([SlowWalk] * 2, policy, frames_per_batch=10, max_restarts=1, post_collect_hook=print)
     collector.set_post_collect_hook(lambda batch: batch.set("mark", torch.ones(*batch.batch_size, 5000)))  # a large one
@@ -71,73 +71,72 @@ def test_a_dead_actor_is_replaced_with_the_newest_weights_as_often_as_it_may_be_
     collector.update_policy_weights_(Policy(8), version=80)
     while {int(batch[TRAJECTORY_IDS][0]) % 2 for batch in batches if batch[POLICY_VERSION][0] == 80} != {0, 1}:
         batches.append(collector.next())
-    first = collector.workers.pids
-    os.kill(first[1], signal.SIGKILL)
-    while collector.workers.pids == first:
-        batches.append(collector.next())
-    replaced = next(batch for batch in batches[::-1] if int(batch[TRAJECTORY_IDS][0]) % 2 == 1)
-    assert replaced[POLICY_VERSION].unique().tolist() == [80]
-    assert replaced["largest"].unique().tolist() == [8]
-    first_of_the_dead = next(batch for batch in batches if int(batch[TRAJECTORY_IDS][0]) % 2 == 1)
-    assert not torch.equal(replaced["action"], first_of_the_dead["action"])  # draws of its own
+    for index in (1, 0):  # each may be restarted once in a row
+        before = list(collector.workers.pids)
+        os.kill(before[index], signal.SIGKILL)
+        while collector.workers.pids == before:
+            batches.append(collector.next())
+        wait_until_gone([before[index]])
+        assert collector.workers.pids[1 - index] == before[1 - index]
+        while int(batches[-1][TRAJECTORY_IDS][0]) % 2 != index:
+            batches.append(collector.next())
+        assert batches[-1][POLICY_VERSION].unique().tolist() == [80]
+        assert batches[-1]["largest"].unique().tolist() == [8]
+        first_of_worker = next(batch for batch in batches if int(batch[TRAJECTORY_IDS][0]) % 2 == index)
+        assert not torch.equal(batches[-1]["action"], first_of_worker["action"])  # draws of its own
+    assert collector.num_restarts == 2
     assert all(batch.numel() == 10 and (batch["mark"].add_(1) == 2).all() for batch in batches)
-    ids = torch.cat([batch[TRAJECTORY_IDS] for batch in batches])
-    ids = ids[ids % 2 == 1]
-    assert (ids.diff() >= 0).all()  # no number was given twice
-    assert collector.num_restarts == 1
-    assert re.search(
-        rf"worker 1 {NODE} died \(.*another one takes its place, with the newest .*\(restart 1 of 1\)", caplog.text
-    )
-
-    second = collector.workers.pids
-    assert second[0] == first[0]
-    os.kill(second[0], signal.SIGKILL)
-    failure, seconds = collect_until_it_fails(collector)
-    assert re.match(rf"worker 0 of 2 {NODE} died \(.*worker process has died.*\) in a rollout; {ENDED}", str(failure))
-    assert isinstance(failure.__cause__, ray.exceptions.RayActorError)
-    assert seconds < 10
-    wait_until_gone([*first, *second])
-
-
-@pytest.mark.slow
-def test_a_stopped_actor_is_told_at_the_deadline_and_ended_even_if_it_replaced_another():
-    collector = RayCollector([healthy] * 2, frames_per_batch=20, sync=True, timeout_s=2, max_restarts=1)
-    os.kill(collector.workers.pids[1], signal.SIGKILL)
-    collector.next()
-    assert collector.num_restarts == 1
-    pids = collector.workers.pids
-    os.kill(pids[1], signal.SIGSTOP)
-    failure, seconds = collect_until_it_fails(collector)
-    assert re.match(
-        rf"workers? (0, )?1 of 2 did not finish a rollout within 2 s; {ENDED}.* raise timeout_s \(.*worker 1 {NODE}\)",
-        str(failure),
-    )
-    assert seconds < 12
-    assert collector.num_restarts == 1
-    wait_until_gone(pids, timeout_s=15)  # Ray itself waits for some seconds
-
-
-@pytest.mark.slow
-def test_an_actor_whose_env_hangs_is_told_at_the_deadline():
-    collector = RayCollector(one_faulty(2, 0, "hang"), frames_per_batch=20, timeout_s=2)
-    pids = collector.workers.pids
-    failure, seconds = collect_until_it_fails(collector)
-    assert re.match(rf"workers? 0(, 1)? of 2 did not finish a rollout within 2 s; {ENDED}", str(failure))
-    assert re.search(rf"raise timeout_s \(worker 0 {NODE}", str(failure))
-    assert seconds < 12
+    for index in (0, 1):
+        ids = torch.cat([batch[TRAJECTORY_IDS] for batch in batches])
+        assert (ids[ids % 2 == index].diff() >= 0).all()  # no number was given twice
+    assert re.search(rf"lost worker 1: worker 1 of 2 {NODE} was ended by SIGKILL.* in a rollout", caplog.text)
+    assert caplog.text.count("restart 1 of at most 1 in a row") == 2
+    pids = list(collector.workers.pids)
+    collector.shutdown()
     wait_until_gone(pids)
 
 
 @pytest.mark.slow
-def test_a_dead_actor_is_told_by_calls_and_replaced_in_the_middle_of_one(caplog, tmp_path):
-    with RayCollector([SlowWalk] * 2, Policy(), frames_per_batch=400, sync=True, max_restarts=3) as collector:
+def test_a_worker_that_exits_again_after_its_last_restart_ends_the_collector():
+    collector = RayCollector(one_faulty(2, 1, "exit"), frames_per_batch=20, sync=True, max_restarts=1)
+    failure, _ = collect_until_it_fails(collector)
+    assert re.match(r"worker 1 was lost again after 1 restarts in a row, and max_restarts=1 allows no", str(failure))
+    assert re.match(rf"worker 1 of 2 {NODE} ended with exit code 7 in a rollout", str(failure.__cause__))
+    assert collector.num_restarts == 1
+    wait_until_gone(collector.workers.pids)
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_restarted_at_the_timeout():
+    with RayCollector([healthy] * 2, frames_per_batch=20, sync=True, timeout_s=3, max_restarts=2) as collector:
+        stopped = collector.workers.pids[1]
+        os.kill(stopped, signal.SIGSTOP)
+        assert collector.next().numel() == 20
+        assert collector.num_restarts >= 1
+        wait_until_gone([stopped])
+
+
+@pytest.mark.slow
+def test_a_worker_whose_env_hangs_is_named_at_the_timeout():
+    collector = RayCollector(one_faulty(2, 0, "hang"), frames_per_batch=20, timeout_s=2)
+    pids = list(collector.workers.pids)
+    failure, seconds = collect_until_it_fails(collector)
+    assert re.match(rf"worker [01] of 2 {NODE} did not finish a rollout within 2 s\. .* raise timeout_s", str(failure))
+    assert seconds < 45
+    wait_until_gone(pids)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_restarted_in_the_middle_of_a_call_too(caplog, tmp_path):
+    with RayCollector([SlowWalk] * 2, Policy(), frames_per_batch=400, sync=True, max_restarts=2) as collector:
         collector.next()
         collector.enable_profile(num_rollouts=9, save_path=tmp_path / "trace.json")
         for _ in range(2):
             os.kill(collector.workers.pids[0], signal.SIGKILL)
             assert collector.map_fn("set_seed", [(3,), (30,)]) == [4, 31]
         assert collector.num_restarts == 2
-        assert re.findall(r"\(restart (\d) of 3\); the trace that it was recording is lost", caplog.text) == ["1"]
+        assert caplog.text.count("the trace that worker 0 was recording is lost") == 1
+        collector.next()  # a success: two more restarts in a row are allowed
         consumer = threading.Thread(target=collector.next)
         consumer.start()
         time.sleep(0.2)
@@ -145,9 +144,6 @@ def test_a_dead_actor_is_told_by_calls_and_replaced_in_the_middle_of_one(caplog,
         assert len(collector.state_dict()["workers"]) == 2
         consumer.join(30)
         assert collector.num_restarts == 3
-        os.kill(collector.workers.pids[0], signal.SIGKILL)
-        with pytest.raises(WorkerError, match=rf"worker 0 of 2 {NODE} died .* in state_dict; {ENDED}"):
-            collector.state_dict()
 
 
 @pytest.mark.slow
@@ -158,13 +154,14 @@ def test_an_error_of_ours_keeps_its_type_and_a_start_that_fails_leaves_nothing()
     with pytest.raises(EnvironmentFailure, match="the track is closed; wait for summer") as caught:
         RayCollector([healthy, raising], frames_per_batch=2)
     assert re.match(rf"raised by worker 1 of 2 {NODE} in the start", caught.value.__notes__[-1])
-    with pytest.raises(WorkerError, match=r"worker 1 of 2 not heard of yet, asking for CPU 1 .* died \(.*in the start"):
+    with pytest.raises(WorkerError, match=rf"worker 1 of 2 {NODE} ended with exit code 3 in the start"):
         RayCollector([healthy, lambda: os._exit(3)], frames_per_batch=2, max_restarts=1)
+    del caught  # its frames hold what was sent
     check_actors_gave_all_back()
 
 
 @pytest.mark.slow
-def test_actors_are_armed_as_their_driver_is_and_told_to_be_silent_and_the_callers_options_stay(monkeypatch, tmp_path):
+def test_workers_are_armed_as_their_driver_is_and_told_to_be_silent_and_the_callers_options_stay(monkeypatch, tmp_path):
     monkeypatch.setattr(gate, "is_armed", True)
     options = {"num_cpus": 0.5, "runtime_env": {"env_vars": {"LUCIDRL_TEST_WORD": "heard"}}}
     before = repr(options)
@@ -191,7 +188,7 @@ def test_actors_are_armed_as_their_driver_is_and_told_to_be_silent_and_the_calle
 
 
 @pytest.mark.slow
-def test_what_ends_with_the_collector_is_not_replaced_by_a_consumer_that_waits():
+def test_what_ends_with_the_collector_is_not_restarted_by_a_consumer_that_waits():
     collector = RayCollector([lambda: SlowWalk(0.1)] * 2, frames_per_batch=400, timeout_s=120, max_restarts=9)
     failures = []
 
@@ -204,15 +201,13 @@ def test_what_ends_with_the_collector_is_not_replaced_by_a_consumer_that_waits()
     consumer.start()
     time.sleep(1)
     collector.shutdown()
-    consumer.join(10)
+    consumer.join(60)
     assert len(failures) == 1
     assert collector.num_restarts == 0
-    failures.clear()
-    check_actors_gave_all_back()
 
 
 @pytest.mark.slow
-def test_a_collector_that_nobody_has_any_more_ends_its_actors():
+def test_a_collector_that_is_garbage_ends_its_workers():
     collector = RayCollector([healthy] * 2, frames_per_batch=20)
     collector.next()
     pids = collector.workers.pids

@@ -24,7 +24,7 @@ def test_a_lost_node_is_told_and_its_actors_are_replaced_on_another():
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         options = [{}, {"scheduling_strategy": soft_affinity(other.node_id)}]
         with RayCollector(
-            [healthy] * 2, Policy(), frames_per_batch=20, sync=True, remote_options=options, max_restarts=1
+            [healthy] * 2, Policy(), frames_per_batch=20, sync=True, remote_options=options, max_restarts=3
         ) as collector:
             collector.update_policy_weights_(Policy(3))
             collector.next()
@@ -33,8 +33,8 @@ def test_a_lost_node_is_told_and_its_actors_are_replaced_on_another():
             begun = time.monotonic()
             while collector.num_restarts == 0:  # Ray may bring an answer that was on its way
                 assert (collector.next()["largest"] == 3).all()
-                assert time.monotonic() - begun < 40
-            wait_until_gone([lost], timeout_s=75)
+                assert time.monotonic() - begun < 120
+            wait_until_gone([lost], timeout_s=180)
     finally:
         ray.shutdown()
         cluster.shutdown()

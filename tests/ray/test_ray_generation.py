@@ -11,7 +11,7 @@ import torch
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.launchers import ray_placement
+from lucidrl.distributed.workers import ray_resources
 from lucidrl.errors import ConfigError
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.generation import separate
@@ -49,7 +49,7 @@ def rows() -> BatchedDataDict[Any]:
 def test_generators_without_room_beside_the_policy_are_refused_before_anything_is_loaded(
     cluster, tmp_path, monkeypatch, settings, asked
 ):
-    monkeypatch.setattr(ray_placement, "RETURN_DEADLINE_S", 1.0)
+    monkeypatch.setattr(ray_resources, "_RETURN_DEADLINE_S", 1.0)
     overrides = [f"policy.generation.{setting}" for setting in ("placement=separate", *settings)]
     overrides += [f"cluster.address={cluster.address}", f"run.root={tmp_path}"]
     with pytest.raises(ConfigError, match=asked):
@@ -83,13 +83,13 @@ def test_generators_on_other_nodes_are_sent_the_weights_also_when_they_are_repla
     (place,) = policy.group.run_all("report_place")
     config = config_of(nodes="other", verify_refit=True)
     with SeparateGenerator(policy, config, embedded_tokenizer(), cluster=ONE, log_dir=tmp_path) as generator:
-        (replica,) = generator.replicas.all
-        assert replica.place.node != place.node
-        assert not generator._delivery.is_near(replica)
+        (worker,) = generator.pool.workers
+        assert generator._states[0].place.node != place.node
+        assert not generator._delivery.is_near(worker)
         for version in (1, 2):
             policy.group.run_all("_add_noise_to_weights")
             generator.update_weights(version)
-        assert listening_at(replica.run("pid")) == {ray.util.get_node_ip_address()}
+        assert listening_at(worker.run("pid")) == {ray.util.get_node_ip_address()}
         answers, expected = generator.generate(rows(), greedy=True), policy.generate(rows(), greedy=True)
         assert torch.equal(answers["output_ids"], expected["output_ids"])
         plan_death("generate", 0)
@@ -97,7 +97,7 @@ def test_generators_on_other_nodes_are_sent_the_weights_also_when_they_are_repla
         assert torch.equal(again["output_ids"], expected["output_ids"])
         assert set(again["weight_versions"].tolist()) == {2}
         assert generator.num_replaced == 1
-        assert replica.place.node != place.node
+        assert generator._states[0].place.node != place.node
 
 
 def test_generators_beside_the_policy_find_the_weights_in_its_memory(policy, tmp_path):
@@ -105,9 +105,9 @@ def test_generators_beside_the_policy_find_the_weights_in_its_memory(policy, tmp
     with SeparateGenerator(
         policy, config_of(nodes="policy"), embedded_tokenizer(), cluster=ONE, log_dir=tmp_path
     ) as generator:
-        (replica,) = generator.replicas.all
-        assert replica.place.node == place.node
-        assert generator._delivery.is_near(replica)
+        (worker,) = generator.pool.workers
+        assert generator._states[0].place.node == place.node
+        assert generator._delivery.is_near(worker)
         policy.group.run_all("_add_noise_to_weights")
         generator.update_weights(1)
         answers, expected = generator.generate(rows(), greedy=True), policy.generate(rows(), greedy=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.launchers import processes
-from lucidrl.distributed.launchers import ray as launcher
-from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.distributed.workers import processes
+from lucidrl.distributed.workers import ray_launch as launcher
+from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.errors import WorkerError
 from lucidrl.profiling.settings import FOLDER_VARIABLE, NSYS_SESSION
 from lucidrl.utils import nsys, nsys_launch
@@ -45,14 +45,14 @@ def files_of(traces: Path, worker: str) -> list[str]:
 
 
 def test_a_stuck_rank_does_not_hold_up_the_words_of_another_node(group, traces, monkeypatch, caplog):
-    monkeypatch.setattr(processes, "_LAST_WORDS_S", 3.0)
+    monkeypatch.setattr(processes, "_LAST_WRITE_S", 3.0)
     group.start_gpu_profiling()
     group.run_all("work")
     pids = group.run_all("pid")
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"rank 1 of 2 on node .* did not finish sleep_on"):
         group.run_all("sleep_on", 1, 60.0, timeout_s=0.5)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 45
     assert "rank 1 did not end within 3 s; what was recorded there, beside spans, is lost" in caplog.text
     assert files_of(traces, "worker-0") == [".json", ".spans.json"]
     assert files_of(traces, "worker-1") == [".spans.json"]
@@ -93,7 +93,7 @@ def test_a_node_that_does_not_see_the_traces_folder_or_has_no_nsys_is_named(
     monkeypatch.setattr(nsys, "NRL_NSYS_PROFILE_STEP_RANGE", "3:5")
     nsys_launch._say.cache_clear()
     with WorkerGroup(Recorded, cluster=TWO_NODES, log_dir=tmp_path / "logs") as group:
-        nodes = [label.node for label in group._launcher._ranks.labels]
+        nodes = [label.node for label in group._processes._workers.labels]
         assert group.run_all("variable", FOLDER_VARIABLE) == [str(traces)] * 2
         assert group.run_all("variable", nsys.PATTERNS_VARIABLE) == ["*-1"] * 2
     assert f"{traces} is not seen by node {nodes[1]}: traces" in caplog.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lucidrl.recipes.configs import GRPORunConfig
-from lucidrl.recipes.wiring import run_grpo
+from lucidrl.recipes.language import run_grpo
 from lucidrl.utils.config import load_config
 from tests.faults import striking
 from tests.faults.records import digests

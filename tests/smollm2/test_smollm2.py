@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.data.messages import render_prompt
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.config import ClusterConfig
+from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.loading import load_model, load_tokenizer, stop_token_ids

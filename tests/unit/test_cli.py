@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
 import pytest
+from rich.console import Console
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from lucidrl import cli
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.models.embedded import embedded_config, embedded_tokenizer
+from lucidrl.recipes.display import RunDisplay
+from lucidrl.recipes.run import _train
 
 SMALL = [
     "env.kwargs={operations: ['+'], max_operand: 9}",
@@ -42,6 +49,33 @@ class Slow:
 class Synchronous:
     def step(self, batch):
         return []
+
+class Counted:
+    """Writes down how often it is made and asked for prompts."""
+    def __init__(self):
+        note("made")
+    def prompts(self):
+        from lucidrl.data.datasets import Prompt
+        note("prompts")
+        ask = [f"what's {n}+1?" for n in range(10, 40)]
+        return [Prompt(text, ({"role": "user", "content": text},), {"answer": "1"}) for text in ask]
+    async def step(self, batch):
+        from lucidrl.envs.text.interfaces import EnvReply
+        return [EnvReply(float(len(request.answer))) for request in batch]
+
+def note(event):
+    with open("events", "a") as file:
+        print(event, file=file)
+
+class Exiting(Counted):
+    def __init__(self):
+        raise SystemExit(0)
+
+class Wild(Counted):
+    def __init__(self):
+        pass
+    def prompts(self):
+        raise BaseException("of its own kind")
 '''
 
 CONTROL_ENVS = """
@@ -67,7 +101,11 @@ class Failing(Idle):
     def __init__(self):
         raise ValueError("no licence")
 
-for env in (Several, Switches, Failing):
+class Exiting(Idle):
+    def __init__(self):
+        raise SystemExit(0)
+
+for env in (Several, Switches, Failing, Exiting):
     gymnasium.register(f"{env.__name__}-v0", env)
 """
 
@@ -75,10 +113,11 @@ for env in (Several, Switches, Failing):
 @pytest.fixture
 def lucidrl(monkeypatch, capfd):
     """Runs a command in this process; returns its exit code, output and errors."""
-    monkeypatch.setattr("lucidrl.recipes.launch.configure_rich_logging", lambda **options: None)
+    monkeypatch.setattr("lucidrl.recipes.run.configure_rich_logging", lambda **options: None)
 
-    def call(*arguments: object) -> tuple[int, str, str]:
+    def call(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["lucidrl", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         capfd.readouterr()
         try:
             cli.main()
@@ -172,6 +211,21 @@ MISTAKES = {
     "config that is a list": (["grpo", "--config", "list.yaml"], ["list.yaml", "must be a mapping"]),
     "unknown environment": (["grpo", "env.name=arithmetik"], ["'arithmetik'", "did you mean arithmetic?"]),
     "environment without async step": (["grpo", "env.name=cli_envs:Synchronous"], ["async def step(self, batch)"]),
+    "environment that exits": (
+        ["grpo", "env.name=cli_envs:Exiting"],
+        ["SystemExit: 0", "cli_envs:Exiting cannot be made"],
+    ),
+    "environment that raises no Exception": (
+        ["grpo", "env.name=cli_envs:Wild"],
+        ["cli_envs:Wild.prompts raised BaseException: of its own kind"],
+    ),
+    "check of an environment that exits": (["check", "env.name=cli_envs:Exiting"], ["SystemExit: 0"]),
+    "control env that exits": (["ppo", "env.name=cli_control_envs:Exiting-v0"], ["SystemExit(0)", "Exiting-v0"]),
+    "name with NUL": (["grpo", 'run.name="a\\0b"'], ["run.name='a\\x00b'", "NUL"]),
+    "name that is too long": (["grpo", f"run.name={'x' * 300}"], ["300 bytes", "at most 255"]),
+    "absurd number of threads": (["grpo", "cluster.num_threads=100000"], ["cluster.num_threads=100000", "1024"]),
+    "generate without prompts": (["generate", "taken/run", "-"], ["standard input has no prompts"]),
+    "generate from standard input twice": (["generate", "taken/run", "-", "-"], ["- is given twice"]),
     "argument of the environment": (["grpo", "env.kwargs.max_operan=3"], ["did you mean env.kwargs.max_operand?"]),
     "resume of no run": (["grpo", "--resume", "taken"], ["taken is not a run folder", "config.yaml"]),
     "resume with a preset": (["grpo", "--resume", "taken", "--preset", "demo"], ["leave out --config and --preset"]),
@@ -231,6 +285,7 @@ def test_check_loads_no_weights_and_prints_arithmetic_and_memory(lucidrl, workpl
         "max_steps: 2",
         "rows a step             16",
         "memory: about, in all",
+        "checkpoint on disk",
         "ok: nothing stands in the way",
     ):
         assert part in output
@@ -245,6 +300,7 @@ def test_check_of_a_control_run_prints_arithmetic_spaces_and_parameters(lucidrl,
         "frames of the run         6144",
         "[1] numbers from -2 to 2",
         "parameters of the critic  4,481",
+        "checkpoint on disk        0.10 MiB (weights and optimizer), at most 3 of them",
         "ok: nothing stands in the way",
     ):
         assert part in output
@@ -293,6 +349,9 @@ def test_a_run_can_be_asked_resumed_and_run_again_from_its_config(lucidrl, workp
     assert answer.strip().isdigit()
     code, answers, _ = lucidrl("generate", folder, "2+3=", "--samples", 3)
     assert len(answers.splitlines()) == 3
+    code, answers, _ = lucidrl("generate", folder, "1+1=", "-", stdin="2+3=\n\n2+2=\r\n")
+    assert (code, answers.splitlines()[1]) == (0, answer.strip())
+    assert len(answers.splitlines()) == 3
 
     code, *_ = lucidrl("grpo", "--config", folder / "config.yaml", "run.name=again")
     assert code == 0
@@ -303,6 +362,38 @@ def test_a_run_can_be_asked_resumed_and_run_again_from_its_config(lucidrl, workp
     assert [line["step"] for line in without_clock(folder)][-2:] == [3, 3]
     code, output, _ = lucidrl("grpo", "--resume", folder)
     assert "nothing to do: step 3 of 3" in output
+
+
+def test_the_run_uses_the_environment_and_prompts_of_its_check(lucidrl, workplace):
+    small = [setting for setting in SMALL if not setting.startswith("env.")]
+    code, output, errors = lucidrl("grpo", "env.name=cli_envs:Counted", *small, "run.name=run")
+    assert code == 0, errors
+    assert Path("events").read_text().split() == ["made", "prompts"]
+    [command] = [shlex.split(line) for line in output.splitlines() if line.startswith("  lucidrl generate")]
+    assert command[:3] == ["lucidrl", "generate", "runs/run"]
+    assert re.fullmatch(r"what's \d\d\+1\?", command[3])
+    assert lucidrl(*command[1:])[0] == 0
+
+
+def test_a_folder_of_an_earlier_version_is_resumed(lucidrl, workplace):
+    """Its settings are resolved, readable by all, and lack what came later."""
+    assert lucidrl("grpo", *SMALL, "run.name=run")[0] == 0
+    path = workplace / "runs/run/config.yaml"
+    path.unlink()
+    path.write_text((Path(__file__).parent / "recipes/config_of_0.1.0.yaml").read_text())
+    code, _, errors = lucidrl("grpo", "--resume", "runs/run", "grpo.max_steps=3")
+    assert code == 0, errors
+    assert CheckpointManager(workplace / "runs/run/checkpoints").latest().step == 3
+    assert "max_steps: 3" in path.read_text()
+
+
+def test_a_resume_by_the_wrong_command_names_the_right_one(lucidrl, workplace):
+    assert lucidrl("grpo", *SMALL, "run.name=run")[0] == 0
+    code, _, errors = lucidrl("sft", "--resume", "runs/run")
+    assert code == 2
+    assert errors == (
+        "error: runs/run holds a run of grpo, not of sft; continue it with lucidrl grpo --resume runs/run\n"
+    )
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(lucidrl, workplace):
@@ -318,13 +409,13 @@ def slow_run(workplace):
     """Starts a run whose environment takes `delay_s`; it has been asked when this returns."""
     started = []
 
-    def start(delay_s: float) -> subprocess.Popen[str]:
+    def start(delay_s: float, steps: int = 50) -> subprocess.Popen[str]:
         settings = [f"env.kwargs={{delay_s: {delay_s}}}", "env.prompts_file=short.jsonl", "run.name=run"]
         settings += [
             "collector.prompts_per_step=4",
             "collector.samples_per_prompt=2",
             "validation.num_prompts=0",
-            "grpo.max_steps=50",
+            f"grpo.max_steps={steps}",
         ]
         process = subprocess.Popen(
             [sys.executable, "-m", "lucidrl.cli", "grpo", "env.name=cli_envs:Slow", *settings],
@@ -334,7 +425,7 @@ def slow_run(workplace):
             text=True,
         )
         started.append(process)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not Path("asked").exists():
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
@@ -347,12 +438,19 @@ def slow_run(workplace):
         process.communicate()
 
 
-def test_ctrl_c_finishes_the_step_saves_and_can_be_resumed(lucidrl, slow_run, workplace):
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        pytest.param(signal.SIGINT, "SIGINT", id="Ctrl-C"),
+        pytest.param(signal.SIGHUP, "SIGHUP", id="hang-up", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stopped_run_finishes_the_step_saves_and_can_be_resumed(lucidrl, slow_run, workplace, number, name):
     process = slow_run(delay_s=1.0)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=180)
     assert process.returncode == 0, errors
-    assert "SIGINT: finishing this step, then saving" in output
+    assert f"{name}: finishing this step, then saving" in output
     checkpoint = CheckpointManager(workplace / "runs/run/checkpoints").latest()
     assert f"stopped after step {checkpoint.step} of 50, which is saved" in output
     last = checkpoint.step + 1
@@ -361,6 +459,7 @@ def test_ctrl_c_finishes_the_step_saves_and_can_be_resumed(lucidrl, slow_run, wo
     assert CheckpointManager(workplace / "runs/run/checkpoints").latest().step == last
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_stops_at_once(slow_run):
     process = slow_run(delay_s=50.0)
     process.send_signal(signal.SIGINT)
@@ -370,8 +469,57 @@ def test_ctrl_c_twice_stops_at_once(slow_run):
             break
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=40)
-    assert time.monotonic() - start < 20
+    _, errors = process.communicate(timeout=90)
+    assert time.monotonic() - start < 40
     assert process.returncode == 130
     assert "interrupted: what was not saved before is lost" in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_nobody_reads_its_output(slow_run, workplace):
+    process = slow_run(delay_s=0.0, steps=3)
+    process.stdout.readline()
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(60) == 0
+    assert CheckpointManager(workplace / "runs/run/checkpoints").latest().step == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_after_the_last_step_does_not_cut_the_shutdown_short(tmp_path, number):
+    events = []
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+    class Run:
+        @contextmanager
+        def loop(self, folder, watcher, resume):
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))  # as Ray does
+            yield self
+            os.kill(os.getpid(), number)
+            events.append("shut down")
+
+        def run(self):
+            return 7
+
+    display = RunDisplay("grpo", 7, tmp_path, Console(file=io.StringIO()))
+    assert _train(Run(), tmp_path, display, False) == 7
+    assert events == ["shut down"]
+    assert "all is saved and the run ends" in display.console.file.getvalue()
+    signal.signal(signal.SIGTERM, before[1])
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_a_second_signal_ends_the_shutdown(tmp_path):
+    class Run:
+        @contextmanager
+        def loop(self, folder, watcher, resume):
+            yield self
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        def run(self):
+            return 7
+
+    with pytest.raises(KeyboardInterrupt):
+        _train(Run(), tmp_path, RunDisplay("grpo", 7, tmp_path, Console(file=io.StringIO())), False)

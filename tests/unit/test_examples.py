@@ -80,7 +80,7 @@ def test_the_logging_page_shows_programs_that_run(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")
 
     def run(program):  # in a process of its own: wandb reads its settings once in a process
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=180)
 
     send_again, own_program = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / "logging.md").read_text(encoding="utf-8"), flags=re.DOTALL

@@ -1,7 +1,8 @@
-"""Configuration of a text environment and of how it is asked."""
+"""Configuration of a text environment and of how it is called."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -10,10 +11,11 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from lucidrl.utils.config import Config
 
 OnError = Literal["fail", "drop"]
+Isolation = Literal["auto", "process", "none"]
 
 
 class EnvConfig(Config):
-    """Which environment judges the answers, and on which prompts."""
+    """Which environment scores completions, and on which prompts."""
 
     name: str = "arithmetic"
     """A built-in environment, or `module:Class` of your own."""
@@ -24,23 +26,54 @@ class EnvConfig(Config):
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of the prompts held out from training, chosen by a stable hash."""
     deadline_s: float = Field(default=60.0, gt=0, le=86_400)
-    """Longest time one call of the environment may take."""
+    """Timeout of one call of the environment. A call that blocks its worker past it is ended with the worker."""
     max_concurrency: PositiveInt = 8
     """Most calls of the environment at a time; a batch is spread evenly over them."""
     on_error: OnError = "fail"
-    """What a sample that cannot be judged does: `fail` stops the run, `drop` leaves it out and counts it."""
-    num_actors: NonNegativeInt = 0
-    """Ray actors, each with a copy of the environment, over which its calls are spread; 0, it runs in this program.
-    Needs `cluster.launcher=ray`."""
+    """What happens to a sample that cannot be scored: `fail` stops the run, `drop` leaves the sample out and counts
+    it."""
+    isolation: Isolation = "auto"
+    """Where the environment runs. `process`: in worker processes, which the driver can kill and restart. `none`: in the
+    driver, where code that blocks cannot be interrupted and code that exits ends the run. `auto`: `none` for a built-in
+    environment with one worker, otherwise `process`."""
+    num_workers: PositiveInt = 1
+    """Worker processes, each with a copy of the environment, over which its calls are spread. One runs on the driver's
+    machine; several run on the nodes of the Ray cluster if `cluster.launcher=ray`."""
     max_restarts: NonNegativeInt = 3
-    """How often in a row, without an answer in between, an actor that died is replaced; when one more dies in its
-    place, the run stops, whatever `on_error` says."""
+    """Restarts in a row of a worker that exited or timed out, without a scored batch in between; at the next loss the
+    run stops, whatever `on_error` says."""
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether the environment runs in worker processes."""
+        if self.isolation == "auto":
+            return ":" in self.name or self.num_workers > 1
+        return self.isolation == "process"
+
+    @property
+    def num_spread_workers(self) -> int:
+        """Workers that Ray places if the cluster uses Ray; a single worker stays on the driver's machine."""
+        return self.num_workers if self.num_workers > 1 else 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_old_name(cls, content: Any) -> Any:
+        """`num_actors` is what versions before `num_workers` wrote to config.yaml; 0 stood for the driver."""
+        if not isinstance(content, Mapping) or "num_actors" not in content:
+            return content
+        rest = {key: value for key, value in content.items() if key != "num_actors"}
+        return rest if content["num_actors"] == 0 else {"num_workers": content["num_actors"], **rest}
 
     @model_validator(mode="after")
-    def _every_actor_has_calls(self) -> Self:
-        if self.num_actors > self.max_concurrency:
+    def _workers_fit(self) -> Self:
+        if self.num_workers > self.max_concurrency:
             raise ValueError(
-                f"num_actors={self.num_actors} is more than max_concurrency={self.max_concurrency}, the most calls at "
-                "a time, so that some would have nothing to do; raise max_concurrency or lower num_actors"
+                f"num_workers={self.num_workers} is more than max_concurrency={self.max_concurrency}, the most calls "
+                "at a time, so some workers would be idle; raise max_concurrency or lower num_workers"
+            )
+        if self.num_workers > 1 and not self.is_isolated:
+            raise ValueError(
+                f"num_workers={self.num_workers} asks for worker processes, but isolation=none runs the environment in "
+                "the driver; set isolation=process, or num_workers=1"
             )
         return self

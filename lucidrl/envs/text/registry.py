@@ -13,7 +13,7 @@ from lucidrl.data.datasets import Prompt, load_prompts, split
 from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
-from lucidrl.envs.text.interfaces import PromptSource, StatefulEnv, TextEnv
+from lucidrl.envs.text.interfaces import TextEnv
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.utils.config import Config, validate
 from lucidrl.utils.imports import import_user_module
@@ -31,7 +31,7 @@ def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
 
     Raises:
         ConfigError: for an unknown name, a module or class that cannot be found, a class that is no text environment,
-            or arguments that it does not take.
+            arguments that it does not take, or anything that its constructor raises.
     """
     if name in ENVS:
         build, schema = ENVS[name]
@@ -48,34 +48,18 @@ def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
         raise ConfigError(f"{name} does not take the arguments in kwargs: {error}; see its __init__") from error
     try:
         return env_class(**kwargs)
-    except Exception as error:
+    except (Exception, SystemExit, GeneratorExit) as error:  # the last two would end the run without a word
         raise ConfigError(
             f"{name} cannot be made with kwargs {dict(kwargs)}: {type(error).__name__}: {error}"
         ) from error
 
 
-def env_of(config: EnvConfig) -> TextEnv:
-    """The environment of a run, made here.
-
-    Raises:
-        ConfigError: as `make_env`; and for one that is to have copies in actors, but keeps something.
-    """
-    env = make_env(config.name, config.kwargs)
-    if config.num_actors and isinstance(env, StatefulEnv):
-        raise ConfigError(
-            f"env.num_actors={config.num_actors} needs an environment that keeps nothing, but {config.name} has a "
-            "state_dict: every actor would have a state of its own, and lose it if it died; set env.num_actors=0, or "
-            "take state_dict out"
-        )
-    return env
-
-
-def split_prompts(env: TextEnv, config: EnvConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and validation prompts: of `prompts_file` if given, otherwise the environment's own."""
+def split_prompts(own: Sequence[Prompt] | None, config: EnvConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and validation prompts: of `prompts_file` if given, otherwise the environment's own, if it has any."""
     if config.prompts_file is not None:
         prompts: Sequence[Prompt] = load_prompts(config.prompts_file)
-    elif isinstance(env, PromptSource):
-        prompts = env.prompts()
+    elif own is not None:
+        prompts = own
     else:
         raise ConfigError(
             f"environment {config.name} brings no prompts and env.prompts_file is not set; "

@@ -1,286 +1,269 @@
-"""Asks a text environment from synchronous code: concurrently, under a deadline, and judging what it returns."""
+"""Steps a text environment batch by batch: spreads calls over its workers, retries samples, names those that fail."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
-import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Self
 
+from lucidrl.distributed.workers.outcomes import RemoteTraceback
 from lucidrl.envs.text.config import OnError
-from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, HostedEnv, StatefulEnv, TextEnv
-from lucidrl.envs.text.loop_thread import LoopThread
-from lucidrl.errors import CheckpointError, EnvironmentFailure
-from lucidrl.utils.watching import wait_watching
+from lucidrl.envs.text.hosts import DriverHost, EnvHost
+from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, TextEnv
+from lucidrl.envs.text.worker import Cause, EnvState, Failure
+from lucidrl.errors import CheckpointError, EnvironmentFailure, LostWorkerError, WorkerError
 
 logger = logging.getLogger(__name__)
 
-Cause = Literal["raised", "deadline", "bad_reply", "bad_reward"]
+_GRACE_S = 2.0
+"""How long after the timeout of its calls a worker may take to answer before it is killed."""
 
-# How long after the deadline a call may take to give way before its loop counts as blocked.
-_GRACE_S = 0.5
+Rows = Sequence[int]
+"""Of the requests of a step."""
 
 
 @dataclass(frozen=True)
-class _Failure:
-    cause: Cause
-    what: str
-    call: Sequence[EnvRequest]
-    """The requests asked together; any of them may be at fault."""
-    error: BaseException | None = None
-    in_company: bool = False
-    """Whether a loop or process was blocked while other calls ran on it: any of them may be at fault."""
+class _Failed:
+    """A sample that has no step result."""
+
+    failure: Failure
+    rows: Rows
+    """Samples of the call, of which any may be the reason."""
+    loss: LostWorkerError | None = None
+    """How its worker was lost."""
 
 
-_Verdict = EnvReply | _Failure
+@dataclass(frozen=True)
+class _Lost:
+    """Calls that a worker was busy with when it was lost."""
+
+    calls: Sequence[Rows]
+    error: LostWorkerError
+
+    @property
+    def rows(self) -> list[int]:
+        return [row for call in self.calls for row in call]
 
 
 class EnvRunner:
-    """Steps an environment batch by batch; owns the event loop on which the environment runs.
+    """Steps an environment, wherever it runs.
 
-    A call that raises, exceeds the deadline or returns the wrong number of replies fails for all its samples. With
-    `on_error="fail"` that is raised at once. With "drop" the samples are asked again one by one, so that a bad one
-    costs its neighbours nothing; those that still fail are left out. A call that blocks the loop cannot be stopped:
-    it is left behind in its daemon thread, and a new loop takes over. An EnvironmentFailure is of the environment as a
-    whole, and always raised.
+    A call that raises, exceeds its timeout or returns the wrong number of replies fails for all its samples. With
+    `on_error="fail"` that is raised at once. With "drop" the samples are retried one by one, so that a bad one costs
+    its neighbours nothing; those that still fail are left out.
+
+    A worker that does not answer in time is killed, and restarted like one that exited. Its samples are retried, at
+    last one by one, so that the error names the sample that is the reason. An EnvironmentFailure that the environment
+    raises is of the environment as a whole, and always raised.
 
     Args:
+        env: scores completions; an environment itself runs in this process, see `start_host` for others. The runner
+            ends it.
+        deadline_s: timeout of a call.
         watch: see `wait_watching`; called while the environment is waited for.
 
     Attributes:
-        counts: dropped samples by cause: raised, deadline, bad_reply, bad_reward.
+        counts: dropped samples by cause.
     """
 
     def __init__(
         self,
-        env: TextEnv,
+        env: TextEnv | EnvHost,
         deadline_s: float,
         max_concurrency: int,
         on_error: OnError,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         self.counts: Counter[Cause] = Counter()
-        self._env = env
-        self._env_name = env.name if isinstance(env, HostedEnv) else type(env).__name__
+        self._host = env if isinstance(env, EnvHost) else DriverHost(env)
         self._deadline_s = deadline_s
         self._max_concurrency = max_concurrency
         self._on_error = on_error
         self._watch = watch
-        self._loop: LoopThread | None = self._new_loop()
+        self._lost: list[EnvRequest] = []
+        """What workers were busy with that were lost last, until they are restarted."""
 
     @property
     def num_replaced(self) -> int:
-        """Processes of the environment that took the place of others so far."""
-        return self._env.num_replaced if isinstance(self._env, HostedEnv) else 0
+        """Restarts of the environment's workers so far."""
+        return self._host.num_restarts
 
     def step(self, requests: Sequence[EnvRequest]) -> list[EnvReply | None]:
         """Replies in the order of the requests; None for a dropped one.
 
         Raises:
             EnvironmentFailure: with `on_error="fail"`, naming environment, samples, turn and cause; with any, if the
-                environment raises it.
+                environment raises it, or its workers were lost too often.
         """
-        verdicts = self._ask(_even_chunks(requests, self._max_concurrency))
-        if self._on_error == "fail":
-            for verdict in verdicts:
-                if isinstance(verdict, _Failure):
-                    raise EnvironmentFailure(self._describe(verdict)) from verdict.error
-        else:
-            verdicts = self._ask_again(requests, verdicts)
-        for verdict in verdicts:
-            if isinstance(verdict, _Failure):
-                self._count_dropped(verdict)
-        return [verdict if isinstance(verdict, EnvReply) else None for verdict in verdicts]
+        found: dict[int, EnvReply | _Failed] = {}
+        lost = self._ask(requests, _even_chunks(range(len(requests)), self._max_concurrency), found)
+        # A worker that exits may be a victim of its machine: its calls are sent once more as they were.
+        exited = [call for loss in lost if not loss.error.timed_out for call in loss.calls]
+        lost = [loss for loss in lost if loss.error.timed_out] + self._ask(requests, exited, found)
+        if self._on_error == "drop":
+            for rows in _batches(_shared_failures(found), self._max_concurrency):
+                lost += self._ask(requests, [[row] for row in rows], found)
+        self._raise_first(requests, found)
+        self._find_reasons(requests, lost, found)
+        for failed in (found[row] for row in range(len(requests))):
+            if isinstance(failed, _Failed):
+                self._count_dropped(requests, failed)
+        return [reply if isinstance(reply := found[row], EnvReply) else None for row in range(len(requests))]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the environment keeps over a run, as `env`; empty for one that keeps nothing.
+        """What the environment keeps over a run, as `env`, and the random states of its workers, as `env_random`.
 
         Raises:
             EnvironmentFailure: if the environment raises, or gives what a checkpoint cannot hold.
         """
-        if not isinstance(self._env, StatefulEnv):
-            return {}
-        try:
-            state = self._env.state_dict()
-            json.dumps(state)
-        except Exception as error:
-            raise EnvironmentFailure(
-                f"{self._env_name}.state_dict gives no state that can be saved ({type(error).__name__}: {error}); "
-                "return numbers, texts, None, and lists and dictionaries of these"
-            ) from error
-        return {"env": state}
+        states = self._host.states()
+        kept = {"env": json.loads(states[0].env)} if states[0].env is not None else {}
+        drawn = [state.random for state in states if state.random is not None]
+        return {**kept, "env_random": drawn} if drawn else kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the environment back what `state_dict` found.
+        """Give the environment and its workers back what `state_dict` found.
 
         Raises:
             CheckpointError: if it was another environment's, by whether there is one or because this one raises.
         """
-        if isinstance(self._env, StatefulEnv) != ("env" in state):
-            kept, keeps = ("a", "keeps none") if "env" in state else ("no", "keeps one")
+        now = self._host.states()
+        if (now[0].env is not None) != ("env" in state):
+            which, keeps = ("a", "keeps none") if "env" in state else ("no", "keeps one")
             raise CheckpointError(
-                f"the checkpoint has {kept} state of the environment, but {self._env_name} {keeps}; "
+                f"the checkpoint has {which} state of the environment, but {self._host.name} {keeps}; "
                 "resume with the env.name it was saved with"
             )
-        if isinstance(self._env, StatefulEnv):
-            try:
-                self._env.load_state_dict(state["env"])
-            except Exception as error:
-                raise CheckpointError(
-                    f"{self._env_name}.load_state_dict raised {type(error).__name__}: {error}; "
-                    "resume with the environment it was saved with"
-                ) from error
+        drawn: Sequence[Any] = state.get("env_random", [])
+        if now[0].random is None or len(drawn) != len(now):
+            if now[0].random is not None:
+                logger.warning(
+                    "the checkpoint holds random states of %d environment workers, and there are %d now: their random "
+                    "generators start over from the seed",
+                    len(drawn),
+                    len(now),
+                )
+            drawn = [None] * len(now)
+        kept = json.dumps(state["env"]) if "env" in state else None
+        self._host.load_states([EnvState(kept, random) for random in drawn])
 
     def close(self) -> None:
-        """Cancel what runs and end the event loop."""
-        if self._loop is not None:
-            self._loop.stop(wait_s=_GRACE_S)
-            self._loop = None
+        """End the environment's workers; may be called twice."""
+        self._host.shutdown()
 
-    def __enter__(self) -> EnvRunner:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _ask_again(self, requests: Sequence[EnvRequest], verdicts: list[_Verdict]) -> list[_Verdict]:
-        """Ask the samples of failed calls alone; those whose loop was blocked, by whichever sample, one at a time."""
-        shared = [
-            row for row, verdict in enumerate(verdicts) if isinstance(verdict, _Failure) and len(verdict.call) > 1
-        ]
-        for start in range(0, len(shared), self._max_concurrency):
-            rows = shared[start : start + self._max_concurrency]
-            for row, verdict in zip(rows, self._ask([[requests[row]] for row in rows]), strict=True):
-                verdicts[row] = verdict
-        for row, verdict in enumerate(verdicts):
-            if isinstance(verdict, _Failure) and verdict.in_company:
-                verdicts[row] = self._ask([[requests[row]]])[0]
-        return verdicts
+    def _ask(
+        self, requests: Sequence[EnvRequest], calls: Sequence[Rows], found: dict[int, EnvReply | _Failed]
+    ) -> list[_Lost]:
+        """Make calls concurrently, each worker its share; adds to what was found, and returns what was lost."""
+        if not calls:
+            return []
+        self._restart_lost()
+        shares = {number: calls[number :: self._host.num_workers] for number in range(self._host.num_workers)}
+        messages = {
+            number: [[requests[row] for row in call] for call in share] for number, share in shares.items() if share
+        }
+        answers = self._host.score(messages, self._deadline_s, _GRACE_S, self._watch)
+        lost = []
+        for number, answer in answers.items():
+            if isinstance(answer, LostWorkerError):
+                lost.append(_Lost(shares[number], answer))
+                continue
+            for call, outcomes in zip(shares[number], answer, strict=True):
+                for row, outcome in zip(call, outcomes, strict=True):
+                    if isinstance(outcome, Failure):
+                        found[row] = _Failed(outcome, call if outcome.is_of_call else [row])
+                    else:
+                        found[row] = outcome
+        self._lost = [requests[row] for loss in lost for row in loss.rows]
+        return lost
 
-    def _ask(self, calls: Sequence[Sequence[EnvRequest]]) -> list[_Verdict]:
-        """Make the calls concurrently; the verdicts of all their requests, in order."""
-        if self._loop is None:
-            raise RuntimeError("the EnvRunner is closed; make a new one to step the environment")
-        self._wait_until_ready()
-        futures = [self._loop.submit(self._call(call)) for call in calls]
-        unanswered = wait_watching(futures, self._watch, timeout_s=self._deadline_s + _GRACE_S)
-        if unanswered:
-            self._replace_loop()
-        verdicts: list[_Verdict] = []
-        for call, future in zip(calls, futures, strict=True):
-            if future in unanswered:
-                what = self._late(" and neither awaited nor heeded its cancellation, which blocks all others")
-                failure = _Failure("deadline", what, call, in_company=len(calls) > 1)
-                verdicts += [failure] * len(call)
-            else:
-                verdicts += future.result()
-        return self._with_company(verdicts, len(calls)) if self._on_error == "drop" else verdicts
-
-    def _with_company(self, verdicts: list[_Verdict], num_calls: int) -> list[_Verdict]:
-        """Mark late calls of which some may only have waited for another, in a process that turns out to be stuck."""
-        late = [isinstance(verdict, _Failure) and verdict.cause == "deadline" for verdict in verdicts]
-        if num_calls == 1 or not any(late):
-            return verdicts
-        num_before = self.num_replaced
-        self._wait_until_ready()
-        if self.num_replaced == num_before:
-            return verdicts
-        return [
-            replace(verdict, in_company=True) if isinstance(verdict, _Failure) and is_late else verdict
-            for verdict, is_late in zip(verdicts, late, strict=True)
-        ]
-
-    def _wait_until_ready(self) -> None:
-        if isinstance(self._env, HostedEnv):
-            assert self._loop is not None
-            self._loop.submit(self._env.ready()).result()
-
-    async def _call(self, call: Sequence[EnvRequest]) -> list[_Verdict]:
-        deadline = asyncio.timeout(self._deadline_s)
+    def _restart_lost(self) -> None:
         try:
-            async with deadline:
-                replies = await self._env.step(call)
-        except EnvironmentFailure:
-            raise
-        # The last two would otherwise end the task or the loop, and the caller would wait for the deadline.
-        except (Exception, asyncio.CancelledError, SystemExit) as error:
-            if deadline.expired():
-                notes = getattr(error.__cause__, "__notes__", [])
-                failure = _Failure("deadline", self._late("".join(f" {note}" for note in notes)), call)
+            self._host.restart_lost()
+        except (WorkerError, EnvironmentFailure) as error:
+            raise EnvironmentFailure(
+                f"{self._host.name}.step lost its worker ({_named(self._lost)}): {error}"
+            ) from error
+
+    def _find_reasons(
+        self, requests: Sequence[EnvRequest], lost: Sequence[_Lost], found: dict[int, EnvReply | _Failed]
+    ) -> None:
+        """Retry samples of lost workers alone, to find those that the workers were lost for."""
+        suspects: list[int] = []
+        for loss in lost:
+            if len(loss.rows) == 1:
+                found[loss.rows[0]] = self._failed(loss)
             else:
-                failure = _Failure("raised", f"raised {type(error).__name__}: {error}", call, error)
-            return [failure] * len(call)
-        if not isinstance(replies, Sequence) or len(replies) != len(call):
-            got = f"{len(replies)} replies" if isinstance(replies, Sequence) else f"a {type(replies).__name__}"
-            what = f"returned {got} for {len(call)} requests instead of one EnvReply each"
-            return [_Failure("bad_reply", what, call)] * len(call)
-        return [_judged(request, reply) for request, reply in zip(call, replies, strict=True)]
+                suspects += _spread(loss.rows)
+        self._raise_first(requests, found)
+        for rows in _batches(suspects, self._host.num_workers):
+            for loss in self._ask(requests, [[row] for row in rows], found):
+                found[loss.rows[0]] = self._failed(loss)
+            self._raise_first(requests, found)
 
-    def _count_dropped(self, failure: _Failure) -> None:
-        if failure.cause not in self.counts:
-            logger.warning("%s; it is dropped, later ones like it only counted", self._describe(failure))
-        self.counts[failure.cause] += 1
+    def _failed(self, loss: _Lost) -> _Failed:
+        if loss.error.timed_out:
+            what = f"exceeded its timeout of {self._deadline_s:g} s and blocked its worker"
+            return _Failed(Failure("deadline", what), loss.rows, loss.error)
+        return _Failed(Failure("exited", "ended its worker"), loss.rows, loss.error)
 
-    def _describe(self, failure: _Failure) -> str:
-        ids = [request.sample_id for request in failure.call]
-        shown = ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
-        noun = "sample" if len(ids) == 1 else "samples"
-        remedy = (
-            ""
-            if self._on_error == "drop"
-            else "; mend the environment, or leave such samples out with env.on_error=drop"
-        )
-        return f"{self._env_name}.step {failure.what} ({noun} {shown}, turn {failure.call[0].turn}){remedy}"
+    def _raise_first(self, requests: Sequence[EnvRequest], found: Mapping[int, EnvReply | _Failed]) -> None:
+        """Raise the failure of the first sample that has one, unless such samples are dropped."""
+        failed = next((found[row] for row in sorted(found) if isinstance(found[row], _Failed)), None)
+        if isinstance(failed, _Failed) and self._on_error == "fail":
+            remedy = "fix the environment, or leave such samples out with env.on_error=drop"
+            cause = failed.loss or (RemoteTraceback(failed.failure.trace) if failed.failure.trace else None)
+            detail = f": {failed.loss}" if failed.loss is not None else ""
+            raise EnvironmentFailure(f"{self._described(requests, failed)}; {remedy}{detail}") from cause
 
-    def _late(self, detail: str = "") -> str:
-        return f"exceeded its deadline of {self._deadline_s:g} s{detail}"
+    def _count_dropped(self, requests: Sequence[EnvRequest], failed: _Failed) -> None:
+        cause = failed.failure.cause
+        if cause not in self.counts:
+            logger.warning(
+                "%s; the sample is dropped, and later ones with this cause are only counted",
+                self._described(requests, failed),
+            )
+        self.counts[cause] += 1
 
-    def _new_loop(self) -> LoopThread:
-        return LoopThread(name=f"{self._env_name}-loop")
-
-    def _replace_loop(self) -> None:
-        assert self._loop is not None
-        self._loop.stop(wait_s=0)
-        self._loop = self._new_loop()
-
-
-def _judged(request: EnvRequest, reply: Any) -> _Verdict:
-    if not isinstance(reply, EnvReply):
-        return _Failure("bad_reply", f"returned a {type(reply).__name__} instead of an EnvReply", [request])
-    if not isinstance(reply.reward, numbers.Real):
-        what = f"returned a reward of type {type(reply.reward).__name__} instead of a number"
-        return _Failure("bad_reward", what, [request])
-    if not math.isfinite(reply.reward):
-        return _Failure("bad_reward", f"returned the reward {reply.reward}, which is not finite", [request])
-    bad_metrics = [name for name, value in reply.metrics.items() if not isinstance(value, numbers.Real)]
-    if bad_metrics:
-        return _Failure("bad_reply", f"returned metrics that are not numbers: {', '.join(bad_metrics)}", [request])
-    if not reply.done and not _are_observations(reply.messages):
-        what = "is not done but returned no messages with role and content that end with another role than assistant"
-        return _Failure("bad_reply", what, [request])
-    return reply
+    def _described(self, requests: Sequence[EnvRequest], failed: _Failed) -> str:
+        of_call = [requests[row] for row in failed.rows]
+        return f"{self._host.name}.step {failed.failure.what} ({_named(of_call)}, turn {of_call[0].turn})"
 
 
-def _are_observations(messages: Any) -> bool:
-    if not isinstance(messages, Sequence) or not messages:
-        return False
-    well_formed = all(
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-        for message in messages
-    )
-    return well_formed and messages[-1]["role"] != "assistant"
+def _named(requests: Sequence[EnvRequest]) -> str:
+    ids = [request.sample_id for request in requests]
+    shown = ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+    return f"{'sample' if len(ids) == 1 else 'samples'} {shown}"
 
 
-def _even_chunks(requests: Sequence[EnvRequest], max_chunks: int) -> list[Sequence[EnvRequest]]:
+def _shared_failures(found: Mapping[int, EnvReply | _Failed]) -> list[int]:
+    """Samples of calls that failed as a whole, and had others."""
+    return [row for row, failed in sorted(found.items()) if isinstance(failed, _Failed) and len(failed.rows) > 1]
+
+
+def _spread(rows: Rows) -> list[int]:
+    """The rows in another order: neighbours are often samples of one prompt, and fail in a row."""
+    stride = math.isqrt(len(rows))
+    return [row for start in range(stride) for row in rows[start::stride]]
+
+
+def _batches(rows: Rows, size: int) -> list[Rows]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _even_chunks(rows: Rows, max_chunks: int) -> list[Rows]:
     """At most `max_chunks` non-empty chunks in order, whose sizes differ by at most one."""
-    num_chunks = min(max_chunks, len(requests))
-    bounds = [len(requests) * index // num_chunks for index in range(num_chunks + 1)] if num_chunks else []
-    return [requests[start:stop] for start, stop in pairwise(bounds)]
+    num_chunks = min(max_chunks, len(rows))
+    bounds = [len(rows) * index // num_chunks for index in range(num_chunks + 1)] if num_chunks else []
+    return [rows[start:stop] for start, stop in pairwise(bounds)]

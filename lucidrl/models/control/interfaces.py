@@ -1,67 +1,10 @@
-"""What passes between an algorithm and a control policy.
-
-Shapes: N frames.
-"""
+"""What passes between an algorithm and a control policy, beside the frames of `lucidrl.losses.interfaces`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
-
-
-@dataclass(frozen=True)
-class Frames:
-    """Frames to learn from, in any order."""
-
-    observations: torch.Tensor
-    """[N, ...]"""
-    latent_actions: torch.Tensor
-    """[N, ...], what the policy drew; see `ActionHead`."""
-    logprobs: torch.Tensor
-    """[N], of these under the policy that drew them."""
-    values: torch.Tensor
-    """[N], of the observations, by the critic as it was then."""
-    advantages: torch.Tensor
-    """[N]"""
-    value_targets: torch.Tensor
-    """[N], what the critic should have said."""
-
-    def __len__(self) -> int:
-        return len(self.logprobs)
-
-    def select(self, indices: torch.Tensor) -> Frames:
-        return replace(self, **{field.name: getattr(self, field.name)[indices] for field in fields(self)})
-
-
-@dataclass(frozen=True)
-class FrameOutputs:
-    """What policy and critic say of frames, with gradients."""
-
-    logprobs: torch.Tensor
-    """[N], of the actions that were taken."""
-    entropy: torch.Tensor
-    """[N], of the distribution they would be drawn from now."""
-    values: torch.Tensor
-    """[N], of the observations."""
-
-
-@dataclass(frozen=True)
-class FrameLosses:
-    """The objectives of both roles over some frames, each a mean over them, and what else was measured."""
-
-    policy: torch.Tensor
-    critic: torch.Tensor
-    metrics: Mapping[str, torch.Tensor]
-    """Means over the frames."""
-
-
-class FrameLoss(Protocol):
-    """An objective for policy and critic."""
-
-    def __call__(self, outputs: FrameOutputs, frames: Frames) -> FrameLosses: ...
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,9 @@ import torch
 
 from lucidrl.checkpoint.manifest import FileDigest
 from lucidrl.checkpoint.writer import CheckpointWriter
+from lucidrl.losses.interfaces import FrameLoss, FrameOutputs, Frames
 from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
-from lucidrl.models.control.interfaces import (
-    ActionSpace,
-    ControlTrainResult,
-    FrameLoss,
-    FrameOutputs,
-    Frames,
-    ObservationSpace,
-)
+from lucidrl.models.control.interfaces import ActionSpace, ControlTrainResult, ObservationSpace
 from lucidrl.models.control.networks import CriticNetwork, GreedyPolicy, PolicyNetwork
 from lucidrl.models.control.role import Role
 from lucidrl.profiling.recording import Recording
@@ -84,9 +78,9 @@ class ControlPolicy:
         num_skipped = sum(not math.isfinite(norm) for minibatch in norms for norm in minibatch.values())
         return ControlTrainResult({**means, **rates}, num_skipped)
 
-    def begin_save(self, folder: Path) -> None:
-        """Copy both networks and their optimizers, and write them while training goes on."""
-        parts = [role.tensor_sets(folder) for role in self._roles]
+    def begin_save(self, folder: Path, *, weights_only: bool = False) -> None:
+        """Copy both networks, and their optimizers unless `weights_only`, and write them while training goes on."""
+        parts = [role.tensor_sets(folder, weights_only=weights_only) for role in self._roles]
         small_files = {path: content for _, files in parts for path, content in files.items()}
         self._writer.begin([tensor_set for sets, _ in parts for tensor_set in sets], small_files)
 

@@ -18,7 +18,7 @@ from lucidrl.checkpoint.tensors import TensorSpec
 from lucidrl.checkpoint.writer import TensorSet
 from lucidrl.errors import CheckpointError, TrainingError
 from lucidrl.models.control.config import NetworkConfig
-from lucidrl.models.policy.optim import PolicyOptimizer
+from lucidrl.models.optim import PolicyOptimizer
 
 WEIGHTS_STEM, OPTIMIZERS = "model", "optimizer"
 
@@ -51,14 +51,14 @@ class Role:
             )
         return norm
 
-    def tensor_sets(self, folder: Path) -> tuple[list[TensorSet], dict[Path, bytes]]:
-        """What a checkpoint writer needs: weights and state of the optimizer, and its structure."""
+    def tensor_sets(self, folder: Path, *, weights_only: bool) -> tuple[list[TensorSet], dict[Path, bytes]]:
+        """What a checkpoint writer needs: the weights, and the optimizer's state unless `weights_only`."""
         weights = self.network.state_dict()
+        sets = [TensorSet(folder / self.name, WEIGHTS_STEM, _specs(weights), weights.items)]
+        if weights_only:
+            return sets, {}
         tensors, structure = flatten_state(self.optimizer.state_dict())
-        sets = [
-            TensorSet(folder / self.name, WEIGHTS_STEM, _specs(weights), weights.items),
-            TensorSet(folder / OPTIMIZERS, self.name, _specs(tensors), tensors.items),
-        ]
+        sets.append(TensorSet(folder / OPTIMIZERS, self.name, _specs(tensors), tensors.items))
         text = json.dumps(structure, indent=1, allow_nan=False) + "\n"
         return sets, {folder / OPTIMIZERS / f"{self.name}.json": text.encode()}
 

@@ -7,7 +7,8 @@ Shapes: B rows, P distinct prompts, T prompt tokens, N new tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -36,19 +37,25 @@ class BuiltinGenerator:
     Args:
         model: its weights are read at each call; the owner says by `weight_version` which ones they are.
         seed: of the draws of rows that bring no `draw_keys` of their own.
+        whole_weights: entered around each call; inside, the model has all its weights.
     """
 
     num_replaced = 0
     """It has no process of its own that could be replaced."""
 
     def __init__(
-        self, model: LogprobModel, tokenizer: PreTrainedTokenizerBase, config: GenerationConfig, seed: int = 0
+        self,
+        model: LogprobModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: GenerationConfig,
+        seed: int = 0,
+        whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.model = model
         self.tokenizer = tokenizer
         self.config = config
         self.weight_version = 0
-        self._seed = seed
+        self._seed, self._whole_weights = seed, whole_weights
         self.calls = 0
         """How often it was asked; draws of rows without keys of their own depend on it."""
         stop_ids = stop_token_ids(model.model, tokenizer) | set(config.stop_token_ids)
@@ -59,14 +66,11 @@ class BuiltinGenerator:
         self.weight_version = version
 
     @torch.no_grad()
-    @span("generate")
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt; see `GenerationDatumSpec` and `GenerationOutputSpec`."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
+        with self._whole_weights(), span("generate"), _evaluating(self.model):
             device = next(self.model.parameters()).device
             prompts = _Prompts.of(data, device, context_length(self.model.model.config))
             keys_B = with_draw_keys(data, self._seed, self.calls)["draw_keys"].cpu()
@@ -77,8 +81,6 @@ class BuiltinGenerator:
             for rows in prompts.batches(self.config.max_concurrent_rows):
                 self._decode(prompts, rows, keys_B, answers, stops, greedy)
             return answers.joined_to(prompts, int(self.tokenizer.pad_token_id), self.weight_version)
-        finally:
-            self.model.train(was_training)
 
     @torch.inference_mode()  # cheaper than no_grad; what it returns was made outside, and may meet autograd later
     def _decode(
@@ -139,6 +141,16 @@ class BuiltinGenerator:
         hidden = self.model.hidden_states(packed.input_ids, packed.position_ids, PrefillLayout(packed, cache))
         last_P = packed.cu_seqlens[1:].to(torch.int64) - 1
         return cache, self.model.next_token_logits(hidden[last_P])
+
+
+@contextmanager
+def _evaluating(model: LogprobModel) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 @dataclass

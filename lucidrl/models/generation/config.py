@@ -35,8 +35,8 @@ class GenerationConfig(Config):
     """Nodes of a Ray cluster that they may run on: any (with `refit=ipc` those of the policy's workers), those of the
     policy's workers, or others than those."""
     max_restarts: NonNegativeInt = 3
-    """How many times in a row, without a whole batch of answers in between, processes that died or hung are replaced
-    before the run stops; 0 = the first ends it."""
+    """Consecutive restarts of one separate process that exited or timed out, without a generated chunk in between;
+    at the next loss the run stops."""
     refit: Literal["auto", "ipc", "collective"] = "auto"
     """How weights reach separate processes: through memory shared within a node (`ipc`), over the network
     (`collective`), or each by the one that fits where it is (`auto`)."""

@@ -7,20 +7,20 @@ workers return the problem, as generators do, and the weights can be brought aga
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lucidrl.distributed.place import LOOPBACK
 from lucidrl.distributed.weight_buckets import TensorInfo, fitting_bucket_bytes, plan_buckets
 from lucidrl.distributed.weight_group import TIMEOUT_S
-from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.distributed.workers.place import LOOPBACK, Place
+from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
 from lucidrl.errors import ConfigError, LucidError, RefitError
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.replicas import Replica, Replicas
 from lucidrl.models.policy.policy import Policy
 
 _BYTES_PER_MB = 1 << 20
@@ -29,21 +29,38 @@ _LOSS_S = 5.0
 not the policy."""
 
 
+@dataclass
+class GeneratorState:
+    """What the driver knows of the process of a generator."""
+
+    place: Place
+    version: int | None = None
+    """Of the weights that a refit brought to it; None if it has those that it was loaded with."""
+
+
 class WeightDelivery:
-    """From the workers of a policy to replicas.
+    """From the workers of a policy to its generators.
 
     Args:
-        timeout_s: deadline of a call of a replica.
+        states: of the generators, by number.
+        timeout_s: timeout of a call of a generator.
     """
 
-    def __init__(self, policy: Policy, replicas: Replicas, config: GenerationConfig, timeout_s: float):
+    def __init__(
+        self,
+        policy: Policy,
+        pool: WorkerPool,
+        states: Mapping[int, GeneratorState],
+        config: GenerationConfig,
+        timeout_s: float,
+    ):
         self._policy, self._places = policy.group, policy.places
-        self._replicas, self._config = replicas, config
+        self._pool, self._states, self._config = pool, states, config
         self._timeout_s = timeout_s + _LOSS_S
         # Generators and policy give up waiting for one that hangs or is gone before they are themselves too late.
         self._patience_s = min(TIMEOUT_S, timeout_s / 2)
-        self._members: list[WorkerGroup] = []
-        """Processes of replicas that have met the policy to be sent weights."""
+        self._members: list[tuple[int, int]] = []
+        """Processes of generators that joined the policy's refit group: number of the generator and of its start."""
 
     def check_devices(self) -> None:
         """Refuse generators that are not where the configured way ends.
@@ -52,15 +69,17 @@ class WeightDelivery:
             ConfigError: if weights are to be shared, with a device that the policy does not have.
         """
         devices = [place.device for place in self._places]
-        strangers = [replica for replica in self._replicas.all if replica.place.device not in devices]
-        if self._config.refit == "ipc" and strangers:
+        others = [(number, state.place.device) for number, state in self._states.items()]
+        others = [(number, device) for number, device in others if device not in devices]
+        if self._config.refit == "ipc" and others:
+            number, device = others[0]
             raise ConfigError(
-                f"policy.generation.refit=ipc shares the memory of a device, but generator {strangers[0].number} is on "
-                f"{strangers[0].place.device} and the policy on {', '.join(devices)}; set refit=auto"
+                f"policy.generation.refit=ipc shares the memory of a device, but generator {number} is on {device} and "
+                f"the policy on {', '.join(devices)}; set refit=auto"
             )
 
-    def bring(self, version: int, receivers: Sequence[Replica]) -> list[Replica]:
-        """Bring the policy's current weights to some replicas, which compute with them from now on.
+    def bring(self, version: int, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
+        """Bring the policy's current weights to some generators, which compute with them from now on.
 
         Returns:
             Those that have them. If it is not all, at least one was lost.
@@ -70,30 +89,33 @@ class WeightDelivery:
             WorkerError: if a worker of the policy dies. Generators that live have a whole version in any case.
         """
         self._policy.run_all("set_refit_header", version, self._config.verify_refit)
-        near = [replica for replica in receivers if self.is_near(replica)]
-        far = [replica for replica in receivers if replica not in near]
+        near = [worker for worker in receivers if self.is_near(worker)]
+        far = [worker for worker in receivers if worker not in near]
         ready = [*self._by_ipc(version, near), *self._by_collective(far)]
 
-        def commit(replica: Replica) -> None:
-            replica.run("commit_refit", version)
-            replica.version = version
+        def commit(worker: PoolWorker) -> None:
+            worker.run("commit_refit", version)
+            self._states[worker.number].version = version
 
-        self._replicas.each(commit, ready)
+        self._pool.each(commit, ready)
         return _kept(ready)
 
-    def is_near(self, replica: Replica) -> bool:
+    def is_near(self, worker: PoolWorker) -> bool:
         """Whether weights reach it through shared memory."""
         if self._config.refit == "auto":
-            return sys.platform == "linux" and replica.place.device in [place.device for place in self._places]
+            return sys.platform == "linux" and self._place_of(worker).device in [place.device for place in self._places]
         return self._config.refit == "ipc"
 
-    def _by_ipc(self, version: int, receivers: Sequence[Replica]) -> list[Replica]:
+    def _place_of(self, worker: PoolWorker) -> Place:
+        return self._states[worker.number].place
+
+    def _by_ipc(self, version: int, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
         """The policy packs a bucket while the generators take the one before; who has all of them.
 
         On a GPU it packs into two pieces of memory in turn. So before it is asked for the next bucket but one, the
         generators must have said that they are done with this one.
         """
-        free_bytes = self._replicas.each(lambda replica: replica.run("begin_refit", version), receivers)
+        free_bytes = self._pool.each(lambda worker: worker.run("begin_refit", version), receivers)
         if not free_bytes:
             return []
         prepared = self._policy.run_all("prepare_weights_for_ipc")
@@ -110,50 +132,49 @@ class WeightDelivery:
                 taken.result()
         return _kept(receivers)
 
-    def _take(self, receivers: Sequence[Replica], handles: dict[str, Any]) -> None:
-        problems = self._replicas.each(lambda replica: replica.run("take_weights", handles), _kept(receivers))
+    def _take(self, receivers: Sequence[PoolWorker], handles: dict[str, Any]) -> None:
+        problems = self._pool.each(lambda worker: worker.run("take_weights", handles), _kept(receivers))
         if found := _first(problems):
             raise RefitError(found)
 
-    def _by_collective(self, receivers: Sequence[Replica]) -> list[Replica]:
+    def _by_collective(self, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
         """The generators receive while the policy sends; who has it all. They meet before, unless they have."""
-        groups = [replica.group for replica in receivers]
-        if not receivers or (groups != self._members and not self._meet(receivers)):
+        if not receivers or (_processes(receivers) != self._members and not self._meet(receivers)):
             return []
         is_done = self._at_once(
-            lambda: self._replicas.each(lambda replica: replica.run("receive_weights"), receivers),
+            lambda: self._pool.each(lambda worker: worker.run("receive_weights"), receivers),
             lambda: self._policy.run_all("send_weights", timeout_s=self._timeout_s),
             receivers,
         )
         return list(receivers) if is_done else []
 
-    def _meet(self, receivers: Sequence[Replica]) -> bool:
+    def _meet(self, receivers: Sequence[PoolWorker]) -> bool:
         """Form the group of these; whether it could be done."""
         forms = self._policy.run_all("prepare_info_for_collective")[0]
-        self._replicas.each(lambda replica: replica.run("prepare_collective", forms), receivers)
+        self._pool.each(lambda worker: worker.run("prepare_collective", forms), receivers)
         if len(_kept(receivers)) < len(receivers):  # the others would wait for those until the deadline
             return False
         host = self._places[0]
-        ip = LOOPBACK if all(replica.place.node == host.node for replica in receivers) else host.ip
+        ip = LOOPBACK if all(self._place_of(worker).node == host.node for worker in receivers) else host.ip
         port, world_size = self._policy.run_all("offer_port", ip)[0], 1 + len(receivers)
-        ranks = {replica.number: rank for rank, replica in enumerate(receivers, start=1)}
+        ranks = {worker.number: rank for rank, worker in enumerate(receivers, start=1)}
 
-        def join(replica: Replica) -> str | None:
-            return replica.run("join_collective", ip, port, ranks[replica.number], world_size, self._patience_s)
+        def join(worker: PoolWorker) -> str | None:
+            return worker.run("join_collective", ip, port, ranks[worker.number], world_size, self._patience_s)
 
         def meet() -> list[str | None]:
             told = (ip, port, world_size, self._patience_s)
             return self._policy.run_all("meet_generators", *told, timeout_s=self._timeout_s)
 
-        have_met = self._at_once(lambda: self._replicas.each(join, receivers), meet, receivers)
-        self._members = [replica.group for replica in receivers] if have_met else []
+        have_met = self._at_once(lambda: self._pool.each(join, receivers), meet, receivers)
+        self._members = _processes(receivers) if have_met else []
         return have_met
 
     def _at_once(
         self,
         of_generators: Callable[[], list[str | None]],
         of_policy: Callable[[], list[str | None]],
-        receivers: Sequence[Replica],
+        receivers: Sequence[PoolWorker],
     ) -> bool:
         """Make both calls, which return problems, at the same time; whether there were none.
 
@@ -189,7 +210,7 @@ class WeightDelivery:
             try:
                 yield executor
             except KeyboardInterrupt:
-                self._replicas.kill()
+                self._pool.kill()
                 raise
 
 
@@ -204,9 +225,13 @@ def buckets_of_names(sizes: Sequence[tuple[str, int]], config: GenerationConfig,
     return [[info.name for info in bucket.tensors] for bucket in plan_buckets(infos, bucket_bytes)]
 
 
-def _kept(replicas: Sequence[Replica]) -> list[Replica]:
+def _kept(workers: Sequence[PoolWorker]) -> list[PoolWorker]:
     """Those that were not lost."""
-    return [replica for replica in replicas if replica.loss is None]
+    return [worker for worker in workers if worker.loss is None]
+
+
+def _processes(workers: Sequence[PoolWorker]) -> list[tuple[int, int]]:
+    return [(worker.number, worker.num_starts) for worker in workers]
 
 
 def _first(problems: Sequence[str | None]) -> str | None:

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.place import Place, place_with
 from lucidrl.distributed.weight_buckets import BucketHandle, TensorInfo
 from lucidrl.distributed.weight_group import WeightGroup, problem_of
+from lucidrl.distributed.workers.place import Place, place_with
 from lucidrl.errors import ConfigError, RefitError
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec

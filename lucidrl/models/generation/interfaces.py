@@ -37,7 +37,7 @@ class GenerationOutputSpec(TypedDict):
     truncated: torch.Tensor
     """[B] bool, True where the answer was cut at the token limit."""
     weight_versions: torch.Tensor
-    """[B] int64, the version of the weights that made the answer, as whoever computed it knows it."""
+    """[B] int64, the version of the weights that made the completion."""
 
 
 class GenerationInterface(Protocol):

@@ -66,7 +66,7 @@ class KVCache:
         prompt_weights, own_weights = weights.split((prompt_keys.shape[2], keys.shape[2]), dim=-1)
         from_prompt = self._to_rows(prompt_weights @ prompt_values, query.shape[2])
         from_own = self._to_rows(own_weights, query.shape[2]) @ values
-        return (from_prompt + from_own).reshape(rows, 1, query_heads, size)
+        return (from_prompt + from_own).reshape(rows, 1, query_heads, call.value.shape[-1])
 
     def step_done(self) -> None:
         """All layers have stored the newest token."""

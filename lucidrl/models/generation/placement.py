@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.launchers.interfaces import NodeChoice, Part
+from lucidrl.distributed.workers.interfaces import NodeChoice, Numbering
 from lucidrl.errors import ConfigError
 from lucidrl.models.generation.config import GenerationConfig
 
 
-def generator_parts(config: GenerationConfig) -> list[Part]:
-    """One for each separate generator: a group of one worker."""
+def generator_numbering(config: GenerationConfig) -> list[Numbering]:
+    """Of each separate generator."""
     if config.placement == "policy":
         return []
     total = config.num_workers
-    return [Part(number, total, "policy.generation.num_workers") for number in range(total)]
+    return [Numbering(number, total, "policy.generation.num_workers") for number in range(total)]
 
 
 def generator_nodes(config: GenerationConfig, policy_nodes: Sequence[str]) -> NodeChoice | None:

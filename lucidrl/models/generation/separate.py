@@ -13,14 +13,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.distributed.workers.interfaces import Arguments, Hosting
+from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
 from lucidrl.errors import LostWorkerError, RefitError
-from lucidrl.models.generation.delivery import WeightDelivery
+from lucidrl.models.generation.delivery import GeneratorState, WeightDelivery
 from lucidrl.models.generation.generation_worker import GenerationWorker
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
-from lucidrl.models.generation.placement import check_nodes, generator_nodes, generator_parts
+from lucidrl.models.generation.placement import check_nodes, generator_nodes
 from lucidrl.models.generation.prompts import prompt_chunks, prompts_of, with_draw_keys
-from lucidrl.models.generation.replicas import Replica, Replicas
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
@@ -60,42 +60,50 @@ class SeparateGenerator:
         self._max_rows = config.generation.max_concurrent_rows
         self._brought: int | None = None
         """Version of the last refit; before the first one, generators have what they load."""
-        self._pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type] # always set by `load_tokenizer`
+        self._pad_id = int(tokenizer.pad_token_id)  # always set by `load_tokenizer`
         generation, cluster = config.generation, (cluster or ClusterConfig()).of_one()
         check_nodes(generation, cluster)
-        parts = generator_parts(generation)
         # Over shared memory a generator has the GPU of a rank; nccl wants one for each member of a group. Under Ray it
         # sees its own alone.
         first_gpu = policy.group.size if generation.refit == "collective" else 0
-        nodes = generator_nodes(generation, [place.node for place in policy.places])
-
-        def start_group(number: int) -> WorkerGroup:
-            return WorkerGroup(
-                GenerationWorker,
-                (config, tokenizer, seed),
-                {"number": number, "gpu": 0 if cluster.uses_ray else first_gpu + number},
-                cluster=cluster,
-                log_dir=log_dir / LOGS if log_dir is not None else None,
-                own_processes=True,
-                role="generator",
-                name=GENERATION,
-                part=parts[number],
-                nodes=nodes,
-                makes_workers=False,
+        arguments = [
+            Arguments(
+                (config, tokenizer, seed), {"number": number, "gpu": 0 if cluster.uses_ray else first_gpu + number}
             )
+            for number in range(generation.num_workers)
+        ]
+        hosting = Hosting(
+            role="generator",
+            name=GENERATION,
+            log_dir=log_dir / LOGS if log_dir is not None else None,
+            joins_process_group=False,
+            nodes=generator_nodes(generation, [place.node for place in policy.places]),
+        )
+        self._states: dict[int, GeneratorState] = {}
 
-        self.replicas = Replicas(len(parts), start_group, generation.max_restarts)
-        self._delivery = WeightDelivery(policy, self.replicas, generation, cluster.call_timeout_s)
+        def note_place(worker: PoolWorker) -> None:
+            self._states[worker.number] = GeneratorState(worker.run("report_place"))
+
+        self.pool = WorkerPool(
+            GenerationWorker,
+            arguments,
+            cluster=cluster,
+            hosting=hosting,
+            max_restarts=generation.max_restarts,
+            setting="policy.generation.",
+            on_start=note_place,
+        )
+        self._delivery = WeightDelivery(policy, self.pool, self._states, generation, cluster.call_timeout_s)
         try:
             self._delivery.check_devices()
         except BaseException:
-            self.replicas.kill()
+            self.pool.kill()
             raise
 
     @property
     def num_replaced(self) -> int:
-        """How many generators have been replaced."""
-        return self.replicas.num_replaced
+        """How many times generators were restarted."""
+        return self.pool.restarts.total
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -114,7 +122,7 @@ class SeparateGenerator:
         answers: dict[int, BatchedDataDict[Any]] = {}
         waiting = deque(range(len(chunks)))
 
-        def work(replica: Replica) -> None:
+        def work(worker: PoolWorker) -> None:
             while waiting:
                 try:
                     number = waiting.popleft()
@@ -122,7 +130,8 @@ class SeparateGenerator:
                     return
                 rows = data if len(chunks) == 1 else data.select_indices(chunks[number])
                 try:
-                    answers[number] = replica.run("generate", rows, greedy)
+                    answers[number] = worker.run("generate", rows, greedy)
+                    worker.succeeded()
                 except LostWorkerError:
                     waiting.appendleft(number)
                     raise
@@ -130,9 +139,8 @@ class SeparateGenerator:
         self._make_whole()
         while len(answers) < len(chunks):
             # The policy waits meanwhile, and nobody else would notice that it is lost.
-            self.replicas.each(work, watch=self._source.check)
+            self.pool.each(work, watch=self._source.check)
             self._make_whole()
-        self.replicas.went_well()
         return self._in_order(chunks, [answers[number] for number in range(len(chunks))])
 
     def update_weights(self, version: int) -> None:
@@ -145,21 +153,21 @@ class SeparateGenerator:
         """
         with span("refit"):
             self._replace_lost()
-            self._bring(version, self.replicas.all)
+            self._bring(version, self.pool.workers)
         self._source.update_weights(version)
         self.weight_version = self._brought = version
 
     def start_gpu_profiling(self) -> None:
         """Let those generators record that are asked to; see `lucidrl.utils.nsys`."""
-        self.replicas.start_gpu_profiling()
+        self.pool.start_gpu_profiling()
 
     def stop_gpu_profiling(self) -> None:
         """Let them write what they recorded; harmless if they did not."""
-        self.replicas.stop_gpu_profiling()
+        self.pool.stop_gpu_profiling()
 
     def shutdown(self) -> None:
         """End the generators; may be called twice."""
-        self.replicas.shutdown()
+        self.pool.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -170,7 +178,7 @@ class SeparateGenerator:
     def _make_whole(self) -> None:
         """All generators are there afterwards, with the weights of the last refit."""
         self._replace_lost()
-        lacking = [replica for replica in self.replicas.all if replica.version != self._brought]
+        lacking = [worker for worker in self.pool.workers if self._states[worker.number].version != self._brought]
         if not lacking:
             return
         if self._source.is_ahead:
@@ -181,22 +189,22 @@ class SeparateGenerator:
         with span("refit"):
             self._bring(self.weight_version, lacking)
 
-    def _bring(self, version: int, lacking: Sequence[Replica]) -> None:
-        """Bring the policy's weights to replicas that lack them, and to those that take the place of lost ones."""
+    def _bring(self, version: int, lacking: Sequence[PoolWorker]) -> None:
+        """Bring the policy's weights to generators that lack them, restarting those that are lost meanwhile."""
         while lacking:
             brought = self._delivery.bring(version, lacking)
-            behind = [replica for replica in lacking if replica not in brought]
+            behind = [worker for worker in lacking if worker not in brought]
             self._replace_lost()  # each of them lacked the weights, and still does
             lacking = behind
 
     def _replace_lost(self) -> None:
-        if any(replica.loss is not None for replica in self.replicas.all):
-            self._source.check()  # if it was lost too, as with their node, that is what has to be told
-            self.replicas.replace_lost()
+        if self.pool.lost:
+            self._source.check()  # if the policy was lost too, as with their node, that is what to report
+            self.pool.restart_lost()
 
     def _num_chunks(self, num_rows: int) -> int:
         """As few as a generator decodes at a time, and equally many for each: smaller ones cost more than they save."""
-        size = len(self.replicas.all)
+        size = len(self.pool.workers)
         return 1 if size == 1 else size * max(1, math.ceil(num_rows / (size * self._max_rows)))
 
     def _in_order(

@@ -30,9 +30,9 @@ from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet
 from lucidrl.distributed.collectives import gather_over
 from lucidrl.errors import CheckpointError, ConfigError
 from lucidrl.models.loading import DTYPES
+from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.offload import Offload
-from lucidrl.models.policy.optim import PolicyOptimizer
 from lucidrl.models.policy.optimizer_state import (
     OPTIMIZER_STEM,
     STRUCTURE_NAME,

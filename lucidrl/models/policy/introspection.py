@@ -19,8 +19,8 @@ import psutil
 import torch
 
 from lucidrl.distributed.collectives import gather_over
-from lucidrl.distributed.place import node_id
 from lucidrl.distributed.process_group import RankInfo
+from lucidrl.distributed.workers.place import node_id
 from lucidrl.models.policy.sharding import Sharding
 from lucidrl.profiling.recording import Recording
 from lucidrl.utils.nsys import POLICY, is_recorded, worker_name

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lucidrl.errors import ConfigError
-from lucidrl.models.policy.optim import PolicyOptimizer
+from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.models.policy.sharding import Sharding
 
 

@@ -17,7 +17,7 @@ from lucidrl.checkpoint.manifest import read_json
 from lucidrl.checkpoint.shards import open_tensors
 from lucidrl.checkpoint.state import flatten_state, unflatten_state
 from lucidrl.errors import CheckpointError
-from lucidrl.models.policy.optim import PolicyOptimizer
+from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.models.policy.sharding import Sharding
 
 OPTIMIZER_STEM, STRUCTURE_NAME = "optimizer", "optimizer.json"

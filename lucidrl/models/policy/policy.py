@@ -9,13 +9,13 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lucidrl.algorithms.interfaces import LossFunction
 from lucidrl.checkpoint.manifest import FileDigest
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.batching import shard_plan
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.place import Place
-from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.distributed.workers.group import WorkerGroup
+from lucidrl.distributed.workers.place import Place
+from lucidrl.losses.interfaces import LossFunction
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.prompts import with_draw_keys
 from lucidrl.models.policy.config import PolicyConfig
@@ -74,7 +74,7 @@ class Policy:
         self._gbs = config.train_global_batch_size
         self._seed, self._num_calls = seed, 0
         self._has_optimizer = init_optimizer
-        self._pad_id = int(tokenizer.pad_token_id)  # type: ignore[arg-type] # always set by `load_tokenizer`
+        self._pad_id = int(tokenizer.pad_token_id)  # always set by `load_tokenizer`
         options = {
             "init_optimizer": init_optimizer,
             "init_reference_model": init_reference_model,
@@ -95,7 +95,7 @@ class Policy:
         self.is_ahead |= not eval_mode
         with span("train"):
             shards = self._shards(data, gbs)
-            result = self._run_sharded("train", shards, loss_fn, eval_mode, gbs)[0]
+            result = self.group.run_each("train", [(shard, loss_fn, eval_mode, gbs) for shard in shards])[0]
         return TrainResult(
             loss=float(result["global_loss"].mean()),
             grad_norm=float(result["grad_norm"]),
@@ -107,15 +107,16 @@ class Policy:
         """Add the columns `prev_logprobs` and `reference_policy_logprobs`, where asked for."""
         if not (previous or reference):
             return data
-        scored = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
+        scored: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
         with span("score"):
             shards = self._shards(scored, None)
-            if previous:
-                parts = self._run_sharded("get_logprobs", shards)
-                data["prev_logprobs"] = torch.cat([part["logprobs"] for part in parts])
-            if reference:
-                parts = self._run_sharded("get_reference_policy_logprobs", shards)
-                data["reference_policy_logprobs"] = torch.cat([part["reference_logprobs"] for part in parts])
+            for name, is_wanted, of_reference in (
+                ("prev_logprobs", previous, False),
+                ("reference_policy_logprobs", reference, True),
+            ):
+                if is_wanted:
+                    results = self.group.run_each("scorer.logprobs", [(shard, None, of_reference) for shard in shards])
+                    data[name] = torch.cat([part["logprobs"] for part in self._by_data_rank(results)])
         return data
 
     def generate(
@@ -125,16 +126,18 @@ class Policy:
         if self.layout.dp > 1:  # one rank alone counts its calls itself, also over a resume
             data = with_draw_keys(data, self._seed, self._num_calls)
         self._num_calls += 1
-        parts = self._run_sharded("generate", self._shards(data, None), greedy)
-        return parts[0] if len(parts) == 1 else BatchedDataDict.from_batches(parts, {"output_ids": self._pad_id})
+        results = self.group.run_each("generator.generate", [(shard, greedy) for shard in self._shards(data, None)])
+        parts = self._by_data_rank(results)
+        output = parts[0] if len(parts) == 1 else BatchedDataDict.from_batches(parts, {"output_ids": self._pad_id})
+        output["weight_versions"] = torch.full_like(output["generation_lengths"], self.weight_version)
+        return output
 
     def check(self) -> None:
         """Raise, as the next call would, if a worker has died; for whoever waits long for something else."""
         self.group.check()
 
     def update_weights(self, version: int) -> None:
-        """The samples are made by the very weights that are trained; there is only their version to be told."""
-        self.group.run_all("set_weight_version", version)
+        """Samples are made by the weights that are trained, so this only notes their version."""
         self.weight_version, self.is_ahead = version, False
 
     def save(self, folder: Path) -> None:
@@ -142,24 +145,24 @@ class Policy:
         self.begin_save(folder)
         self.finish_save()
 
-    def begin_save(self, folder: Path) -> None:
-        """Copy what `save` writes, and write it while training goes on."""
-        weights = str(folder / WEIGHTS)
-        self.group.run_all("begin_checkpoint", weights, self._optimizer_path(folder), tokenizer_path=weights)
+    def begin_save(self, folder: Path, *, weights_only: bool = False) -> None:
+        """Copy what `save` writes, or all of it but the optimizer, and write it while training goes on."""
+        weights, optimizer = str(folder / WEIGHTS), None if weights_only else self._optimizer_path(folder)
+        self.group.run_all("checkpoints.begin", weights, optimizer, weights)
 
     def is_save_written(self) -> bool:
         """Whether all workers have written what was begun."""
-        return all(self.group.run_all("is_checkpoint_written"))
+        return all(self.group.run_all("checkpoints.is_written"))
 
     def finish_save(self) -> dict[Path, FileDigest]:
         """Wait until all is on disk; the files that are large, and what they have to be."""
-        written = self.group.run_all("finish_checkpoint")
+        written = self.group.run_all("checkpoints.finish")
         return {path: digest for files in written for path, digest in files.items()}
 
     def load(self, folder: Path) -> None:
         """Take weights and optimizer from a checkpoint's folder, which was verified when it was found."""
         self.is_ahead = True
-        self.group.run_all("load_verified_checkpoint", str(folder / WEIGHTS), self._optimizer_path(folder))
+        self.group.run_all("checkpoints.load", str(folder / WEIGHTS), self._optimizer_path(folder), verify=False)
 
     def state_dict(self) -> dict[str, Any]:
         """The arrangement of the ranks, and what each keeps beside weights and optimizer; plain values."""
@@ -195,14 +198,13 @@ class Policy:
         return str(folder / OPTIMIZER) if self._has_optimizer else None
 
     def _shards(self, data: BatchedDataDict[Any], gbs: int | None) -> list[BatchedDataDict[Any]]:
-        """The rows of each data parallel rank: its share of every global batch."""
+        """The rows of each rank: its data parallel rank's share of every global batch."""
         if self.layout.dp == 1:
-            return [data]
+            return [data] * self.layout.size
         plan = shard_plan(data.size, self.layout.dp, gbs, allow_uneven=True)
-        return [data.select_indices([row for batch in plan for row in batch[rank]]) for rank in range(self.layout.dp)]
+        shares = [data.select_indices([row for batch in plan for row in batch[rank]]) for rank in range(self.layout.dp)]
+        return [shares[self.layout.data_rank(rank)] for rank in range(self.layout.size)]
 
-    def _run_sharded(self, method: str, shards: Sequence[BatchedDataDict[Any]], *args: Any) -> list[Any]:
-        """Call a method on every rank with its share; the results of each data parallel rank, in order."""
-        ranks = range(self.layout.size)
-        results = self.group.run_each(method, [(shards[self.layout.data_rank(rank)], *args) for rank in ranks])
+    def _by_data_rank(self, results: Sequence[Any]) -> Sequence[Any]:
+        """One result for each data parallel rank, in order; the ranks that share its rows return the same."""
         return results[:: self.layout.cp * self.layout.tp]

@@ -15,6 +15,8 @@ from lucidrl.distributed.memory_pools import pool_for
 from lucidrl.distributed.weight_buckets import Bucket, BucketHandle, TensorInfo, checksum_of, digest_of, free_bytes
 from lucidrl.distributed.weight_group import TIMEOUT_S, WeightGroup
 from lucidrl.errors import RefitError
+from lucidrl.models.loading import DTYPES
+from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.introspection import device_id
 from lucidrl.models.policy.sharding import Sharding
 from lucidrl.profiling.spans import span
@@ -33,18 +35,21 @@ class WeightExport:
     each holds a part of them.
 
     Args:
-        dtype: the configured precision; parameters of sharded half-precision policies are kept in a higher one.
+        config: weights travel in its precision (sharded half-precision policies keep a higher one), and in buckets of
+            the size that it sets.
         device: what this rank computes on.
         local_rank: number of this rank on its machine.
     """
 
-    def __init__(self, sharding: Sharding, dtype: torch.dtype, device: torch.device, local_rank: int):
-        self._sharding, self._dtype, self._device = sharding, dtype, device
+    def __init__(self, sharding: Sharding, config: PolicyConfig, device: torch.device, local_rank: int):
+        self._sharding, self._device = sharding, device
+        self._dtype = DTYPES[config.precision]
+        self._bucket_bytes = config.generation.refit_bucket_mb << 20
         self._device_id = device_id(device, local_rank)
         # CPU ranks of a machine share its memory: one copy of the weights is enough for all receivers.
         self._is_writer = device.type == "cuda" or local_rank == 0
         shapes = sharding.shapes()
-        self._infos = {name: TensorInfo(name, tuple(shapes[name]), dtype) for name in sharding.gather_order()}
+        self._infos = {name: TensorInfo(name, tuple(shapes[name]), self._dtype) for name in sharding.gather_order()}
         self._version, self._verify = 0, False
         self._parts: list[torch.Tensor] | None = None
         """What this rank holds of the weights, from `prepare_for_ipc` on."""
@@ -54,7 +59,6 @@ class WeightExport:
         self._is_collective = False
         self._group: WeightGroup | None = None
         """On the first rank, which sends for all."""
-        self._bucket_bytes = 0
 
     def infos(self) -> list[TensorInfo]:
         """What the stream gives, in its order."""
@@ -103,21 +107,15 @@ class WeightExport:
         self._memory.begin()
         self._packed = set()
 
-    def join_collective(
-        self, ip: str, port: int, world_size: int, rank: int, bucket_bytes: int, timeout_s: float = TIMEOUT_S
-    ) -> None:
+    def join_collective(self, ip: str, port: int, world_size: int, timeout_s: float = TIMEOUT_S) -> None:
         """Meet the generators, which join at the same time; a group that was joined before is left.
 
-        Args:
-            rank: of this process in the policy; the first meets them, on behalf of all.
-            bucket_bytes: most of the weights that travel together.
-
-        Other arguments are those of `WeightGroup.join`.
+        The first rank meets them on behalf of all. Arguments are those of `WeightGroup.join`.
         """
         self._leave_collective()
-        if rank == 0:
+        if self._sharding.mesh.rank == 0:
             self._group = WeightGroup.join(ip, port, 0, world_size, self._device, timeout_s)
-        self._is_collective, self._bucket_bytes = True, bucket_bytes
+        self._is_collective = True
 
     def info_for_collective(self) -> TensorForms:
         """What receivers have to be told once, before the first broadcast."""

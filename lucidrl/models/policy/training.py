@@ -1,28 +1,77 @@
-"""One call of `train`: global batches, each one optimizer step; steps with NaN or infinite gradients are left out."""
+"""Training: each global batch is one optimizer step, of micro-batches whose losses are normalised by global counts.
+
+Steps with NaN or infinite gradients are skipped.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
-from lucidrl.algorithms.interfaces import LossFunction
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.collectives import gather_over, largest_over
+from lucidrl.distributed.collectives import gather_over, largest_over, sum_over
+from lucidrl.distributed.columns import ColumnKind
 from lucidrl.errors import TrainingError
-from lucidrl.models.policy.optim import PolicyOptimizer
+from lucidrl.losses.interfaces import LossFunction, TokenOutputs, valid_token_mask
+from lucidrl.losses.reductions import Max, Mean, Metrics, Min, Sum, reduce_metrics
+from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.models.policy.row_plans import RowPlans
 from lucidrl.models.policy.sharding import Sharding
-from lucidrl.models.policy.train_step import StepOutcome, merged_outcomes, run_micro_batches
 from lucidrl.profiling.spans import span
 
 
+@dataclass
+class StepOutcome:
+    """What the micro-batches of one global batch gave."""
+
+    global_valid_seqs: torch.Tensor
+    global_valid_toks: torch.Tensor
+    losses: list[torch.Tensor] = field(default_factory=list)
+    """Each micro-batch's share of the loss; they add up to it."""
+    parts: list[tuple[Metrics, torch.Tensor]] = field(default_factory=list)
+    """Metrics and number of valid samples of each micro-batch."""
+    names: list[list[Any]] = field(default_factory=list)
+    """What the rows of each micro-batch are called, to name them when something is wrong with them."""
+    grad_norm: float = 0.0
+    """Before clipping; 0 if nothing was trained."""
+    is_skipped: bool = False
+    """The gradients were NaN or infinite, and the weights are as before."""
+
+    def add(self, loss: torch.Tensor, metrics: Metrics, micro: BatchedDataDict[Any]) -> None:
+        """Note what a micro-batch gave."""
+        self.losses.append(loss.detach())
+        self.parts.append((metrics, micro["sample_mask"].sum()))
+        self.names.append(list(micro["idx"]) if "idx" in micro else ["unnamed"] * micro.size)
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """In float64, whatever the model computes in: ranks without a micro-batch add theirs to that of the others."""
+        zero = torch.zeros_like(self.global_valid_toks, dtype=torch.float64)
+        return sum(self.losses, start=zero)
+
+    def plain_parts(self) -> list[tuple[Metrics, float]]:
+        """`parts` in plain numbers, which can be sent to other ranks."""
+        return [
+            ({name: _in_numbers(metric) for name, metric in metrics.items()}, float(num_valid_samples))
+            for metrics, num_valid_samples in self.parts
+        ]
+
+    def suspects(self) -> list[Any]:
+        """The rows of micro-batches whose loss is not finite; none if only gradients are not."""
+        bad = [names for names, loss in zip(self.names, self.losses, strict=True) if not torch.isfinite(loss)]
+        return [name for names in bad for name in names]
+
+
 class Training:
-    """Walks the rows of this rank, in step with the other ranks.
+    """Makes optimizer steps of this rank's rows, in step with the other ranks.
 
     Args:
-        max_nonfinite_steps: this many steps left out in a row end the training.
+        max_nonfinite_steps: this many skipped steps in a row end the training.
     """
 
     def __init__(self, sharding: Sharding, row_plans: RowPlans, device: torch.device, max_nonfinite_steps: int):
@@ -32,69 +81,67 @@ class Training:
         self._max_nonfinite_steps = max_nonfinite_steps
         self.nonfinite_steps_in_a_row = 0
 
-    @span("train")
-    def run(
-        self,
-        data: BatchedDataDict[Any],
-        loss_fn: LossFunction,
-        optimizer: PolicyOptimizer | None,
-        rate: float,
-        gbs: int | None,
-        mbs: int | None,
-    ) -> dict[str, Any]:
-        """See `PolicyWorker.train`.
+    def step(
+        self, batch: BatchedDataDict[Any], loss_fn: LossFunction, optimizer: PolicyOptimizer | None, mbs: int | None
+    ) -> StepOutcome:
+        """Forward and backward through this rank's share of a global batch, then one step of the optimizer.
 
         Args:
             optimizer: None evaluates only.
-            rate: the learning rate to report.
+            mbs: rows per micro-batch; by default as configured.
         """
-        outcomes, grad_norm, num_skipped = [], 0.0, 0
-        try:
-            for batch in self._row_plans.global_batches(data, gbs):
-                with torch.set_grad_enabled(optimizer is not None):
-                    outcome = self._run_batch(batch, loss_fn, optimizer, mbs)
-                outcomes.append(outcome)
-                if optimizer is not None:
-                    loss_scale = optimizer.loss_scale
-                    with span("optimizer"):
-                        grad_norm = optimizer.step()
-                    num_skipped += self._note_step(grad_norm, outcome, optimizer.loss_scale < loss_scale)
-        finally:
-            if optimizer is not None:
-                optimizer.zero_grad()  # after an exception in the loss, some of the gradient is there
-        if optimizer is not None:
-            optimizer.schedule()
-        return {
-            **merged_outcomes(outcomes, rate, self._sharding.mesh.dp_group),
-            "grad_norm": torch.tensor(grad_norm, dtype=torch.float64),
-            "num_skipped_steps": num_skipped,
-        }
-
-    def _run_batch(
-        self, batch: BatchedDataDict[Any], loss_fn: LossFunction, optimizer: PolicyOptimizer | None, mbs: int | None
-    ) -> StepOutcome:
         # Rows that are masked out as a whole take no part in the loss, and cost nothing.
         batch = batch.select_indices(batch["sample_mask"].nonzero()[:, 0]).to(self._device)
-        plan = self._row_plans.for_training(batch, mbs)
-        return run_micro_batches(
-            self._sharding,
-            batch,
-            batch.microbatches(plan, length_multiple=self._row_plans.sequence_length_round),
-            largest_over(len(plan), self._sharding.mesh.world),
-            loss_fn,
-            packed=self._row_plans.are_packed,
-            backward=optimizer is not None,
-            loss_scale=optimizer.loss_scale if optimizer is not None else 1.0,
+        plan, mesh = self._row_plans.for_training(batch, mbs), self._sharding.mesh
+        micro_batches = batch.microbatches(plan, length_multiple=self._row_plans.sequence_length_round)
+        # All ranks make the same number of forward passes, because they gather weights from each other.
+        rounds = largest_over(len(plan), mesh.world)
+        counts = (
+            sum_over(batch["sample_mask"].sum(), mesh.dp_group),
+            sum_over(valid_token_mask(batch).sum(), mesh.dp_group),
         )
+        outcome = StepOutcome(*counts)
+        scale = self._sharding.gradient_scale * (optimizer.loss_scale if optimizer is not None else 1.0)
+        try:
+            with torch.set_grad_enabled(optimizer is not None):
+                for number, (micro, is_real) in enumerate(with_empty_rounds(micro_batches, batch, rounds)):
+                    with self._sharding.accumulating(is_last=number == rounds - 1):
+                        with span("forward"):
+                            outputs = self._sharding.root(
+                                micro["input_ids"],
+                                micro["input_lengths"],
+                                loss_fn.needs,
+                                selected=valid_token_mask(micro),
+                                packed=self._row_plans.are_packed,
+                            )
+                            if is_real:
+                                loss, metrics = loss_fn(_as_declared(outputs, loss_fn), micro, *counts)
+                                outcome.add(loss, metrics, micro)
+                            else:
+                                loss = _nothing(outputs)
+                        if optimizer is not None:
+                            with span("backward"):
+                                (loss * scale).backward()
+            if optimizer is not None:
+                self._update(optimizer, outcome)
+        except BaseException:
+            if optimizer is not None:
+                optimizer.zero_grad()  # some of the gradient may be there
+            raise
+        return outcome
 
-    def _note_step(self, grad_norm: float, outcome: StepOutcome, is_scale_lowered: bool) -> bool:
-        """Count a skipped step; too many in a row end the training. All ranks see the same norm, and do the same."""
-        if math.isfinite(grad_norm):
+    def _update(self, optimizer: PolicyOptimizer, outcome: StepOutcome) -> None:
+        """Step, and count a skipped step; too many in a row end the training. All ranks see the same norm."""
+        loss_scale = optimizer.loss_scale
+        with span("optimizer"):
+            outcome.grad_norm = optimizer.step()
+        outcome.is_skipped = not math.isfinite(outcome.grad_norm)
+        if not outcome.is_skipped:
             self.nonfinite_steps_in_a_row = 0
-            return False
+            return
         suspects = self._names_of_all_ranks(outcome.suspects())
         # With finite losses, gradients may only have been scaled up too far; a smaller scale is found within few steps.
-        if suspects or not is_scale_lowered:
+        if suspects or optimizer.loss_scale >= loss_scale:
             self.nonfinite_steps_in_a_row += 1
         if self.nonfinite_steps_in_a_row >= self._max_nonfinite_steps:
             named = suspects or self._names_of_all_ranks([name for names in outcome.names for name in names])
@@ -102,9 +149,83 @@ class Training:
                 f"gradients were NaN or infinite in {self.nonfinite_steps_in_a_row} optimizer steps in a row "
                 f"(last in samples {', '.join(map(str, named[:8]))}); lower the learning rate or look at those samples"
             )
-        return True
 
     def _names_of_all_ranks(self, names: list[Any]) -> list[Any]:
         """Each once; ranks may work on the same rows."""
         gathered = gather_over(names, self._sharding.mesh.world)
         return list(dict.fromkeys(name for of_rank in gathered for name in of_rank))
+
+
+def merged_outcomes(outcomes: Sequence[StepOutcome], rate: float, dp_group: ProcessGroup | None) -> dict[str, Any]:
+    """The numbers of a `train` call.
+
+    Returns:
+        What `PolicyWorker.train` documents, but for `rank`.
+    """
+    per_micro_batch: dict[str, list[float]] = {}
+    own_parts: list[tuple[Metrics, float]] = []
+    for outcome in outcomes:
+        common = {
+            "lr": rate,
+            "global_valid_seqs": float(outcome.global_valid_seqs),
+            "global_valid_toks": float(outcome.global_valid_toks),
+        }
+        for metrics, num_valid_samples in outcome.plain_parts():
+            own_parts.append((metrics, num_valid_samples))
+            values: dict[str, Any] = {name: getattr(metric, "value", metric) for name, metric in metrics.items()}
+            for name, value in {**values, **common, "num_valid_samples": num_valid_samples}.items():
+                per_micro_batch.setdefault(name, []).append(value)
+    parts = [part for rank_parts in gather_over(own_parts, dp_group) for part in rank_parts]
+    losses = torch.stack([outcome.loss for outcome in outcomes])
+    return {
+        "global_loss": sum_over(losses, dp_group).cpu(),
+        "all_mb_metrics": per_micro_batch,
+        "metrics": reduce_metrics(parts) | {"lr": rate},
+        "grad_norm": torch.tensor(outcomes[-1].grad_norm, dtype=torch.float64),
+        "num_skipped_steps": sum(outcome.is_skipped for outcome in outcomes),
+    }
+
+
+def with_empty_rounds(
+    micro_batches: Iterator[BatchedDataDict[Any]], like: BatchedDataDict[Any], rounds: int
+) -> Iterator[tuple[BatchedDataDict[Any], bool]]:
+    """The micro-batches, then empty ones until there are `rounds`; and whether each is a real one."""
+    number = 0
+    for micro in micro_batches:
+        yield micro, True
+        number += 1
+    for _ in range(number, rounds):
+        yield _empty_row(like), False
+
+
+def _empty_row(like: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    """One row of a single token that counts nowhere, with the columns of `like`."""
+    columns: dict[str, Any] = {}
+    for name in like:
+        value, is_token = like[name], like.kind(name) is ColumnKind.TOKEN
+        if isinstance(value, torch.Tensor):
+            columns[name] = value.new_zeros(1, *((1, *value.shape[2:]) if is_token else value.shape[1:]))
+        else:
+            columns[name] = [None]
+    columns["input_lengths"] = like["input_lengths"].new_ones(1)
+    return BatchedDataDict(columns, kinds={name: like.kind(name) for name in like})
+
+
+def _in_numbers(metric: Any) -> Any:
+    if not isinstance(metric, Sum | Mean | Min | Max):
+        return float(metric)
+    numbers: dict[str, Any] = {field.name: float(getattr(metric, field.name)) for field in fields(metric)}
+    return replace(metric, **numbers)
+
+
+def _nothing(outputs: TokenOutputs) -> torch.Tensor:
+    """A loss of 0 that reaches all that was computed; the loss function is not asked about rows that do not exist."""
+    computed = [getattr(outputs, field.name) for field in fields(outputs)]
+    return torch.stack([tensor.sum() for tensor in computed if tensor is not None]).sum() * 0.0
+
+
+def _as_declared(outputs: TokenOutputs, loss_fn: LossFunction) -> TokenOutputs | torch.Tensor:
+    if loss_fn.needs == {"logits"}:
+        assert outputs.logits is not None
+        return outputs.logits
+    return outputs

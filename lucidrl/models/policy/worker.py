@@ -1,45 +1,41 @@
 """The policy worker: trains, scores and samples from one language model, alone or as one of many ranks.
 
-What all workers do is here, composed of parts that live in modules of their own; how the model lies over the ranks is
-the business of a `Sharding`, which each documented class chooses.
+It is composed of parts, each in a module of its own; a worker group calls them as `checkpoints.begin`. How the model
+lies over the ranks is up to a `Sharding`, which each documented class chooses.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lucidrl.algorithms.interfaces import LossFunction
-from lucidrl.checkpoint.manifest import FileDigest
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.mesh import Layout, RankMesh
-from lucidrl.distributed.place import Place, place_with
 from lucidrl.distributed.process_group import init_process_group_from_environment, leave_process_group
 from lucidrl.distributed.rendezvous import free_port
 from lucidrl.distributed.weight_group import problem_of
+from lucidrl.distributed.workers.place import Place, place_with
+from lucidrl.losses.interfaces import LossFunction
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
-from lucidrl.models.loading import DTYPES
+from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.models.policy.checkpoint import PolicyCheckpoints
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.interfaces import LogprobOutputSpec, ReferenceLogprobOutputSpec, WorkerOptions
 from lucidrl.models.policy.introspection import Introspection, add_noise, state_dict_of
-from lucidrl.models.policy.model_on_ranks import load_sharded
 from lucidrl.models.policy.offload import Offload, tensors_of
-from lucidrl.models.policy.optim import PolicyOptimizer
-from lucidrl.models.policy.reference import ReferencePolicy, required
 from lucidrl.models.policy.refit import WeightExport
 from lucidrl.models.policy.row_plans import RowPlans
-from lucidrl.models.policy.scoring import score_rows
-from lucidrl.models.policy.sharding import Sharding
-from lucidrl.models.policy.training import Training
+from lucidrl.models.policy.scoring import Scorer
+from lucidrl.models.policy.sharding import Sharding, load_sharded
+from lucidrl.models.policy.training import Training, merged_outcomes
 from lucidrl.profiling.spans import span
 from lucidrl.utils.config import validate
 from lucidrl.utils.device import default_device
@@ -51,7 +47,7 @@ class PolicyWorker(ABC):
 
     Started by a worker group or by torchrun it joins the other ranks; otherwise it is the only one. Methods that work
     on the model are to be called on every rank, each with its own rows (those of a context or tensor parallel group
-    with the same).
+    with the same), and so are those of its parts: `checkpoints`, `generator`, `scorer`, `training`, `export`.
 
     Args:
         config: a `PolicyConfig`, or a mapping of its fields.
@@ -83,19 +79,19 @@ class PolicyWorker(ABC):
         if self.mesh.layout.size > 1:  # ranks that work on the same rows draw the same
             seed_everything(options.seed, stream=1 + self.mesh.layout.data_rank(self.rank))
         self.sharding = sharding = load_sharded(self.config, self.mesh, self.device, options.seed, self._shard)
-        self.model = self.sharding.model
-        self._row_plans = RowPlans(self.config, self.mesh.dp_group)
-        self._training = Training(self.sharding, self._row_plans, self.device, self.config.max_nonfinite_steps)
-        self._introspection = Introspection(world, self.device, self.sharding)
-        weights = [self.sharding.local(parameter.detach()) for parameter in self.sharding.parameters()]
-        self.reference = ReferencePolicy(weights) if init_reference_model else None
+        self.model = sharding.model
         self.optimizer: PolicyOptimizer | None = None
         if init_optimizer:
             self.optimizer = PolicyOptimizer(sharding.parameters(), self.config, sharding.local, sharding.total_norm)
-        self._offload = Offload(self.sharding, self.optimizer, self.device)
-        self._checkpoints = PolicyCheckpoints(self.sharding, self._offload, self.optimizer, tokenizer, self.config)
-        self._export = WeightExport(self.sharding, DTYPES[self.config.precision], self.device, world.local_rank)
-        self._generator = BuiltinGenerator(self.model, tokenizer, self.config.generation, options.seed)
+        self.offload = Offload(sharding, self.optimizer, self.device)
+        self.row_plans = RowPlans(self.config, self.mesh.dp_group)
+        self.training = Training(sharding, self.row_plans, self.device, self.config.max_nonfinite_steps)
+        self.scorer = Scorer(sharding, self.row_plans, self.offload, self.device, has_reference=init_reference_model)
+        whole_weights = partial(_whole_weights, self.config, self.offload, sharding)
+        self.generator = BuiltinGenerator(self.model, tokenizer, self.config.generation, options.seed, whole_weights)
+        self.checkpoints = PolicyCheckpoints(sharding, self.offload, self.optimizer, tokenizer, self.config)
+        self.export = WeightExport(sharding, self.config, self.device, world.local_rank)
+        self.introspection = Introspection(world, self.device, sharding)
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
 
@@ -125,14 +121,19 @@ class PolicyWorker(ABC):
         Micro-batches are as configured or, given `mbs`, of that many rows.
 
         Returns:
-            `global_loss` (one value a global batch, of all ranks), `grad_norm`, `rank`, `all_mb_metrics` (metric → one
-            value a micro-batch of this rank), `metrics` (of all ranks, reduced as the loss declared) and
-            `num_skipped_steps`.
+            `global_loss` (one value per global batch, of all ranks), `grad_norm` (of the last one), `rank`,
+            `all_mb_metrics` (metric → one value per micro-batch of this rank), `metrics` (of all ranks, reduced as the
+            loss declared) and `num_skipped_steps`.
         """
-        optimizer = None if eval_mode else self._offload.optimizer_for("train")
-        self._offload.check_weights("train")
+        optimizer = None if eval_mode else self.offload.optimizer_for("train")
+        self.offload.check_weights("train")
         rate = self.optimizer.learning_rate if self.optimizer is not None else 0.0
-        return {"rank": self.rank, **self._training.run(data, loss_fn, optimizer, rate, gbs, mbs)}
+        step = partial(self.training.step, loss_fn=loss_fn, optimizer=optimizer, mbs=mbs)
+        with span("train"):
+            outcomes = list(map(step, self.row_plans.global_batches(data, gbs)))
+            if optimizer is not None:
+                optimizer.schedule()
+            return {"rank": self.rank, **merged_outcomes(outcomes, rate, self.mesh.dp_group)}
 
     def get_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
@@ -141,37 +142,24 @@ class PolicyWorker(ABC):
 
         Micro-batches are as configured or, given `micro_batch_size`, of that many rows.
         """
-        self._offload.check_weights("get_logprobs")
-        with span("logprobs"):
-            return score_rows(self.sharding, self._row_plans, data, micro_batch_size, self.device)
+        return self.scorer.logprobs(data, micro_batch_size)
 
-    @contextmanager
-    def use_reference_model(self) -> Iterator[None]:
+    def use_reference_model(self) -> AbstractContextManager[None]:
         """Inside, the worker's model is the reference policy."""
-        self._offload.check_weights("use_reference_model")
-        with required(self.reference).swapped_in():
-            yield
+        return self.scorer.reference_swapped_in()
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """`get_logprobs` of the reference policy."""
-        with span("reference"), self.use_reference_model():
-            scored = self.get_logprobs(data, micro_batch_size)
+        scored = self.scorer.logprobs(data, micro_batch_size, of_reference=True)
         return BatchedDataDict({"reference_logprobs": scored["logprobs"]})
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete this rank's prompts with the current weights; see `BuiltinGenerator`."""
-        self.config.check_generates()
-        self._offload.check_weights("generate")
-        with self.sharding.gathered():
-            return self._generator.generate(data, greedy)
-
-    def set_weight_version(self, version: int) -> None:
-        """What the weights are called from now on; answers carry it."""
-        self._generator.update_weights(version)
+        return self.generator.generate(data, greedy)
 
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
@@ -180,38 +168,17 @@ class PolicyWorker(ABC):
 
         Folders saved before are replaced when the new ones are complete. Returns when all is on disk.
         """
-        self._checkpoints.save(weights_path, optimizer_path, tokenizer_path)
-
-    def begin_checkpoint(
-        self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
-    ) -> int:
-        """Copy what `save_checkpoint` writes, and write it to new folders while training goes on.
-
-        It is there after `finish_checkpoint` on every rank. Returns the bytes that this rank writes.
-        """
-        return self._checkpoints.begin(weights_path, optimizer_path, tokenizer_path)
-
-    def is_checkpoint_written(self) -> bool:
-        """Whether this rank has written what it began; the others are not asked."""
-        return self._checkpoints.is_written()
-
-    def finish_checkpoint(self) -> dict[Path, FileDigest]:
-        """Wait for this rank's files; what they are, or the error that stopped them."""
-        return self._checkpoints.finish()
+        self.checkpoints.save(weights_path, optimizer_path, tokenizer_path)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Take what `save_checkpoint` wrote, or weights from any Hugging Face folder: verified, and all or nothing."""
-        self._checkpoints.load(weights_path, optimizer_path, verify=True)
-
-    def load_verified_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """`load_checkpoint` of files that were just compared with their manifest."""
-        self._checkpoints.load(weights_path, optimizer_path, verify=False)
+        self.checkpoints.load(weights_path, optimizer_path, verify=True)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps over a run that no checkpoint of tensors holds, as plain values."""
         state: dict[str, Any] = {
-            "generator_calls": self._generator.calls,
-            "nonfinite_steps_in_a_row": self._training.nonfinite_steps_in_a_row,
+            "generator_calls": self.generator.calls,
+            "nonfinite_steps_in_a_row": self.training.nonfinite_steps_in_a_row,
         }
         if self.mesh.layout.size > 1:  # a single rank is part of the driver's process, which keeps its own
             state["process"] = {"random": random_state(), "num_threads": torch.get_num_threads()}
@@ -219,8 +186,8 @@ class PolicyWorker(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave; without `process`, the random state stays as it is."""
-        self._generator.calls = state["generator_calls"]
-        self._training.nonfinite_steps_in_a_row = state["nonfinite_steps_in_a_row"]
+        self.generator.calls = state["generator_calls"]
+        self.training.nonfinite_steps_in_a_row = state["nonfinite_steps_in_a_row"]
         if "process" in state:
             set_random_state(state["process"]["random"])
 
@@ -228,44 +195,43 @@ class PolicyWorker(ABC):
         """Stop profiling and leave the other ranks; may be called twice."""
         with ExitStack() as parts:  # all of them, in this order backwards, whatever one of them raises
             parts.callback(leave_process_group, self._world)
-            parts.callback(self._export.close)
+            parts.callback(self.export.close)
             parts.callback(self.stop_gpu_profiling)
 
     def set_refit_header(self, version: int, verify: bool) -> None:
         """What the weights sent from now on are called, and whether their checksums travel with them."""
-        self._export.set_header(version, verify)
+        self.export.set_header(version, verify)
 
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """Name and bytes of every weight, and the free bytes that buckets of them may take."""
-        self._offload.check_weights("prepare_weights_for_ipc")
-        return self._export.prepare_for_ipc()
+        self.offload.check_weights("prepare_weights_for_ipc")
+        return self.export.prepare_for_ipc()
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
         """Id of a device → (True, where it finds the named weights, packed); see `WeightExport.ipc_handles`."""
-        self._offload.check_weights("get_weights_ipc_handles")
-        return self._export.ipc_handles(list(keys))
+        self.offload.check_weights("get_weights_ipc_handles")
+        return self.export.ipc_handles(list(keys))
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """Form a group with generators, to send them weights; see `WeightExport.join_collective`."""
-        self._export.join_collective(ip, port, world_size, self.rank, self.config.generation.refit_bucket_mb << 20)
+        self.export.join_collective(ip, port, world_size)
 
     def offer_port(self, ip: str) -> int | None:
         """On rank 0, a port for `init_collective` that is free at an address of its node."""
         return free_port(ip) if self.rank == 0 else None
 
-    def meet_generators(self, ip: str, port: int, world_size: int, patience_s: float) -> str | None:
-        """`init_collective` for who can replace generators: what went wrong is returned, and this worker goes on."""
-        told = ip, port, world_size, self.rank, self.config.generation.refit_bucket_mb << 20, patience_s
-        return problem_of(lambda: self._export.join_collective(*told))
+    def meet_generators(self, ip: str, port: int, world_size: int, timeout_s: float) -> str | None:
+        """`init_collective` for a driver that can restart generators: it returns a problem, and this worker goes on."""
+        return problem_of(lambda: self.export.join_collective(ip, port, world_size, timeout_s))
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
         """Name → (shape, dtype) of every weight, in the order in which they are sent."""
-        return self._export.info_for_collective()
+        return self.export.info_for_collective()
 
     def broadcast_weights_for_collective(self) -> None:
         """Send all weights to the group of `init_collective`; rank 0 sends, the others help it to gather."""
-        self._offload.check_weights("broadcast_weights_for_collective")
-        self._export.broadcast()
+        self.offload.check_weights("broadcast_weights_for_collective")
+        self.export.broadcast()
 
     def send_weights(self) -> str | None:
         """`broadcast_weights_for_collective`, likewise."""
@@ -273,33 +239,33 @@ class PolicyWorker(ABC):
 
     def prepare_for_lp_inference(self) -> None:
         """Bring back the weights, if they are away; the optimizer stays where it is."""
-        self._offload.bring_weights_back()
+        self.offload.bring_weights_back()
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Bring back everything that is away. Arguments are taken for compatibility, and none has a meaning."""
-        self._offload.bring_weights_back()
-        self._offload.bring_optimizer_back()
+        self.offload.bring_weights_back()
+        self.offload.bring_optimizer_back()
 
     def offload_before_refit(self) -> None:
         """Put the optimizer into host memory and drop gradients: what is left on the device is needed to refit."""
-        self._offload.put_optimizer_away()
+        self.offload.put_optimizer_away()
 
     def offload_after_refit(self) -> None:
         """Put the weights away too; nothing of the policy is left on the device."""
-        self._offload.put_optimizer_away()
-        self._offload.put_weights_away()
+        self.offload.put_optimizer_away()
+        self.offload.put_weights_away()
 
     def move_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
         """Move a model's parameters, gradients and buffers to the host or to this worker's device; returns it.
 
         Only the memory moves: on the host it waits, and the model cannot be used before it is back.
         """
-        self._offload.move(tensors_of(model), device)
+        self.offload.move(tensors_of(model), device)
         return model
 
     def move_buffer_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
         """`move_to_device` of the buffers alone."""
-        self._offload.move(model.buffers(), device)
+        self.offload.move(model.buffers(), device)
         return model
 
     def move_to_cuda(self, model: nn.Module) -> nn.Module:
@@ -317,15 +283,15 @@ class PolicyWorker(ABC):
     def get_gpu_info(self) -> dict[str, Any]:
         """`rank`, `world_size`, `device`, `memory_{allocated,reserved,peak,total}_mb` (see `ProcessMemory` for CPUs),
         `environment` (the rank variables; None where unset) and `parameter_devices` (of some parameters)."""
-        return self._introspection.gpu_info()
+        return self.introspection.gpu_info()
 
     def reset_peak_memory_stats(self) -> None:
         """Restart the peak that `get_gpu_info` reports."""
-        self._introspection.memory.reset_peak()
+        self.introspection.memory.reset_peak()
 
     def report_device_id(self) -> str:
         """A name of this worker's device that other processes know it by too; see `device_id`."""
-        return self._introspection.device_id()
+        return self.introspection.device_id()
 
     def report_place(self) -> Place:
         """Where this worker is, and on which device."""
@@ -337,14 +303,23 @@ class PolicyWorker(ABC):
 
     def start_gpu_profiling(self) -> None:
         """Record this worker from now on, unless names were asked for and its own is none of them; see `Recording`."""
-        self._introspection.start_recording()
+        self.introspection.start_recording()
 
     def stop_gpu_profiling(self) -> None:
         """Write what was recorded; harmless if nothing was."""
-        self._introspection.stop_recording()
+        self.introspection.stop_recording()
 
     def _add_noise_to_weights(self) -> None:
         """Add N(0, 0.01) to the trainable weights, for tests; to be called on every rank."""
         add_noise(self.sharding)
         if self.optimizer is not None:
             self.optimizer.take_weights()
+
+
+@contextmanager
+def _whole_weights(config: PolicyConfig, offload: Offload, sharding: Sharding) -> Iterator[None]:
+    """Around each call of the generator. No method: the worker would never be freed before a garbage collection."""
+    config.check_generates()
+    offload.check_weights("generate")
+    with sharding.gathered():
+        yield

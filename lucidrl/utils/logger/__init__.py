@@ -16,7 +16,6 @@ from lucidrl.utils.logger.config import (
 )
 from lucidrl.utils.logger.console import configure_rich_logging, print_message_log_samples
 from lucidrl.utils.logger.fanout import Logger
-from lucidrl.utils.logger.flatten import flatten_dict
 from lucidrl.utils.logger.folders import get_next_experiment_dir
 from lucidrl.utils.logger.interface import LoggerInterface
 from lucidrl.utils.logger.jsonl import JsonlLogger
@@ -26,6 +25,7 @@ from lucidrl.utils.logger.monitor import GpuMetricSnapshot
 from lucidrl.utils.logger.ray_monitor import RayGpuMonitorLogger
 from lucidrl.utils.logger.tensorboard import TensorboardLogger
 from lucidrl.utils.logger.trackio import TrackioLogger
+from lucidrl.utils.logger.values import flatten_dict
 from lucidrl.utils.logger.wandb import WandbLogger
 
 __all__ = [

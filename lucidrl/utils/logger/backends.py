@@ -61,12 +61,8 @@ def make_monitor(cfg: LoggerConfig, parent: Any) -> Monitor | None:
     if not cfg.get("monitor_gpus"):
         return None
     ray = sys.modules.get("ray")
-    kind = RayGpuMonitorLogger if ray is not None and ray.is_initialized() else LocalMonitorLogger
     intervals = cfg.get("gpu_monitoring", _MONITORING)
-    return kind(
-        collection_interval=intervals["collection_interval"],
-        flush_interval=intervals["flush_interval"],
-        metric_prefix="ray",
-        step_metric="ray/ray_step",
-        parent_logger=parent,
-    )
+    settings: dict[str, Any] = {**intervals, "parent_logger": parent}
+    if ray is not None and ray.is_initialized():
+        return RayGpuMonitorLogger(**settings, metric_prefix="ray", step_metric="ray/ray_step")
+    return LocalMonitorLogger(**settings, metric_prefix="machine", step_metric="machine/elapsed_s")

@@ -1,5 +1,6 @@
 """Configuration of the logger: TypedDicts, validated once when a logger is built."""
 
+from collections.abc import Iterable
 from typing import (
     Annotated,
     Any,
@@ -17,6 +18,7 @@ import typing_extensions
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from lucidrl.errors import ConfigError
+from lucidrl.utils.suggestions import closest
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -29,7 +31,7 @@ class TensorboardConfig(TypedDict):
 
 
 class WandbConfig(TypedDict):
-    """Configuration of a `WandbLogger`."""
+    """Configuration of a `WandbLogger`: every argument of `wandb.init`, passed on as it is, and two of our own."""
 
     project: NotRequired[str]
     """Project of the run, "lucidrl" by default."""
@@ -37,10 +39,49 @@ class WandbConfig(TypedDict):
     """Name of the run; by default that of the folder above the logger's own."""
     entity: NotRequired[str]
     """User or team that the run belongs to; by default the account's own."""
-    mode: NotRequired[Literal["online", "offline"]]
+    mode: NotRequired[Literal["online", "offline", "disabled", "shared"]]
     """Whether the run is sent while it goes on, or kept on disk for `wandb sync`; by default as wandb itself is set."""
     id: NotRequired[str]
     """Id of the run; a run of that id is continued. By default a new one."""
+    group: NotRequired[str]
+    """Group of runs that this one belongs to."""
+    job_type: NotRequired[str]
+    """Kind of run within its group."""
+    tags: NotRequired[list[str]]
+    """Labels of the run."""
+    notes: NotRequired[str]
+    """Description of the run."""
+    config: NotRequired[dict[str, Any] | str]
+    """Entries of the run's config beside its hyperparameters, or a YAML file with them; of equal top-level keys, the
+    hyperparameters win."""
+    config_exclude_keys: NotRequired[list[str]]
+    """Keys of `config` to leave out."""
+    config_include_keys: NotRequired[list[str]]
+    """Keys of `config` to keep, and no others."""
+    allow_val_change: NotRequired[bool]
+    """Whether other code may change entries of the config."""
+    dir: NotRequired[str]
+    """Folder of W&B's files; by default the logger's own."""
+    force: NotRequired[bool]
+    """Whether the run needs a login."""
+    reinit: NotRequired[bool | Literal["default", "return_previous", "finish_previous", "create_new"]]
+    """What becomes of a run that is open already; by default it stays open."""
+    resume: NotRequired[bool | Literal["allow", "never", "must", "auto"]]
+    """Whether a run of the same id is continued; "allow" by default, unless a run is resumed or forked from."""
+    resume_from: NotRequired[str]
+    """Moment of a run to rewind it to, as `<run id>?_step=<step>`."""
+    fork_from: NotRequired[str]
+    """Moment of a run to begin at, as `<run id>?_step=<step>`."""
+    save_code: NotRequired[bool]
+    """Whether W&B keeps the main script."""
+    tensorboard: NotRequired[bool]
+    """Older name of `sync_tensorboard`."""
+    sync_tensorboard: NotRequired[bool]
+    """Whether W&B copies what other code writes for TensorBoard."""
+    monitor_gym: NotRequired[bool]
+    """Whether W&B keeps the videos of Gym environments."""
+    settings: NotRequired[Any]
+    """Further settings, as a mapping or `wandb.Settings`; they win over those that this logger chooses."""
     log_code: NotRequired[bool]
     """Whether the text files that git tracks in the working directory are kept with the run."""
     log_diffs: NotRequired[bool]
@@ -133,11 +174,21 @@ def _strict(schema: Any) -> Any:
     return with_config(ConfigDict(extra="forbid"))(make(schema.__name__, fields))
 
 
+def _keys_at(schema: Any, path: Iterable[Any]) -> list[str]:
+    """Known keys of the TypedDict that `path` leads to."""
+    for part in path:
+        hint = get_type_hints(schema)[part]
+        schema = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
+    return list(get_type_hints(schema))
+
+
 def _complaint(schema: type, problem: Any) -> str:
     key = ".".join(str(part) for part in problem["loc"]) or "the configuration"
     place = f"{schema.__name__}: {key}"
     if problem["type"] == "missing":
         return f"{place} is required but not set; add it"
     if problem["type"] == "extra_forbidden":
-        return f"{place} is not a known key; remove it or correct its spelling"
+        meant = closest(str(problem["loc"][-1]), _keys_at(schema, problem["loc"][:-1]))
+        hint = f"did you mean {meant}?" if meant else "remove it or correct its spelling"
+        return f"{place} is not a known key; {hint}"
     return f"{place}={problem['input']!r} is not valid: {problem['msg']}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
 import uuid
@@ -20,11 +22,10 @@ from lucidrl.utils.logger.figures import DrawnFigure
 from lucidrl.utils.logger.folders import path_inside
 from lucidrl.utils.logger.interface import LoggerInterface
 from lucidrl.utils.logger.jsonl import JsonlLogger
-from lucidrl.utils.logger.lifetime import end_with_process
 from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.logger.rows import write_rows
 from lucidrl.utils.logger.token_error import token_error_figure
-from lucidrl.utils.logger.values import MetricsRecord, PlainMetrics, WarnOnce, described, frozen
+from lucidrl.utils.logger.values import MetricsRecord, PlainMetrics, WarnOnce, described, frozen, metric_name
 
 if TYPE_CHECKING:
     from lucidrl.utils.logger.monitor import Monitor
@@ -90,7 +91,7 @@ class Logger(LoggerInterface):
         # Threads that knew the logger would keep it alive for ever: the monitor has a proxy, the writers nothing.
         monitor = make_monitor(cfg, weakref.proxy(self))
         self._end = weakref.finalize(self, _end_parts, monitor, self._batches, self._writers, self._timeout_s)
-        end_with_process(self)
+        _end_with_process(self)
         if monitor is not None:
             monitor.start()
 
@@ -103,6 +104,7 @@ class Logger(LoggerInterface):
     ) -> None:
         with self._guarded("metrics", step):
             step = _whole_number(step)
+            axis = None if step_metric is None else metric_name(step_metric)
             record = MetricsRecord(metrics, prefix, step_metric)
             if step_metric is None and step > self._newest_step:
                 self._newest_step = step
@@ -111,7 +113,7 @@ class Logger(LoggerInterface):
 
             def write(backend: LoggerInterface) -> None:
                 own_copy = PlainMetrics(record.plain(warn_once))
-                backend.log_metrics(own_copy, step, "", step_metric)
+                backend.log_metrics(own_copy, step, "", axis)
 
             # An axis of its own, such as seconds, would make no sense among the steps that a loss is told by.
             self._each(write, step if step_metric is None else None)
@@ -208,7 +210,7 @@ class Logger(LoggerInterface):
 
     def _plot(self, make_figure: Callable[[], Any], step: int, name: str) -> None:
         """Draw a figure in the background, then hand it to every back end."""
-        writers = self._writers
+        writers, name = self._writers, metric_name(name)
 
         def draw(_: None) -> None:
             if (figure := make_figure()) is not None:
@@ -279,3 +281,33 @@ def _end_parts(
             writer.close()
             writer.join(deadline=0.0, timeout_s=0.0)
         raise
+
+
+_alive: weakref.WeakSet[Logger] = weakref.WeakSet()
+_has_hooks = False
+
+
+def _end_with_process(logger: Logger) -> None:
+    """Have the logger finished at the end of the process if it still exists then, and forgotten in forked ones."""
+    global _has_hooks
+    if not _has_hooks:
+        _has_hooks = True
+        # An import of this module at the end would be too late for the hooks of its own.
+        import concurrent.futures.thread  # noqa: F401
+
+        # While threads can still be started, which is before the usual hooks run. Nothing but this private name offers
+        # that; without it, the usual hooks are a little late.
+        getattr(threading, "_register_atexit", atexit.register)(_finish_all)
+        os.register_at_fork(after_in_child=_forget_all)
+    _alive.add(logger)
+
+
+def _finish_all() -> None:
+    for logger in list(_alive):
+        logger.finish()
+
+
+def _forget_all() -> None:
+    for logger in list(_alive):
+        logger.forget()
+    _alive.clear()

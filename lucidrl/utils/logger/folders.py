@@ -1,8 +1,10 @@
-"""Folders of runs, and file names that stay inside them."""
+"""Folders of runs, file names that stay inside them, and files that grow there."""
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from lucidrl.errors import ConfigError
@@ -39,3 +41,28 @@ def path_inside(folder: Path, filename: str) -> Path:
     if path == root or not path.is_relative_to(root):
         raise ConfigError(f"file name {filename!r} leaves the log folder {folder}; give a relative name without '..'")
     return path
+
+
+class WholeRecords:
+    """Appends records; one that cannot be written entirely is taken back, so that no torn one lies between others.
+
+    Nothing is buffered: what was appended survives the end of the process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, record: bytes) -> None:
+        """Write `record`, or raise OSError and leave the file as it was."""
+        size_bytes = os.fstat(self._file.fileno()).st_size
+        rest = memoryview(record)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(size_bytes)
+            raise
+
+    def close(self) -> None:
+        self._file.close()

@@ -7,19 +7,17 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
 import orjson
 
 from lucidrl.utils.logger.figures import png_of
-from lucidrl.utils.logger.flatten import flatten_dict
+from lucidrl.utils.logger.folders import WholeRecords
 from lucidrl.utils.logger.interface import LoggerInterface
 from lucidrl.utils.logger.redact import redacted
-from lucidrl.utils.logger.steps import StepOrder
-from lucidrl.utils.logger.values import WarnOnce, jsonable, plain_metrics
-from lucidrl.utils.logger.whole_records import WholeRecords
+from lucidrl.utils.logger.values import WarnOnce, flatten_dict, jsonable, plain_metrics
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ class JsonlLogger(LoggerInterface):
         _remove_torn_line(self._path)
         self._file = WholeRecords(self._path)
         self._warn_once = WarnOnce()
-        self._step_order = StepOrder(self._warn_once)
+        self._step_order = _StepOrder(self._warn_once)
 
     def log_metrics(
         self,
@@ -84,6 +82,30 @@ class JsonlLogger(LoggerInterface):
 
     def finish(self) -> None:
         self._file.close()
+
+
+class _StepOrder:
+    """Says once if a metric comes twice for a step or goes back; both values are recorded all the same."""
+
+    def __init__(self, warn_once: WarnOnce) -> None:
+        self._warn_once = warn_once
+        self._last_step_of: dict[str, int] = {}
+
+    def note(self, names: Iterable[str], step: int) -> None:
+        last_step_of = self._last_step_of
+        for name in names:
+            last = last_step_of.get(name)
+            if last is not None and step <= last:
+                self._complain(name, step, last)
+            last_step_of[name] = step
+
+    def _complain(self, name: str, step: int, last: int) -> None:
+        how = "twice" if step == last else f"after step {last}"
+        self._warn_once(
+            how.split()[0],
+            "metric %s came %s for step %d; all values are kept, the later line counts (said once)",
+            name, how, step,
+        )  # fmt: skip
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar
 from lucidrl.utils.imports import require_package
 from lucidrl.utils.logger.config import MlflowConfig, validated
 from lucidrl.utils.logger.figures import png_of
-from lucidrl.utils.logger.flatten import flatten_dict
 from lucidrl.utils.logger.interface import LoggerInterface
 from lucidrl.utils.logger.redact import redacted
-from lucidrl.utils.logger.values import Scalar, WarnOnce, plain_metrics, printable
+from lucidrl.utils.logger.values import Scalar, WarnOnce, flatten_dict, metric_name, plain_metrics, printable
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -32,7 +31,6 @@ _CHANGED = "changed."
 # Limits of MLflow.
 _MAX_METRICS_PER_CALL = 1000
 _MAX_PARAMS_PER_CALL = 100
-_MAX_NAME_CHARS = 250
 _MAX_VALUE_CHARS = 6000
 _REFUSED_CHARS = re.compile(r"[^\w./ -]")
 
@@ -169,9 +167,8 @@ def _scalars(metrics: Mapping[str, Scalar | list[Scalar]]) -> Iterator[tuple[str
 
 
 def _accepted_name(name: str) -> str:
-    """`name` as MLflow accepts it: of few kinds of characters, like a relative path without dots, and not too long."""
-    parts = _REFUSED_CHARS.sub("_", name[:_MAX_NAME_CHARS]).split("/")
-    return "/".join(part for part in parts if part.strip(".")).lstrip(".") or "_"
+    """`name` as MLflow accepts it: of few kinds of characters, and without dots or slashes at its start."""
+    return _REFUSED_CHARS.sub("_", metric_name(name)).lstrip("./") or "_"
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

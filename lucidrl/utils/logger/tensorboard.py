@@ -19,21 +19,20 @@ from typing import TYPE_CHECKING, Any, Optional
 from lucidrl.errors import ConfigError
 from lucidrl.utils.logger.config import TensorboardConfig, validated
 from lucidrl.utils.logger.figures import png_of
-from lucidrl.utils.logger.flatten import flatten_dict
-from lucidrl.utils.logger.histograms import finite_histogram
+from lucidrl.utils.logger.folders import WholeRecords
 from lucidrl.utils.logger.interface import LoggerInterface
 from lucidrl.utils.logger.redact import redacted
-from lucidrl.utils.logger.values import Scalar, WarnOnce, plain_metrics, printable
-from lucidrl.utils.logger.whole_records import WholeRecords
+from lucidrl.utils.logger.values import Scalar, WarnOnce, finite_histogram, flatten_dict, plain_metrics, printable
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 _file_numbers = itertools.count()
 
 
 class TensorboardLogger(LoggerInterface):
-    """Writes scalars, histograms (of lists), hyperparameters (as a table) and figures.
+    """Writes scalars, histograms (of lists), hyperparameters (as a table and for the HParams page) and figures.
 
     Args:
         cfg: its `log_dir` is used where no other is given.
@@ -68,15 +67,21 @@ class TensorboardLogger(LoggerInterface):
         self._append(step=int(step), summary=summary)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.plugins.hparams import metadata
 
-        rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in flatten_dict(redacted(params)).items()]
+        flat = flatten_dict(redacted(params))
+        rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in flat.items()]
         table = "\n".join(["| name | value |", "| --- | --- |", *rows])
-        text = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[table.encode()])
+        text = TensorProto(dtype=DT_STRING, string_val=[table.encode()])
         text.tensor_shape.dim.add(size=1)
-        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
-        summary = summary_pb2.Summary()
-        summary.value.add(tag="hyperparams", tensor=text, metadata=summary_pb2.SummaryMetadata(plugin_data=plugin))
+        summary = Summary()
+        plugin = SummaryMetadata.PluginData(plugin_name="text")
+        summary.value.add(tag="hyperparams", tensor=text, metadata=SummaryMetadata(plugin_data=plugin))
+        session = metadata.create_summary_metadata(_session_start(flat))
+        summary.value.add(tag=metadata.SESSION_START_INFO_TAG, tensor=metadata.NULL_TENSOR, metadata=session)
         self._append(step=0, summary=summary)
 
     def log_plot(self, figure: Any, step: int, name: str) -> None:
@@ -121,6 +126,23 @@ def _add_histogram(summary: Summary, name: str, values: list[Scalar]) -> None:
     # The first bucket of the format begins at minus infinity: an empty one keeps the plot within the data.
     histogram.bucket_limit.extend(edges)
     histogram.bucket.extend([0, *counts])
+
+
+def _session_start(flat: Mapping[str, Any]) -> HParamsPluginData:
+    """What the HParams page of TensorBoard compares runs by."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    data = HParamsPluginData()
+    data.session_start_info.start_time_secs = time.time()
+    for name, value in flat.items():
+        entry = data.session_start_info.hparams[printable(name)]
+        if isinstance(value, bool):
+            entry.bool_value = value
+        elif isinstance(value, int | float):
+            entry.number_value = value
+        else:
+            entry.string_value = printable(str(value))
+    return data
 
 
 def _cell(value: Any) -> str:

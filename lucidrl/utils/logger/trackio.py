@@ -13,10 +13,9 @@ from lucidrl.utils.imports import require_package
 from lucidrl.utils.logger.config import TrackioConfig, validated
 from lucidrl.utils.logger.figures import png_of
 from lucidrl.utils.logger.folders import path_inside
-from lucidrl.utils.logger.histograms import finite_histogram
 from lucidrl.utils.logger.interface import LoggerInterface
 from lucidrl.utils.logger.redact import redacted
-from lucidrl.utils.logger.values import WarnOnce, jsonable, plain_metrics
+from lucidrl.utils.logger.values import WarnOnce, finite_histogram, jsonable, plain_metrics
 
 _choosing_folder = threading.Lock()
 

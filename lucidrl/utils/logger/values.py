@@ -1,19 +1,30 @@
-"""Metric values and names as the back ends want them: flat, plain Python, free of torch and numpy.
+"""Values and names as the back ends want them: flat, plain Python, free of torch and numpy.
 
-Tensors and arrays are recognised by what they offer, so this module imports neither package.
+Tensors and arrays are recognised by what they offer, so importing this module imports neither package.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
+import re
+import sys
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
 
 log = logging.getLogger(__name__)
 
 Scalar: TypeAlias = bool | int | float
 _MOST_DEPTH = 50
+_NUM_BINS = 64
+_MOST_NAME_BYTES = 240  # leaves room for a suffix where files and trackers take 250
+_ODD_NAME = re.compile(r"[^ -~]|(?:^|/)\.{0,2}(?:/|$)")
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
@@ -84,13 +95,17 @@ def plain_metrics(
         return metrics
     plain = PlainMetrics()
     for inner_name, value in _leaves(metrics, ""):
-        name = f"{prefix}/{inner_name}" if prefix and inner_name != step_metric else inner_name
+        given_name = f"{prefix}/{inner_name}" if prefix and inner_name != step_metric else inner_name
+        name = metric_name(given_name)
         if name in plain:
             warn_once(f"{name} twice", "metric %s comes twice in one call; the last value is logged", name)
         try:
             plain[name] = value if type(value) is float else _plain_value(value)
         except Exception as error:  # also what reading a tensor may raise, such as on a device that is gone
             warn_once(name, "metric %s is not logged: %s", name, message_of(error))
+        else:
+            if name != given_name:
+                warn_once(f"{name} renamed", "metric %.100r is logged as %s", given_name, name)
     return plain
 
 
@@ -113,6 +128,69 @@ def frozen(value: Any, depth: int = 0) -> Any:
         return value.copy() if hasattr(value, "tolist") else value
     except Exception as error:
         return error
+
+
+def metric_name(name: str) -> str:
+    """`name` as every back end can take it, be it as a path or as a key; most names stay as they are.
+
+    Characters that are not printable (control characters, NUL, lone surrogates) become "_", and so do the parts "."
+    and ".." between slashes; empty parts are left out. A name of more than 240 bytes is cut, and ends with a checksum
+    of the whole.
+    """
+    if not _ODD_NAME.search(name) and len(name) <= _MOST_NAME_BYTES:
+        return name
+    text = "".join(char if char.isprintable() else "_" for char in name)
+    text = "/".join("_" if part in (".", "..") else part for part in text.split("/") if part) or "_"
+    if len(text.encode()) > _MOST_NAME_BYTES:
+        checksum = f"_{zlib.crc32(name.encode('utf-8', 'replace')):08x}"
+        text = text.encode()[: _MOST_NAME_BYTES - len(checksum)].decode("utf-8", "ignore").rstrip("/") + checksum
+    return text
+
+
+def flatten_dict(d: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
+    """Flatten nested mappings and lists; list items are named by their index, empty containers are kept.
+
+    Of several values that come to the same name, the later ones get names with `#2`, `#3`, ...: none is lost.
+
+    Example:
+        >>> flatten_dict({"a": [1, {"b": 2}]})
+        {'a.0': 1, 'a.1.b': 2}
+    """
+    flat: dict[str, Any] = {}
+
+    def visit(name: str, value: Any) -> None:
+        items: Iterable[tuple[Any, Any]]
+        if isinstance(value, Mapping) and value:
+            items = value.items()
+        elif isinstance(value, list | tuple) and value:
+            items = enumerate(value)
+        else:
+            names = itertools.chain([name], (f"{name}#{count}" for count in itertools.count(2)))
+            flat[next(free for free in names if free not in flat)] = value
+            return
+        for key, item in items:
+            visit(f"{name}{sep}{key}", item)
+
+    for key, value in d.items():
+        visit(str(key), value)
+    return flat
+
+
+def finite_histogram(values: Sequence[Scalar]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Counts and bin edges of the finite values, or None if there are none; any values, however far apart."""
+    import numpy as np
+
+    array = np.asarray(values, dtype=np.float64)
+    array = array[np.isfinite(array)]
+    if not array.size:
+        return None
+    low, high = float(array.min()), float(array.max())
+    if low == high:
+        margin = max(0.5, abs(low) * 2**-20)  # visible also beside a large number
+        low, high = max(low - margin, -sys.float_info.max), min(high + margin, sys.float_info.max)
+    unit = 2 if math.isinf(high - low) else 1  # the distance of two halves is always a float
+    # Explicit edges, because numpy refuses to choose them for values that are nearly equal.
+    return np.histogram(array, bins=unit * np.linspace(low / unit, high / unit, _NUM_BINS + 1))
 
 
 def printable(text: str) -> str:
@@ -175,6 +253,6 @@ def _leaves(metrics: Mapping[str, Any], start: str) -> Iterator[tuple[str, Any]]
 
 def _key_name(key: Any) -> str:
     try:
-        return printable(str(key))
+        return str(key)
     except Exception:
         return f"<{type(key).__name__}>"

@@ -14,17 +14,19 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
+
+from pydantic import ValidationError
 
 from lucidrl.errors import ConfigError
 from lucidrl.utils.imports import require_package
 from lucidrl.utils.logger.code_snapshot import tracked_text_files, uncommitted_diff
 from lucidrl.utils.logger.config import WandbConfig, validated
 from lucidrl.utils.logger.figures import png_of
-from lucidrl.utils.logger.histograms import finite_histogram
 from lucidrl.utils.logger.interface import LoggerInterface
 from lucidrl.utils.logger.redact import redacted
-from lucidrl.utils.logger.values import WarnOnce, jsonable, plain_metrics
+from lucidrl.utils.logger.values import WarnOnce, finite_histogram, jsonable, plain_metrics
+from lucidrl.utils.suggestions import closest
 
 if TYPE_CHECKING:
     import wandb
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _STEP = "step"
+_OWN_KEYS = ("log_code", "log_diffs")  # of `WandbConfig`; all others are arguments of `wandb.init`
 _EXIT_GRACE_S = 2
 _INIT_TIMEOUT_S = 30
 
@@ -177,9 +180,9 @@ def _started_run(cfg: WandbConfig, log_dir: str | None) -> wandb.Run:
     """The run that `cfg` describes, new or continued; an offline one if the server does not answer."""
     from wandb.errors import AuthenticationError, CommError, UsageError
 
-    run_id = cfg.get("id") or uuid.uuid4().hex
+    arguments = _init_arguments(cfg, log_dir)
     try:
-        return _init(cfg, log_dir, run_id, cfg.get("mode"))
+        return _init(arguments)
     except (AuthenticationError, UsageError) as error:
         raise ConfigError(
             f"W&B refuses the run ({error}); log in with `wandb login`, set WANDB_API_KEY, or choose the mode offline "
@@ -187,40 +190,73 @@ def _started_run(cfg: WandbConfig, log_dir: str | None) -> wandb.Run:
         ) from error
     except CommError as error:
         # Under another id, because wandb takes the first one to be in use until the process ends.
-        run = _init(cfg, log_dir, f"{run_id}-offline", "offline")
+        run_id = arguments["id"] or uuid.uuid4().hex
+        run = _init(arguments | {"id": f"{run_id}-offline", "mode": "offline"})
         command = f"wandb sync --id {run_id} {Path(run.dir).parent}"
         log.warning("W&B cannot be reached, the run is kept on disk; send it later with `%s` (%s)", command, error)
         return run
 
 
-def _init(cfg: WandbConfig, log_dir: str | None, run_id: str, mode: Literal["online", "offline"] | None) -> wandb.Run:
+def _init_arguments(cfg: WandbConfig, log_dir: str | None) -> dict[str, Any]:
+    """All arguments of `wandb.init` but the settings' defaults: ours, and over them what is given."""
+    given = {name: value for name, value in cfg.items() if name not in _OWN_KEYS}
+    if isinstance(config := given.get("config"), Mapping):
+        given["config"] = jsonable(redacted(config))
+    folder = Path(log_dir).absolute() if log_dir else None
+    is_branch = "resume_from" in given or "fork_from" in given  # neither of them goes with `resume`
+    ours = {
+        "project": "lucidrl",
+        "name": folder.parent.name if folder else None,
+        "id": uuid.uuid4().hex,
+        "resume": None if is_branch else "allow",
+        "dir": folder,
+        "reinit": "create_new",  # a run that the user's own code has open stays as it is
+    }
+    # What is resumed from names the run itself.
+    return ours | given | ({"id": None} if "resume_from" in given else {})
+
+
+def _init(arguments: dict[str, Any]) -> wandb.Run:
     import wandb
 
-    folder = Path(log_dir).absolute() if log_dir else None
-    if folder:
-        folder.mkdir(parents=True, exist_ok=True)
-    return wandb.init(
-        project=cfg.get("project", "lucidrl"),
-        entity=cfg.get("entity"),
-        name=cfg.get("name") or (folder.parent.name if folder else None),
-        id=run_id,
-        resume="allow",
-        mode=mode,
-        dir=folder,
-        reinit="create_new",  # a run that the user's own code has open stays as it is
-        settings=wandb.Settings(
-            silent=True,
-            console="off",
-            # Long enough for a slow network, and short enough that also a short run is kept offline without one.
-            init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", _INIT_TIMEOUT_S)),
-            x_disable_stats=True,  # `monitor_gpus` records the machines, under the same names for every tracker
-            # The command line, the packages and the repository are nobody else's business unless asked for.
-            x_disable_meta=True,
-            x_save_requirements=False,
-            disable_git=True,
-            save_code=False,
-        ),
+    if arguments["dir"]:
+        Path(arguments["dir"]).mkdir(parents=True, exist_ok=True)
+    # Made anew for each call, which changes them.
+    return wandb.init(**arguments | {"settings": _settings(arguments.get("settings"))})
+
+
+def _settings(given: Any) -> wandb.Settings:
+    """Our settings, and over them those that are given."""
+    import wandb
+
+    ours = wandb.Settings(
+        silent=True,
+        console="off",
+        # Long enough for a slow network, and short enough that also a short run is kept offline without one.
+        init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", _INIT_TIMEOUT_S)),
+        x_disable_stats=True,  # `monitor_gpus` records the machines, under the same names for every tracker
+        # The command line, the packages and the repository are nobody else's business unless asked for.
+        x_disable_meta=True,
+        x_save_requirements=False,
+        disable_git=True,
+        save_code=False,
     )
+    try:
+        ours.update_from_settings(given if isinstance(given, wandb.Settings) else wandb.Settings(**(given or {})))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_complaint(problem) for problem in error.errors())) from None
+    except TypeError:
+        raise ConfigError("WandbConfig: settings must be a mapping of names to values, or wandb.Settings") from None
+    return ours
+
+
+def _complaint(problem: Any) -> str:
+    """About one setting; without its value, which may be a secret."""
+    import wandb
+
+    name = ".".join(str(part) for part in problem["loc"])
+    meant = closest(name, wandb.Settings.model_fields) if problem["type"] == "extra_forbidden" else None
+    return f"WandbConfig: settings.{name} is not valid: {f'did you mean {meant}?' if meant else problem['msg']}"
 
 
 class _ExitGuard:

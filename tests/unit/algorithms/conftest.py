@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.wiring import run_grpo, run_sft
+from lucidrl.recipes.language import run_grpo, run_sft
 from lucidrl.utils.config import load_config
 
 SMALL = {
@@ -36,11 +36,12 @@ class Watcher:
 
     interrupt_at: int | None = None
     die_at: int | None = None
+    validated: list[int] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     samples_of: dict[int, Any] = field(default_factory=dict)
 
     def on_validation(self, step, metrics):
-        pass
+        self.validated.append(step)
 
     def on_samples(self, step, message_logs, rewards):
         self.samples_of[step] = (message_logs, rewards)

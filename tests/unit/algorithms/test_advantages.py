@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucidrl.algorithms.advantages import ESTIMATORS, STD_EPSILON, compute_advantages, has_signal
+from lucidrl.algorithms.advantages import ESTIMATORS, MAX_REWARD, STD_EPSILON, compute_advantages, has_signal
 from lucidrl.algorithms.config import AdvantageConfig, AdvantageEstimator
 from lucidrl.errors import DataError
 
@@ -95,8 +95,24 @@ def test_only_groups_whose_valid_rewards_differ_have_signal():
     assert has_signal(rewards, groups, valid).tolist() == [True, True, False, False, False, False, False]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_rewards_that_are_not_finite_are_refused_with_their_rows(bad):
+@pytest.mark.parametrize("estimator", AdvantageEstimator)
+def test_the_largest_rewards_give_finite_advantages(estimator):
+    rewards = torch.tensor([MAX_REWARD, -MAX_REWARD] * 32)
+    config = AdvantageConfig(estimator=estimator)
+    advantages = compute_advantages(config, rewards, torch.arange(64) // 8, torch.ones(64))
+    assert advantages.isfinite().all()
+    assert (advantages * rewards > 0).all()
+
+
+def test_a_reward_beyond_the_limit_is_refused_with_the_name_of_its_sample():
+    rewards, groups = torch.tensor([0.0, 1e308], dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(DataError, match=r"between -1e\+30 and 1e\+30, but those of samples b#1 \(1e\+308\) do not"):
+        compute_advantages(AdvantageConfig(), rewards, groups, torch.ones(2), names=["a#0", "b#1"])
+    assert compute_advantages(AdvantageConfig(), rewards, groups, torch.tensor([1, 0])).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e31])
+def test_rewards_that_are_not_numbers_or_too_large_are_refused_with_their_rows(bad):
     rewards = torch.tensor([0.0, bad, 1.0, bad])
     with pytest.raises(DataError, match=r"rows 1 \(.*\), 3 \("):
         compute_advantages(AdvantageConfig(), rewards, torch.zeros(4, dtype=torch.int64), torch.ones(4))

@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from lucidrl.algorithms.episodes import Episode, EpisodeCounter
+from lucidrl.algorithms.ppo import Episode, EpisodeCounter
 
 REWARDS = torch.tensor([[1.0, 2, 4, 8, 16, 32], [3, 3, 3, 3, 3, 3]])
 DONE = torch.tensor([[0, 1, 0, 0, 1, 0], [0, 0, 0, 0, 0, 1]]).bool()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucidrl.algorithms.gae import generalized_advantages
+from lucidrl.algorithms.advantages import generalized_advantages
 
 
 def random_batch(seed: int, *shape: int):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import orjson
 import pytest
+import torch
 
-from lucidrl.errors import EnvironmentFailure
+from lucidrl.errors import DataError, EnvironmentFailure
+from lucidrl.models.policy.policy import Policy
 
 
 def test_a_run_records_training_time_validation_and_samples(run):
@@ -40,7 +42,7 @@ def test_plots_and_shown_samples_come_at_the_steps_asked_for_and_change_nothing(
 def test_the_machine_is_recorded_beside_the_steps(run):
     folder, _ = run("grpo", "run", "tracking.monitor_interval_s=0.2")
     records = [orjson.loads(line) for line in (folder.path / "metrics.jsonl").read_bytes().splitlines()]
-    assert [record for record in records if record.get("ray/node.0.mem_gb", 0) > 0 and "step" not in record]
+    assert [record for record in records if record.get("machine/node.0.mem_gb", 0) > 0 and "step" not in record]
 
 
 def test_what_logging_costs_is_recorded_at_every_step(run):
@@ -114,6 +116,11 @@ class Equal:
     async def step(self, batch):
         return [EnvReply(1.0) for _ in batch]
 
+class Huge:
+    async def step(self, batch):
+        rewards = [3e38 if request.sample_id.endswith("#1") else 0.0 for request in batch]
+        return [EnvReply(reward, metrics={"of a float's size": 1e308}) for reward in rewards]
+
 class Different:
     async def step(self, batch):
         return [EnvReply(float(request.sample_id[-1])) for request in batch]
@@ -139,6 +146,11 @@ def test_a_step_without_a_single_judged_sample_ends_the_run(run, own_env):
         run("grpo", "run", *own_env("Refusing"), "env.on_error=drop", "grpo.max_steps=1")
 
 
+def test_rewards_beyond_the_limit_end_the_run_with_the_names_of_their_samples(run, own_env):
+    with pytest.raises((DataError, EnvironmentFailure), match=r"#1"):
+        run("grpo", "run", *own_env("Huge"), "grpo.max_steps=1", "validation.num_prompts=0")
+
+
 @pytest.mark.parametrize("name", ["Equal", "Different"])
 def test_groups_without_signal_can_be_left_out_of_the_loss(run, own_env, name):
     settings = (*own_env(name), "grpo.max_steps=1", "validation.num_prompts=0")
@@ -149,3 +161,44 @@ def test_groups_without_signal_can_be_left_out_of_the_loss(run, own_env, name):
     else:
         assert kept.train_metric("num_valid_tokens")[0] > 0
         assert left_out.train_metric("num_valid_tokens") in ([], [0.0])
+
+
+@pytest.fixture
+def scored_rows(monkeypatch):
+    """Names of the rows that reach the policy to be scored, and their scores, by column."""
+    seen: dict[str, dict[str, torch.Tensor]] = {}
+    with_scores = Policy.with_scores
+
+    def recorded(policy, data, *, previous, reference):
+        scored = with_scores(policy, data, previous=previous, reference=reference)
+        for column in ("prev_logprobs", "reference_policy_logprobs"):
+            if column in scored:
+                seen.setdefault(column, {}).update(zip(scored["idx"], scored[column], strict=True))
+        return scored
+
+    monkeypatch.setattr(Policy, "with_scores", recorded)
+    return seen
+
+
+def test_masked_rows_are_not_scored_and_the_scores_of_the_others_stay(run, scored_rows):
+    settings = ("policy.generation.max_new_tokens=2", "validation.num_prompts=0", "grpo.max_steps=1")
+    settings = (*settings, "grpo.loss.kl_coefficient=0.1", "policy.train_global_batch_size=8")
+    kept, _ = run("grpo", "kept", *settings)
+    everything = {column: dict(scores) for column, scores in scored_rows.items()}
+    scored_rows.clear()
+    run("grpo", "masked", *settings, "grpo.mask_truncated=true")
+    [truncated] = kept.train_metric("truncated_fraction")
+    assert 0 < truncated < 1
+    assert everything.keys() == scored_rows.keys() == {"prev_logprobs", "reference_policy_logprobs"}
+    for column, scores in scored_rows.items():
+        assert len(everything[column]) == 16
+        assert len(scores) == round(16 * (1 - truncated))
+        for name, row in scores.items():
+            torch.testing.assert_close(row, everything[column][name], atol=1e-5, rtol=0)
+
+
+def test_a_step_whose_rows_are_all_masked_scores_nothing(run, own_env, scored_rows):
+    settings = (*own_env("Equal"), "grpo.max_steps=1", "validation.num_prompts=0", "grpo.loss.kl_coefficient=0.1")
+    folder, _ = run("grpo", "run", *settings, "grpo.drop_groups_without_signal=true")
+    assert scored_rows == {}
+    assert folder.train_metric("loss") == [0.0]

@@ -12,7 +12,7 @@ from lucidrl.algorithms.loop import StepClock, StopRequest
 from lucidrl.profiling.spans import span
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_to_stop_and_says_so(number):
     messages = []
     with StopRequest(messages.append) as stop:
@@ -51,11 +51,26 @@ def test_outside_of_the_main_thread_it_is_never_set():
     assert found == [False]
 
 
-def test_a_signal_in_the_middle_of_a_write_still_stops():
-    def busy(message):
-        raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>")
+def test_a_signal_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopRequest(lambda message: None) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.is_set
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
-    with StopRequest(busy) as stop:
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>"), OSError(5, "Input/output error")],
+    ids=["in the middle of a write", "the terminal is closed"],
+)
+def test_a_signal_that_cannot_be_announced_still_stops(error):
+    def fail(message):
+        raise error
+
+    with StopRequest(fail) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.is_set
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from lucidrl.algorithms.advantages import generalized_advantages
 from lucidrl.algorithms.config import PPOConfig
-from lucidrl.algorithms.gae import generalized_advantages
 from lucidrl.algorithms.ppo import PPO, explained_variance
+from lucidrl.algorithms.validation import EpisodeValidator
 from lucidrl.errors import CheckpointError, ConfigError, TrainingError
 from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
 from lucidrl.models.control.interfaces import DiscreteActions, ObservationSpace
@@ -113,7 +114,7 @@ def test_frames_are_prepared_with_advantages_of_the_critic_on_what_followed(norm
     batch = TensorDict({"observation": seen, **policy.network(seen), "next": TensorDict(after, [2, 4])}, [2, 4])
     unused: Any = None
     config = PPOConfig(normalize_advantages=normalize)
-    loop = PPO(config, unused, policy, *[unused] * 7)
+    loop = PPO(config, unused, policy, *[unused] * 3)
     frames = loop.prepare(batch)
 
     values, next_values = policy.values(seen), policy.values(followed)
@@ -154,6 +155,23 @@ def test_validation_plays_the_same_episodes_every_time(ppo):
     assert len({line["validation/reward"] for line in folder.lines() if "validation/reward" in line}) == 1
 
 
+def test_a_stop_skips_the_validation_and_a_resume_makes_up_for_it(ppo):
+    whole, _ = ppo("whole")
+    stopped, _ = ppo("run", interrupt_at=2)
+    assert stopped.watcher.validated == [0]
+    resumed, _ = ppo("run", resume=True)
+    assert resumed.watcher.validated == [2, 4]
+    assert metrics(resumed.path) == metrics(whole.path)
+
+
+def test_a_stop_ends_the_episodes_of_a_validation():
+    env, _ = make_envs(ControlEnvConfig(), num_envs=2)
+    with env:
+        policy = ControlPolicy(*spaces_of(env, "CartPole-v1"), ControlPolicyConfig(), CriticConfig())
+        validator = EpisodeValidator(env, policy.greedy, policy.device, seed=0, max_episode_frames=500)
+        assert validator.validate(1, is_stopped=lambda: True).metrics["length"] == 1
+
+
 def test_validation_can_be_left_out_and_an_endless_episode_counts_as_far_as_it_came(ppo):
     without, _ = ppo("without", "validation.num_episodes=0", "checkpoint.metric=null")
     assert not [line for line in without.lines() if "validation/reward" in line]
@@ -169,6 +187,14 @@ def test_a_metric_that_validation_does_not_measure_is_refused_before_training(pp
 def test_rewards_beyond_all_numbers_stop_the_run_with_the_role_that_they_broke(ppo):
     with pytest.raises(TrainingError, match="gradients of the critic were NaN or infinite in 5 optimizer steps"):
         ppo("run", "ppo.num_epochs=5", "critic.optimizer.kwargs={lr: 1.0e+38}", "critic.activation=relu")
+
+
+def test_weights_can_be_saved_alone_and_then_a_resume_is_refused(ppo):
+    folder, _ = ppo("run", "ppo.max_steps=1", "checkpoint.weights_only=true")
+    saved = {path.parent.name for path in (folder.path / "checkpoints").rglob("*.safetensors")}
+    assert saved == {"policy", "critic"}
+    with pytest.raises(CheckpointError, match=r"checkpoint\.weights_only=true"):
+        ppo("run", resume=True)
 
 
 def test_a_resume_with_other_envs_or_networks_is_refused(ppo, tmp_path):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
 import torch
 
+from lucidrl.checkpoint.manager import CheckpointManager
+from lucidrl.collectors.text import TextCollector
 from lucidrl.errors import CheckpointError, EnvironmentFailure
 from tests.faults.records import digests, metrics
 
@@ -168,6 +172,88 @@ def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(run):
 def test_checkpoints_come_at_their_interval_and_at_the_end(run):
     folder, _ = run("grpo", "run", "grpo.max_steps=3", "checkpoint.every=2", "checkpoint.keep_last=5")
     assert sorted(path.name for path in (folder.path / "checkpoints").iterdir()) == ["step_2", "step_3"]
+
+
+def saved_with(folder, step):
+    """The saved state of a step."""
+    return CheckpointManager(folder.path / "checkpoints").load(step).state
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_a_stop_skips_the_validation_that_is_due_and_a_resume_makes_up_for_it(run, algorithm):
+    whole, _ = run(algorithm, "whole")
+    stopped, last_step = run(algorithm, "run", interrupt_at=2)
+    assert (last_step, stopped.watcher.validated, checkpoints(stopped)) == (2, [0], ["step_2"])
+    assert saved_with(stopped, 2)["is_validation_skipped"]
+    resumed, _ = run(algorithm, "run", resume=True)
+    assert resumed.watcher.validated == [2, 4]
+    assert resumed.lines() == whole.lines()
+
+
+@pytest.fixture
+def stop_in_batch(monkeypatch):
+    """stop_in_batch(n): Ctrl-C while the n-th batch of validation prompts is completed; returns the batches so far."""
+
+    def arm(number):
+        sizes: list[int] = []
+        run_groups = TextCollector._run_groups
+
+        def counted(collector, prompts, samples, asked, greedy=False):
+            if greedy:
+                sizes.append(len(prompts))
+                if len(sizes) == number:
+                    os.kill(os.getpid(), signal.SIGINT)
+            return run_groups(collector, prompts, samples, asked, greedy)
+
+        monkeypatch.setattr(TextCollector, "_run_groups", counted)
+        return sizes
+
+    return arm
+
+
+def test_a_stop_ends_the_validation_that_is_going_on(run, stop_in_batch):
+    sizes = stop_in_batch(3)  # the first of two of the second validation
+    folder, last_step = run("grpo", "run", "validation.prompts_per_batch=3")
+    assert sizes == [3, 3, 3]
+    assert (last_step, folder.watcher.validated, checkpoints(folder)) == (2, [0], ["step_2"])
+    assert not (folder.path / "samples/validation_2.jsonl").exists()
+
+
+def test_a_stop_in_the_validation_before_the_first_step_ends_the_run_with_nothing_to_save(run, stop_in_batch):
+    sizes = stop_in_batch(1)
+    folder, last_step = run("grpo", "run", "validation.prompts_per_batch=3")
+    assert (last_step, sizes) == (0, [3])
+    assert "nothing new to save" in folder.watcher.messages[-1]
+    assert not (folder.path / "checkpoints").exists()
+
+
+def test_the_size_of_validation_batches_changes_nothing(run):
+    whole, _ = run("grpo", "whole", "grpo.max_steps=1")
+    parts, _ = run("grpo", "parts", "grpo.max_steps=1", "validation.prompts_per_batch=3")
+    assert parts.lines() == whole.lines()
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder.path / "checkpoints").glob("step_*"))
+
+
+def test_the_checkpoint_at_the_end_can_be_left_out_but_not_that_of_a_stopped_run(run):
+    settings = ("grpo.max_steps=3", "checkpoint.every=2", "checkpoint.final=false")
+    folder, _ = run("grpo", "whole", *settings)
+    assert checkpoints(folder) == ["step_2"]
+    stopped, last_step = run("grpo", "stopped", *settings, interrupt_at=1)
+    assert (checkpoints(stopped), last_step) == (["step_1"], 1)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_weights_can_be_saved_alone_and_then_a_resume_is_refused(run, algorithm):
+    whole, _ = run(algorithm, "whole", f"{algorithm}.max_steps=2")
+    alone, _ = run(algorithm, "alone", f"{algorithm}.max_steps=2", "checkpoint.weights_only=true")
+    ours, theirs = (folder.path / "checkpoints/step_2" for folder in (alone, whole))
+    assert not (ours / "optimizer").exists()
+    assert (ours / "policy/model.safetensors").read_bytes() == (theirs / "policy/model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match=r"step_2 was saved with checkpoint\.weights_only=true.*start a new run"):
+        run(algorithm, "alone", resume=True)
 
 
 def test_there_is_nothing_to_resume_before_the_first_checkpoint(run):

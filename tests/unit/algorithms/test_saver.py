@@ -6,11 +6,15 @@ import threading
 
 import pytest
 
-from lucidrl.algorithms.saver import Saver
+from lucidrl.algorithms.saver import Saver, checkpoint_size_bytes
+from lucidrl.checkpoint.config import CheckpointConfig
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.checkpoint.tensors import TensorFile
+from lucidrl.data.messages import collate, supervised_example
 from lucidrl.errors import CheckpointError
+from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.embedded import embedded_tokenizer
+from lucidrl.models.loading import model_facts
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 
@@ -24,11 +28,12 @@ class HeldBack:
         self.error = None
         self.messages: list[str] = []
         self.policy = Policy(PolicyConfig(), embedded_tokenizer(), init_reference_model=False)
-        self.saver = Saver(CheckpointManager(root), 1, self.policy, self.messages.append, background=background)
+        config = CheckpointConfig(every=1, background=background)
+        self.saver = Saver(CheckpointManager(root), config, self.policy, self.messages.append)
         write = TensorFile.write
 
         def wait_and_write(file, path):
-            assert self.allowed.wait(10)
+            assert self.allowed.wait(60)
             if self.error is not None:
                 raise self.error
             return write(file, path)
@@ -108,6 +113,22 @@ def test_a_save_that_cannot_begin_leaves_nothing(held, monkeypatch):
         held.save(1)
     assert list(held.root.iterdir()) == []
     held.saver.finish()
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_size_of_a_checkpoint_is_known_before_there_is_one(tmp_path, precision, weights_only):
+    config = PolicyConfig(precision=precision)
+    policy = Policy(config, embedded_tokenizer(), init_reference_model=False)
+    batch = collate([supervised_example(embedded_tokenizer(), [
+        {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    ])], pad_id=0, supervised=True)  # fmt: skip
+    policy.train(batch, NLLLoss())
+    settings = CheckpointConfig(weights_only=weights_only, background=False)
+    Saver(CheckpointManager(tmp_path), settings, policy, lambda message: None).save(1, {}, {})
+    on_disk = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    num_parameters = model_facts(config.model_name, trust_remote_code=False).num_parameters
+    assert checkpoint_size_bytes(num_parameters, config, weights_only=weights_only) == pytest.approx(on_disk, rel=0.05)
 
 
 def leave(held, error):

@@ -19,6 +19,7 @@ def _threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_a_generator_of_its_own_changes_nothing_also_after_a_resume(run):
     alone, _ = run("grpo", "alone", *ONE_THREAD, "grpo.max_steps=3")
     separate, last_step = run("grpo", "separate", *SEPARATE, "grpo.max_steps=3", interrupt_at=2)
@@ -31,6 +32,7 @@ def test_a_generator_of_its_own_changes_nothing_also_after_a_resume(run):
     assert digests(separate.path) == digests(alone.path)
 
 
+@pytest.mark.slow
 def test_nor_does_one_that_is_reached_over_a_process_group(run):
     alone, _ = run("grpo", "alone", *ONE_THREAD, "grpo.max_steps=2")
     separate, _ = run("grpo", "separate", *SEPARATE, "policy.generation.refit=collective", "grpo.max_steps=2")
@@ -38,6 +40,7 @@ def test_nor_does_one_that_is_reached_over_a_process_group(run):
     assert digests(separate.path) == digests(alone.path)
 
 
+@pytest.mark.slow
 def test_supervised_runs_validate_with_the_weights_of_the_step(run):
     alone, _ = run("sft", "alone", *ONE_THREAD, "sft.max_steps=2")
     separate, _ = run("sft", "separate", *SEPARATE, "sft.max_steps=2")

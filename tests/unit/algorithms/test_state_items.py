@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from lucidrl.algorithms.grpo import GRPO
+from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.errors import LucidError
-from lucidrl.models.policy import optim
+from lucidrl.models import optim
 from lucidrl.models.policy.policy import Policy
 from lucidrl.recipes import parts
 from tests.faults.records import digests, metrics
@@ -45,6 +46,8 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
 READ_ELSEWHERE = {
     # By answers to prompts without draw keys, which a run does not ask for; see the tests of a rank's state.
     ("policy", "ranks", 0, "generator_calls"),
+    # By a run with validation; see `test_a_stop_skips_the_validation_that_is_due_and_a_resume_makes_up_for_it`.
+    ("is_validation_skipped",),
     # By the file's reader, which refuses the state of another kind of optimizer.
     ("kind",),
 }
@@ -98,7 +101,7 @@ class Scenario:
         run_loop = GRPO.run
         self.monkeypatch.setattr(GRPO, "run", start)
         self.broken, _ = self.run("grpo", self.name, *self.settings, "grpo.max_steps=3")
-        self.saved = parts.CheckpointManager(self.broken.path / "checkpoints").latest().state
+        self.saved = CheckpointManager(self.broken.path / "checkpoints").latest().state
         self.expected = self.outcome()
 
     def outcome(self) -> dict[str, Any]:
@@ -116,9 +119,9 @@ class Scenario:
     def outcome_with(self, state: dict[str, Any]) -> dict[str, Any]:
         """The same, if the checkpoint held another state."""
         with self.monkeypatch.context() as patch:
-            newest = parts._newest_checkpoint
+            newest = CheckpointManager.to_resume
             patch.setattr(
-                parts, "_newest_checkpoint", lambda manager: dataclasses.replace(newest(manager), state=state)
+                CheckpointManager, "to_resume", lambda manager: dataclasses.replace(newest(manager), state=state)
             )
             return self.outcome()
 
@@ -148,6 +151,7 @@ def scenario(run, monkeypatch):
     return lambda name: Scenario(run, name, monkeypatch, run_ids)
 
 
+@pytest.mark.slow
 def test_without_any_item_of_the_runs_state_it_is_refused_or_ends_elsewhere(scenario):
     scenarios = [scenario(name) for name in SCENARIOS]
     assert "error" not in scenarios[0].expected
@@ -169,6 +173,7 @@ def test_without_any_item_of_the_runs_state_it_is_refused_or_ends_elsewhere(scen
     assert unread == []
 
 
+@pytest.mark.slow
 def test_without_any_item_of_the_optimizers_state_the_run_ends_elsewhere(scenario):
     """Its parameter groups apart: they hold settings, which are those that are configured now."""
     one = scenario("all goes well but for one step")

@@ -37,7 +37,7 @@ def held_back(monkeypatch):
     event, write = threading.Event(), TensorFile.write
 
     def wait_and_write(file, path):
-        assert event.wait(10)
+        assert event.wait(60)
         return write(file, path)
 
     monkeypatch.setattr(TensorFile, "write", wait_and_write)

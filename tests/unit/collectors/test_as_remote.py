@@ -24,6 +24,7 @@ def run_armed(script: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_an_actor_collects_with_ranges_that_its_driver_armed_and_the_callers_options_stay_as_they_were(tmp_path):
     run_armed(f"""
         import json
@@ -49,6 +50,7 @@ def test_an_actor_collects_with_ranges_that_its_driver_armed_and_the_callers_opt
     """)
 
 
+@pytest.mark.slow
 def test_the_variable_is_put_into_the_actors_environment_beside_the_callers_own():
     output = run_armed("""
         import ray

@@ -423,7 +423,7 @@ def test_an_env_process_that_is_killed_or_stopped_is_told(number, what):
     begun = time.monotonic()
     with pytest.raises(EnvironmentFailure, match=rf"env 1 .*{what}"):
         list(collector)
-    assert time.monotonic() - begun < 2.5
+    assert time.monotonic() - begun < 30
 
 
 def test_shutdown_twice_is_fine_and_later_calls_say_so():
@@ -432,6 +432,6 @@ def test_shutdown_twice_is_fine_and_later_calls_say_so():
     begun = time.monotonic()
     collector.shutdown()
     collector.shutdown()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     with pytest.raises(ConfigError, match="the collector was shut down; make another one"):
         collector.next()

@@ -367,7 +367,7 @@ def test_workers_that_record_write_their_trace_when_another_one_fails(fault, tmp
 
 
 def test_a_worker_that_is_stuck_loses_its_trace_and_is_named(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("lucidrl.collectors.worker_set._TRACE_DEADLINE_S", 0.5)
+    monkeypatch.setattr("lucidrl.collectors.workers._TRACE_TIMEOUT_S", 0.5)
     collector = MultiAsyncCollector([lambda: Faulty("hang"), healthy], frames_per_batch=2)
     collector.enable_profile(workers=[0], num_rollouts=9, warmup_rollouts=0, save_path=tmp_path / "trace.json")
     collector._requests.ask(0, 4, 0)
@@ -380,6 +380,7 @@ def test_a_worker_that_is_stuck_loses_its_trace_and_is_named(tmp_path, monkeypat
 # ---- programs
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_without_a_word_has_written_its_traces(tmp_path):
     code = """if True:
         from lucidrl.collectors import Collector, MultiSyncCollector
@@ -394,6 +395,7 @@ def test_a_program_that_ends_without_a_word_has_written_its_traces(tmp_path):
     assert [read_trace(tmp_path / f"{n}.json")["lucidrl"]["process"] for n in (0, 1)] == ["collector worker 0"] * 2
 
 
+@pytest.mark.slow
 def test_a_program_that_is_killed_while_its_workers_record_leaves_nothing_behind(tmp_path):
     code = """if True:
         from lucidrl.collectors import MultiAsyncCollector

@@ -10,8 +10,11 @@ import torch
 
 from lucidrl.algorithms.advantages import group_normalized
 from lucidrl.data.datasets import Prompt
+from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
+from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
+from lucidrl.envs.text.hosts import start_host
 from lucidrl.envs.text.interfaces import EnvReply
 from lucidrl.errors import DataError, EnvironmentFailure
 
@@ -110,6 +113,21 @@ def test_a_reply_that_does_not_fit_the_context_ends_the_conversation(make_collec
     assert {conversation.turns for conversation in rollouts.conversations} == {1}
     assert rollouts.metrics["truncated_fraction"] == 1.0
     assert rollouts.to_batch(PAD)["input_lengths"].max() <= prompt_length + 6
+
+
+def test_rollouts_are_the_same_to_the_bit_with_the_environment_in_workers(make_collector):
+    settings = {"max_number": 50, "max_turns": 5}
+    prompts = GuessingEnv(GuessingConfig(**settings)).prompts()
+    config = EnvConfig(name="guessing", kwargs=settings, num_workers=2)
+    collected = []
+    for env in (GuessingEnv(GuessingConfig(**settings)), start_host(config, ClusterConfig(num_threads=1))):
+        collector = make_collector(env, prompts, model="embedded-untrained", max_turns=3)
+        collected.append([collector.collect() for _ in range(2)])
+        collector.shutdown()
+    for alone, isolated in zip(*collected, strict=True):
+        assert tokens_of(isolated) == tokens_of(alone)
+        assert torch.equal(isolated.rewards, alone.rewards)
+        assert isolated.metrics == alone.metrics
 
 
 async def _raises():

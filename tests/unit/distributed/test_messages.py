@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.launchers.messages import Message, receive, send
+from lucidrl.distributed.workers.messages import Message, receive, send
 
 BIG = 1 << 16
 SHAPES = [(), (0, 3), (7,), (BIG,), (3, BIG // 3)]
@@ -23,7 +23,7 @@ def through_a_socket(value):
         sender = threading.Thread(target=send, args=(ours, Message.of(value)))
         sender.start()
         received = receive(theirs).content()
-        sender.join(10)
+        sender.join(60)
     return received
 
 

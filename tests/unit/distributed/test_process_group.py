@@ -81,6 +81,7 @@ def test_an_incomplete_environment_is_refused(monkeypatch):
         init_process_group_from_environment(10)
 
 
+@pytest.mark.slow
 def test_an_existing_group_is_used(two_ranks):
     def join():
         return init_process_group_from_environment(10)
@@ -88,6 +89,7 @@ def test_an_existing_group_is_used(two_ranks):
     assert two_ranks(join) == [RankInfo(0, 0, 2), RankInfo(1, 1, 2)]
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_worker_needs_no_worker_group(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -99,6 +101,6 @@ def test_under_torchrun_a_worker_needs_no_worker_group(tmp_path):
         "worker.shutdown()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run([*command, str(tmp_path)], timeout=90, capture_output=True, text=True)
+    done = subprocess.run([*command, str(tmp_path)], timeout=300, capture_output=True, text=True)
     written = {path.name: path.read_text() for path in tmp_path.iterdir() if path != script}
     assert written == {"0": "1.0", "1": "1.0"}, done.stderr

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from lucidrl.distributed.launchers.ray_dashboard import _asks_for_token, _is_reachable
+from lucidrl.distributed.workers.ray_cluster import _asks_for_token, _is_reachable
 
 
 @pytest.mark.parametrize(("interface", "is_reachable"), [("127.0.0.1", False), ("0.0.0.0", True)])

@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.errors import ConfigError, DataError, WorkerError
 from tests.unit.distributed.toy_workers import Joined, Plain
 
@@ -110,10 +110,11 @@ def test_a_call_from_another_thread_is_fine(two):
     results = []
     thread = threading.Thread(target=lambda: results.append(two.run_all("echo", 3)))
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert results == [[3, 3]]
 
 
+@pytest.mark.slow
 def test_groups_that_start_at_once_do_not_mix_and_a_thread_may_start_one():
     groups: list[WorkerGroup] = []
 
@@ -153,7 +154,7 @@ def test_shutdown_lets_workers_say_goodbye_and_leaves_no_process(tmp_path):
 
 @pytest.mark.parametrize("field", ["num_workers", "num_threads", "start_timeout_s", "call_timeout_s"])
 def test_nothing_is_zero(field):
-    with pytest.raises((ConfigError, ValidationError), match="greater than 0"):
+    with pytest.raises((ConfigError, ValidationError), match=r"greater than 0|greater than or equal to 1"):
         ClusterConfig(**{field: 0})
 
 

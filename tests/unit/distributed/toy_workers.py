@@ -135,7 +135,7 @@ def run_sleeper(folder: str, launcher: str = "local") -> subprocess.Popen[bytes]
 
 def drive_forever(folder: str, launcher: Literal["local", "ray"]) -> None:
     from lucidrl.distributed.config import ClusterConfig
-    from lucidrl.distributed.worker_group import WorkerGroup
+    from lucidrl.distributed.workers.group import WorkerGroup
 
     group = WorkerGroup(Plain, cluster=ClusterConfig(num_workers=2, launcher=launcher), log_dir=Path(folder))
     pids = group.run_all("pid")

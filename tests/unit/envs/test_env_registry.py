@@ -3,10 +3,12 @@ import sys
 
 import pytest
 
+from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.arithmetic import ArithmeticEnv
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.envs.text.registry import env_of, make_env, split_prompts
+from lucidrl.envs.text.registry import make_env, split_prompts
 from lucidrl.errors import ConfigError
+from tests.unit.envs.judges import read_prompts
 
 USER_MODULE = """
 from lucidrl.envs.text.interfaces import EnvReply
@@ -18,12 +20,9 @@ class Judge:
     async def step(self, batch):
         return [EnvReply(1.0) for _ in batch]
 
-class Curriculum(Judge):
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
+class Leaving(Judge):
+    def __init__(self):
+        raise SystemExit(3)
 
 class Blocking:
     def step(self, batch):
@@ -35,11 +34,12 @@ class Blocking:
 def user_folder(tmp_path, monkeypatch):
     (tmp_path / "my_judges.py").write_text(USER_MODULE)
     (tmp_path / "my_broken.py").write_text("1 / 0")
+    (tmp_path / "my_exit.py").write_text("raise SystemExit(0)")
     (tmp_path / "my_needy.py").write_text("import package_that_is_not_there")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     yield tmp_path
-    for name in ("my_judges", "my_broken", "my_needy"):
+    for name in ("my_judges", "my_broken", "my_needy", "my_prompts"):
         sys.modules.pop(name, None)
 
 
@@ -64,9 +64,11 @@ def test_a_users_class_is_found_in_the_working_directory(user_folder):
         ("my_jugdes:Judge", {}, "no module my_jugdes"),
         ("my_needy:Judge", {}, "my_needy needs package_that_is_not_there"),
         ("my_broken:Judge", {}, "ZeroDivisionError"),
-        ("my_judges:Jugde", {}, "no class Jugde; it defines Judge, Curriculum, Blocking"),
+        ("my_judges:Jugde", {}, "no class Jugde; it defines Judge, Leaving, Blocking"),
         ("my_judges:Blocking", {}, "async def step"),
         ("my_judges:Judge", {"leniency": 1}, "leniency"),
+        ("my_judges:Leaving", {}, "my_judges:Leaving cannot be made with kwargs {}: SystemExit: 3"),
+        ("my_exit:Judge", {}, "module my_exit fails when imported, with SystemExit: 0"),
     ],
 )
 def test_an_environment_that_cannot_be_made_says_why(user_folder, name, kwargs, complaint):
@@ -74,17 +76,39 @@ def test_an_environment_that_cannot_be_made_says_why(user_folder, name, kwargs, 
         make_env(name, kwargs)
 
 
-def test_an_environment_that_keeps_something_has_no_copies_in_actors(user_folder):
-    config = EnvConfig(name="my_judges:Curriculum")
-    assert type(env_of(config)).__name__ == "Curriculum"
-    with pytest.raises(ConfigError, match=r"env\.num_actors=2 needs an environment that keeps nothing.*=0, or take"):
-        env_of(config.model_copy(update={"num_actors": 2}))
-    assert type(env_of(EnvConfig(name="my_judges:Judge", num_actors=2))).__name__ == "Judge"
+def test_users_environments_run_in_workers_unless_asked_otherwise():
+    assert not EnvConfig().is_isolated
+    assert EnvConfig(num_workers=2).is_isolated
+    assert EnvConfig(isolation="process").is_isolated
+    assert EnvConfig(name="my_judges:Judge").is_isolated
+    assert not EnvConfig(name="my_judges:Judge", isolation="none").is_isolated
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"num_workers": 2, "isolation": "none"}, "num_workers=2 asks for worker processes, but isolation=none"),
+        ({"num_workers": 9}, "num_workers=9 is more than max_concurrency=8"),
+        ({"num_workers": 0}, "greater than 0"),
+    ],
+)
+def test_numbers_of_workers_that_do_not_fit_are_refused(settings, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        EnvConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("old", "num_workers"), [({"num_actors": 0}, 1), ({"num_actors": 2}, 2), ({"num_actors": 2, "num_workers": 4}, 4)]
+)
+def test_settings_of_runs_with_actors_are_still_read(old, num_workers):
+    config = EnvConfig.model_validate(old)
+    assert config.num_workers == num_workers
+    assert "num_actors" not in config.model_dump()
 
 
 def test_an_environments_own_prompts_are_split():
     config = EnvConfig(kwargs={"max_operand": 9}, validation_fraction=0.2)
-    train, validation = split_prompts(make_env(config.name, config.kwargs), config)
+    train, validation = split_prompts(make_env(config.name, config.kwargs).prompts(), config)
     assert len(train) + len(validation) == 100
     assert validation
 
@@ -93,13 +117,27 @@ def test_a_file_takes_the_place_of_an_environments_prompts(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "1+1=", "answer": 2}')
     config = EnvConfig(prompts_file=file, validation_fraction=0.0)
-    train, _ = split_prompts(make_env("arithmetic", {}), config)
+    train, _ = split_prompts(make_env("arithmetic", {}).prompts(), config)
     assert [prompt.info for prompt in train] == [{"answer": 2}]
 
 
 def test_an_environment_without_prompts_asks_for_a_file(user_folder):
+    config = EnvConfig(name="my_judges:Judge", isolation="none")
     with pytest.raises(ConfigError, match=r"set env\.prompts_file"):
-        split_prompts(make_env("my_judges:Judge", {}), EnvConfig(name="my_judges:Judge"))
+        read_prompts(config, ClusterConfig())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "complaint"),
+    [("[1]", "prompts returned a int; return a list of Prompt"), ("1 / 0", "prompts raised ZeroDivisionError")],
+)
+def test_prompts_that_are_none_say_so(user_folder, monkeypatch, prompts, complaint):
+    (user_folder / "my_prompts.py").write_text(
+        f"{USER_MODULE}\nclass Asking(Judge):\n    prompts = lambda self: {prompts}"
+    )
+    monkeypatch.delitem(sys.modules, "my_prompts", raising=False)
+    with pytest.raises(ConfigError, match=complaint):
+        read_prompts(EnvConfig(name="my_prompts:Asking", isolation="none"), ClusterConfig())
 
 
 def test_configuring_an_environment_imports_no_torch():

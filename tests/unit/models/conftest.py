@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DeepseekV3Config,
     Gemma2Config,
     GPT2Config,
     GraniteConfig,
@@ -60,6 +61,16 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
         GraniteConfig, **TINY, logits_scaling=3.0, embedding_multiplier=2.0, attention_multiplier=0.3
     ),
     "cohere_scaled": partial(CohereConfig, **TINY, logit_scale=0.25),
+    "deepseek_narrow_values": partial(
+        DeepseekV3Config,
+        **TINY | {"num_key_value_heads": 4},
+        first_k_dense_replace=2,
+        q_lora_rank=16,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+    ),
     "gpt2_learned_positions": partial(
         GPT2Config,
         vocab_size=VOCABULARY,

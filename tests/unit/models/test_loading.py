@@ -1,4 +1,4 @@
-"""Folders that cannot be used are refused in one sentence, and architectures that our path does not know as well."""
+"""Models and tokenizers are loaded as their folders have them; damaged folders are in test_model_files."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconConfig, GptOssConfig, LlamaForCausalLM, MambaConfig, Phi3Config
+from transformers import AutoModelForCausalLM, Phi3Config
 
 from lucidrl.errors import ConfigError
 from lucidrl.models.embedded import END, PAD, embedded_tokenizer
 from lucidrl.models.loading import (
-    check_against_own_forward,
     context_length,
     load_model,
     load_tokenizer,
@@ -54,16 +53,6 @@ def test_a_folder_without_config_is_named(tmp_path):
     for load in (model_folder, model_facts, load_tokenizer, lambda name: load_model(name, torch.float32)):
         with pytest.raises(ConfigError, match=r"that folder has no config\.json"):
             load(str(tmp_path))
-
-
-def test_missing_or_damaged_weights_are_a_config_error(own_folder):
-    weights = own_folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        load_model(str(own_folder), torch.float32)
-    weights.unlink()
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        load_model(str(own_folder), torch.float32)
 
 
 def test_a_folder_without_tokenizer_is_a_config_error(tiny_model):
@@ -170,58 +159,10 @@ def test_every_declared_end_stops(tiny_model, tokenizer):
     assert stop_token_ids(model, tokenizer) == {1}
 
 
-class LogitsOfItsOwn(LlamaForCausalLM):
-    """Does to its logits what no config field that we read would tell."""
-
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        output.logits = output.logits * 1.5
-        return output
-
-
-def test_unknown_logit_scaling_is_refused(tiny_model):
-    folder = tiny_model("llama")
-    check_against_own_forward(LlamaForCausalLM.from_pretrained(folder, attn_implementation="lucidrl"))
-    model = LogitsOfItsOwn.from_pretrained(folder, attn_implementation="lucidrl")
-    with pytest.raises(ConfigError, match=r"LogitsOfItsOwn computes other logits .* \(by \d\.\d+\)"):
-        check_against_own_forward(model)
-    assert model.config._attn_implementation == "lucidrl"
-
-
-OTHER_MIXERS = {
-    "attention_sinks": (
-        lambda: GptOssConfig(
-            vocab_size=102,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_local_experts=2,
-            num_experts_per_tok=1,
-            initializer_range=0.3,
-        ),
-        "computes other logits",
-    ),
-    "state_space": (lambda: MambaConfig(vocab_size=102, hidden_size=32, num_hidden_layers=2), "computes other logits"),
-    "attention_by_table": (
-        lambda: FalconConfig(vocab_size=102, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
-        "cannot be loaded: KeyError",
-    ),
-}
-
-
-@pytest.mark.parametrize(("config", "complaint"), OTHER_MIXERS.values(), ids=OTHER_MIXERS.keys())
-def test_an_architecture_that_mixes_tokens_in_another_way_is_refused(save_model, config, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        load_model(save_model(config()), torch.float32)
-
-
 def test_a_model_without_causal_head_is_refused(own_folder):
     change_config(own_folder, model_type="vit")
     for load in (model_facts, lambda name: load_model(name, torch.float32)):
-        with pytest.raises(ConfigError, match="cannot be"):
+        with pytest.raises(ConfigError, match="model_type='vit' is no causal language model"):
             load(str(own_folder))
 
 
@@ -248,3 +189,9 @@ def test_rotary_embeddings_that_depend_on_neighbours_are_held_to_their_original_
         pad_token_id=0,
     )
     assert context_length(config) == 32
+
+
+def test_a_hostile_chat_template_is_refused_when_its_tokenizer_is_loaded(own_folder):
+    (own_folder / "chat_template.jinja").write_text("{{ 'x' * 10 ** 10 }}")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja needs more than 1024 MB"):
+        load_tokenizer(str(own_folder))

@@ -53,6 +53,7 @@ def test_other_processes_are_armed_as_this_one_is(monkeypatch):
     assert gate._asks_for_ranges(gate.armed_environment())
 
 
+@pytest.mark.slow
 def test_a_program_can_arm_itself_before_it_defines_anything_and_not_later(tmp_path):
     code = """if True:
         import os

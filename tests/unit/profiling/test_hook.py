@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lucidrl.errors import ConfigError
 from lucidrl.profiling.hook import ProfileSettings, _ProfilerHook, started_profiler
-from lucidrl.profiling.sinks import recorded
+from lucidrl.profiling.spans import recorded
 from tests.unit.profiling.reading import counts_of, read_trace
 
 

@@ -51,7 +51,7 @@ def mark(batch):
     batch["is_enabled"] = torch.full(batch.batch_size, gate.is_enabled)
 
 def are_enabled():
-    return sorted(set(collector.rollout()["is_enabled"].tolist()))
+    return sorted(collector.rollout()["is_enabled"].unique().tolist())
 
 collector = MultiSyncCollector(
     create_env_fn=[make_env] * 4,
@@ -243,6 +243,7 @@ def test_armed_the_instrumentation_can_be_toggled_at_run_time(of_one_process, fo
     }
 
 
+@pytest.mark.slow
 def test_the_toggle_is_that_of_the_calling_process_only(of_workers):
     assert of_workers["driver alone"] == [False, [True]]
 

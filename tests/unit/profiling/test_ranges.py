@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import lucidrl
-from lucidrl.profiling import gate, ranges, sinks
+from lucidrl.profiling import gate, ranges, spans
 from tests.unit.profiling.reading import ranges_of, read_trace
 
 
@@ -53,7 +53,7 @@ def test_unarmed_the_decorated_function_is_the_original(monkeypatch):
 
 def test_unarmed_every_block_is_in_the_same_nothing(monkeypatch):
     unarmed = as_if_armed(False, monkeypatch)
-    assert unarmed._maybe_record_function("a") is unarmed._maybe_record_function("b") is sinks.NOT_RECORDED
+    assert unarmed._maybe_record_function("a") is unarmed._maybe_record_function("b") is spans.NOT_RECORDED
 
 
 def test_an_armed_function_does_what_it_did(armed):
@@ -106,4 +106,4 @@ def test_a_range_ends_where_its_code_raises(armed, recorded):
 
 
 def test_armed_and_enabled_a_block_is_nothing_while_nobody_records(armed):
-    assert armed._maybe_record_function("block") is sinks.NOT_RECORDED
+    assert armed._maybe_record_function("block") is spans.NOT_RECORDED

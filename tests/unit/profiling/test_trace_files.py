@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lucidrl.errors import ConfigError
-from lucidrl.profiling.sinks import recorded
+from lucidrl.profiling.spans import recorded
 from lucidrl.profiling.trace_files import ProcessName, _signed, check_folder, check_template, filled, write_trace
 from tests.unit.profiling.reading import ranges_of, read_trace, run_program
 

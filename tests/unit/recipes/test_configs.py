@@ -10,10 +10,10 @@ from lucidrl.recipes.configs import (
     PRESETS,
     GRPORunConfig,
     SFTRunConfig,
-    default_grpo_preset,
     preset_path,
 )
 from lucidrl.recipes.control_configs import PPORunConfig
+from lucidrl.recipes.run import RECIPES
 from lucidrl.utils.config import Config, dump_yaml, load_config
 
 SCHEMAS = {"embedded-warm-start": SFTRunConfig, "cartpole": PPORunConfig, "pendulum": PPORunConfig}
@@ -132,7 +132,7 @@ def test_an_unknown_preset_lists_those_there_are():
     ],
 )
 def test_the_preset_follows_the_model(overrides, preset):
-    assert default_grpo_preset(overrides) == preset
+    assert RECIPES["grpo"].default_preset(overrides) == preset
 
 
 def test_the_arithmetic_of_a_step_is_spelled_out():
@@ -203,21 +203,27 @@ def test_a_wrong_setting_of_a_control_run_is_named(override, said):
 
 
 @pytest.mark.parametrize("schema", [GRPORunConfig, SFTRunConfig])
-def test_actors_of_the_environment_need_ray_and_calls(schema):
-    text = refusal("env.num_actors=2", schema=schema)
-    assert (
-        "env.num_actors=2 asks for Ray actors, but cluster.launcher=auto starts no Ray; set cluster.launcher=ray"
-        in text
-    )
-    text = refusal("env.num_actors=9", "cluster.launcher=ray", schema=schema)
-    assert "num_actors=9 is more than max_concurrency=8" in text
+def test_workers_of_the_environment_need_calls_and_keep_their_old_name(schema):
+    assert "num_workers=9 is more than max_concurrency=8" in refusal("env.num_workers=9", schema=schema)
     config = load_config(schema, overrides=["env.num_actors=2", "cluster.address=auto"])
-    assert (config.env.num_actors, config.env.max_restarts) == (2, 3)
+    assert (config.env.num_workers, config.env.max_restarts) == (2, 3)
 
 
 def test_a_file_of_conversations_starts_nobody_who_answers_or_judges():
     on_ray = ("data.file=talks.jsonl", "cluster.launcher=ray")
-    text = refusal(*on_ray, "env.num_actors=2", "policy.generation.placement=separate", schema=SFTRunConfig)
-    assert "env.num_actors=2 and policy.generation.placement=separate would start processes for answers" in text
+    text = refusal(*on_ray, "env.num_workers=2", "policy.generation.placement=separate", schema=SFTRunConfig)
+    assert "env.num_workers=2 and policy.generation.placement=separate would start processes for answers" in text
     assert "data.file=talks.jsonl has none given and none judged; leave out either" in text
     load_config(SFTRunConfig, overrides=[*on_ray])
+
+
+@pytest.mark.parametrize("key", ["num_threads", "cluster.num_threads"])
+def test_more_threads_than_any_machine_has_are_refused_with_the_rule(key):
+    with pytest.raises(ConfigError, match=rf"{key}=100000 is not valid: .* less than or equal to 1024"):
+        load_config(GRPORunConfig, overrides=[f"{key}=100000"])
+    load_config(GRPORunConfig, overrides=[f"{key}=1024"])
+
+
+def test_the_title_of_a_supervised_run_names_its_data():
+    assert load_config(SFTRunConfig, overrides=["data.file=talks.jsonl"]).title == "embedded on talks.jsonl"
+    assert load_config(SFTRunConfig).title == "embedded on arithmetic"

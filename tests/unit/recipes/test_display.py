@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.display import RunDisplay
-from lucidrl.recipes.launch import arithmetic_table
+from lucidrl.recipes.run import arithmetic_table
 
 STEP = {"reward": 0.5, "tokens_per_s": 12345.6, "time/step_s": 2.0, "time/train_s": 1.5, "time/forward_s": 1.0}
 STEP |= {"time/rollout_s": 0.5, "time/reward_s": 0.25}
@@ -27,12 +29,12 @@ def folder(tmp_path):
 def shown(folder: Path, steps, max_steps: int, validations=(), width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width)
     ask = ["lucidrl", "generate", str(folder), "12+30="]
-    with RunDisplay("grpo", max_steps, folder, console, next_commands=[ask]) as display:
+    with RunDisplay("grpo", max_steps, folder, console) as display:
         for step, metrics in validations:
             display.on_validation(step, metrics)
         for step in steps:
             display.on_step(step, STEP)
-    display.summary(max([*steps, 0]) or max_steps)
+    display.summary(max([*steps, 0]) or max_steps, [ask])
     return console.file.getvalue()
 
 
@@ -44,12 +46,42 @@ def test_the_time_left_of_a_resumed_run_counts_its_own_steps(folder):
     assert "step 105/110  reward 0.500  12,346 tok/s  left 10 s\n" in shown(folder, range(101, 106), 110)
 
 
-def test_the_phases_add_up_to_all_steps(folder):
-    lines = {line.split()[0]: line.split()[1:] for line in shown(folder, [1, 2], 2).splitlines() if line.strip()}
-    assert lines["train"] == ["3.0", "75%"]
-    assert lines["other"] == ["1.0", "25%"]
-    assert lines["all"] == ["steps", "4.0", "100%"]
-    assert not lines.keys() & {"rollout", "reward", "forward"}
+def test_the_rows_of_the_summary_add_up_to_the_whole_run(folder, monkeypatch):
+    clock = iter([110.0, 135.0, 140.0])  # loaded, trained, shut down
+    monkeypatch.setattr("lucidrl.recipes.display.time.perf_counter", lambda: next(clock))
+    spans = iter([{"validate": 1.0, "save": 1.0}, {"validate": 4.0, "save": 8.0}])
+    monkeypatch.setattr("lucidrl.recipes.display._seconds_of_spans", lambda: next(spans))
+    console = Console(file=io.StringIO(), width=80)
+    with RunDisplay("grpo", 2, folder, console, started=100.0) as display:
+        display.on_loaded()
+        for step in (1, 2):
+            display.on_step(step, {**STEP, "time/save_s": 0.25})
+        display.on_trained()
+    display.summary(2)
+    table = console.file.getvalue().partition("time of 2 steps")[2].partition("run folder")[0].splitlines()[1:]
+    rows = {line[: line.index(".")].rstrip("0123456789 "): float(line.split()[-2]) for line in table}
+    assert rows["  train"] == 3.0
+    assert rows["  save"] + rows["  train"] + rows["  other"] == rows["steps"] == 4.0
+    assert rows["loading"] == 10.0
+    assert rows["validation"] == 3.0
+    assert rows["saving"] == 6.5
+    assert rows["shutdown"] == 5.0
+    whole = rows.pop("whole run")
+    assert sum(seconds for name, seconds in rows.items() if not name.startswith(" ")) == whole == 40.0
+    assert not rows.keys() & {"  rollout", "  reward", "  forward"}
+
+
+@pytest.mark.parametrize("width", [60, 80, 130])
+def test_elapsed_and_remaining_time_are_never_cut(folder, width):
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, legacy_windows=False)
+    with RunDisplay("grpo", 500, folder, console) as display:
+        display.on_step(123, {**STEP, "accuracy": 0.25})
+    line = Text.from_ansi(console.file.getvalue()).plain.splitlines()[-1]
+    assert "step 123/500" in line
+    assert re.search(r" 0:00:0\d left (\d:\d\d:\d\d|-:--:--)", line), line
+    assert len(line.rstrip()) <= width
+    if width >= 80:
+        assert "reward 0.500  accuracy 0.250  12,346 tok/s" in line
 
 
 def test_traces_are_pointed_out_where_there_are_some(folder):

@@ -10,7 +10,7 @@ import pytest
 
 from lucidrl import __version__
 from lucidrl.errors import ConfigError, WorkerError
-from lucidrl.recipes.driver_log import driver_log
+from lucidrl.recipes.folder import driver_log
 
 OURS, OTHER = logging.getLogger("lucidrl.somewhere"), logging.getLogger("lucidrlish")
 
@@ -29,10 +29,10 @@ def test_it_has_our_records_and_warnings_of_all(tmp_path):
         OTHER.warning("low on disk")
     OURS.warning("afterwards")
     first, *between, last = lines(tmp_path)
-    assert first.startswith(f"INFO lucidrl.recipes.driver_log: lucidrl {__version__}, process ")
+    assert first.startswith(f"INFO lucidrl.recipes.folder: lucidrl {__version__}, process ")
     assert str(tmp_path / "config.yaml") in first
     assert between == ["INFO lucidrl.somewhere: taking over runs", "WARNING lucidrlish: low on disk"]
-    assert last == "INFO lucidrl.recipes.driver_log: ended well"
+    assert last == "INFO lucidrl.recipes.folder: ended well"
     assert logging.getLogger("lucidrl").level == level
 
 
@@ -47,7 +47,7 @@ def test_a_resumed_run_appends_and_the_error_that_ended_one_has_its_traceback(tm
     with driver_log(tmp_path):
         pass
     text = (tmp_path / "logs" / "driver.log").read_text()
-    assert "ERROR lucidrl.recipes.driver_log: ended by WorkerError\nTraceback (most recent call last):" in text
+    assert "ERROR lucidrl.recipes.folder: ended by WorkerError\nTraceback (most recent call last):" in text
     assert "in fail\n" in text
     assert "lucidrl.errors.WorkerError: rank 1 of 2 was ended by SIGKILL in train\nits output is in rank_1.log" in text
     assert text.count(f": lucidrl {__version__}, process ") == 2

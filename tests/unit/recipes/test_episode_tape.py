@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lucidrl.errors import CheckpointError
-from lucidrl.recipes.episode_tape import EpisodeTape, EpisodeTapes
+from lucidrl.recipes.control import EpisodeTape, EpisodeTapes
 
 
 class NoisyWalk(gymnasium.Env):

@@ -10,8 +10,10 @@ from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.embedded import embedded_config, embedded_tokenizer
 from lucidrl.models.loading import load_model
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.language import run_sft
 from lucidrl.recipes.preflight import preflight
 from lucidrl.utils.config import load_config
+from tests.unit.algorithms.conftest import Watcher
 
 
 @pytest.fixture
@@ -52,6 +54,20 @@ def test_what_takes_memory_grows_with_what_is_asked_for(tmp_path):
     more = preflight(settings(tmp_path, "grpo.loss.kl_coefficient=0.1", "collector.samples_per_prompt=16")).memory_gib
     assert more["reference weights"] == plain["weights"]
     assert more["key-value cache"] > plain["key-value cache"]
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path, precision, weights_only):
+    small = ["sft.max_steps=1", "sft.examples_per_step=2", "validation.num_prompts=0", "checkpoint.metric=null"]
+    small += [f"policy.precision={precision}", f"checkpoint.weights_only={weights_only}", "tracking.tensorboard=false"]
+    config = settings(tmp_path, *small, schema=SFTRunConfig)
+    said = preflight(config).checkpoint
+    run_sft(config, tmp_path, Watcher())
+    written = sum(path.stat().st_size for path in (tmp_path / "checkpoints/step_1").rglob("*.safetensors"))
+    assert float(said.partition(" MiB")[0]) == pytest.approx(written / 2**20, rel=0.05)
+    assert ("weights only" if weights_only else "weights and optimizer") in said
+    assert "at most 2 of them" in said
 
 
 def test_an_architecture_without_a_tensor_parallel_plan_is_found_before_the_ranks_start(tmp_path):

@@ -15,9 +15,9 @@ from lucidrl.profiling.settings import FOLDER_VARIABLE, MEMORY_VARIABLE
 from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.control import run_ppo
 from lucidrl.recipes.control_configs import PPORunConfig
-from lucidrl.recipes.launch import check_run, launch
-from lucidrl.recipes.profile import VARIABLES, profiling_as_asked
-from lucidrl.recipes.wiring import run_grpo
+from lucidrl.recipes.language import run_grpo
+from lucidrl.recipes.profile import VARIABLES, ProfileConfig, profiling_as_asked
+from lucidrl.recipes.run import check_run, launch
 from lucidrl.utils import nsys
 from lucidrl.utils.config import dump_yaml, load_config
 from tests.faults.records import digests
@@ -42,7 +42,7 @@ GRPO = QUIET + (
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
     """Nothing is asked for, and what is armed here does not stay so."""
-    monkeypatch.setattr("lucidrl.recipes.launch.configure_rich_logging", lambda **options: None)
+    monkeypatch.setattr("lucidrl.recipes.run.configure_rich_logging", lambda **options: None)
     monkeypatch.setattr(gate, "is_armed", gate.is_armed)
     monkeypatch.setattr(gate, "is_enabled", gate.is_enabled)
     for name in VARIABLES:
@@ -58,7 +58,7 @@ def lucidrl(folder: Path, algorithm: str, settings: str, *overrides: str) -> str
     command = [sys.executable, "-c", "from lucidrl.cli import main; main()", algorithm, "--config", "settings.yaml"]
     command += [*overrides, "run.root=.", "run.name=run"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -72,6 +72,7 @@ def traces_of(folder: Path) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.slow
 def test_a_recorded_ppo_run_shows_its_frames_and_learns_the_same(tmp_path):
     said = lucidrl(tmp_path, "ppo", PPO, "profile.steps=2:4")
     found = traces_of(tmp_path)
@@ -89,6 +90,7 @@ def test_a_recorded_ppo_run_shows_its_frames_and_learns_the_same(tmp_path):
     assert digests(tmp_path / "run") == digests(tmp_path / "plain")
 
 
+@pytest.mark.slow
 def test_a_recorded_grpo_run_shows_policy_and_generator_and_learns_the_same(tmp_path):
     lucidrl(tmp_path, "grpo", GRPO, "profile.steps=2:3", "policy.generation.placement=separate")
     found = traces_of(tmp_path)
@@ -130,7 +132,7 @@ def test_settings_win_over_variables_and_both_are_as_before_afterwards(monkeypat
     monkeypatch.setenv(nsys.RANGE_VARIABLE, "7:9")
     nsys.take_request_from_environment()
     before = {name: os.environ.get(name) for name in VARIABLES}
-    with profiling_as_asked({"profile": {"steps": "3:5", "workers": "*policy*", "memory_snapshot": True}}):
+    with profiling_as_asked(ProfileConfig(steps="3:5", workers="*policy*", memory_snapshot=True)):
         request = nsys.profile_request()
         assert (request.patterns, str(request.steps)) == (("*policy*",), "3:5")
         assert os.environ[nsys.RANGE_VARIABLE] == "3:5"
@@ -138,10 +140,10 @@ def test_settings_win_over_variables_and_both_are_as_before_afterwards(monkeypat
         assert os.environ[gate.VARIABLES[0]] == "1"
     monkeypatch.setenv(MEMORY_VARIABLE, "1")
     before[MEMORY_VARIABLE] = "1"
-    with profiling_as_asked({"profile": {"steps": "3:5"}}):  # what is not set is left to the variables
+    with profiling_as_asked(ProfileConfig(steps="3:5")):  # what is not set is left to the variables
         assert nsys.profile_request().patterns == ("driver",)
         assert os.environ[MEMORY_VARIABLE] == "1"
-    with profiling_as_asked({}):
+    with profiling_as_asked(ProfileConfig()):
         assert str(nsys.profile_request().steps) == "7:9"
         assert os.environ[gate.VARIABLES[0]] == "1"
     assert {name: os.environ.get(name) for name in VARIABLES} == before
@@ -149,7 +151,7 @@ def test_settings_win_over_variables_and_both_are_as_before_afterwards(monkeypat
 
 
 def test_without_a_request_nothing_is_armed():
-    with profiling_as_asked({}):
+    with profiling_as_asked(ProfileConfig()):
         assert nsys.profile_request() is None
         assert gate.VARIABLES[0] not in os.environ
 

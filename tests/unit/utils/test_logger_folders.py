@@ -85,3 +85,8 @@ def test_flatten_dict_names_list_items_by_index():
     assert flatten_dict({"a": [1, {"b": 2}], "c": {"d": (3,)}}) == {"a.0": 1, "a.1.b": 2, "c.d.0": 3}
     assert flatten_dict({"a": {"b": 1}}, sep="/") == {"a/b": 1}
     assert flatten_dict({"a": {}, "b": [], "c": None}) == {"a": {}, "b": [], "c": None}
+
+
+def test_flatten_dict_loses_no_value_to_another_of_the_same_name():
+    assert flatten_dict({"a": {"b": 1}, "a.b": 2, "a.b#2": 3}) == {"a.b": 1, "a.b#2": 2, "a.b#2#2": 3}
+    assert flatten_dict({1: "x", "1": "y", "c": [4], "c.0": 5}) == {"1": "x", "1#2": "y", "c.0": 4, "c.0#2": 5}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucidrl.utils.logger.histograms import finite_histogram
+from lucidrl.utils.logger.values import finite_histogram
 
 MAX, TINY = sys.float_info.max, 5e-324
 NAN, INF = float("nan"), float("inf")

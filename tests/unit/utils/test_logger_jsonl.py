@@ -38,7 +38,7 @@ def test_a_call_is_one_line_with_step_and_unix_time_at_once(path):
     logger.log_metrics({"reward": 0.5}, step=7, prefix="train")
     (record,) = read(path)  # before the file is closed
     assert record["step"] == 7
-    assert abs(record["time"] - time.time()) < 5
+    assert abs(record["time"] - time.time()) < 60
     assert record["train/reward"] == 0.5
 
 

@@ -257,12 +257,12 @@ def test_containers_that_contain_themselves_or_are_very_deep_end_somewhere():
 
 
 def test_long_text_takes_linear_time():
-    start = time.perf_counter()
+    start = time.process_time()
     pieces = ["a", "a.", "://", "a@", "=", " =", "a=b", "http://a:", "_token", '="', "A", "aB", "a ", "-", "--a "]
     pieces += ["Bearer ", "Basic ", "token=", "token = ", "token=)", "token=( ", "token: ", "token='", "token='\\"]
     for piece in pieces:
         redacted({"text": piece * 40_000})
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 10
 
 
 secrets = st.text(string.ascii_letters + string.digits + "/+-_.:@ é\n\\", min_size=8, max_size=40).filter(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.plugins.hparams import metadata
 
 from lucidrl.errors import ConfigError
 from lucidrl.utils.logger import TensorboardLogger
@@ -85,12 +86,34 @@ def test_what_is_no_number_is_warned_about_once(logger, folder, caplog):
 def test_hyperparameters_are_a_table_of_text(logger, folder):
     logger.log_hyperparams({"policy": {"lr": 1e-4, "names": ["a|b", "two\nlines"]}})
     events = accumulated(logger, folder)
-    (tag,) = events.Tags()["tensors"]
+    tag = "hyperparams"
     table = events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
     assert "| policy.lr | 0.0001 |" in table
     assert "| policy.names.0 | a\\|b |" in table
     assert "| policy.names.1 | two<br>lines |" in table
     assert events.SummaryMetadata(tag).plugin_data.plugin_name == "text"
+
+
+def test_hyperparameters_are_on_the_hparams_page_without_secrets(logger, folder):
+    params = {
+        "lr": 1e-4,
+        "n": 3,
+        "on": True,
+        "none": None,
+        "a": {"b": ["x", 2**70]},
+        "api_key": "sk-1",
+        "odd": "\ud800",
+    }
+    logger.log_hyperparams(params)
+    events = accumulated(logger, folder)
+    content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    session = metadata.parse_session_start_info_plugin_data(content)
+    values = {name: getattr(value, value.WhichOneof("kind")) for name, value in session.hparams.items()}
+    assert values == {
+        "lr": 1e-4, "n": 3.0, "on": True, "none": "None", "a.b.0": "x", "a.b.1": float(2**70),
+        "api_key": "<redacted>", "odd": "?",
+    }  # fmt: skip
+    assert session.start_time_secs > 0
 
 
 class Figure:

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.launchers import processes
-from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.distributed.workers import processes
+from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.errors import WorkerError
 from lucidrl.profiling.settings import FOLDER_VARIABLE, NSYS_SESSION
 from lucidrl.utils import nsys, nsys_launch
@@ -105,6 +105,7 @@ def test_ray_gets_the_same_options_under_the_names_that_it_knows(traces, stand_i
     assert "nsight" not in nsys_launch.runtime_env_for("policy-1")
 
 
+@pytest.mark.slow
 def test_the_launcher_runs_those_that_match_under_it_and_they_do_what_others_do(traces, stand_in, tmp_path):
     with WorkerGroup(Recorded, cluster=TWO, log_dir=tmp_path / "logs") as group:
         assert group.run_all("variable", NSYS_SESSION) == ["1", None]
@@ -124,8 +125,9 @@ def test_the_launcher_runs_those_that_match_under_it_and_they_do_what_others_do(
     wait_until_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_wrapped_rank_that_hangs_is_asked_where_and_ended(traces, stand_in, tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "_LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(processes, "_LAST_WRITE_S", 0.5)
     group = WorkerGroup(Recorded, cluster=TWO, log_dir=tmp_path / "logs")
     pids = group.run_all("pid")
     runners = [child.pid for child in psutil.Process().children() if "nsys" in " ".join(child.cmdline())]
@@ -135,8 +137,9 @@ def test_a_wrapped_rank_that_hangs_is_asked_where_and_ended(traces, stand_in, tm
     wait_until_gone([*pids, *runners])
 
 
+@pytest.mark.slow
 def test_a_wrapped_rank_ends_when_what_runs_it_is_killed(traces, stand_in, tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "_LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(processes, "_LAST_WRITE_S", 0.5)
     group = WorkerGroup(Recorded, cluster=TWO, log_dir=tmp_path / "logs")
     pids = group.run_all("pid")
     (runner,) = [child for child in psutil.Process().children() if "nsys" in " ".join(child.cmdline())]
@@ -147,7 +150,8 @@ def test_a_wrapped_rank_ends_when_what_runs_it_is_killed(traces, stand_in, tmp_p
     wait_until_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_run_its_command_is_named(traces, stand_in):
     (stand_in / "nsys").write_text("#!/bin/sh\nexit 1\n")
-    with pytest.raises(WorkerError, match=r"exit code 1 in the start.* it was run by nsys: see what that wrote"):
+    with pytest.raises(WorkerError, match=r"exit code 1 in the start.* nsys ran it: read the output of nsys"):
         WorkerGroup(Recorded, cluster=TWO)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lucidrl.algorithms.ppo_loss import ClippedFrameLoss
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.errors import CheckpointError, ConfigError, TrainingError
+from lucidrl.losses.frames import ClippedFrameLoss
+from lucidrl.losses.interfaces import Frames
 from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
-from lucidrl.models.control.interfaces import ContinuousActions, DiscreteActions, Frames, ObservationSpace
+from lucidrl.models.control.interfaces import ContinuousActions, DiscreteActions, ObservationSpace
 from lucidrl.models.control.policy import ControlPolicy
 
 PENDULUM = ContinuousActions(torch.tensor([-2.0]), torch.tensor([2.0]))

@@ -19,7 +19,7 @@ class KilledInBroadcast(DTensorPolicyWorker):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._num_broadcasts = 0
-        self._whole_stream, self._export.stream = self._export.stream, self._stream  # type: ignore[method-assign]
+        self._whole_stream, self.export.stream = self.export.stream, self._stream  # type: ignore[method-assign]
 
     def broadcast_weights_for_collective(self) -> None:
         self._num_broadcasts += 1

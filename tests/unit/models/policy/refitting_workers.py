@@ -26,4 +26,4 @@ class KilledWhilePacking(DTensorPolicyWorker):
         return super().get_weights_ipc_handles(keys)
 
     def checksum(self) -> str:
-        return self._export.checksum()
+        return self.export.checksum()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.errors import CheckpointError, ConfigError
+from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.policy import Policy
@@ -223,6 +223,6 @@ def test_a_policy_without_an_optimizer_saves_and_loads_weights_alone(make_worker
     worker = make_worker(init_optimizer=False)
     worker.save_checkpoint(str(tmp_path / "weights"))
     worker.load_checkpoint(str(tmp_path / "weights"))
-    for call in (worker.save_checkpoint, worker.begin_checkpoint, worker.load_checkpoint):
+    for call in (worker.save_checkpoint, worker.checkpoints.begin, worker.load_checkpoint):
         with pytest.raises(ConfigError, match="optimizer_path, but this policy was made with init_optimizer=False"):
             call(str(tmp_path / "new"), str(tmp_path / "optimizer"))

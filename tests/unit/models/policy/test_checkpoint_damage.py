@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.checkpoint.manifest import write_manifest
 from lucidrl.errors import CheckpointError
+from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 
@@ -91,7 +91,7 @@ def test_damage_of_a_folder_without_a_manifest_is_found_by_its_headers(checkpoin
 
 def test_what_a_run_has_verified_is_not_hashed_again(checkpoint, make_worker):
     flip_a_bit(checkpoint / "policy" / "model.safetensors")
-    make_worker().load_verified_checkpoint(str(checkpoint / "policy"), str(checkpoint / "optimizer"))
+    make_worker().checkpoints.load(str(checkpoint / "policy"), str(checkpoint / "optimizer"), verify=False)
 
 
 def edit(path: Path, change) -> None:
@@ -151,7 +151,7 @@ def test_no_pickle_in_any_file_is_ever_executed(checkpoint, make_worker, tmp_pat
     loads = [
         lambda: manager.load(1),
         lambda: worker.load_checkpoint(str(checkpoint / "policy"), str(checkpoint / "optimizer")),
-        lambda: worker.load_verified_checkpoint(str(checkpoint / "policy"), str(checkpoint / "optimizer")),
+        lambda: worker.checkpoints.load(str(checkpoint / "policy"), str(checkpoint / "optimizer"), verify=False),
     ]
     refused = 0
     for path in [*originals, *additions]:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.checkpoint.shards import open_tensors
 from lucidrl.data.messages import render_prompt
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import ConfigError, DataError
+from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.embedded import embedded_tokenizer
-from lucidrl.models.policy import model_on_ranks
+from lucidrl.models.policy import sharding
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
 
@@ -226,17 +226,17 @@ def test_half_precision_gradients_of_many_micro_batches_add_up_in_float32(two_ra
 
 
 def start_where_only_rank_0_may_read() -> tuple[int, int, set[torch.dtype]]:
-    load_model = model_on_ranks.load_model
+    load_model = sharding.load_model
 
     def guarded(*args, **kwargs):
         assert torch.distributed.get_rank() == 0
         return load_model(*args, **kwargs)
 
-    model_on_ranks.load_model = guarded
+    sharding.load_model = guarded
     try:
         worker = make_worker(precision="bfloat16")
     finally:
-        model_on_ranks.load_model = load_model
+        sharding.load_model = load_model
     parameters = list(worker.model.parameters())
     total = sum(tensor.numel() for tensor in weights_of(worker).values())
     return sum(parameter.numel() for parameter in parameters), total, {parameter.dtype for parameter in parameters}

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.data.messages import render_prompt
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import ConfigError
+from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, get_cpu_state_dict, unshard_fsdp2_model

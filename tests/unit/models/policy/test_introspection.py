@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 from typing import Any
 
 import psutil
@@ -10,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from lucidrl.distributed import place
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.distributed.workers import place
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.policy import introspection
 from lucidrl.models.policy.config import PolicyConfig
@@ -26,8 +27,8 @@ LAYOUTS = {"dp2": {}, "tp2": {"tensor_parallel_size": 2}}
 
 
 def megabytes(number: int) -> torch.Tensor:
-    """Memory that is in use at once, and given back to the system as soon as it is freed."""
-    return torch.ones(number << 20, dtype=torch.uint8)
+    """Memory of its own, in use at once and returned to the system when it is freed; the heap may reuse what it has."""
+    return torch.frombuffer(mmap.mmap(-1, number << 20), dtype=torch.uint8).fill_(1)
 
 
 @pytest.fixture

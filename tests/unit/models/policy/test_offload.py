@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import ConfigError
+from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
 from lucidrl.models.policy.offload import HostMemory
 from lucidrl.models.policy.worker import PolicyWorker
+from tests.tiers import slow_except
 
 ADAMW = {"optimizer": {"kwargs": {"lr": 0.01, "weight_decay": 0.1}}}
 TP = {"dtensor_cfg": {"tensor_parallel_size": 2}}
@@ -30,7 +31,7 @@ LAYOUTS = [(DTensorPolicyWorker, {}), (DTensorPolicyWorker, TP), (FSDP1PolicyWor
 def make_worker(kind: type[PolicyWorker], options: dict[str, Any]) -> PolicyWorker:
     """Takes the memory of CPU tensors, as if the CPU were an accelerator."""
     worker = kind(PolicyConfig(**ADAMW, **options), embedded_tokenizer(), seed=1)
-    worker._offload.host_memory = HostMemory(takes=lambda tensor: True)
+    worker.offload.host_memory = HostMemory(takes=lambda tensor: True)
     return worker
 
 
@@ -100,7 +101,7 @@ def test_a_round_trip_leaves_weights_optimizer_and_the_next_step_as_they_were(ro
     assert claims == [True] * len(claims)
 
 
-@pytest.mark.parametrize("profiled", [False, True])
+@pytest.mark.parametrize("profiled", slow_except([False, True], False))
 @pytest.mark.parametrize(("kind", "layout"), LAYOUTS, ids=["fsdp2", "tp", "fsdp1"])
 def test_on_two_ranks_too(two_ranks, rows, kind, layout, profiled):
     for claims in two_ranks(round_trip, kind, {"precision": "bfloat16", **layout}, rows, profiled):
@@ -113,7 +114,7 @@ def moves(kind: type[PolicyWorker], rows: dict[str, Any]) -> list[bool]:
     expected, (weight_bytes, optimizer_bytes) = state_of(worker), bytes_held(worker)
     buffer_bytes = sum(buffer.untyped_storage().nbytes() for buffer in worker.model.buffers())
     own_device = worker.device
-    worker._offload._device = torch.device("cuda")
+    worker.offload._device = torch.device("cuda")
     claims = [worker.move_to_cpu(worker.model) is worker.model, bytes_held(worker) == (0, optimizer_bytes)]
     worker.device = torch.device("cuda")
     claims += [worker.move_to_cuda(worker.model) is worker.model, bytes_held(worker) == (weight_bytes, optimizer_bytes)]

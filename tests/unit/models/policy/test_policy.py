@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.place import Place
+from lucidrl.distributed.workers.place import Place
 from lucidrl.errors import ConfigError
+from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.policy import policy as policy_module
 from lucidrl.models.policy.policy import Policy
 
@@ -55,6 +55,16 @@ def test_a_policy_without_an_optimizer_is_saved_and_loaded_without_one(tiny_mode
     assert not (tmp_path / "scored" / "optimizer").exists()
     weights = "policy/model.safetensors"
     assert (tmp_path / "scored" / weights).read_bytes() == (tmp_path / "trained" / weights).read_bytes()
+
+
+def test_a_new_version_of_the_weights_is_known_without_a_call_of_the_workers(monkeypatch, tiny_model, tokenizer):
+    prompts = BatchedDataDict({"input_ids": torch.full((2, 3), 7), "input_lengths": torch.full((2,), 3)})
+    config = {"model_name": tiny_model("llama"), "generation": {"max_new_tokens": 1}}
+    with Policy(config, tokenizer, init_optimizer=False, init_reference_model=False) as policy:
+        with monkeypatch.context() as patch:
+            patch.setattr(policy, "group", None)
+            policy.update_weights(7)
+        assert policy.generate(prompts)["weight_versions"].tolist() == [7, 7]
 
 
 @pytest.mark.slow

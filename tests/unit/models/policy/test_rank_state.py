@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from lucidrl.algorithms.losses import NLLLoss
-from lucidrl.algorithms.resume import restore_processes
+from lucidrl.algorithms.saver import restore_processes
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import TrainingError
+from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
@@ -92,6 +92,7 @@ def _with_fresh(state: dict[str, Any], fresh: dict[str, Any], path: str) -> dict
     return result
 
 
+@pytest.mark.slow
 def test_every_item_of_a_ranks_state_is_read(two_ranks, tmp_path):
     for outcomes in two_ranks(lambda: with_and_without_each_item(tmp_path)):
         assert outcomes.keys() > {"", "nonfinite_steps_in_a_row", "generator_calls", "process/random/torch"}

@@ -10,15 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GemmaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from lucidrl.algorithms.config import ClippedPGConfig
-from lucidrl.algorithms.losses import ClippedPGLoss, NLLLoss
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import TrainingError
+from lucidrl.losses.config import ClippedPGConfig
+from lucidrl.losses.nll import NLLLoss
+from lucidrl.losses.policy_gradient import ClippedPGLoss
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
 from lucidrl.models.policy.worker import PolicyWorker
+from tests.tiers import slow_except
 
 SGD = {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.05}}, "max_grad_norm": 0.7}
 FIXED = {"sequence_packing": {"enabled": False}, "train_micro_batch_size": 2, "logprob_batch_size": 3}
@@ -115,8 +117,8 @@ def check(ranks, one_rank, rows, precision="float64", kind=DTensorPolicyWorker, 
     assert_equal_to_one_rank(ranks(three_steps, kind, options, rows), one_rank(options), TOLERANCE[precision])
 
 
-@pytest.mark.parametrize("batching", [FIXED, DYNAMIC, PACKED], ids=["fixed", "dynamic", "packed"])
-@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize("batching", slow_except([FIXED, DYNAMIC, PACKED], PACKED), ids=["fixed", "dynamic", "packed"])
+@pytest.mark.parametrize("precision", slow_except(["float64", "float32"], "float64"))
 @every_kind
 def test_data_parallel(two_ranks, one_rank, rows, kind, batching, precision):
     check(two_ranks, one_rank, rows, precision, kind, **batching)
@@ -132,17 +134,19 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, "tp2", "cp2"))
 def test_two_ranks(two_ranks, one_rank, rows, layout):
     check(two_ranks, one_rank, rows, **FIXED, dtensor_cfg=LAYOUTS[layout])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_in_float32(two_ranks, one_rank, rows, tiny_model, layout):
     options = {"model_name": tiny_model("llama"), "dtensor_cfg": LAYOUTS[layout]}
     check(two_ranks, one_rank, rows, "float32", **FIXED, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
 def test_dynamic_batches_of_rows_that_ranks_share(two_ranks, one_rank, rows, tiny_model, layout):
     check(two_ranks, one_rank, rows, **DYNAMIC, model_name=tiny_model("llama"), dtensor_cfg=LAYOUTS[layout])
@@ -157,11 +161,12 @@ FOUR = {
 }
 
 
-@pytest.mark.parametrize("layout", FOUR)
+@pytest.mark.parametrize("layout", slow_except(FOUR, "cp2_tp2"))
 def test_four_ranks(four_ranks, one_rank, rows, layout):
     check(four_ranks, one_rank, rows, **FIXED, dtensor_cfg=FOUR[layout])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "precision"), [("llama", "float32"), ("llama_untied", "float64")])
 @pytest.mark.parametrize("layout", ["dp2_tp2", "cp2_tp2"])
 def test_four_ranks_in_float32_and_with_untied_embeddings(
@@ -170,6 +175,7 @@ def test_four_ranks_in_float32_and_with_untied_embeddings(
     check(four_ranks, one_rank, rows, precision, **FIXED, model_name=tiny_model(model), dtensor_cfg=FOUR[layout])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_half_precision_trains_float32_weights_and_learns_as_float32_does(two_ranks, one_rank, rows, precision):
     options = {"model_name": "embedded", "precision": precision, **SGD, **FIXED}
@@ -186,12 +192,13 @@ ARCHITECTURES = ["llama_untied", "qwen2", "qwen3", "mistral_sliding", "gemma2_sl
 
 
 @pytest.mark.parametrize("parallel", ["dp2", "tp2", "cp2"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", slow_except(ARCHITECTURES, "qwen3"))
 def test_architectures(two_ranks, one_rank, rows, tiny_model, architecture, parallel):
     layout = {"dp2": {}, **LAYOUTS}[parallel]
     check(two_ranks, one_rank, rows, **FIXED, model_name=tiny_model(architecture), dtensor_cfg=layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["dp2", "tp2"])
 def test_gemma(two_ranks, one_rank, rows, save_model, parallel):
     """The first of its kind; it scales its embeddings, and its norms have weights around 0."""
@@ -201,16 +208,19 @@ def test_gemma(two_ranks, one_rank, rows, save_model, parallel):
     check(two_ranks, one_rank, rows, **FIXED, model_name=folder, dtensor_cfg={"dp2": {}, **LAYOUTS}[parallel])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["offload", "checkpointing"])
 def test_fsdp1_layouts(two_ranks, one_rank, rows, layout):
     check(two_ranks, one_rank, rows, kind=FSDP1PolicyWorker, **FIXED, dtensor_cfg=LAYOUTS[layout])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama_untied", "phi_head_bias", "gpt2_learned_positions"])
 def test_fsdp1_architectures(two_ranks, one_rank, rows, tiny_model, architecture):
     check(two_ranks, one_rank, rows, kind=FSDP1PolicyWorker, **PACKED, model_name=tiny_model(architecture))
 
 
+@pytest.mark.slow
 def test_fsdp1_on_four_ranks(four_ranks, one_rank, rows):
     check(four_ranks, one_rank, rows, kind=FSDP1PolicyWorker, **FIXED)
 

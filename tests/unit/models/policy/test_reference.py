@@ -8,10 +8,10 @@ from itertools import combinations, count
 import pytest
 import torch
 
-from lucidrl.algorithms.losses import NLLLoss
 from lucidrl.errors import ConfigError
-from lucidrl.models.policy import reference
-from lucidrl.models.policy.reference import ReferencePolicy
+from lucidrl.losses.nll import NLLLoss
+from lucidrl.models.policy import scoring
+from lucidrl.models.policy.scoring import ReferencePolicy
 
 SGD = {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}}}
 
@@ -88,7 +88,7 @@ class Swap:
 
 @pytest.fixture
 def _small_pieces(monkeypatch):
-    monkeypatch.setattr(reference, "_BUFFER_ELEMENTS", 4)
+    monkeypatch.setattr(scoring, "_BUFFER_ELEMENTS", 4)
 
 
 def run_interrupted(swap: Swap, line: int) -> int:
@@ -97,7 +97,7 @@ def run_interrupted(swap: Swap, line: int) -> int:
 
     def trace(frame, event, arg):
         nonlocal num_run
-        if frame.f_code.co_filename != reference.__file__:
+        if frame.f_code.co_filename != scoring.__file__:
             return None
         if event == "line":
             num_run += 1

@@ -15,7 +15,7 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.collectives import gather_over
 from lucidrl.distributed.shared_memory import NAME_PREFIX, AttachedMemory
 from lucidrl.distributed.weight_buckets import plan_buckets
-from lucidrl.distributed.worker_group import WorkerGroup
+from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.errors import RefitError, WorkerError
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.generation.builtin import BuiltinGenerator
@@ -76,14 +76,14 @@ def refit_between_ranks(kind, options, bucket_bytes):
     receiver.begin(3)
     worker.set_refit_header(3, True)
     worker.prepare_weights_for_ipc()
-    for bucket in plan_buckets(worker._export.infos(), bucket_bytes):
+    for bucket in plan_buckets(worker.export.infos(), bucket_bytes):
         handles = worker.get_weights_ipc_handles([info.name for info in bucket.tensors])
         assert bool(handles) == (worker.rank == 0)
         receiver.take(gather_over(handles, worker.mesh.world)[0])
         gather_over(None, worker.mesh.world)  # both have read it
     receiver.commit(3)
-    result = worker._export.checksum(), receiver.checksum(), str(next(model.parameters()).dtype)
-    worker._export.close()
+    result = worker.export.checksum(), receiver.checksum(), str(next(model.parameters()).dtype)
+    worker.export.close()
     return result
 
 
@@ -128,7 +128,7 @@ def generator(policy, config):
 @pytest.fixture
 def worker(policy):
     """The policy's one rank, which is in this process."""
-    return policy.group._launcher._worker
+    return policy.group._worker
 
 
 @pytest.fixture
@@ -144,12 +144,12 @@ def refit(generator, policy):
 
 def test_before_the_first_refit_a_generator_has_the_weights_that_the_policy_started_from(generator, worker):
     assert generator.weight_version == 0
-    assert [replica.run("checksum") for replica in generator.replicas.all] == [worker._export.checksum()]
+    assert [worker.run("checksum") for worker in generator.pool.workers] == [worker.export.checksum()]
 
 
 def test_greedy_answers_are_those_of_a_model_loaded_from_the_saved_weights(generator, policy, worker, refit, tmp_path):
     refit()
-    assert [replica.run("checksum") for replica in generator.replicas.all] == [worker._export.checksum()]
+    assert [worker.run("checksum") for worker in generator.pool.workers] == [worker.export.checksum()]
     policy.group.run_all("save_checkpoint", str(tmp_path))
     saved = LogprobModel(load_model(str(tmp_path), torch.float32), temperature=1.0)
     expected = BuiltinGenerator(saved, embedded_tokenizer(), worker.config.generation).generate(prompts(), greedy=True)
@@ -174,14 +174,14 @@ def test_weights_in_use_are_never_written_whatever_becomes_of_later_refits(make_
             assert receiver.checksum() == before
         if version % 3:  # every third one is interrupted
             receiver.commit(version)
-            assert receiver.checksum() == worker._export.checksum() != before
+            assert receiver.checksum() == worker.export.checksum() != before
     # Memory of two versions, open and mapped at either end: that of interrupted ones was used again.
     assert num_open_memories(os.getpid()) - num_open == 2 * 2 * 2 * len(sizes)
     worker.shutdown()
 
 
 def test_a_changed_bucket_is_refused_and_the_version_before_goes_on(generator, worker, refit, monkeypatch):
-    before, version = [replica.run("checksum") for replica in generator.replicas.all], generator.weight_version
+    before, version = [worker.run("checksum") for worker in generator.pool.workers], generator.weight_version
     pack = worker.get_weights_ipc_handles
 
     def pack_and_change(keys):
@@ -194,14 +194,14 @@ def test_a_changed_bucket_is_refused_and_the_version_before_goes_on(generator, w
     with pytest.raises(RefitError, match=r"has SHA-256 \w+…, not \w+…: it was changed on its way"):
         refit()
     monkeypatch.undo()
-    assert [replica.run("checksum") for replica in generator.replicas.all] == before
+    assert [worker.run("checksum") for worker in generator.pool.workers] == before
     assert generator.generate(prompts())["weight_versions"].unique().tolist() == [version] == [generator.weight_version]
     refit()
-    assert [replica.run("checksum") for replica in generator.replicas.all] == [worker._export.checksum()] != before
+    assert [worker.run("checksum") for worker in generator.pool.workers] == [worker.export.checksum()] != before
 
 
 def test_fifty_refits_leave_nothing_behind(generator, refit):
-    processes = psutil.Process(), psutil.Process(generator.replicas.all[0].group._launcher._ranks._ranks[0].pid)
+    processes = psutil.Process(), psutil.Process(generator.pool.workers[0].process.pids[0])
 
     def counts() -> list[tuple[int, int]]:
         return [(num_open_memories(process.pid), process.num_fds()) for process in processes]
@@ -227,7 +227,7 @@ def test_memory_that_became_too_small_is_given_back(make_worker):
         worker.set_refit_header(version, False)
         worker.prepare_weights_for_ipc()
         receiver.begin(version)
-        buckets = plan_buckets(worker._export.infos(), bucket_bytes)
+        buckets = plan_buckets(worker.export.infos(), bucket_bytes)
         for bucket in buckets:
             receiver.take(worker.get_weights_ipc_handles([info.name for info in bucket.tensors]))
         receiver.commit(version)
@@ -248,6 +248,7 @@ def test_asking_for_the_same_weights_again_takes_no_more_memory(make_worker):
     worker.shutdown()
 
 
+@pytest.mark.slow
 def test_a_policy_killed_between_buckets_leaves_the_version_before_whole(config):
     with (
         WorkerGroup(KilledWhilePacking, (config, embedded_tokenizer()), NO_TRAINING, own_processes=True) as workers,
@@ -256,7 +257,7 @@ def test_a_policy_killed_between_buckets_leaves_the_version_before_whole(config)
         workers.run_all("_add_noise_to_weights")
         generator.update_weights(1)
         before, answers = (
-            [replica.run("checksum") for replica in generator.replicas.all],
+            [worker.run("checksum") for worker in generator.pool.workers],
             generator.generate(prompts(), greedy=True),
         )
         assert before == workers.run_all("checksum")
@@ -265,7 +266,7 @@ def test_a_policy_killed_between_buckets_leaves_the_version_before_whole(config)
         with pytest.raises(WorkerError, match=r"was ended by SIGKILL.*in get_weights_ipc_handles"):
             generator.update_weights(2)
         assert generator.weight_version == 1
-        assert [replica.run("checksum") for replica in generator.replicas.all] == before
+        assert [worker.run("checksum") for worker in generator.pool.workers] == before
         again = generator.generate(prompts(), greedy=True)
         assert torch.equal(again["output_ids"], answers["output_ids"])
         assert again["weight_versions"].unique().tolist() == [1]

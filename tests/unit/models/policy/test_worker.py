@@ -8,12 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lucidrl.algorithms.config import ClippedPGConfig
-from lucidrl.algorithms.interfaces import LossType, Mean, valid_token_mask
-from lucidrl.algorithms.losses import ClippedPGLoss, NLLLoss
 from lucidrl.data.messages import render_prompt
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import ConfigError
+from lucidrl.losses.config import ClippedPGConfig
+from lucidrl.losses.interfaces import LossType, valid_token_mask
+from lucidrl.losses.nll import NLLLoss
+from lucidrl.losses.policy_gradient import ClippedPGLoss
+from lucidrl.losses.reductions import Mean
 from lucidrl.models import logprobs as logprobs_module
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.head import token_logprobs

@@ -1,0 +1,96 @@
+"""Chat templates: checked under limits when a tokenizer is loaded, and rendered with errors that name them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from lucidrl.data import template_probe
+from lucidrl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROBE_TIMEOUT_S = 120
+"""Upper bound on waiting for the probe on a busy machine; its own limit is CPU time."""
+BROKEN = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+"""What the code of a template raises besides jinja's own errors."""
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Refuse a chat template that takes too long, too much memory or writes too much for a short conversation.
+
+    A process of its own renders it once. A template that misbehaves only for certain messages is not found here.
+
+    Raises:
+        ConfigError: names the file that holds the template.
+    """
+    if not tokenizer.chat_template:
+        return
+    template = tokenizer.get_chat_template()
+    special_tokens = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    if excess := _excess(template, tuple(sorted(special_tokens.items()))):
+        raise ConfigError(
+            f"the chat template in {template_file(folder)} {excess} for a conversation of three short messages; "
+            "correct the template, or remove it to have the messages joined"
+        )
+
+
+def apply_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    chat_template_kwargs: Mapping[str, Any] | None,
+    **options: Any,
+) -> Any:
+    """A conversation in the words of the tokenizer's chat template, as text or tokenized.
+
+    Raises:
+        DataError: if the template refuses the messages, or fails.
+    """
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    try:
+        return tokenizer.apply_chat_template(
+            plain, **{"add_generation_prompt": True, **options}, **(chat_template_kwargs or {})
+        )
+    except (TemplateSyntaxError, *BROKEN) as error:
+        where = template_file(Path(tokenizer.name_or_path)) if tokenizer.name_or_path else "the tokenizer"
+        raise DataError(
+            f"the chat template in {where} fails: {type(error).__name__}: {error}; correct the template"
+        ) from error
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in plain)
+        raise DataError(
+            f"the tokenizer's chat template refuses messages of the roles {roles}: {error}; use roles it knows"
+        ) from error
+
+
+def template_file(folder: Path) -> Path:
+    """The file that holds the chat template of a tokenizer's folder."""
+    separate = folder / "chat_template.jinja"
+    return separate if separate.is_file() else folder / "tokenizer_config.json"
+
+
+@lru_cache(maxsize=16)
+def _excess(template: str, special_tokens: tuple[tuple[str, str], ...]) -> str | None:
+    """What a template does too much of, if anything."""
+    command = [sys.executable, "-P", template_probe.__file__]
+    given = json.dumps({"template": template, "special_tokens": dict(special_tokens)}).encode()
+    try:
+        exit_code = subprocess.run(command, input=given, capture_output=True, timeout=PROBE_TIMEOUT_S).returncode
+    except subprocess.TimeoutExpired:
+        exit_code = -signal.SIGXCPU
+    return {
+        0: None,
+        template_probe.TOO_LONG: f"writes more than {template_probe.LONGEST_TEXT:,} characters",
+        template_probe.OUT_OF_MEMORY: f"needs more than {template_probe.MEMORY_LIMIT_MB} MB",
+        -signal.SIGXCPU: f"does not end within {template_probe.CPU_LIMIT_S} s of CPU time",
+        -signal.SIGKILL: f"does not end within {template_probe.CPU_LIMIT_S} s of CPU time",
+    }.get(exit_code, f"ends its process (exit code {exit_code})")

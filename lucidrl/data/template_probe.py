@@ -1,0 +1,78 @@
+"""Renders a chat template once under limits; run as a script in a process of its own, which imports little.
+
+A template is code of the model's author. jinja's sandbox keeps it from files and Python objects, not from endless
+loops and huge strings; a process with limits does.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+CPU_LIMIT_S = 2
+MEMORY_LIMIT_MB = 1024
+LONGEST_TEXT = 1_000_000
+"""Characters that a template may write for a conversation of a few words."""
+TOO_LONG, OUT_OF_MEMORY = 3, 4
+"""Exit codes."""
+USER, ASSISTANT = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
+CONVERSATIONS = ([USER], [{"role": "system", "content": "Be brief"}, USER], [USER, ASSISTANT, USER])
+
+
+class Generation(Extension):
+    """The `generation` tag, which marks what the assistant wrote and leaves the text as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja declares it
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def render(template: str, special_tokens: dict[str, str]) -> None:
+    """Render the conversations as transformers does; errors of the template are left to the real rendering."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    compiled = environment.from_string(template)
+    for messages in CONVERSATIONS:
+        length = 0
+        try:
+            for text in compiled.generate(messages=messages, add_generation_prompt=True, **special_tokens):
+                length += len(text)
+                if length > LONGEST_TEXT:
+                    sys.exit(TOO_LONG)
+        except MemoryError:
+            raise
+        except Exception:
+            continue
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_MB << 20, MEMORY_LIMIT_MB << 20))
+    given = json.loads(sys.stdin.buffer.read())
+    try:
+        render(given["template"], given["special_tokens"])
+    except MemoryError:
+        sys.exit(OUT_OF_MEMORY)
+    except (jinja2.TemplateError, RecursionError, ValueError, TypeError):
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Output of workers: the folder of their logs, the end of a log for errors, and copies from other nodes."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+
+from lucidrl.distributed.workers import child
+
+_TAIL_LINES = 15
+_LINE_CHARACTERS = 300
+_TAIL_BYTES = 1 << 16
+_STACK_FRAMES = 12
+_DUMP_DEADLINE_S = 2.0
+_THREAD_HEADER = re.compile(r"^(?:Current thread|Thread) 0x.*\(most recent call first\):$", re.MULTILINE)
+
+
+class WorkerLog:
+    """Output of a worker since its start; the file may hold that of earlier runs before it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._start = self.size_bytes()
+
+    def size_bytes(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def tail(self) -> str:
+        """The last lines."""
+        text = self._text_from(max(self._start, self.size_bytes() - _TAIL_BYTES))
+        lines = text.rstrip().splitlines()[-_TAIL_LINES:]
+        # A fatal signal makes Python name every extension module that was loaded, on one line.
+        return "\n".join(f"{line[:_LINE_CHARACTERS]}…" if len(line) > _LINE_CHARACTERS else line for line in lines)
+
+    def stack_from(self, offset: int) -> str:
+        """Where the worker was, innermost frame first, as faulthandler wrote it after `offset`; empty if it did not."""
+        _, *stacks = _THREAD_HEADER.split(self._text_from(offset))
+        if not stacks:
+            return ""
+        main_thread = stacks[-1]  # threads are written newest first
+        frames = [line for line in main_thread.splitlines() if line.startswith("  File ")]
+        frames = list(itertools.takewhile(lambda line: child.__file__ not in line, frames)) or frames
+        return "\n".join(frames[:_STACK_FRAMES])
+
+    def _text_from(self, offset: int) -> str:
+        if not self.path.exists():
+            return ""
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            return file.read().decode(errors="replace")
+
+
+def wait_for_growth(logs: Iterable[tuple[WorkerLog, int]]) -> None:
+    """Wait until every log has grown beyond its given size, for a short time at most."""
+    until = time.monotonic() + _DUMP_DEADLINE_S
+    while time.monotonic() < until and not all(log.size_bytes() > size for log, size in logs):
+        time.sleep(0.02)
+    time.sleep(0.1)  # for the rest of what began to be written
+
+
+class LogFolder:
+    """A folder with `<name>_N.log` for each worker N.
+
+    Args:
+        given: the folder, made at use; by default a temporary one, which is kept only after a failure.
+    """
+
+    def __init__(self, given: Path | None, name: str):
+        self._given, self._name = given, name
+
+    @cached_property
+    def path(self) -> Path:
+        path = self._given or Path(tempfile.mkdtemp(prefix="lucidrl-workers-"))
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def of_worker(self, number: int) -> Path:
+        return self.path / f"{self._name}_{number}.log"
+
+    def end(self, everything_went_well: bool) -> None:
+        """Remove a temporary folder that holds nothing of interest; may be called twice."""
+        if self._given is not None or "path" not in vars(self):
+            return
+        if everything_went_well:
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            with suppress(OSError):  # kept if there is anything to read
+                self.path.rmdir()
+
+
+@contextmanager
+def marked(folder: Path) -> Iterator[str]:
+    """Keep a file of this name in the folder meanwhile: a node that sees the file shares the folder."""
+    file = folder / f".seen-{secrets.token_hex(8)}"
+    file.touch()
+    try:
+        yield file.name
+    finally:
+        file.unlink(missing_ok=True)
+
+
+_MOST_BYTES = 1 << 16
+"""Of a worker, at a time; the rest comes the next time."""
+_MOST_LAST_BYTES = 1 << 20
+"""At the end, when there is no next time: the newest of what is left."""
+
+
+class NewOutput:
+    """On the machine of the workers: what they wrote since the last time.
+
+    Args:
+        paths: their logs.
+    """
+
+    def __init__(self, paths: Mapping[int, Path]):
+        self._paths = paths
+        self._sent = dict.fromkeys(paths, 0)
+
+    def take(self, is_last: bool = False) -> dict[int, bytes]:
+        """By rank, of each worker that wrote anything; as much as is worth sending."""
+        taken = {}
+        for rank, path in self._paths.items():
+            size_bytes = path.stat().st_size if path.exists() else 0
+            begin, note = self._sent[rank], b""
+            if is_last and size_bytes - begin > _MOST_LAST_BYTES:
+                left_out = size_bytes - begin - _MOST_LAST_BYTES
+                begin, note = begin + left_out, b"\n[%d bytes are left out here]\n" % left_out
+            if begin == size_bytes:
+                continue
+            with path.open("rb") as file:
+                file.seek(begin)
+                content = file.read(_MOST_LAST_BYTES if is_last else _MOST_BYTES)
+            self._sent[rank] = begin + len(content)
+            taken[rank] = note + content
+        return taken
+
+
+def append(path: Path, content: bytes) -> None:
+    """On the machine of the driver."""
+    with path.open("ab") as file:
+        file.write(content)

@@ -1,0 +1,331 @@
+"""`WorkerPool`: independent workers with futures and restarts.
+
+Workers of a pool do not know each other: one that exits or hangs takes nothing with it but the call it was busy with.
+Each has a thread of the driver that calls it, so that calls of one worker run in order and those of several overlap.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.workers.interfaces import Arguments, Hosting, Numbering, Worker
+from lucidrl.distributed.workers.processes import ProcessGroup
+from lucidrl.distributed.workers.restarts import Restarts
+from lucidrl.errors import LostWorkerError, LucidError, WorkerError
+from lucidrl.utils.watching import wait_watching
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class PoolWorker:
+    """One worker of a pool, through all its processes."""
+
+    def __init__(self, pool: WorkerPool, number: int, start_process: Callable[[int], ProcessGroup]):
+        self.number = number
+        self.loss: LostWorkerError | None = None
+        """How its process was lost, until it is restarted."""
+        self.num_starts = 0
+        self._pool, self._start_process = pool, start_process
+        self._process: ProcessGroup | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        self._is_closed = False
+        threading.Thread(target=self._work, name=f"pool worker {number}", daemon=True).start()
+
+    @property
+    def process(self) -> ProcessGroup:
+        """The process that it has now."""
+        assert self._process is not None, f"worker {self.number} has not started"
+        return self._process
+
+    def run(self, method: str, *args: Any, timeout_s: float | None = None, phase: str | None = None) -> Any:
+        """Call a method of the worker and wait; for functions that run in its thread, see `WorkerPool.each`.
+
+        Args:
+            phase: what errors call it; by default the method.
+
+        Raises:
+            LostWorkerError: if its process exits or times out.
+        """
+        (result,) = self.process.run(method, [Arguments(args)], timeout_s, phase)
+        return result
+
+    def succeeded(self) -> None:
+        """The worker finished a piece of work: it may be restarted `max_restarts` times in a row again."""
+        self._pool.restarts.succeeded(self.number)
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Let its thread do something after all that was submitted before."""
+        future: Future[T] = Future()
+
+        def do() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._closing:
+            if self._is_closed:
+                future.set_exception(WorkerError(f"worker {self.number} was shut down; start another pool"))
+            else:
+                self._calls.put(do)
+        return future
+
+    def start_process(self) -> None:
+        self._process = self._start_process(self.number)
+        self.num_starts += 1
+
+    def make(self) -> None:
+        self.process.make_workers()
+        self.loss = None
+
+    def shutdown(self, timeout_s: float | None) -> None:
+        if self._process is not None:
+            self._process.shutdown(timeout_s)
+        self._close()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+        self._close()
+
+    def _close(self) -> None:
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # an idle worker holds no result
+
+
+class WorkerPool:
+    """Workers in processes of this machine or of a Ray cluster; all have started when the constructor returns.
+
+    Nothing is restarted by itself: a call of a worker whose process is lost raises, `restart_lost` starts another
+    process for it, and the caller sends the call again.
+
+    Args:
+        worker_class: any class with a `shutdown` method, importable by name.
+        arguments: of the constructor of each worker; as many as there are workers.
+        cluster: where they run, their threads and timeouts; its number of workers and nodes does not count.
+        hosting: how the processes are set up; the pool numbers them.
+        ray_options: of each worker, in place of those of `hosting`.
+        max_restarts: consecutive restarts of one worker without a success in between (`PoolWorker.succeeded`).
+        setting: prefix of the settings that the caller's errors name, such as `policy.generation.`.
+        size_setting: the setting that says how many workers there are.
+        on_start: called with a worker after each of its starts, in its thread; for what a new process has to know.
+
+    Raises:
+        WorkerError: if a worker does not start; errors of ours that one raises keep their type. All have ended then.
+    """
+
+    def __init__(
+        self,
+        worker_class: type[Worker],
+        arguments: Sequence[Arguments],
+        *,
+        cluster: ClusterConfig | None = None,
+        hosting: Hosting | None = None,
+        ray_options: Sequence[Mapping[str, Any]] | None = None,
+        max_restarts: int = 0,
+        setting: str = "",
+        size_setting: str = "num_workers",
+        on_start: Callable[[PoolWorker], None] | None = None,
+    ):
+        cluster, hosting = (cluster or ClusterConfig()).of_one(), hosting or Hosting(role="worker")
+        self.restarts = Restarts(max_restarts, f"{setting}max_restarts")
+        self._role = hosting.role
+        self._on_start = on_start
+        self._ended = False
+        self._are_recording = False
+        self._noting = threading.Lock()
+
+        self._hosting = hosting
+
+        def start_process(number: int) -> ProcessGroup:
+            numbering = Numbering(number, len(arguments), f"{setting}{size_setting}")
+            options = hosting.ray_options if ray_options is None else ray_options[number]
+            own_hosting = replace(self._hosting, numbering=numbering, ray_options=options)
+            return ProcessGroup(worker_class, arguments[number], cluster, own_hosting)
+
+        self.workers = [PoolWorker(self, number, start_process) for number in range(len(arguments))]
+        self._start(self.workers)
+        if lost := [worker.loss for worker in self.workers if worker.loss is not None]:
+            self.kill()
+            raise lost[0]
+
+    @property
+    def lost(self) -> list[PoolWorker]:
+        """Workers whose process was lost."""
+        return [worker for worker in self.workers if worker.loss is not None]
+
+    def submit(
+        self, number: int, method: str, *args: Any, timeout_s: float | None = None, phase: str | None = None
+    ) -> Future[Any]:
+        """Call a method of a worker after all that was submitted to it before; `Future.result` raises what it raises.
+
+        The timeout begins with the call. A lost process raises LostWorkerError, and `loss` says so until the worker is
+        restarted.
+        """
+        worker = self.workers[number]
+
+        def call() -> Any:
+            try:
+                return worker.run(method, *args, timeout_s=timeout_s, phase=phase)
+            except LostWorkerError as loss:
+                self._note(worker, loss)
+                raise
+
+        return worker.submit(call)
+
+    def each(
+        self,
+        work: Callable[[PoolWorker], T],
+        workers: Sequence[PoolWorker] | None = None,
+        watch: Callable[[], None] | None = None,
+    ) -> list[T]:
+        """Do something with all workers, or some, at the same time, each in its thread.
+
+        Args:
+            watch: see `wait_watching`.
+
+        Returns:
+            The results, without those of workers that were lost meanwhile; `PoolWorker.loss` says which these are.
+
+        Raises:
+            What else one of them raises, or `watch`, as soon as it does; all workers are killed then.
+        """
+        chosen = self.workers if workers is None else workers
+        lost = object()
+
+        def attempt(worker: PoolWorker) -> Any:
+            try:
+                return work(worker)
+            except LostWorkerError as loss:
+                self._note(worker, loss)
+                return lost
+
+        futures: list[Future[Any]] = []
+        try:
+            futures += [worker.submit(partial(attempt, worker)) for worker in chosen]
+            wait_watching(futures, watch or (lambda: None), until_one_raises=True)
+            for future in futures:
+                if future.done():
+                    future.result()  # raises the error, if this one has it
+            results = [future.result() for future in futures]
+        except BaseException:  # Ctrl-C too: the calls that threads wait for must end
+            self.kill()
+            raise
+        return [result for result in results if result is not lost]
+
+    def move_logs(self, folder: Path) -> None:
+        """Let workers of this machine write their logs to another folder from now on, after a restart too."""
+        self._hosting = replace(self._hosting, log_dir=folder)
+        self.each(lambda worker: worker.process.move_logs(folder))
+
+    def restart_lost(self) -> list[PoolWorker]:
+        """Start another process for each worker whose process was lost, and return these workers.
+
+        Raises:
+            WorkerError: if one was restarted `max_restarts` times in a row, with the last loss as its cause.
+        """
+        restarted: list[PoolWorker] = []
+        while lost := self.lost:
+            for worker in lost:
+                loss = worker.loss
+                if not self.restarts.take(worker.number):
+                    raise WorkerError(
+                        f"{self._role} {worker.number} was lost again after {self.restarts.max_restarts} restarts in a "
+                        f"row, and {self.restarts.setting}={self.restarts.max_restarts} allows no more: {loss}"
+                    ) from loss
+                _log.warning("restarting %s %d: %s", self._role, worker.number, self.restarts.described(worker.number))
+                restarted += [worker] if worker not in restarted else []
+            try:
+                self._start(lost)
+            except LucidError as error:
+                numbers = ", ".join(str(worker.number) for worker in lost)
+                error.add_note(f"this was a restart of {self._role} {numbers}, which was lost: {lost[-1].loss}")
+                raise
+        return restarted
+
+    def start_gpu_profiling(self) -> None:
+        """Let those record that are asked to, and their restarted processes; see `lucidrl.utils.nsys`."""
+        self._are_recording = True
+        self.each(lambda worker: worker.process.start_gpu_profiling())
+
+    def stop_gpu_profiling(self) -> None:
+        """Let them write what they recorded; harmless if they did not."""
+        self._are_recording = False
+        self.each(lambda worker: worker.process.stop_gpu_profiling())
+
+    def shutdown(self, timeout_s: float | None = None) -> None:
+        """Let all workers finish their call and shut down; those that take longer are killed. May be called twice."""
+        if self._ended:
+            return
+        self._ended = True
+        threads = [threading.Thread(target=worker.shutdown, args=(timeout_s,)) for worker in self.workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def kill(self) -> None:
+        """End all workers in the middle of whatever they do, their start included; may be called twice."""
+        self._ended = True
+        for worker in self.workers:
+            with suppress(Exception):  # one that cannot be ended must not keep the others
+                worker.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    def _start(self, workers: Sequence[PoolWorker]) -> None:
+        def make(worker: PoolWorker) -> None:
+            worker.make()
+            if self._on_start is not None:
+                self._on_start(worker)
+            if self._are_recording:
+                worker.process.start_gpu_profiling()
+
+        started = []
+        try:
+            # In this thread, where Ctrl-C can end it; `kill` finds all processes in what takes long.
+            for worker in workers:
+                try:
+                    worker.start_process()
+                    started.append(worker)
+                except LostWorkerError as loss:
+                    self._note(worker, loss)
+        except BaseException:
+            self.kill()
+            raise
+        self.each(make, started)
+
+    def _note(self, worker: PoolWorker, loss: LostWorkerError) -> None:
+        if self._ended:
+            return
+        with self._noting:
+            reported = {other.loss.node for other in self.workers if other.loss is not None}
+            worker.loss = loss
+        if loss.node is None or loss.node not in reported:  # a lost node is reported once
+            _log.warning("lost %s %d: %s", self._role, worker.number, str(loss))  # a record must not hold its frames

@@ -1,0 +1,234 @@
+"""Resources of the nodes of a Ray cluster: reserved for workers as a whole, granted or refused within seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.workers import ray_internals
+from lucidrl.distributed.workers.interfaces import Hosting, NodeChoice
+from lucidrl.errors import ConfigError
+
+Resources = Mapping[str, float]
+"""Amounts by name, as Ray counts them."""
+
+_RETURN_DEADLINE_S = 8.0
+"""What another program just released takes a moment to be free."""
+_NOTICE_S = 30.0
+"""Ray takes about half as long to notice that a node is gone."""
+_SHARED_CPUS = 0.01
+"""Of a worker in a local cluster: there, as without Ray, workers share the machine's cores."""
+_ACCELERATOR_MARK = 0.001
+"""Of a resource that only says which kind of accelerator a node has."""
+_ROUNDING = 1e-4
+"""Ray counts no finer."""
+_MOST_SHOWN = 300
+"""Characters of what Ray says about a lost actor, which may be a page; all of it is in the error's cause."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What Ray granted: the same on every node."""
+
+    group: Any
+    """Ray's placement group, with one bundle per node; None if the caller's options place the actor."""
+    num_gpus: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of `ray.remote`, for the actor of each node."""
+
+    def node_ids(self) -> list[str]:
+        """Of the nodes that it is on."""
+        from ray.util.placement_group import placement_group_table
+
+        return list(placement_group_table(self.group)["bundles_to_node_id"].values())
+
+    def actor(self, actor_class: type, bundle: int, runtime_env: Mapping[str, Any]) -> Any:
+        """The class as an actor class in one of the bundles; what the options say of its environment counts.
+
+        Raises:
+            ConfigError: if Ray refuses the options.
+        """
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        options = dict(self.options)
+        own: Mapping[str, Any] = options.get("runtime_env") or {}
+        variables = {**(runtime_env.get("env_vars") or {}), **(own.get("env_vars") or {})}
+        options["runtime_env"] = {**runtime_env, **own, "env_vars": variables}
+        if self.group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.group, bundle)
+        try:
+            return ray.remote(actor_class).options(**options)
+        except (ValueError, TypeError) as error:  # as Ray sees fit
+            raise ConfigError(
+                f"Ray refuses the options {dict(self.options)}: {error}; give options that ray.remote takes for actors"
+            ) from error
+
+
+@contextmanager
+def reserved(cluster: ClusterConfig, is_own_ray: bool, hosting: Hosting) -> Iterator[Room]:
+    """Hold resources for all workers of a group meanwhile.
+
+    Args:
+        is_own_ray: whether the Ray was started for the run.
+        hosting: where they may run, and options of `ray.remote` that say what each needs.
+
+    Raises:
+        ConfigError: if there are no such resources, with what was asked for and what is free.
+    """
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    given = hosting.ray_options
+    per_node = cluster.ranks_per_node
+    default_cpus = cluster.num_cpus_per_worker or (_SHARED_CPUS if is_own_ray else 1)
+    num_cpus = per_node * given.get("num_cpus", default_cpus)
+    num_gpus = per_node * given.get("num_gpus", 0 if given else _gpus_per_worker(cluster))
+    options = {**given, "num_cpus": num_cpus, "num_gpus": num_gpus}
+    bundle = _bundle(options)
+    request, strategy = _request(cluster, bundle, hosting), given.get("scheduling_strategy")
+    if strategy is not None or not bundle:  # the caller places the actor
+        if not isinstance(strategy, PlacementGroupSchedulingStrategy) and not request.fits(_totals()):
+            raise _no_room(request)
+        yield Room(None, num_gpus, options)
+        return
+    with _held(request) as group:
+        yield Room(group, num_gpus, options)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is asked for, and what its refusal says."""
+
+    bundle: Resources
+    """On each node."""
+    num_nodes: int
+    asked: str
+    remedy: str
+    nodes: NodeChoice | None = None
+    """That may be used; all by default."""
+
+    def fits(self, resources: Mapping[str, Resources]) -> bool:
+        """Whether nodes that have these, by id, could hold it."""
+        allowed = [
+            of_node for node_id, of_node in resources.items() if self.nodes is None or self.nodes.allows(node_id)
+        ]
+        return sum(_holds(of_node, self.bundle) for of_node in allowed) >= self.num_nodes
+
+
+@contextmanager
+def _held(request: _Request) -> Iterator[Any]:
+    """Ray's placement group, held meanwhile."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    if not request.fits(_totals()):
+        raise _no_room(request)
+    group = placement_group(
+        [dict(request.bundle)] * request.num_nodes,
+        strategy="STRICT_SPREAD",  # bundles are on different nodes
+        bundle_label_selector=None if request.nodes is None else [_selector(request.nodes)] * request.num_nodes,
+    )
+    try:
+        # If nodes seem to have room, but Ray cannot grant it, a node is gone and Ray has not noticed yet.
+        if not group.wait(_RETURN_DEADLINE_S) and not (
+            request.fits(ray_internals.free_by_node()) and group.wait(_NOTICE_S)
+        ):
+            raise _no_room(request)
+        yield group
+    finally:
+        if ray.is_initialized():  # the program may have left Ray before
+            remove_placement_group(group)
+
+
+def _gpus_per_worker(cluster: ClusterConfig) -> int:
+    if cluster.num_gpus_per_worker is not None:
+        return cluster.num_gpus_per_worker
+    return 1 if any(total.get("GPU") for total in _totals().values()) else 0
+
+
+def _bundle(options: Mapping[str, Any]) -> Resources:
+    """What an actor with these options takes from its node."""
+    named = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus"), "memory": options.get("memory")}
+    wanted = {**named, **(options.get("resources") or {})}
+    if kind := options.get("accelerator_type"):
+        wanted[f"accelerator_type:{kind}"] = _ACCELERATOR_MARK
+    return {name: float(amount) for name, amount in wanted.items() if amount}
+
+
+def _request(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> _Request:
+    numbering, nodes = hosting.numbering, hosting.nodes
+    if numbering.total is None:
+        who = f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes}"
+        where = f"each of {cluster.num_nodes} nodes"
+        remedy = ", cluster.num_cpus_per_worker or cluster.num_gpus_per_worker, spread the workers over more "
+        remedy += "cluster.num_nodes"
+    else:
+        who, where = f"number {numbering.first} of {numbering.setting}={numbering.total}", "one node"
+        per_worker = "cluster.num_cpus_per_worker or cluster.num_gpus_per_worker"
+        remedy = f" or {'remote_options' if hosting.ray_options else per_worker}"
+    if nodes is not None:
+        where += f" {'other than' if nodes.is_excluding else 'of'} {', '.join(name[:8] for name in nodes.ids)}"
+    return _Request(
+        bundle,
+        cluster.num_nodes,
+        f"{who} asks Ray for {_described(bundle)} on {where}",
+        f"Lower {numbering.setting}{remedy}",
+        nodes,
+    )
+
+
+def _selector(nodes: NodeChoice) -> dict[str, str]:
+    return {"ray.io/node-id": f"{'!' if nodes.is_excluding else ''}in({','.join(nodes.ids)})"}
+
+
+def _no_room(request: _Request) -> ConfigError:
+    return ConfigError(
+        f"{request.asked}, but {_free_on_nodes(request.bundle)}. {request.remedy}, or end what holds the rest"
+    )
+
+
+def _totals() -> dict[str, Resources]:
+    """Of each node that is alive, by its id."""
+    import ray
+
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
+def _holds(resources: Resources, asked: Resources) -> bool:
+    """Whether what is asked for is a part of the resources."""
+    return all(amount <= resources.get(name, 0) + _ROUNDING for name, amount in asked.items())
+
+
+def _described(resources: Resources) -> str:
+    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
+
+
+def _free_on_nodes(asked: Resources) -> str:
+    """How much every node has of what is asked for, and how much of it is free."""
+    import ray
+
+    free_by_id = ray_internals.free_by_node()
+    return "; ".join(
+        f"{node_name(node['NodeManagerAddress'], node['NodeID'])} has "
+        + ", ".join(
+            f"{name} {free_by_id.get(node['NodeID'], {}).get(name, 0):g} of {node['Resources'].get(name, 0):g} free"
+            for name in asked
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+
+
+def node_name(ip: str, node_id: str) -> str:
+    """What errors call a node. An address alone is not enough: several nodes may be simulated on one machine."""
+    return f"{ip} ({node_id[:8]})"
+
+
+def last_line(error: BaseException) -> str:
+    """The line in which Ray names the cause."""
+    *_, line = str(error).strip().splitlines() or [type(error).__name__]
+    line = line.strip()
+    return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."

@@ -1,0 +1,282 @@
+"""Runs an environment: makes it, calls it on an event loop under a timeout, and checks what it returns.
+
+A worker process of the pool holds an `EnvWorker`; without isolation the driver calls one directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import numbers
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from lucidrl.data.datasets import Prompt
+from lucidrl.distributed.workers.outcomes import describe_error
+from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, PromptSource, StatefulEnv, TextEnv
+from lucidrl.errors import CheckpointError, ConfigError, EnvironmentFailure, LucidError
+
+T = TypeVar("T")
+
+Cause = Literal["raised", "deadline", "exited", "bad_reply", "bad_reward"]
+
+LARGEST_REWARD = 3.4028234663852886e38
+"""What float32 holds: batches of rewards are float32 tensors."""
+_RANDOM_STREAM = 1 << 20
+"""Of the random generators of environment worker 0; ranks and the driver have the streams below."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a sample has no step result."""
+
+    cause: Cause
+    what: str
+    """A verb with its object; the subject is the environment's `step`."""
+    trace: str = ""
+    """Where the environment raised."""
+    is_of_call: bool = False
+    """Whether the call as a whole failed, so any of its samples may be the reason."""
+
+
+Outcome = EnvReply | Failure
+
+
+@dataclass(frozen=True)
+class EnvState:
+    """What a restarted worker continues from."""
+
+    env: str | None
+    """The environment's own state as JSON; None if it keeps none."""
+    random: dict[str, Any] | None
+    """Of the process's random generators; None in the driver, which saves its own."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Outcomes of every request of every call, and the state afterwards."""
+
+    outcomes: list[list[Outcome]]
+    state: EnvState | None
+    """None in the driver, where the environment outlives its calls."""
+
+
+class EnvWorker:
+    """An environment and the event loop that it runs on.
+
+    Args:
+        make: makes the environment.
+        name: what errors call it.
+        seed: of the process's random generators; None in the driver, which has seeded its own.
+        number: of the worker, which has random streams of its own.
+    """
+
+    def __init__(self, make: Callable[[], TextEnv], name: str, seed: int | None = None, number: int = 0) -> None:
+        self._name = name
+        self._is_isolated = seed is not None
+        if seed is not None:
+            from lucidrl.utils.random_state import seed_everything
+
+            seed_everything(seed, _RANDOM_STREAM + number)
+        try:
+            self._env = make()
+        except LucidError:
+            raise
+        except BaseException as error:  # KeyboardInterrupt too, which is not the user's: workers ignore Ctrl-C
+            raise ConfigError(f"{name} cannot be made: {describe_error(error).summary}; fix its constructor") from error
+        self._loop = asyncio.Runner(loop_factory=_new_loop)
+
+    def prompts(self) -> list[Prompt] | None:
+        """The environment's own; None if it brings none.
+
+        Raises:
+            ConfigError: if it raises, or returns anything else than prompts.
+        """
+        if not isinstance(self._env, PromptSource):
+            return None
+        try:
+            prompts = list(self._env.prompts())
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and not self._is_isolated:
+                raise  # Ctrl-C; worker processes ignore it
+            raise ConfigError(f"{self._name}.prompts raised {describe_error(error).summary}; fix it") from error
+        for prompt in prompts:
+            if not isinstance(prompt, Prompt):
+                raise ConfigError(f"{self._name}.prompts returned a {type(prompt).__name__}; return a list of Prompt")
+        return prompts
+
+    def score(self, calls: Sequence[Sequence[EnvRequest]], deadline_s: float) -> Scored:
+        """Make all calls concurrently, each with a timeout.
+
+        A call that awaits is cancelled at its timeout. One that blocks keeps this method from returning: whoever calls
+        it has to end the process.
+
+        Raises:
+            EnvironmentFailure: if the environment raises it: it cannot go on as a whole.
+        """
+        outcomes = self._loop.run(self._score(calls, deadline_s))
+        if not self._is_isolated:
+            return Scored(outcomes, None)
+        return Scored([_sendable(of_call) for of_call in outcomes], self.state())
+
+    def state(self) -> EnvState:
+        """What the environment and the process keep.
+
+        Raises:
+            EnvironmentFailure: if the environment raises, or returns what JSON cannot hold.
+        """
+        env = random = None
+        if isinstance(self._env, StatefulEnv):
+            try:
+                env = json.dumps(self._env.state_dict())
+            except (Exception, SystemExit, GeneratorExit) as error:
+                raise EnvironmentFailure(
+                    f"{self._name}.state_dict gives no state that can be saved ({describe_error(error).summary}); "
+                    "return numbers, strings, None, and lists and dictionaries of these"
+                ) from error
+        if self._is_isolated:
+            from lucidrl.utils.random_state import random_state
+
+            random = random_state()
+        return EnvState(env, random)
+
+    def load_state(self, state: EnvState) -> None:
+        """Continue from a state that `state` returned; what it lacks stays as it is.
+
+        Raises:
+            CheckpointError: if the environment raises.
+        """
+        if state.env is not None:
+            assert isinstance(self._env, StatefulEnv)
+            try:
+                self._env.load_state_dict(json.loads(state.env))
+            except (Exception, SystemExit, GeneratorExit) as error:
+                raise CheckpointError(
+                    f"{self._name}.load_state_dict raised {describe_error(error).summary}; "
+                    "resume with the environment it was saved with"
+                ) from error
+        if state.random is not None:
+            from lucidrl.utils.random_state import set_random_state
+
+            set_random_state(state.random)
+
+    def shutdown(self) -> None:
+        """Cancel what runs and close the event loop."""
+        self._loop.close()
+
+    async def _score(self, calls: Sequence[Sequence[EnvRequest]], deadline_s: float) -> list[list[Outcome]]:
+        return await asyncio.gather(*(self._call(call, deadline_s) for call in calls))
+
+    async def _call(self, call: Sequence[EnvRequest], deadline_s: float) -> list[Outcome]:
+        timeout = asyncio.timeout(deadline_s)
+        try:
+            async with timeout:
+                replies = await self._env.step(call)
+        except EnvironmentFailure:
+            raise
+        except BaseException as error:  # SystemExit or KeyboardInterrupt of a step would end the loop
+            raised = describe_error(error)
+            if timeout.expired():
+                failure = Failure("deadline", f"exceeded its timeout of {deadline_s:g} s", is_of_call=True)
+            else:
+                failure = Failure("raised", f"raised {raised.summary}", raised.trace, is_of_call=True)
+                if self._is_isolated:
+                    sys.stderr.write(raised.trace)  # its log
+            return [failure] * len(call)
+        if not isinstance(replies, Sequence) or len(replies) != len(call):
+            got = f"{len(replies)} replies" if isinstance(replies, Sequence) else f"a {type(replies).__name__}"
+            what = f"returned {got} for {len(call)} requests instead of one EnvReply each"
+            return [Failure("bad_reply", what, is_of_call=True)] * len(call)
+        return [_checked(reply) for reply in replies]
+
+
+def _checked(reply: Any) -> Outcome:
+    try:
+        return _normalized(reply)
+    except Exception as error:  # of the reply's own objects, such as an array of several truth values
+        return Failure("bad_reply", f"returned a reply that cannot be read ({type(error).__name__}: {error})")
+
+
+def _normalized(reply: Any) -> Outcome:
+    """The reply with plain numbers, or what is wrong with it."""
+    if not isinstance(reply, EnvReply):
+        return Failure("bad_reply", f"returned a {type(reply).__name__} instead of an EnvReply")
+    if not isinstance(reply.reward, numbers.Real):
+        return Failure("bad_reward", f"returned a reward of type {type(reply.reward).__name__} instead of a number")
+    reward = _as_float(reply.reward)
+    if not math.isfinite(reward) or abs(reward) > LARGEST_REWARD:
+        rule = f"rewards must be finite and at most {LARGEST_REWARD:.1e} in size, which float32 holds"
+        return Failure("bad_reward", f"returned the reward {reward:g}, but {rule}")
+    if not isinstance(reply.metrics, Mapping) or not all(isinstance(name, str) for name in reply.metrics):
+        return Failure("bad_reply", "returned metrics that are not a dictionary of numbers by name")
+    if wrong := [name for name, value in reply.metrics.items() if not isinstance(value, numbers.Real)]:
+        return Failure("bad_reply", f"returned metrics that are not numbers: {', '.join(wrong)}")
+    if not (reply.info is None or isinstance(reply.info, dict)):
+        return Failure("bad_reply", f"returned an info of type {type(reply.info).__name__} instead of a dictionary")
+    if not reply.done and not _are_observations(reply.messages):
+        what = "is not done but returned no messages with role and content that end with another role than assistant"
+        return Failure("bad_reply", what)
+    metrics = {name: _as_float(value) for name, value in reply.metrics.items()}
+    return replace(reply, reward=reward, done=bool(reply.done), metrics=metrics)
+
+
+def _as_float(number: Any) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # an integer beyond the range of float64
+        return math.inf if number > 0 else -math.inf
+
+
+def _are_observations(messages: Any) -> bool:
+    if not isinstance(messages, Sequence) or not messages:
+        return False
+    well_formed = all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in messages
+    )
+    return well_formed and messages[-1]["role"] != "assistant"
+
+
+def _sendable(outcomes: list[Outcome]) -> list[Outcome]:
+    """Replies that cannot be pickled, because of their `info` for instance, become failures."""
+    try:
+        pickle.dumps(outcomes)
+    except Exception as error:  # pickle raises whatever the object's own methods raise
+        if len(outcomes) > 1:
+            return [outcome for each in outcomes for outcome in _sendable([each])]
+        what = f"returned a reply that cannot be sent to the driver ({type(error).__name__}: {error})"
+        return [Failure("bad_reply", what)]
+    return outcomes
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(_DaemonThreads())
+    return loop
+
+
+class _DaemonThreads(ThreadPoolExecutor):
+    """Runs what `asyncio.to_thread` is given in daemon threads: the interpreter waits for those of the base class when
+    it exits, also for a call that was left behind at its timeout and never returns."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future

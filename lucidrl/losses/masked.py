@@ -1,0 +1,102 @@
+"""Reading token columns under a mask, and reducing them: what losses have in common.
+
+Shapes: B rows, T tokens. Whatever stands at a masked position (padding, garbage, NaN) is replaced by 0 before any
+arithmetic: multiplying it away afterwards would keep NaN in the value and in the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from lucidrl.errors import DataError
+from lucidrl.losses.interfaces import LossType, TokenOutputs
+from lucidrl.losses.reductions import Max, Mean, Min
+
+PROVIDERS: dict[str, str] = {
+    "advantages": "compute_advantages makes them from the rewards",
+    "prev_logprobs": "the policy's get_logprobs makes them before the first update (on_policy=True needs none)",
+    "generation_logprobs": "the generator returns them as `logprobs` with its samples",
+    "reference_policy_logprobs": "the policy's get_reference_policy_logprobs makes them (kl_coefficient=0 skips them)",
+}
+
+
+def token_column(
+    data: Mapping[str, Any], name: str, mask_BT: torch.Tensor, *, per_row_allowed: bool = False
+) -> torch.Tensor:
+    """Column `name` as [B, T], 0 where masked.
+
+    Args:
+        per_row_allowed: also take a [B] column, whose value then holds for every token of the row.
+
+    Raises:
+        DataError: the column is missing or has another shape; missing columns are never taken for zeros.
+    """
+    if name not in data:
+        raise DataError(f"the batch has no column {name!r}, which the loss reads; {PROVIDERS[name]}")
+    column: torch.Tensor = data[name]
+    if per_row_allowed and column.shape == mask_BT.shape[:1]:
+        column = column[:, None].expand_as(mask_BT)
+    return _filled(column, f"column {name!r}", mask_BT)
+
+
+def token_output(
+    outputs: TokenOutputs | torch.Tensor, name: Literal["logprobs", "entropy", "values"], mask_BT: torch.Tensor
+) -> torch.Tensor:
+    """What the model computed under `name` as [B, T], 0 (with gradient 0) where masked."""
+    value = getattr(outputs, name, None)
+    if value is None:
+        raise DataError(f"the model outputs hold no {name}; compute all that the loss declares in its `needs`")
+    return _filled(value, name, mask_BT)
+
+
+def _filled(tensor: torch.Tensor, description: str, mask_BT: torch.Tensor) -> torch.Tensor:
+    if tensor.shape != mask_BT.shape:
+        raise DataError(
+            f"{description} has shape {list(tensor.shape)} but token_mask has {list(mask_BT.shape)}; "
+            "token data needs one value for each token of input_ids"
+        )
+    return tensor.masked_fill(~mask_BT, 0)
+
+
+def global_mean_share(
+    values_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    loss_type: LossType,
+    global_valid_seqs: torch.Tensor,
+    global_valid_toks: torch.Tensor,
+) -> torch.Tensor:
+    """This micro-batch's share of a mean over the global batch; the shares of all micro-batches add up to the mean.
+
+    Token level is the mean over valid tokens; sequence level the mean over valid sequences of the mean over each
+    one's valid tokens (0 for a sequence without any).
+    """
+    values_BT = values_BT.masked_fill(~mask_BT, 0)
+    if loss_type is LossType.TOKEN_LEVEL:
+        return values_BT.sum() / global_valid_toks.clamp(min=1)
+    return row_means(values_BT, mask_BT).sum() / global_valid_seqs.clamp(min=1)
+
+
+def row_means(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """[B] mean over each row's valid tokens, 0 for a row without any; `values_BT` must be 0 where masked."""
+    return values_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)
+
+
+def token_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Mean:
+    """Metric: the mean over valid tokens."""
+    count = mask_BT.sum()
+    # Summed in float64, so that the reduced mean does not depend on where a large batch was cut.
+    total = values_BT.detach().masked_fill(~mask_BT, 0).sum(dtype=torch.float64)
+    return Mean(total / count.clamp(min=1), weight=count)
+
+
+def token_min(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Min:
+    """Metric: the smallest value of a valid token."""
+    return Min(values_BT.detach().masked_fill(~mask_BT, torch.inf).amin())
+
+
+def token_max(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Max:
+    """Metric: the largest value of a valid token."""
+    return Max(values_BT.detach().masked_fill(~mask_BT, -torch.inf).amax())

@@ -1,0 +1,135 @@
+"""The clipped policy gradient over tokens: the objective of PPO, GRPO and their relatives for language models.
+
+Shapes: B rows, T tokens. The loss returns the micro-batch's share of the global loss, with metrics that carry their
+reduction, so that neither depends on how the batch was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from lucidrl.losses.config import ClippedPGConfig
+from lucidrl.losses.interfaces import LossType, Need, TokenOutputs, valid_token_mask
+from lucidrl.losses.masked import (
+    global_mean_share,
+    row_means,
+    token_column,
+    token_max,
+    token_mean,
+    token_min,
+    token_output,
+)
+from lucidrl.losses.ratios import KL_ESTIMATORS, bounded_exp
+from lucidrl.losses.reductions import Max, Mean, Metrics, Min, Sum
+
+
+class ClippedPGLoss:
+    """Clipped policy gradient with optional KL penalty, entropy bonus and correction for the generator's mismatch.
+
+    With r = exp(logprobs - prev_logprobs), A the advantage and w the detached importance weight (1 if not asked for),
+
+        loss = mean(w * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coefficient * kl
+                    - entropy_coefficient * entropy)
+
+    where, for A < 0, `dual_clip` bounds the maximum at -A dual_clip.
+    Reads `advantages` ([B, T], or [B] for whole rows) and, only where the config calls for them, `prev_logprobs`,
+    `reference_policy_logprobs` and `generation_logprobs`; the last also serve the mismatch metrics when present.
+    """
+
+    def __init__(self, config: ClippedPGConfig, on_policy: bool = False) -> None:
+        """With `on_policy`, the batch serves exactly one update: the current log-probabilities stand for
+        `prev_logprobs`, which are not read then."""
+        self.config = config
+        self.on_policy = on_policy
+        self.loss_type = LossType.SEQUENCE_LEVEL if config.normalization == "sequence" else LossType.TOKEN_LEVEL
+        self.needs: frozenset[Need] = frozenset(
+            {"logprobs", "entropy"} if config.entropy_coefficient > 0 else {"logprobs"}
+        )
+
+    def __call__(
+        self,
+        outputs: TokenOutputs | torch.Tensor,
+        data: Mapping[str, Any],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, Metrics]:
+        mask_BT = valid_token_mask(data)
+        mean = partial(
+            global_mean_share,
+            mask_BT=mask_BT,
+            loss_type=self.loss_type,
+            global_valid_seqs=global_valid_seqs,
+            global_valid_toks=global_valid_toks,
+        )
+        logprobs_BT = token_output(outputs, "logprobs", mask_BT)
+        prev_BT = logprobs_BT.detach() if self.on_policy else token_column(data, "prev_logprobs", mask_BT)
+
+        surrogate_BT, metrics = self._surrogate(logprobs_BT - prev_BT, data, mask_BT)
+        weight_BT, weight_metrics = self._importance_weight(prev_BT, data, mask_BT)
+        surrogate_BT = surrogate_BT * weight_BT
+        loss = mean(surrogate_BT)
+        metrics |= weight_metrics
+        metrics |= {"policy_loss": token_mean(surrogate_BT, mask_BT), "num_valid_tokens": Sum(mask_BT.sum())}
+
+        if self.config.kl_coefficient > 0:
+            reference_BT = token_column(data, "reference_policy_logprobs", mask_BT)
+            kl_BT = KL_ESTIMATORS[self.config.kl_estimator](logprobs_BT - reference_BT)
+            loss = loss + self.config.kl_coefficient * mean(kl_BT)
+            metrics["kl"] = token_mean(kl_BT, mask_BT)
+        if self.config.entropy_coefficient > 0:
+            entropy_BT = token_output(outputs, "entropy", mask_BT)
+            loss = loss - self.config.entropy_coefficient * mean(entropy_BT)
+            metrics["entropy"] = token_mean(entropy_BT, mask_BT)
+        return loss, metrics
+
+    def _surrogate(
+        self, log_ratio_BT: torch.Tensor, data: Mapping[str, Any], mask_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Sum | Mean | Min | Max]]:
+        """The clipped objective of each token, to be minimised."""
+        config = self.config
+        advantages_BT = token_column(data, "advantages", mask_BT, per_row_allowed=True)
+        if config.ratio_level == "sequence":
+            log_ratio_BT = row_means(log_ratio_BT, mask_BT)[:, None].expand_as(mask_BT)
+        ratio_BT = bounded_exp(log_ratio_BT)
+        low, high = 1 - config.clip_low, 1 + config.clip_high
+        surrogate_BT = torch.maximum(-advantages_BT * ratio_BT, -advantages_BT * ratio_BT.clamp(low, high))
+        metrics: dict[str, Sum | Mean | Min | Max] = {
+            "ratio/mean": token_mean(ratio_BT, mask_BT),
+            "ratio/min": token_min(ratio_BT, mask_BT),
+            "ratio/max": token_max(ratio_BT, mask_BT),
+            # Only tokens whose gradient the clip took away: a bad token above `high` is still pushed down.
+            "clip_fraction/low": token_mean((advantages_BT < 0) & (ratio_BT < low), mask_BT),
+            "clip_fraction/high": token_mean((advantages_BT > 0) & (ratio_BT > high), mask_BT),
+        }
+        if config.dual_clip is not None:
+            most_BT = torch.where(advantages_BT < 0, -advantages_BT * config.dual_clip, torch.inf)
+            metrics["clip_fraction/dual"] = token_mean(surrogate_BT > most_BT, mask_BT)
+            surrogate_BT = torch.minimum(surrogate_BT, most_BT)
+        return surrogate_BT, metrics
+
+    def _importance_weight(
+        self, prev_BT: torch.Tensor, data: Mapping[str, Any], mask_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Sum | Mean | Min | Max]]:
+        """Weight of each token for the generator's mismatch (without gradient), and how large the mismatch is."""
+        correction, cap = self.config.importance_correction, self.config.importance_cap
+        if correction == "none" and "generation_logprobs" not in data:
+            return torch.ones_like(prev_BT), {}
+        difference_BT = prev_BT - token_column(data, "generation_logprobs", mask_BT)
+        distance_BT = difference_BT.abs()
+        metrics: dict[str, Sum | Mean | Min | Max] = {
+            "generation_mismatch/mean_abs_logprob_difference": token_mean(distance_BT, mask_BT),
+            "generation_mismatch/max_abs_logprob_difference": token_max(distance_BT, mask_BT),
+            "generation_mismatch/token_mult_prob_error": token_mean(bounded_exp(distance_BT), mask_BT),
+        }
+        if correction == "none":
+            return torch.ones_like(prev_BT), metrics
+        weight_BT = bounded_exp(difference_BT)
+        over_BT = weight_BT > cap
+        metrics["importance/over_cap_fraction"] = token_mean(over_BT, mask_BT)
+        weight_BT = weight_BT.masked_fill(over_BT, cap if correction == "truncate" else 0.0)
+        metrics["importance/mean_weight"] = token_mean(weight_BT, mask_BT)
+        return weight_BT, metrics

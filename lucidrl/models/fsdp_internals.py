@@ -1,0 +1,104 @@
+"""The private names of torch's FSDP and DTensor that this package uses. No other module imports or reads any.
+
+Each function says what the public interface lacks. A new release of torch has to be checked against this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback, _reshard, _unshard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def part_of_whole(parameter: DTensor) -> tuple[slice, ...]:
+    """The part of the whole tensor that this rank holds; DTensor has no public method that says which one."""
+    shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+
+
+# FSDP2
+
+
+@contextmanager
+def kept_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None]:
+    """Inside, forward passes leave parameters gathered; afterwards they do what they did before.
+
+    The public `set_reshard_after_forward` cannot be read back.
+    """
+    groups = [group for module in modules for group in _groups(module)]
+    settings = [group.post_forward_mesh_info for group in groups]
+    try:
+        for group in groups:
+            group.post_forward_mesh_info = None
+        yield
+    finally:
+        for group, setting in zip(groups, settings, strict=True):
+            group.post_forward_mesh_info = setting
+
+
+def reset_roots(modules: Sequence[FSDPModule]) -> None:
+    """After a forward pass that failed, which would not release its parameters; only roots can be reset."""
+    for module in modules:
+        if module._get_fsdp_state()._is_root:
+            module.reset_iter_state()
+
+
+def drop_waiting_gradients(modules: Sequence[FSDPModule]) -> None:
+    """Gradients that wait for the last micro-batch are kept with the gathered weights, where no optimizer sees them."""
+    for module in modules:
+        for group in _groups(module):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                parameter._unsharded_param.grad = None
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    return module._get_fsdp_state()._fsdp_param_groups
+
+
+# FSDP1
+
+
+def flat_parameter(module: FullyShardedDataParallel) -> nn.Parameter | None:
+    """This rank's piece of the weights that the module itself holds, if it holds any.
+
+    `parameters()` lists the pieces too, but not which module each belongs to.
+    """
+    return module._handle.flat_param if module._handle is not None else None
+
+
+def tensors_in(flat: Any) -> list[tuple[nn.Module, str, torch.Size]]:
+    """Owner, name and shape of the tensors in a flat parameter, in their order; of tied ones the first."""
+    infos = zip(flat._param_infos, flat._shapes, strict=True)
+    return [(info.module, info.param_name, shape) for info, shape in infos]
+
+
+@contextmanager
+def gathered_unit(module: FullyShardedDataParallel) -> Iterator[None]:
+    """Inside, the unit has its weights, as it computes with them; calls bypass FSDP, which would free them.
+
+    The public `summon_full_params` gathers float32 weights where the model computes in half precision.
+    """
+    handle, stream = module._handle, module._device_handle.current_stream()
+    assert handle is not None, "a unit has weights"
+    _unshard(module, handle, stream, stream)
+    module.forward = module.module.__call__  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.forward
+        _reshard(module, handle, True)
+
+
+def end_failed_pass(root: FullyShardedDataParallel, parameters: Iterable[Any]) -> None:
+    """Have FSDP clean up after a pass that failed, as it does at the end of one; gradients may be in any state."""
+    for parameter in parameters:
+        parameter._post_backward_called = False  # it has no gradient that is fit for the optimizer
+    _post_backward_final_callback(root, root)

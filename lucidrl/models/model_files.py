@@ -1,0 +1,138 @@
+"""The files of a model folder: refused with a sentence before anything large is allocated, or trained on by mistake."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from lucidrl.errors import ConfigError
+
+UNUSABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ImportError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
+"""What the libraries raise for a damaged folder, or an architecture that cannot be built from its config."""
+
+LIMITS = {
+    re.compile(r"(num|n)_.*layers?"): 2048,
+    re.compile(r"(vocab|hidden|intermediate|ffn)_size|head_dim|d_model|n_embd|n_inner|(num|n)_.*(heads?|experts)"): 2
+    ** 24,
+    re.compile(r"max_position_embeddings|n_positions"): 2**31 - 1,
+}
+"""Largest values of sizes in a config, by their names."""
+MOST_NAMED = 5
+"""Tensors that a message names; of the others it says how many there are."""
+
+
+@contextmanager
+def refused(sentence: str) -> Iterator[None]:
+    """Turn what a model or a folder that cannot be used raises into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except UNUSABLE as error:
+        reason = " ".join(str(error).partition("\n\n")[0].split())  # the libraries' advice does not apply here
+        raise ConfigError(f"{sentence}: {type(error).__name__}: {reason}") from error
+
+
+def check_config_file(path: Path) -> None:
+    """Refuse a config.json with sizes that no model has, before a library makes lists or tensors of such sizes."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not readable JSON ({error}); restore the file") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds a {type(config).__name__}, not a JSON object; restore the file")
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name, value in section.items():
+            largest = next((limit for pattern, limit in LIMITS.items() if pattern.fullmatch(name)), None)
+            if largest is None or value is None or isinstance(value, list | dict):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= largest:
+                raise ConfigError(
+                    f"{path}: {name}={value!r} is not valid; it must be a whole number from 0 to {largest}; restore "
+                    "the file"
+                )
+
+
+def check_weight_files(folder: Path, model: nn.Module) -> None:
+    """Refuse a folder without safetensors, or with far fewer weights than the model needs; nothing is loaded.
+
+    Args:
+        model: on the meta device.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+        if pickled:
+            raise ConfigError(
+                f"{folder} holds its weights as {pickled[0]}, a pickle, which can run code and is not loaded; convert "
+                'it with: python -c "from transformers import AutoModelForCausalLM as M; '
+                f"M.from_pretrained('{folder}').save_pretrained('{folder}', safe_serialization=True)\""
+            )
+        raise ConfigError(f"{folder} holds no weights; give a folder with model.safetensors")
+    stored = 0
+    for path in files:
+        with refused(f"{path} is not a readable safetensors file"), safe_open(path, framework="pt") as file:
+            stored += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
+    needed = sum(parameter.numel() for parameter in model.parameters())
+    if needed > 2 * stored:
+        raise ConfigError(
+            f"{folder / 'config.json'} describes a model of {needed:,} parameters, but its safetensors files hold "
+            f"{stored:,}; restore the files of the model"
+        )
+
+
+def describe_mismatch(found: Mapping[str, Any]) -> str:
+    """What the loader found missing, unexpected or wrongly shaped; empty if the files fit the model.
+
+    Tied weights and the buffers that an architecture declares as ignorable are not among them.
+    """
+    shapes = {f"{name} (file {list(theirs)}, model {list(ours)})" for name, theirs, ours in found["mismatched_keys"]}
+    wrong = {"missing": found["missing_keys"], "unexpected": found["unexpected_keys"], "wrongly shaped": shapes}
+    return "; ".join(f"{kind}: {_named(names)}" for kind, names in wrong.items() if names)
+
+
+def check_finite(model: nn.Module, folder: Path) -> None:
+    """Refuse weights that are NaN or infinite.
+
+    Raises:
+        ConfigError: names the tensors.
+    """
+    wrong = [name for name, weights in model.named_parameters() if not _is_finite(weights.detach())]
+    if wrong:
+        raise ConfigError(
+            f"the weights in {folder} are NaN or infinite in {_named(wrong)}; restore the files, or use a checkpoint "
+            "from before training diverged"
+        )
+
+
+def _is_finite(weights: torch.Tensor) -> bool:
+    # One pass and no copy: NaN and infinity both show in the extremes.
+    return weights.numel() == 0 or bool(torch.stack(weights.aminmax()).isfinite().all())
+
+
+def _named(names: Collection[str]) -> str:
+    listed = sorted(names)
+    rest = f" and {len(listed) - MOST_NAMED} more" if len(listed) > MOST_NAMED else ""
+    return ", ".join(listed[:MOST_NAMED]) + rest

@@ -1,0 +1,34 @@
+"""Which Ray an address leads to."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("ray")
+
+from lucidrl.distributed.workers import ray_cluster
+from lucidrl.distributed.workers.ray_cluster import connected
+from lucidrl.distributed.workers.ray_folder import is_own_folder
+from lucidrl.errors import ConfigError
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:6379", "localhost:6379"])
+def test_a_loopback_address_is_that_of_the_node_as_for_ray(address, monkeypatch):
+    monkeypatch.setattr("ray._private.services.get_node_ip_address", lambda: "10.1.2.3")
+    assert ("10.1.2.3", 6379) in ray_cluster._places(address)
+    assert not ray_cluster._places(address) & ray_cluster._places("10.1.2.3:6380")
+
+
+def test_a_name_that_leads_nowhere_is_at_no_place():
+    assert ray_cluster._places("no-such-host.invalid:6379") == set()
+
+
+def test_what_is_automatic_is_decided_by_the_variable_and_tried_at_once(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=127.0.0.1:1 leads to no Ray"), connected("auto"):
+        pass
+
+
+def test_folders_of_runs_are_told_from_those_of_other_rays():
+    assert is_own_folder("/tmp/lucid-ray-abc")
+    assert not is_own_folder("/tmp/ray")

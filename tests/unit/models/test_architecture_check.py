@@ -1,0 +1,211 @@
+"""Which architectures are accepted: those that compute here what their own code computes, whatever their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    DogeConfig,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    JambaConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OlmoConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+    RwkvConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    T5Config,
+)
+
+from lucidrl.errors import ConfigError
+from lucidrl.models import architecture_check, attention
+from lucidrl.models.architecture_check import check_against_own_forward
+from lucidrl.models.loading import load_model, model_facts
+
+TINY = {
+    "vocab_size": 102,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    **TINY,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+}
+"""Values narrower than keys."""
+SUPPORTED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": partial(LlamaConfig, **TINY),
+    "qwen2": partial(Qwen2Config, **TINY),
+    "qwen3": partial(Qwen3Config, **TINY, head_dim=8),
+    "qwen3_moe": partial(Qwen3MoeConfig, **TINY, **EXPERTS, head_dim=8),
+    "gemma2": partial(Gemma2Config, **TINY, head_dim=8, sliding_window=5),
+    "gemma3": partial(Gemma3TextConfig, **TINY, head_dim=8, sliding_window=5),
+    "mistral": partial(MistralConfig, **TINY, head_dim=8, sliding_window=5),
+    "mixtral": partial(MixtralConfig, **TINY, num_local_experts=4),
+    "gpt2": partial(GPT2Config, vocab_size=102, n_embd=32, n_layer=2, n_head=4, n_positions=128),
+    "smollm3": partial(SmolLM3Config, **TINY),
+    "phi3": partial(Phi3Config, **TINY),
+    "olmo": partial(OlmoConfig, **TINY),
+    "olmo2": partial(Olmo2Config, **TINY),
+    "deepseek_v3": partial(DeepseekV3Config, **DEEPSEEK),
+}
+REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "biased_by_distance": (
+        partial(BloomConfig, vocab_size=102, hidden_size=32, n_layer=2, n_head=4),
+        "computes other logits than our .* path, by .* of their spread",
+    ),
+    "linear_attention": (
+        partial(Qwen3NextConfig, **TINY, **EXPERTS, head_dim=8, shared_expert_intermediate_size=16),
+        "layers of the kind linear_attention",
+    ),
+    "attention_and_state_space": (
+        partial(JambaConfig, **TINY, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
+        "layers of the kind linear_attention",
+    ),
+    "chunked_attention": (
+        partial(Llama4TextConfig, **TINY, intermediate_size_mlp=48, num_local_experts=2, head_dim=8),
+        "layers of the kind chunked_attention",
+    ),
+    "state_space": (
+        partial(MambaConfig, vocab_size=102, hidden_size=32, num_hidden_layers=2),
+        "layers of the kind linear_attention",
+    ),
+    "recurrent": (partial(RwkvConfig, vocab_size=102, hidden_size=32, num_hidden_layers=2), "carries a state"),
+    "attention_sinks": (
+        partial(GptOssConfig, **TINY, head_dim=8, num_local_experts=2, num_experts_per_tok=1),
+        "computes other logits",
+    ),
+    "two_attentions": (partial(DiffLlamaConfig, **TINY), "computes other logits than our decoding path"),
+    "own_mask": (partial(DogeConfig, **TINY), "makes an attention mask of its own"),
+    "own_table": (
+        partial(FalconConfig, vocab_size=102, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+        "model_type='falcon' is not supported: its code has a fixed list of attention functions",
+    ),
+    "arguments_not_passed_on": (
+        partial(StableLmConfig, **TINY),
+        "does not pass the arguments of its forward on to the attention function",
+    ),
+}
+
+
+def tiny(config: PreTrainedConfig, scale: float) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).eval()
+    for parameter in model.parameters():
+        parameter.data *= scale
+    return model
+
+
+@pytest.mark.parametrize("scale", [0.3, 1, 3])
+@pytest.mark.parametrize("config", SUPPORTED.values(), ids=SUPPORTED)
+def test_a_causal_transformer_is_accepted_at_any_size_of_its_weights(config, scale):
+    check_against_own_forward(tiny(config(), scale))
+
+
+@pytest.mark.parametrize("scale", [0.3, 1, 3])
+@pytest.mark.parametrize(
+    ("config", "reason"), [case for name, case in REFUSED.items() if name != "own_table"], ids=lambda case: ""
+)
+def test_an_architecture_that_mixes_tokens_in_another_way_is_refused_at_any_size_of_its_weights(config, reason, scale):
+    with pytest.raises(ConfigError, match=f"is not supported: .*{reason}.*; use a model with causal attention"):
+        check_against_own_forward(tiny(config(), scale))
+
+
+def test_packed_rows_and_decoding_notice_what_is_mixed_besides_attention(monkeypatch):
+    monkeypatch.setattr(architecture_check, "check_architecture", lambda model: None)
+    for name in ("linear_attention", "state_space"):
+        for scale in (1, 3):
+            with pytest.raises(ConfigError, match=r"computes other logits than our (packed|decoding) path"):
+                check_against_own_forward(tiny(REFUSED[name][0](), scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_changes_neither_verdict_nor_weights(dtype):
+    model = tiny(SUPPORTED["qwen3"](), 3).to(dtype)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    check_against_own_forward(model)
+    assert all(
+        tensor.dtype == dtype and torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()
+    )
+    with pytest.raises(ConfigError, match="computes other logits"):
+        check_against_own_forward(tiny(REFUSED["biased_by_distance"][0](), 0.3).to(dtype))
+
+
+@pytest.mark.parametrize("name", ["own_table", "chunked_attention", "linear_attention"])
+def test_what_the_config_says_already_is_refused_without_weights(name, tmp_path):
+    config, reason = REFUSED[name]
+    config().save_pretrained(tmp_path)
+    for load in (model_facts, lambda folder: load_model(folder, torch.float32)):
+        with pytest.raises(ConfigError, match=reason):
+            load(str(tmp_path))
+
+
+def test_an_encoder_decoder_is_no_causal_language_model(tmp_path):
+    T5Config(d_model=32, num_layers=2, num_heads=4).save_pretrained(tmp_path)
+    for load in (model_facts, lambda folder: load_model(folder, torch.float32)):
+        with pytest.raises(ConfigError, match=r"model_type='t5' is no causal language model; use a decoder-only model"):
+            load(str(tmp_path))
+
+
+class LogitsOfItsOwn(LlamaForCausalLM):
+    """Changes its logits in a way that no field of its config tells."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 1.5
+        return output
+
+
+def test_unknown_logit_scaling_is_refused(tiny_model):
+    folder = tiny_model("llama")
+    check_against_own_forward(LlamaForCausalLM.from_pretrained(folder, attn_implementation="lucidrl"))
+    model = LogitsOfItsOwn.from_pretrained(folder, attn_implementation="lucidrl")
+    with pytest.raises(ConfigError, match=r"LogitsOfItsOwn is not supported: it computes other logits .* by 0\.3\d of"):
+        check_against_own_forward(model)
+    assert model.config._attn_implementation == "lucidrl"
+
+
+def test_cached_elements_are_counted_where_values_are_narrower_than_keys(save_model):
+    facts = model_facts(save_model(SUPPORTED["deepseek_v3"]()))
+    assert facts.kv_elements_per_token == 2 * 4 * (8 + 4 + 6)
