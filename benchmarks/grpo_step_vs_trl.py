@@ -84,7 +84,7 @@ class LucidSide:
         policy = Policy(config, tokenizer)
         collector = TextCollector(
             policy,
-            EnvRunner(DigitEnv(), deadline_s=60, max_concurrency=8, on_error="fail"),
+            EnvRunner(DigitEnv(), timeout_s=60, max_concurrency=8, on_error="fail"),
             tokenizer,
             prompts,
             TextCollectorConfig(prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES),

@@ -125,7 +125,7 @@ def demo_step(threads: int) -> Callable[[], None]:
     tokenizer = policy_tokenizer(config.policy)
     policy = Policy(config.policy, tokenizer, init_reference_model=False, seed=config.seed)
     env = make_env(config.env.name, config.env.kwargs)
-    runner = EnvRunner(env, config.env.deadline_s, config.env.max_concurrency, config.env.on_error)
+    runner = EnvRunner(env, config.env.timeout_s, config.env.max_concurrency, config.env.on_error)
     prompts, _ = split_prompts(env.prompts(), config.env)
     length = model_facts(config.policy.model_name).context_length
     collector = TextCollector(

@@ -242,7 +242,7 @@ def measured(
 ) -> Outcome:
     """Of one run, which is resumed if it is to end and has not."""
     memory = shared_memory()
-    deadline = (f"cluster.call_timeout_s={DEADLINE_S}", f"env.deadline_s={DEADLINE_S}") if row.hangs else ()
+    deadline = (f"cluster.call_timeout_s={DEADLINE_S}", f"env.timeout_s={DEADLINE_S}") if row.hangs else ()
     call = 1 if row.phase == "start" else STRUCK_STEP
     told = [*settings, *deadline]
     struck = striking.run_struck(folder, told, row.phase, call, row.blow, spared_pid=machine.head_pid)

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     env = SortDigits()
     collector = TextCollector(
         policy,
-        EnvRunner(env, deadline_s=10, max_concurrency=8, on_error="fail"),
+        EnvRunner(env, timeout_s=10, max_concurrency=8, on_error="fail"),
         tokenizer,
         env.prompts(),
         TextCollectorConfig(prompts_per_step=16, samples_per_prompt=8),

@@ -55,10 +55,10 @@ class GRPO:
         Raises:
             RefitError: if other weights made the samples than those that are to learn from them.
         """
-        if rollouts.weight_version != self.policy.weight_version:
+        if rollouts.policy_version != self.policy.policy_version:
             raise RefitError(
-                f"samples made by weights of version {rollouts.weight_version} meet a policy of version "
-                f"{self.policy.weight_version}; update the collector's weights after every step"
+                f"samples made by weights of version {rollouts.policy_version} meet a policy of version "
+                f"{self.policy.policy_version}; update the collector's weights after every step"
             )
         batch = self._with_advantages(rollouts)
         needs = {
@@ -95,8 +95,8 @@ class GRPO:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "skipped_optimizer_steps": float(result.num_skipped_steps),
-            "weight_version": float(rollouts.weight_version),
-            "weight_age": float(step - 1 - rollouts.weight_version),
+            "policy_version": float(rollouts.policy_version),
+            "staleness": float(step - 1 - rollouts.policy_version),
         }
         self.loop.record(step, metrics, tokens=metrics["sampled_tokens"])
         logger = self.loop.logger

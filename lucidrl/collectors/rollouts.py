@@ -52,7 +52,7 @@ class Rollouts:
     conversations: list[Conversation]
     group_ids: torch.Tensor
     """[B] int64, equal for the samples that are compared with each other."""
-    weight_version: int
+    policy_version: int
     """Version of the weights that sampled all of them."""
     metrics: dict[str, float]
 
@@ -88,7 +88,7 @@ class Rollouts:
                 for conversation in self.conversations
             ],
             "reward": self.rewards.tolist(),
-            "weight_version": [self.weight_version] * len(self.conversations),
+            "policy_version": [self.policy_version] * len(self.conversations),
             "truncated": self.is_truncated.tolist(),
             "dropped": (~self.is_valid).tolist(),
         }

@@ -104,7 +104,7 @@ class TextCollector:
         if all(conversation.is_dropped for group in groups for conversation in group):
             raise EnvironmentFailure(
                 f"the environment could judge none of the step's {wanted * self._config.samples_per_prompt} samples "
-                f"(dropped so far: {dict(self.runner.counts)}); fix it, or raise env.deadline_s if it is slow"
+                f"(dropped so far: {dict(self.runner.counts)}); fix it, or raise env.timeout_s if it is slow"
             )
         return self._rollouts(groups, extra)
 
@@ -239,7 +239,7 @@ class TextCollector:
         texts = self._tokenizer.batch_decode(answers, skip_special_tokens=True)
         for row, conversation in enumerate(conversations):
             logprobs = output["logprobs"][row, starts[row] : ends[row]]
-            version = int(output["weight_versions"][row])
+            version = int(output["policy_versions"][row])
             conversation.log.append(sampled_message(texts[row], answers[row], logprobs, version))
             conversation.is_truncated |= bool(output["truncated"][row])
             conversation.turns = turn
@@ -294,9 +294,9 @@ class TextCollector:
 
     def _version_of(self, conversations: Sequence[Conversation]) -> int:
         """The one version that made all answers: samples of different policies must not be taken for those of one."""
-        expected = self._generator.weight_version
+        expected = self._generator.policy_version
         messages = [message for conversation in conversations for message in conversation.log]
-        versions = {message["weight_version"] for message in messages if "weight_version" in message}
+        versions = {message["policy_version"] for message in messages if "policy_version" in message}
         if others := sorted(versions - {expected}):
             raise RefitError(
                 f"answers were made by weights of version {others[0]}, but the collector asked for version {expected}; "

@@ -18,6 +18,6 @@ LLMMessageLogType = list[dict[str, Any]]
 Every message has `role`, `content` and `token_ids` (1-d int64). Messages rendered together, a prompt or an
 environment's reply, keep their ids on the last of them and empty tensors on the others: a chat template does not say
 which message a token belongs to. Sampled assistant messages also have `generation_logprobs` (1-d float32), one for
-each token, and the `weight_version` of the policy that sampled them. The concatenated `token_ids` are exactly what the
+each token, and the `policy_version` of the policy that sampled them. The concatenated `token_ids` are exactly what the
 model saw and sampled.
 """

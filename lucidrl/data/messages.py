@@ -78,7 +78,7 @@ def with_tokens(messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int])
 
 
 def sampled_message(
-    content: str, token_ids: torch.Tensor, generation_logprobs: torch.Tensor, weight_version: int
+    content: str, token_ids: torch.Tensor, generation_logprobs: torch.Tensor, policy_version: int
 ) -> dict[str, Any]:
     """The log entry of an answer, with the log-probabilities its tokens were sampled at, and by which weights."""
     return {
@@ -86,7 +86,7 @@ def sampled_message(
         "content": content,
         "token_ids": token_ids,
         "generation_logprobs": generation_logprobs,
-        "weight_version": weight_version,
+        "policy_version": policy_version,
     }
 
 

@@ -177,7 +177,7 @@ class _TextParts:
         env = self._config.env
         generator = self._generator()  # first, as `check_placement` reserves: environment workers take any room
         host = self._inputs.environment(self._folder / LOGS_NAME / "env")
-        runner = EnvRunner(host, env.deadline_s, env.max_concurrency, env.on_error, self.policy.check)
+        runner = EnvRunner(host, env.timeout_s, env.max_concurrency, env.on_error, self.policy.check)
         self._stack.callback(runner.close)
         runner.state_dict()  # one that cannot be saved is refused now, and not at the first checkpoint
         collector = TextCollector(

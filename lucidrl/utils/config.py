@@ -6,23 +6,39 @@ command line and turns every complaint of pydantic into one `ConfigError` with v
 
 from __future__ import annotations
 
+import logging
 import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from lucidrl.errors import ConfigError
 from lucidrl.utils.suggestions import unknown_key
+
+_log = logging.getLogger(__name__)
 
 
 class Config(BaseModel):
     """Base of all configuration: immutable, and unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Old names of fields and their current names. An old name still works, with a warning; the current one wins."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_old_names(cls, content: Any) -> Any:
+        if not isinstance(content, Mapping):
+            return content
+        kept = {key: value for key, value in content.items() if key not in cls.renamed}
+        for old in content.keys() - kept.keys():
+            _log.warning("the setting %s is now called %s; rename it", old, cls.renamed[old])
+            kept.setdefault(cls.renamed[old], content[old])
+        return kept
 
 
 C = TypeVar("C", bound=Config)

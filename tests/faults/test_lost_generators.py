@@ -124,7 +124,7 @@ def test_what_a_killed_generator_was_busy_with_is_answered_all_the_same(generato
     assert are_equal(generator.generate(rows()), undisturbed)
     assert generator.num_replaced == restarts + 1
     assert checksums(generator) == weights
-    assert set(undisturbed["weight_versions"].tolist()) == {1}
+    assert set(undisturbed["policy_versions"].tolist()) == {1}
     assert "generator 1 of 2 was ended by SIGKILL, perhaps for lack of memory, in generate" in caplog.text
     assert "all generators were ended" not in caplog.text
 
@@ -137,7 +137,7 @@ def test_a_generator_killed_while_it_takes_weights_gets_them_again(generator, po
     generator.update_weights(2)
     assert generator.num_replaced == restarts + 1
     assert checksums(generator) == [policy.group._worker.export.checksum()] * 2
-    assert set(generator.generate(rows())["weight_versions"].tolist()) == {2}
+    assert set(generator.generate(rows())["policy_versions"].tolist()) == {2}
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_weights_that_the_policy_has_no_more_are_not_made_up(generator, policy, 
         with pytest.raises(RefitError, match="generator 0 lacks version 2 of the weights, which is gone: the pol"):
             generator.generate(rows())
     generator.update_weights(3)
-    assert set(generator.generate(rows())["weight_versions"].tolist()) == {3}
+    assert set(generator.generate(rows())["policy_versions"].tolist()) == {3}
 
 
 @pytest.mark.slow

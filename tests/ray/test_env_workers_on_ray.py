@@ -29,7 +29,7 @@ JUDGE = "tests.unit.envs.judges:Judge"
 @pytest.fixture(scope="module")
 def host(cluster, tmp_path_factory):
     """Two workers, on two nodes; tests may harm them."""
-    config = EnvConfig(name=JUDGE, num_workers=2, deadline_s=1.0)
+    config = EnvConfig(name=JUDGE, num_workers=2, timeout_s=1.0)
     host = WorkersHost(config, RAY, log_dir=tmp_path_factory.mktemp("logs"))
     yield host
     pids = pids_of(host)
@@ -37,8 +37,8 @@ def host(cluster, tmp_path_factory):
     wait_until_gone(pids, timeout_s=10)
 
 
-def asking(host, on_error="fail", deadline_s=1.0) -> EnvRunner:
-    return EnvRunner(host, deadline_s, 4, on_error)
+def asking(host, on_error="fail", timeout_s=1.0) -> EnvRunner:
+    return EnvRunner(host, timeout_s, 4, on_error)
 
 
 def pids_of(host: WorkersHost) -> list[int]:
@@ -74,7 +74,7 @@ def test_calls_of_a_lost_node_are_scored_on_another(host, cluster):
     head = cluster.head_node.all_processes["raylet"][0].process.pid
     lost = next(raylet for pid in pids_of(host) if (raylet := raylet_of(pid)) != head)
     threading.Timer(0.5, os.kill, (lost, signal.SIGKILL)).start()
-    assert rewards(asking(host, deadline_s=30).step(requests(*["wait 1"] * 4))) == [6] * 4
+    assert rewards(asking(host, timeout_s=30).step(requests(*["wait 1"] * 4))) == [6] * 4
 
 
 def test_workers_for_which_there_is_no_room_beside_the_rank_are_refused(host, cluster, monkeypatch):

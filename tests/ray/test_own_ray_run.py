@@ -58,26 +58,40 @@ def seen(tmp_path_factory) -> Iterator[Seen]:
         for name, value in zip(SECRET_NAMES, values, strict=True):
             patched.setenv(name, value)
         patched.setattr(LocalMonitorLogger, "start", lambda self: pytest.fail("Ray's nodes are not monitored"))
+        others = set(psutil.Process().children(recursive=True))  # such as the cluster of other tests
+        before = listening_at(psutil.Process())
         with ray_cluster.connected(None):
-            with listened_to(listening), driver_log(folder):
+            with listened_to(listening, others, before), driver_log(folder):
                 run_grpo(load_config(GRPORunConfig, SMALL, overrides=SETTINGS), folder, Unwatched())
             session = ray_cluster._connection.own_folder.path
             yield Seen(folder, session, [value.encode() for value in values], listening, tables_of_ray())
 
 
+def listening_at(process: psutil.Process) -> set[tuple[str, int]]:
+    return {tuple(one.laddr) for one in process.net_connections() if one.status == psutil.CONN_LISTEN}
+
+
 @contextmanager
-def listened_to(found: set[tuple[str, bool]]) -> Iterator[None]:
-    """Look meanwhile where this process and those below it listen."""
+def listened_to(
+    found: set[tuple[str, bool]], others: set[psutil.Process], before: set[tuple[str, int]]
+) -> Iterator[None]:
+    """Record where this process and those below it listen.
+
+    Args:
+        others: processes that were there before; they are left out, and so are those that they start.
+        before: addresses at which this process listened before.
+    """
     done = threading.Event()
 
     def look() -> None:
         nonlocal found
         while not done.wait(0.3):
             for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-                with suppress(psutil.Error):  # ended meanwhile
+                with suppress(psutil.Error):  # exited
+                    if process in others or others.intersection(process.parents()):
+                        continue
                     is_rank = "spawn_main" in " ".join(process.cmdline())
-                    sockets = process.net_connections()
-                    found |= {(one.laddr.ip, is_rank) for one in sockets if one.status == psutil.CONN_LISTEN}
+                    found |= {(ip, is_rank) for ip, _ in listening_at(process) - before}
 
     thread = threading.Thread(target=look)
     thread.start()

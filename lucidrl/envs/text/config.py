@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -17,6 +17,8 @@ Isolation = Literal["auto", "process", "none"]
 class EnvConfig(Config):
     """Which environment scores completions, and on which prompts."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"deadline_s": "timeout_s"}
+
     name: str = "arithmetic"
     """A built-in environment, or `module:Class` of your own."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -25,7 +27,7 @@ class EnvConfig(Config):
     """JSONL file of prompts; needed when the environment brings none, and used instead of its own otherwise."""
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of the prompts held out from training, chosen by a stable hash."""
-    deadline_s: float = Field(default=60.0, gt=0, le=86_400)
+    timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     """Timeout of one call of the environment. A call that blocks its worker past it is ended with the worker."""
     max_concurrency: PositiveInt = 8
     """Most calls of the environment at a time; a batch is spread evenly over them."""

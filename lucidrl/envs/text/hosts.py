@@ -48,13 +48,13 @@ class EnvHost(ABC):
 
     @abstractmethod
     def score(
-        self, calls: Mapping[int, Calls], deadline_s: float, grace_s: float, watch: Callable[[], None]
+        self, calls: Mapping[int, Calls], timeout_s: float, grace_s: float, watch: Callable[[], None]
     ) -> dict[int, list[list[Outcome]] | LostWorkerError]:
         """Let workers score their calls, all at the same time.
 
         Args:
             calls: by number of the worker.
-            deadline_s: timeout of a call; one that awaits is cancelled then.
+            timeout_s: timeout of a call; one that awaits is cancelled then.
             grace_s: how much longer a worker may take to answer; one that does not is lost.
             watch: see `wait_watching`.
 
@@ -117,7 +117,7 @@ class WorkersHost(EnvHost):
             start_method="forkserver",
             imports_main=config.name.startswith("__main__:"),
             preload=[__name__, "lucidrl.utils.random_state"],
-            call_setting="env.deadline_s",
+            call_setting="env.timeout_s",
         )
         try:
             self._pool = WorkerPool(
@@ -154,10 +154,10 @@ class WorkersHost(EnvHost):
             raise ConfigError(f"{self.name}.prompts {what}; fix it, or set env.prompts_file") from error
 
     def score(
-        self, calls: Mapping[int, Calls], deadline_s: float, grace_s: float, watch: Callable[[], None]
+        self, calls: Mapping[int, Calls], timeout_s: float, grace_s: float, watch: Callable[[], None]
     ) -> dict[int, list[list[Outcome]] | LostWorkerError]:
         futures = {
-            number: self._pool.submit(number, "score", of_worker, deadline_s, timeout_s=deadline_s + grace_s)
+            number: self._pool.submit(number, "score", of_worker, timeout_s, timeout_s=timeout_s + grace_s)
             for number, of_worker in calls.items()
         }
         try:
@@ -219,13 +219,13 @@ class DriverHost(EnvHost):
         return self._worker.prompts()
 
     def score(
-        self, calls: Mapping[int, Calls], deadline_s: float, grace_s: float, watch: Callable[[], None]
+        self, calls: Mapping[int, Calls], timeout_s: float, grace_s: float, watch: Callable[[], None]
     ) -> dict[int, list[list[Outcome]] | LostWorkerError]:
         (of_worker,) = calls.values()
-        future = self._thread.submit(lambda: self._worker.score(of_worker, deadline_s))
-        if wait_watching([future], watch, timeout_s=deadline_s + grace_s):
+        future = self._thread.submit(lambda: self._worker.score(of_worker, timeout_s))
+        if wait_watching([future], watch, timeout_s=timeout_s + grace_s):
             self._is_blocked = True
-            loss = LostWorkerError(f"its thread in the driver is still busy after {deadline_s + grace_s:g} s")
+            loss = LostWorkerError(f"its thread in the driver is still busy after {timeout_s + grace_s:g} s")
             loss.timed_out = True
             return {0: loss}
         return {0: future.result().outcomes}

@@ -64,7 +64,7 @@ class EnvRunner:
     Args:
         env: scores completions; an environment itself runs in this process, see `start_host` for others. The runner
             ends it.
-        deadline_s: timeout of a call.
+        timeout_s: timeout of a call.
         watch: see `wait_watching`; called while the environment is waited for.
 
     Attributes:
@@ -74,14 +74,14 @@ class EnvRunner:
     def __init__(
         self,
         env: TextEnv | EnvHost,
-        deadline_s: float,
+        timeout_s: float,
         max_concurrency: int,
         on_error: OnError,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         self.counts: Counter[Cause] = Counter()
         self._host = env if isinstance(env, EnvHost) else DriverHost(env)
-        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
         self._max_concurrency = max_concurrency
         self._on_error = on_error
         self._watch = watch
@@ -173,7 +173,7 @@ class EnvRunner:
         messages = {
             number: [[requests[row] for row in call] for call in share] for number, share in shares.items() if share
         }
-        answers = self._host.score(messages, self._deadline_s, _GRACE_S, self._watch)
+        answers = self._host.score(messages, self._timeout_s, _GRACE_S, self._watch)
         lost = []
         for number, answer in answers.items():
             if isinstance(answer, LostWorkerError):
@@ -214,7 +214,7 @@ class EnvRunner:
 
     def _failed(self, loss: _Lost) -> _Failed:
         if loss.error.timed_out:
-            what = f"exceeded its timeout of {self._deadline_s:g} s and blocked its worker"
+            what = f"exceeded its timeout of {self._timeout_s:g} s and blocked its worker"
             return _Failed(Failure("deadline", what), loss.rows, loss.error)
         return _Failed(Failure("exited", "ended its worker"), loss.rows, loss.error)
 

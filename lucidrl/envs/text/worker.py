@@ -111,7 +111,7 @@ class EnvWorker:
                 raise ConfigError(f"{self._name}.prompts returned a {type(prompt).__name__}; return a list of Prompt")
         return prompts
 
-    def score(self, calls: Sequence[Sequence[EnvRequest]], deadline_s: float) -> Scored:
+    def score(self, calls: Sequence[Sequence[EnvRequest]], timeout_s: float) -> Scored:
         """Make all calls concurrently, each with a timeout.
 
         A call that awaits is cancelled at its timeout. One that blocks keeps this method from returning: whoever calls
@@ -120,7 +120,7 @@ class EnvWorker:
         Raises:
             EnvironmentFailure: if the environment raises it: it cannot go on as a whole.
         """
-        outcomes = self._loop.run(self._score(calls, deadline_s))
+        outcomes = self._loop.run(self._score(calls, timeout_s))
         if not self._is_isolated:
             return Scored(outcomes, None)
         return Scored([_sendable(of_call) for of_call in outcomes], self.state())
@@ -170,11 +170,11 @@ class EnvWorker:
         """Cancel what runs and close the event loop."""
         self._loop.close()
 
-    async def _score(self, calls: Sequence[Sequence[EnvRequest]], deadline_s: float) -> list[list[Outcome]]:
-        return await asyncio.gather(*(self._call(call, deadline_s) for call in calls))
+    async def _score(self, calls: Sequence[Sequence[EnvRequest]], timeout_s: float) -> list[list[Outcome]]:
+        return await asyncio.gather(*(self._call(call, timeout_s) for call in calls))
 
-    async def _call(self, call: Sequence[EnvRequest], deadline_s: float) -> list[Outcome]:
-        timeout = asyncio.timeout(deadline_s)
+    async def _call(self, call: Sequence[EnvRequest], timeout_s: float) -> list[Outcome]:
+        timeout = asyncio.timeout(timeout_s)
         try:
             async with timeout:
                 replies = await self._env.step(call)
@@ -183,7 +183,7 @@ class EnvWorker:
         except BaseException as error:  # SystemExit or KeyboardInterrupt of a step would end the loop
             raised = describe_error(error)
             if timeout.expired():
-                failure = Failure("deadline", f"exceeded its timeout of {deadline_s:g} s", is_of_call=True)
+                failure = Failure("deadline", f"exceeded its timeout of {timeout_s:g} s", is_of_call=True)
             else:
                 failure = Failure("raised", f"raised {raised.summary}", raised.trace, is_of_call=True)
                 if self._is_isolated:

@@ -35,7 +35,7 @@ class BuiltinGenerator:
     """Completes prompts with a `LogprobModel` that it shares with whoever trains it.
 
     Args:
-        model: its weights are read at each call; the owner says by `weight_version` which ones they are.
+        model: its weights are read at each call; the owner says by `policy_version` which ones they are.
         seed: of the draws of rows that bring no `draw_keys` of their own.
         whole_weights: entered around each call; inside, the model has all its weights.
     """
@@ -54,7 +54,7 @@ class BuiltinGenerator:
         self.model = model
         self.tokenizer = tokenizer
         self.config = config
-        self.weight_version = 0
+        self.policy_version = 0
         self._seed, self._whole_weights = seed, whole_weights
         self.calls = 0
         """How often it was asked; draws of rows without keys of their own depend on it."""
@@ -63,7 +63,7 @@ class BuiltinGenerator:
 
     def update_weights(self, version: int) -> None:
         """The weights are the owner's own; there is only their version to be told."""
-        self.weight_version = version
+        self.policy_version = version
 
     @torch.no_grad()
     def generate(
@@ -80,7 +80,7 @@ class BuiltinGenerator:
             stops = StopStrings(self.tokenizer, self.config.stop_strings, own_stops)
             for rows in prompts.batches(self.config.max_concurrent_rows):
                 self._decode(prompts, rows, keys_B, answers, stops, greedy)
-            return answers.joined_to(prompts, int(self.tokenizer.pad_token_id), self.weight_version)
+            return answers.joined_to(prompts, int(self.tokenizer.pad_token_id), self.policy_version)
 
     @torch.inference_mode()  # cheaper than no_grad; what it returns was made outside, and may meet autograd later
     def _decode(
@@ -221,7 +221,7 @@ class _Answers:
         self.logprobs[rows, position] = logprobs.to(torch.float32)
         self.lengths[rows] = position + 1
 
-    def joined_to(self, prompts: _Prompts, pad_id: int, weight_version: int) -> BatchedDataDict[GenerationOutputSpec]:
+    def joined_to(self, prompts: _Prompts, pad_id: int, policy_version: int) -> BatchedDataDict[GenerationOutputSpec]:
         prompt_lengths = prompts.lengths[prompts.prompt_of_row_B]
         total = prompt_lengths + self.lengths
         rows, width = len(total), int(total.max()) if len(total) else 0
@@ -242,6 +242,6 @@ class _Answers:
                 "unpadded_sequence_lengths": total,
                 "logprobs": logprobs,
                 "truncated": self.truncated,
-                "weight_versions": torch.full_like(self.lengths, weight_version),
+                "policy_versions": torch.full_like(self.lengths, policy_version),
             }
         )

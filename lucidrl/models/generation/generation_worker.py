@@ -108,7 +108,7 @@ class GenerationWorker:
     def commit_refit(self, version: int) -> None:
         """Generate with the new weights from now on."""
         self.receiver.commit(version)
-        self._generator.weight_version = version
+        self._generator.policy_version = version
 
     def checksum(self) -> str:
         """SHA-256 of the weights in use."""

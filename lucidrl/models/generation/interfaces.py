@@ -36,14 +36,14 @@ class GenerationOutputSpec(TypedDict):
     """[B, T'] float32, 0 on the prompt and on padding; of the full distribution at the configured temperature."""
     truncated: torch.Tensor
     """[B] bool, True where the answer was cut at the token limit."""
-    weight_versions: torch.Tensor
+    policy_versions: torch.Tensor
     """[B] int64, the version of the weights that made the completion."""
 
 
 class GenerationInterface(Protocol):
     """An engine that completes prompts with one version of the policy's weights."""
 
-    weight_version: int
+    policy_version: int
     """The version of the weights that the next call is to use."""
 
     @property

@@ -54,7 +54,7 @@ class SeparateGenerator:
         log_dir: Path | None = None,
         seed: int = 0,
     ):
-        self.weight_version = 0
+        self.policy_version = 0
         self._source, self._seed = policy, seed
         self._num_calls = 0
         self._max_rows = config.generation.max_concurrent_rows
@@ -155,7 +155,7 @@ class SeparateGenerator:
             self._replace_lost()
             self._bring(version, self.pool.workers)
         self._source.update_weights(version)
-        self.weight_version = self._brought = version
+        self.policy_version = self._brought = version
 
     def start_gpu_profiling(self) -> None:
         """Let those generators record that are asked to; see `lucidrl.utils.nsys`."""
@@ -183,11 +183,11 @@ class SeparateGenerator:
             return
         if self._source.is_ahead:
             raise RefitError(
-                f"generator {lacking[0].number} lacks version {self.weight_version} of the weights, which is gone: the "
+                f"generator {lacking[0].number} lacks version {self.policy_version} of the weights, which is gone: the "
                 "policy was trained since; call update_weights before the next generate"
             )
         with span("refit"):
-            self._bring(self.weight_version, lacking)
+            self._bring(self.policy_version, lacking)
 
     def _bring(self, version: int, lacking: Sequence[PoolWorker]) -> None:
         """Bring the policy's weights to generators that lack them, restarting those that are lost meanwhile."""

@@ -67,7 +67,7 @@ class Policy:
         cluster = cluster or ClusterConfig()
         worker_class = worker_class_of(config)
         self.layout = worker_class.layout_of(config, cluster.num_workers)
-        self.weight_version = 0
+        self.policy_version = 0
         """Version of the weights, as whoever trains them counts."""
         self.is_ahead = False
         """Whether the weights have changed since they were given that version."""
@@ -129,7 +129,7 @@ class Policy:
         results = self.group.run_each("generator.generate", [(shard, greedy) for shard in self._shards(data, None)])
         parts = self._by_data_rank(results)
         output = parts[0] if len(parts) == 1 else BatchedDataDict.from_batches(parts, {"output_ids": self._pad_id})
-        output["weight_versions"] = torch.full_like(output["generation_lengths"], self.weight_version)
+        output["policy_versions"] = torch.full_like(output["generation_lengths"], self.policy_version)
         return output
 
     def check(self) -> None:
@@ -138,7 +138,7 @@ class Policy:
 
     def update_weights(self, version: int) -> None:
         """Samples are made by the weights that are trained, so this only notes their version."""
-        self.weight_version, self.is_ahead = version, False
+        self.policy_version, self.is_ahead = version, False
 
     def save(self, folder: Path) -> None:
         """Write weights, tokenizer and optimizer, if there is one, below a checkpoint's folder."""

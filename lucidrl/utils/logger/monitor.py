@@ -63,7 +63,7 @@ class Monitor(ABC):
         """Snapshots that were not handed over yet, oldest first."""
         self._collection_interval_s = intervals["collection_interval"]
         self._flush_interval_s = intervals["flush_interval"]
-        self._deadline_s = min(max(self._collection_interval_s, _SHORTEST_DEADLINE_S), _LONGEST_DEADLINE_S)
+        self._timeout_s = min(max(self._collection_interval_s, _SHORTEST_DEADLINE_S), _LONGEST_DEADLINE_S)
         self._metric_prefix = metric_prefix
         self._step_metric = step_metric
         self._parent_logger = parent_logger
@@ -79,7 +79,7 @@ class Monitor(ABC):
 
     @abstractmethod
     def _collect(self, metrics: bool = False, sku: bool = False) -> dict[str, Any]:
-        """What there is to see now: the metrics, the models of the GPUs, or both; within `_deadline_s`."""
+        """What there is to see now: the metrics, the models of the GPUs, or both; within `_timeout_s`."""
 
     def _check(self) -> None:  # noqa: B027 - optional by design
         """Refuse to start where nothing could be seen."""
@@ -105,7 +105,7 @@ class Monitor(ABC):
             self._stopping.set()
         # It is the monitor's own thread if that held the last reference to the parent.
         if thread is not None and thread is not threading.current_thread():
-            thread.join(self._deadline_s)
+            thread.join(self._timeout_s)
         self.flush()
 
     def flush(self) -> None:

@@ -90,7 +90,7 @@ class RayGpuMonitorLogger(Monitor):
     ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self._timeout_s):
                 page = await _fetch_page(metric_address)
             for sample in _wanted_samples(page):
                 found |= parser_fn(sample, node_idx)
@@ -100,7 +100,7 @@ class RayGpuMonitorLogger(Monitor):
                 "node %d at %s gave no metrics within %g s: %r",
                 node_idx,
                 metric_address,
-                self._deadline_s,
+                self._timeout_s,
                 error,
             )
             return {}

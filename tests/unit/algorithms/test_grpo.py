@@ -19,7 +19,7 @@ def test_a_run_records_training_time_validation_and_samples(run):
     assert [record["step"] for record in records if "validation/accuracy" in record] == [0, 2, 4]
     for name in ("train/loss", "train/grad_norm", "train/tokens_per_s", "train/lr", "time/step_s", "time/generate_s"):
         assert all(record[name] > 0 or name == "train/loss" for record in trained), name
-    assert [record["train/weight_version"] for record in trained] == [0, 1, 2, 3]
+    assert [record["train/policy_version"] for record in trained] == [0, 1, 2, 3]
     dumped = sorted(path.name for path in (folder.path / "samples").iterdir())
     assert dumped == [*(f"step_{n}.jsonl" for n in (1, 2, 3, 4)), *(f"validation_{n}.jsonl" for n in (0, 2, 4))]
     rows = [orjson.loads(line) for line in (folder.path / "samples/step_1.jsonl").read_bytes().splitlines()]

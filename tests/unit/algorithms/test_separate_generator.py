@@ -26,8 +26,8 @@ def test_a_generator_of_its_own_changes_nothing_also_after_a_resume(run):
     assert last_step == 2
     separate, last_step = run("grpo", "separate", *SEPARATE, "grpo.max_steps=3", resume=True)
     assert last_step == 3
-    assert separate.train_metric("weight_version") == [0, 1, 2]
-    assert separate.train_metric("weight_age") == [0, 0, 0]
+    assert separate.train_metric("policy_version") == [0, 1, 2]
+    assert separate.train_metric("staleness") == [0, 0, 0]
     assert separate.lines() == alone.lines()
     assert digests(separate.path) == digests(alone.path)
 

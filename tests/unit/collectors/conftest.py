@@ -36,11 +36,11 @@ def make_collector(models):
     """Builds collectors and ends them; the generator is the collector's `generator` attribute here."""
     made = []
 
-    def make(env, prompts, *, model="embedded", seed=0, deadline_s=10.0, on_error="fail", context=512, **settings):
+    def make(env, prompts, *, model="embedded", seed=0, timeout_s=10.0, on_error="fail", context=512, **settings):
         settings = {"prompts_per_step": 2, "samples_per_prompt": 4, **settings}
         tokenizer = embedded_tokenizer()
         generator = RecordingGenerator(models[model], tokenizer, GenerationConfig(max_new_tokens=5))
-        runner = EnvRunner(env, deadline_s, max_concurrency=4, on_error=on_error)
+        runner = EnvRunner(env, timeout_s, max_concurrency=4, on_error=on_error)
         config = TextCollectorConfig(**settings)
         collector = TextCollector(generator, runner, tokenizer, prompts, config, context_length=context, seed=seed)
         made.append(collector)

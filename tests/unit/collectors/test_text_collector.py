@@ -144,7 +144,7 @@ async def _sleeps():
 
 @pytest.mark.parametrize("spoil", [_raises, _nan, _sleeps])
 def test_a_sample_that_cannot_be_judged_is_dropped_alone(make_collector, questions, spoil):
-    collector = make_collector(SampleNumberEnv(spoil), questions[:2], on_error="drop", deadline_s=0.2)
+    collector = make_collector(SampleNumberEnv(spoil), questions[:2], on_error="drop", timeout_s=0.2)
     rollouts = collector.collect()
     names = rollouts.to_batch(PAD)["idx"]
     dropped = names.index("11+3#1")
@@ -167,7 +167,7 @@ def test_a_sample_that_cannot_be_judged_is_dropped_alone(make_collector, questio
 
 @pytest.mark.parametrize("spoil", [_raises, _nan, _sleeps])
 def test_with_on_error_fail_the_sample_is_named(make_collector, questions, spoil):
-    collector = make_collector(SampleNumberEnv(spoil), questions[:1], deadline_s=0.2)
+    collector = make_collector(SampleNumberEnv(spoil), questions[:1], timeout_s=0.2)
     with pytest.raises(EnvironmentFailure, match=r"SampleNumberEnv.*11\+3#1"):
         collector.collect()
 
@@ -232,9 +232,9 @@ def test_iterating_collects_step_after_step(make_collector, arithmetic, question
 
 def test_rollouts_carry_the_version_of_the_weights_that_sampled_them(make_collector, arithmetic, questions):
     collector = make_collector(arithmetic, questions)
-    assert collector.collect().weight_version == 0
+    assert collector.collect().policy_version == 0
     collector.update_policy_weights_(version=7)
-    assert collector.collect().weight_version == 7
+    assert collector.collect().policy_version == 7
 
 
 def test_metrics_of_the_environment_stand_beside_the_collectors_own(make_collector, questions):

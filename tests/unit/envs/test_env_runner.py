@@ -85,8 +85,8 @@ class ScriptedEnv:
         return replies.get(answer, EnvReply(float(len(answer))))
 
 
-def make_runner(env, on_error="drop", deadline_s=0.2, max_concurrency=2):
-    return EnvRunner(env, deadline_s, max_concurrency, on_error)
+def make_runner(env, on_error="drop", timeout_s=0.2, max_concurrency=2):
+    return EnvRunner(env, timeout_s, max_concurrency, on_error)
 
 
 def rewards(replies):
@@ -282,7 +282,7 @@ def test_a_thread_that_never_returns_does_not_keep_the_process_from_exiting(tmp_
                 await asyncio.to_thread(time.sleep, 120)
 
         try:
-            with EnvRunner(Slow(), deadline_s=0.2, max_concurrency=1, on_error="fail") as runner:
+            with EnvRunner(Slow(), timeout_s=0.2, max_concurrency=1, on_error="fail") as runner:
                 runner.step([EnvRequest("s", [{"role": "assistant", "content": ""}], {}, 1)])
         except EnvironmentFailure:
             print("reported")
@@ -301,7 +301,7 @@ def test_what_is_watched_meanwhile_ends_the_wait_if_it_fails():
         raise WorkerError("a rank is gone")
 
     started = time.monotonic()
-    runner = EnvRunner(Slow(), deadline_s=60, max_concurrency=1, on_error="drop", watch=fail)
+    runner = EnvRunner(Slow(), timeout_s=60, max_concurrency=1, on_error="drop", watch=fail)
     with runner, pytest.raises(WorkerError, match="a rank is gone"):
         runner.step([EnvRequest("s", [{"role": "assistant", "content": ""}], {}, 1)])
     assert time.monotonic() - started < 45
@@ -314,7 +314,7 @@ def test_metrics_that_are_no_numbers_are_a_bad_reply():
 
     request = EnvRequest("s", [{"role": "assistant", "content": ""}], {}, 1)
     with (
-        EnvRunner(Wordy(), deadline_s=5, max_concurrency=1, on_error="fail") as runner,
+        EnvRunner(Wordy(), timeout_s=5, max_concurrency=1, on_error="fail") as runner,
         pytest.raises(EnvironmentFailure, match="metrics that are not numbers: kind"),
     ):
         runner.step([request])

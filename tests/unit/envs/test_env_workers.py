@@ -28,7 +28,7 @@ def short_grace(monkeypatch):
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
     """Two workers; tests may harm them."""
-    config = EnvConfig(name=JUDGE, num_workers=2, deadline_s=0.5)
+    config = EnvConfig(name=JUDGE, num_workers=2, timeout_s=0.5)
     host = WorkersHost(config, ClusterConfig(num_threads=1), log_dir=tmp_path_factory.mktemp("logs"))
     yield host
     host.shutdown()
@@ -76,7 +76,7 @@ def test_a_sample_that_blocks_the_interpreter_is_killed_and_named(host):
         asking(host).step(requests("a", "bb", "block", "dddd"))
     text = str(caught.value)
     assert "judges:Judge.step exceeded its timeout of 0.5 s and blocked its worker (sample s2, turn 1)" in text
-    assert "did not finish score within 1.5 s. If it needs longer, raise env.deadline_s" in text
+    assert "did not finish score within 1.5 s. If it needs longer, raise env.timeout_s" in text
     assert "judges.py" in text  # where it was
     assert "Last lines of environment worker" in text
     assert rewards(asking(host).step(requests("a", "bb"))) == [1, 2]
@@ -118,7 +118,7 @@ def test_too_many_losses_in_a_row_stop_the_run_and_name_the_samples(host, monkey
 
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory):
-    host = start_host(EnvConfig(name=COUNTING, deadline_s=0.5), log_dir=tmp_path_factory.mktemp("counting"), seed=7)
+    host = start_host(EnvConfig(name=COUNTING, timeout_s=0.5), log_dir=tmp_path_factory.mktemp("counting"), seed=7)
     yield host
     host.shutdown()
 

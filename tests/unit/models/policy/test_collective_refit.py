@@ -101,7 +101,7 @@ def test_generators_get_version_after_version_and_sample_from_it(tiny_model, mak
             assert checksums == [checksum_of(policy.group.run_all("return_state_dict")[0].items())] * 2
         rows = make_rows()
         assert generator.generate(rows, greedy=True)["output_ids"].equal(policy.generate(rows, True)["output_ids"])
-    assert generator.weight_version == 2
+    assert generator.policy_version == 2
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_a_sender_killed_in_the_middle_leaves_the_generator_its_version(tiny_mod
         assert "meanwhile in the generators: " in error.value.__notes__[0]
         assert [worker.run("checksum") for worker in generator.pool.workers] == checksum
         assert generator.generate(rows, greedy=True)["output_ids"].equal(answers["output_ids"])
-        assert generator.weight_version == 1
+        assert generator.policy_version == 1
 
 
 def test_a_broadcast_before_anyone_has_joined_is_refused(make_worker):

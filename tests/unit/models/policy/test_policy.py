@@ -64,7 +64,7 @@ def test_a_new_version_of_the_weights_is_known_without_a_call_of_the_workers(mon
         with monkeypatch.context() as patch:
             patch.setattr(policy, "group", None)
             policy.update_weights(7)
-        assert policy.generate(prompts)["weight_versions"].tolist() == [7, 7]
+        assert policy.generate(prompts)["policy_versions"].tolist() == [7, 7]
 
 
 @pytest.mark.slow

@@ -137,13 +137,13 @@ def refit(generator, policy):
 
     def run() -> None:
         policy.group.run_all("_add_noise_to_weights")
-        generator.update_weights(generator.weight_version + 1)
+        generator.update_weights(generator.policy_version + 1)
 
     return run
 
 
 def test_before_the_first_refit_a_generator_has_the_weights_that_the_policy_started_from(generator, worker):
-    assert generator.weight_version == 0
+    assert generator.policy_version == 0
     assert [worker.run("checksum") for worker in generator.pool.workers] == [worker.export.checksum()]
 
 
@@ -156,7 +156,7 @@ def test_greedy_answers_are_those_of_a_model_loaded_from_the_saved_weights(gener
     answers = generator.generate(prompts(), greedy=True)
     assert torch.equal(answers["output_ids"], expected["output_ids"])
     assert torch.equal(answers["logprobs"], expected["logprobs"])
-    assert answers["weight_versions"].tolist() == [generator.weight_version] * 4
+    assert answers["policy_versions"].tolist() == [generator.policy_version] * 4
 
 
 def test_weights_in_use_are_never_written_whatever_becomes_of_later_refits(make_worker):
@@ -181,7 +181,7 @@ def test_weights_in_use_are_never_written_whatever_becomes_of_later_refits(make_
 
 
 def test_a_changed_bucket_is_refused_and_the_version_before_goes_on(generator, worker, refit, monkeypatch):
-    before, version = [worker.run("checksum") for worker in generator.pool.workers], generator.weight_version
+    before, version = [worker.run("checksum") for worker in generator.pool.workers], generator.policy_version
     pack = worker.get_weights_ipc_handles
 
     def pack_and_change(keys):
@@ -195,7 +195,7 @@ def test_a_changed_bucket_is_refused_and_the_version_before_goes_on(generator, w
         refit()
     monkeypatch.undo()
     assert [worker.run("checksum") for worker in generator.pool.workers] == before
-    assert generator.generate(prompts())["weight_versions"].unique().tolist() == [version] == [generator.weight_version]
+    assert generator.generate(prompts())["policy_versions"].unique().tolist() == [version] == [generator.policy_version]
     refit()
     assert [worker.run("checksum") for worker in generator.pool.workers] == [worker.export.checksum()] != before
 
@@ -265,11 +265,11 @@ def test_a_policy_killed_between_buckets_leaves_the_version_before_whole(config)
         workers.run_all("die_after", 2)
         with pytest.raises(WorkerError, match=r"was ended by SIGKILL.*in get_weights_ipc_handles"):
             generator.update_weights(2)
-        assert generator.weight_version == 1
+        assert generator.policy_version == 1
         assert [worker.run("checksum") for worker in generator.pool.workers] == before
         again = generator.generate(prompts(), greedy=True)
         assert torch.equal(again["output_ids"], answers["output_ids"])
-        assert again["weight_versions"].unique().tolist() == [1]
+        assert again["policy_versions"].unique().tolist() == [1]
 
 
 # What is asked wrongly
