@@ -117,8 +117,8 @@ def causal_attention(call: AttentionCall) -> torch.Tensor:
     length = call.query.shape[2]
     windowed = call.window is not None and call.window < length
     if call.softcap is not None:
-        return _eager_causal(call)
-    mask = causal_mask(length, call.window, call.query.device) if windowed else None
+        return capped_attention(call)
+    mask = causal_mask(length, length, call.window, call.query.device) if windowed else None
     return F.scaled_dot_product_attention(
         call.query,
         call.key,
@@ -131,10 +131,10 @@ def causal_attention(call: AttentionCall) -> torch.Tensor:
     )
 
 
-def causal_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[T, T], True where query i may see key j."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
+def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """[queries, keys], True where a query may see a key; the last query is at the position of the last key."""
+    position = torch.arange(num_keys, device=device)
+    distance = position[num_keys - num_queries :, None] - position
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
 
@@ -144,15 +144,17 @@ def soft_cap(scores: torch.Tensor, cap: float | None) -> torch.Tensor:
     return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
-def _eager_causal(call: AttentionCall) -> torch.Tensor:
-    """For what the fused kernels do not know: attention scores that are capped before the softmax."""
+def repeated_heads(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value with a head for each query head."""
     groups = call.query.shape[1] // call.key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (call.key, call.value))
+    return call.key.repeat_interleave(groups, dim=1), call.value.repeat_interleave(groups, dim=1)
+
+
+def capped_attention(call: AttentionCall) -> torch.Tensor:
+    """Causal attention with a soft cap on its scores, which the fused kernels lack; queries are the last positions."""
+    key, value = repeated_heads(call)
     scores = soft_cap(call.query @ key.transpose(2, 3) * call.scaling, call.softcap)
-    visible = causal_mask(scores.shape[-1], call.window, scores.device)
-    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1, dtype=_softmax_dtype(scores.dtype))
+    visible = causal_mask(*scores.shape[-2:], call.window, scores.device)
+    accurate = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1, dtype=accurate)
     return F.dropout(weights, call.dropout).to(value.dtype) @ value
-
-
-def _softmax_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -24,7 +24,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from lucidrl.distributed.collectives import sum_over
 from lucidrl.errors import ConfigError, DataError
-from lucidrl.models.attention import AttentionCall, AttentionLayout, soft_cap
+from lucidrl.models.attention import AttentionCall, AttentionLayout, capped_attention, causal_mask, repeated_heads
 
 ROTATE_METHODS = (None, "allgather")
 
@@ -116,37 +116,18 @@ class _SplitRows:
 def _attend_from_end(call: AttentionCall) -> torch.Tensor:
     """Causal attention of queries that are the last of the positions of the keys."""
     num_queries, num_keys = call.query.shape[2], call.key.shape[2]
-    groups = call.query.shape[1] // call.key.shape[1]
-    windowed = call.window is not None and call.window < num_keys
-    if call.softcap is None and not windowed:
-        return F.scaled_dot_product_attention(
-            call.query,
-            call.key,
-            call.value,
-            attn_mask=causal_lower_right(num_queries, num_keys),  # on CUDA it is known to the kernel and needs no mask
-            dropout_p=call.dropout,
-            scale=call.scaling,
-            enable_gqa=groups > 1,
-        )
-    visible = _visible(num_queries, num_keys, call.window, call.query.device)
-    # No fused kernel takes both a mask and grouped heads on CUDA.
-    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (call.key, call.value))
-    if call.softcap is None:
-        return F.scaled_dot_product_attention(
-            call.query, key, value, attn_mask=visible, dropout_p=call.dropout, scale=call.scaling
-        )
-    scores = soft_cap(call.query @ key.transpose(2, 3) * call.scaling, call.softcap)
-    accurate = torch.promote_types(scores.dtype, torch.float32)
-    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1, dtype=accurate)
-    return F.dropout(weights, call.dropout).to(value.dtype) @ value
-
-
-def _visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[queries, keys], True where a query may see a key; the last query is at the position of the last key."""
-    position = torch.arange(num_keys, device=device)
-    distance = position[num_keys - num_queries :, None] - position
-    visible = distance >= 0
-    return visible if window is None else visible & (distance < window)
+    options: dict[str, Any] = {"dropout_p": call.dropout, "scale": call.scaling}
+    if call.softcap is not None:
+        return capped_attention(call)
+    if call.window is not None and call.window < num_keys:
+        # No fused kernel takes both a mask and grouped heads on CUDA.
+        mask = causal_mask(num_queries, num_keys, call.window, call.query.device)
+        return F.scaled_dot_product_attention(call.query, *repeated_heads(call), attn_mask=mask, **options)
+    mask = causal_lower_right(num_queries, num_keys)  # on CUDA the kernel knows it and needs no tensor
+    is_grouped = call.query.shape[1] != call.key.shape[1]
+    return F.scaled_dot_product_attention(
+        call.query, call.key, call.value, attn_mask=mask, enable_gqa=is_grouped, **options
+    )
 
 
 class _GatherRanks(torch.autograd.Function):

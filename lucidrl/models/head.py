@@ -4,9 +4,10 @@ The head is evaluated in chunks of tokens. Scoring holds one chunk at a time. Tr
 pass, two bytes for each: all chunks in half precision, every second one in float32, and evaluates the head again for
 the others; with `recompute` it keeps none.
 
-Where the vocabulary is split over ranks, all of this holds for a rank's part of it; see `vocab_parallel`.
+Where the vocabulary is split over ranks, a rank scores its part as if it were the whole. Each part's share of the
+probability makes them one distribution: the ranks exchange three numbers per token, once for all tokens.
 
-Shapes: N tokens, D hidden size, V vocabulary, C tokens of a chunk.
+Shapes: N tokens, D hidden size, V vocabulary, C tokens of a chunk, R ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-
-from lucidrl.models.vocab_parallel import VocabShard, local
+from torch.distributed.tensor import DTensor, Replicate
 
 CHUNK_ELEMENTS = 1 << 23
 """Logits in one chunk: small enough to stay near the caches, large enough for efficient matrix products."""
@@ -92,15 +92,75 @@ def token_logprobs(
     bias: torch.Tensor | None = head.bias
     shard = None
     if group is not None:
-        weight, bias = local(weight), None if bias is None else local(bias)
-        shard = VocabShard.of_head(head, group)
+        weight, bias = _local(weight), None if bias is None else _local(bias)
+        shard = _VocabShard.of_head(head, group)
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, transform, with_entropy, keep_logits, shard)
     return HeadOutput(logprobs, entropy if with_entropy else None)
+
+
+def gathered_logits(hidden: torch.Tensor, head: nn.Linear) -> torch.Tensor:
+    """[N, D] → raw logits [N, V] on every rank, of a head that is split over ranks; differentiable in both."""
+    weight = head.weight
+    assert isinstance(weight, DTensor)
+    replicated = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
+    logits = F.linear(replicated, weight, head.bias)
+    assert isinstance(logits, DTensor)
+    return logits.full_tensor()
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, differentiable: its gradient is a DTensor like the parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:
     size = max(16, CHUNK_ELEMENTS // vocabulary)
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
+
+
+@dataclass(frozen=True)
+class _VocabShard:
+    """The part of the vocabulary whose logits this rank computes."""
+
+    group: dist.ProcessGroup
+    """The ranks that hold the vocabulary together; all of them score the same hidden states."""
+    first: int
+    """The first token of this rank's part."""
+    size: int
+
+    @classmethod
+    def of_head(cls, head: nn.Linear, group: dist.ProcessGroup) -> _VocabShard:
+        """The part that a head's weight, split as DTensor splits dim 0, holds on this rank."""
+        per_rank = -(-head.out_features // group.size())
+        first = per_rank * group.rank()
+        size = min(per_rank, head.out_features - first)
+        assert size > 0, "every rank holds a part of the vocabulary"
+        return cls(group, first, size)
+
+    def owns(self, targets: torch.Tensor) -> torch.Tensor:
+        return (targets >= self.first) & (targets < self.first + self.size)
+
+    def index(self, targets: torch.Tensor) -> torch.Tensor:
+        """Where the targets are in this rank's part; some valid place for those that it does not own."""
+        return (targets - self.first).clamp_(0, self.size - 1)
+
+    def combined(
+        self, normalizer: torch.Tensor, logprobs: torch.Tensor, entropy: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Normalizer, log-probabilities and entropy of the whole vocabulary, from those of its parts, all [N].
+
+        Every rank computes them from the same numbers in the same order, so they are equal to the last bit.
+        """
+        owned_logprobs = torch.where(self.owns(targets), logprobs, -torch.inf)
+        part = torch.stack([normalizer, owned_logprobs, entropy])
+        parts = [torch.empty_like(part) for _ in range(self.group.size())]
+        dist.all_gather(parts, part, group=self.group)
+        normalizer_RN, logprobs_RN, entropy_RN = torch.stack(parts, dim=1)
+        total = torch.logsumexp(normalizer_RN, dim=0)
+        log_share_RN = normalizer_RN - total
+        # Entropy of a choice in two steps: which part, then which token of it.
+        entropy = (log_share_RN.exp() * (entropy_RN - log_share_RN)).sum(0)
+        return total, (logprobs_RN + log_share_RN).amax(0), entropy
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -114,7 +174,7 @@ class _TokenLogprobs(torch.autograd.Function):
         transform: LogitTransform,
         with_entropy: bool,
         keep_logits: bool,
-        shard: VocabShard | None,
+        shard: _VocabShard | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         accurate = torch.promote_types(hidden.dtype, torch.float32)
         normalizer, logprobs, entropy = (hidden.new_zeros(hidden.shape[0], dtype=accurate) for _ in range(3))
@@ -186,7 +246,7 @@ class _Upstream:
 
     @classmethod
     def of(
-        cls, logprobs: torch.Tensor, entropy: torch.Tensor | None, targets: torch.Tensor, shard: VocabShard | None
+        cls, logprobs: torch.Tensor, entropy: torch.Tensor | None, targets: torch.Tensor, shard: _VocabShard | None
     ) -> _Upstream:
         if shard is None:
             return cls(logprobs, entropy, targets, logprobs)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -208,21 +210,19 @@ def model_config(model_name: str, trust_remote_code: bool) -> Any:
 
 def _meta_model(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """The model with shapes but without weights."""
-    try:
-        with (
-            refused(f"a model of model_type={config.model_type!r} cannot be built from its config.json"),
-            torch.device("meta"),
-        ):
+    kind = f"model_type={config.model_type!r}"
+    with refused(f"a model of {kind} cannot be built from its config.json"), torch.device("meta"):
+        try:
             return AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust_remote_code
             )
-    except ConfigError as error:
-        if isinstance(error.__cause__, KeyError) and error.__cause__.args == (attention.NAME,):
+        except KeyError as error:
+            if error.args != (attention.NAME,):
+                raise
             raise ConfigError(
-                f"model_type={config.model_type!r} is not supported: its code has a fixed list of attention functions, "
-                "so ours cannot be used; use a model such as Llama, Qwen3 or Gemma (docs/models.md)"
+                f"{kind} is not supported: its code has a fixed list of attention functions, so ours cannot be used; "
+                "use a model such as Llama, Qwen3 or Gemma (docs/models.md)"
             ) from error
-        raise
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -242,6 +242,13 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Let every decoder layer recompute its activations in the backward pass; to be called before sharding."""
+    for layer in decoder_layers(model):
+        # The state of random numbers is not kept for the second pass: a policy has dropout off, and draws none.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
 def context_length(config: Any) -> int:
     """Most tokens the model was made for; unlimited where the config does not say.
 
@@ -252,10 +259,8 @@ def context_length(config: Any) -> int:
     limit = getattr(text, "max_position_embeddings", None) or 2**31 - 1
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("longrope", "dynamic"):
-        original = rope.get("original_max_position_embeddings") or getattr(
-            text, "original_max_position_embeddings", None
-        )
-        return min(limit, original or limit)
+        key = "original_max_position_embeddings"
+        return min(limit, rope.get(key) or getattr(text, key, None) or limit)
     return limit
 
 

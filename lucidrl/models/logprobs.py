@@ -22,8 +22,7 @@ from lucidrl.errors import ConfigError
 from lucidrl.losses.interfaces import Need, TokenOutputs
 from lucidrl.models.attention import AttentionLayout, PackedLayout, PaddedLayout
 from lucidrl.models.context_parallel import ContextParallel
-from lucidrl.models.head import LogitTransform, token_logprobs
-from lucidrl.models.vocab_parallel import gathered_logits
+from lucidrl.models.head import LogitTransform, gathered_logits, token_logprobs
 
 SUPPORTED_NEEDS = frozenset({"logprobs", "entropy", "logits"})
 

@@ -11,26 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
-from lucidrl.errors import ConfigError
-
-UNUSABLE = (
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ImportError,
-    ArithmeticError,
-    AssertionError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-)
-"""What the libraries raise for a damaged folder, or an architecture that cannot be built from its config."""
+from lucidrl.errors import ConfigError, LucidError
 
 LIMITS = {
     re.compile(r"(num|n)_.*layers?"): 2048,
@@ -45,12 +29,12 @@ MOST_NAMED = 5
 
 @contextmanager
 def refused(sentence: str) -> Iterator[None]:
-    """Turn what a model or a folder that cannot be used raises into a ConfigError."""
+    """Turn what the libraries raise for a damaged folder or an unusable model into a ConfigError."""
     try:
         yield
-    except ConfigError:
+    except (LucidError, MemoryError):
         raise
-    except UNUSABLE as error:
+    except Exception as error:
         reason = " ".join(str(error).partition("\n\n")[0].split())  # the libraries' advice does not apply here
         raise ConfigError(f"{sentence}: {type(error).__name__}: {reason}") from error
 

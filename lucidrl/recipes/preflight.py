@@ -20,7 +20,7 @@ from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.hosts import EnvHost, prompts_of, start_first_worker, start_host
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.placement import check_nodes, generator_nodes, generator_numbering
+from lucidrl.models.generation.separate import check_nodes, generator_nodes, generator_numbering
 from lucidrl.models.loading import DTYPES, ModelFacts, empty_model, model_facts, policy_tokenizer
 from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.models.policy.config import PolicyConfig

@@ -48,7 +48,7 @@ def rows() -> BatchedDataDict[Any]:
 
 
 def checksums(generator: SeparateGenerator) -> list[str]:
-    return [worker.run("checksum") for worker in generator.pool.workers]
+    return [worker.run("receiver.checksum") for worker in generator.pool.workers]
 
 
 def pids(generator: SeparateGenerator) -> list[int]:

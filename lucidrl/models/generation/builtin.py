@@ -7,11 +7,12 @@ Shapes: B rows, P distinct prompts, T prompt tokens, N new tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
@@ -20,15 +21,16 @@ from lucidrl.errors import DataError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.kv_cache import KVCache, PrefillLayout
-from lucidrl.models.generation.prompts import prompts_of, with_draw_keys
-from lucidrl.models.generation.sampling import draw, uniforms
-from lucidrl.models.generation.stopping import StopStrings
+from lucidrl.models.generation.sampling import draw, prompts_of, uniforms, with_draw_keys
 from lucidrl.models.loading import context_length, stop_token_ids
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.profiling.spans import span
 
 COMPACT_BELOW = 7 / 8
 """Finished rows are dropped from the cache when no more than this share of it is still in use."""
+
+BYTES_PER_CHARACTER = 4
+"""A byte-level token may hold as little as a quarter of a character."""
 
 
 class BuiltinGenerator:
@@ -75,29 +77,32 @@ class BuiltinGenerator:
             prompts = _Prompts.of(data, device, context_length(self.model.model.config))
             keys_B = with_draw_keys(data, self._seed, self.calls)["draw_keys"].cpu()
             self.calls += 1
-            answers = _Answers.empty(prompts, self._max_new_tokens(prompts))
             own_stops = data["stop_strings"] if "stop_strings" in data else [None] * data.size
-            stops = StopStrings(self.tokenizer, self.config.stop_strings, own_stops)
-            for rows in prompts.batches(self.config.max_concurrent_rows):
-                self._decode(prompts, rows, keys_B, answers, stops, greedy)
-            return answers.joined_to(prompts, int(self.tokenizer.pad_token_id), self.policy_version)
+            completions = _Completions(
+                prompts,
+                max_new_tokens=self._max_new_tokens(prompts),
+                pad_id=int(self.tokenizer.pad_token_id),
+                stop_strings=[(*self.config.stop_strings, *(strings or ())) for strings in own_stops],
+            )
+            for rows_B in prompts.batches(self.config.max_concurrent_rows):
+                self._decode(prompts, completions, rows_B, keys_B, greedy)
+            return completions.output(self.policy_version)
 
     @torch.inference_mode()  # cheaper than no_grad; what it returns was made outside, and may meet autograd later
     def _decode(
         self,
         prompts: _Prompts,
+        completions: _Completions,
         rows_B: torch.Tensor,
         keys: torch.Tensor,
-        answers: _Answers,
-        stops: StopStrings,
         greedy: bool,
     ) -> None:
-        """Complete the given rows and write what they say into `answers`."""
+        """Complete some rows."""
         config, device = self.config, prompts.input_ids.device
         chosen_P, prompt_of_row_B = torch.unique(prompts.prompt_of_row_B[rows_B], return_inverse=True)
         lengths_B = prompts.lengths[chosen_P][prompt_of_row_B]
         limits_B = prompts.room[chosen_P][prompt_of_row_B].clamp(max=config.max_new_tokens)
-        uniforms_BN = uniforms(keys[rows_B.cpu()], 0, self._max_new_tokens(prompts)).to(device)
+        uniforms_BN = uniforms(keys[rows_B.cpu()], self._max_new_tokens(prompts)).to(device)
         cache, logits_PV = self._prefill(prompts, chosen_P, prompt_of_row_B)
         logits_BV = logits_PV[prompt_of_row_B]
         is_active_B = torch.ones(len(rows_B), dtype=torch.bool, device=device)
@@ -106,11 +111,12 @@ class BuiltinGenerator:
             tokens_B, logprobs_B = draw(
                 logits_BV, uniforms_BN[:, position], greedy=greedy, top_k=config.top_k, top_p=config.top_p
             )
-            answers.write(rows_B[is_active_B], position, tokens_B[is_active_B], logprobs_B[is_active_B])
+            completions.write(rows_B[is_active_B], position, tokens_B[is_active_B], logprobs_B[is_active_B])
             stopped_B = torch.isin(tokens_B, stop_ids)
-            stopped_B |= stops.reached(answers.tokens, rows_B, position)
+            if any(completions.stop_strings):
+                stopped_B |= self._reached_stop_string(completions, rows_B, position)
             cut_B = ~stopped_B & (position + 1 >= limits_B)
-            answers.truncated[rows_B[cut_B & is_active_B]] = True
+            completions.truncated[rows_B[cut_B & is_active_B]] = True
             is_active_B &= ~(stopped_B | cut_B)
             num_active = int(is_active_B.sum())
             if num_active == 0:
@@ -126,6 +132,16 @@ class BuiltinGenerator:
             hidden = self.model.hidden_states(tokens_B[:, None], positions_B[:, None], cache)
             cache.step_done()
             logits_BV = self.model.next_token_logits(hidden)
+
+    def _reached_stop_string(self, completions: _Completions, rows_B: torch.Tensor, position: int) -> torch.Tensor:
+        """[B] bool: whether the text up to the token at `position` contains one of the row's stop strings."""
+        reached = []
+        for row in rows_B.tolist():
+            strings = completions.stop_strings[row]
+            most_tokens = BYTES_PER_CHARACTER * (max(map(len, strings), default=0) + 1)
+            text = self.tokenizer.decode(completions.newest_tokens(row, position, most_tokens)) if strings else ""
+            reached.append(any(string in text for string in strings))
+        return torch.tensor(reached, device=rows_B.device)
 
     def _max_new_tokens(self, prompts: _Prompts) -> int:
         """No more than the model's context has room for."""
@@ -195,53 +211,40 @@ class _Prompts:
         yield from order.split(max_rows) if len(order) else ()
 
 
-@dataclass
-class _Answers:
-    """What the rows have said so far."""
+class _Completions:
+    """Prompts and, behind them, what was sampled so far."""
 
-    tokens: torch.Tensor
-    """[B, N]"""
-    logprobs: torch.Tensor
-    lengths: torch.Tensor
-    """[B]"""
-    truncated: torch.Tensor
-
-    @classmethod
-    def empty(cls, prompts: _Prompts, max_new_tokens: int) -> _Answers:
-        rows, device = len(prompts.prompt_of_row_B), prompts.input_ids.device
-        return cls(
-            tokens=torch.zeros(rows, max_new_tokens, dtype=torch.int64, device=device),
-            logprobs=torch.zeros(rows, max_new_tokens, device=device),
-            lengths=torch.zeros(rows, dtype=torch.int64, device=device),
-            truncated=torch.zeros(rows, dtype=torch.bool, device=device),
-        )
+    def __init__(self, prompts: _Prompts, *, max_new_tokens: int, pad_id: int, stop_strings: Sequence[Sequence[str]]):
+        self.stop_strings = stop_strings
+        self._starts = prompts.lengths[prompts.prompt_of_row_B]
+        ids = F.pad(prompts.input_ids, (0, max_new_tokens))[prompts.prompt_of_row_B]
+        position = torch.arange(ids.shape[1], device=ids.device)
+        self._ids = ids.masked_fill_(position >= self._starts[:, None], pad_id)
+        self._logprobs = torch.zeros(ids.shape, device=ids.device)
+        self._lengths = torch.zeros_like(self._starts)
+        self.truncated = torch.zeros_like(self._starts, dtype=torch.bool)
 
     def write(self, rows: torch.Tensor, position: int, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        self.tokens[rows, position] = tokens
-        self.logprobs[rows, position] = logprobs.to(torch.float32)
-        self.lengths[rows] = position + 1
+        column = self._starts[rows] + position
+        self._ids[rows, column] = tokens
+        self._logprobs[rows, column] = logprobs.to(torch.float32)
+        self._lengths[rows] = position + 1
 
-    def joined_to(self, prompts: _Prompts, pad_id: int, policy_version: int) -> BatchedDataDict[GenerationOutputSpec]:
-        prompt_lengths = prompts.lengths[prompts.prompt_of_row_B]
-        total = prompt_lengths + self.lengths
-        rows, width = len(total), int(total.max()) if len(total) else 0
-        position = torch.arange(width, device=total.device)
-        output_ids = torch.full((rows, width), pad_id, dtype=torch.int64, device=total.device)
-        logprobs = torch.zeros(rows, width, device=total.device)
-        in_prompt = position < prompt_lengths[:, None]
-        in_answer = ~in_prompt & (position < total[:, None])
-        prompt_row, prompt_position = in_prompt.nonzero(as_tuple=True)
-        output_ids[in_prompt] = prompts.input_ids[prompts.prompt_of_row_B[prompt_row], prompt_position]
-        row, column = in_answer.nonzero(as_tuple=True)
-        output_ids[in_answer] = self.tokens[row, column - prompt_lengths[row]]
-        logprobs[in_answer] = self.logprobs[row, column - prompt_lengths[row]]
+    def newest_tokens(self, row: int, position: int, most: int) -> torch.Tensor:
+        """Up to `most` sampled tokens of a row, the last of them at `position`."""
+        end = int(self._starts[row]) + position + 1
+        return self._ids[row, end - min(most, position + 1) : end]
+
+    def output(self, policy_version: int) -> BatchedDataDict[GenerationOutputSpec]:
+        totals = self._starts + self._lengths
+        width = int(totals.max()) if len(totals) else 0
         return BatchedDataDict(
             {
-                "output_ids": output_ids,
-                "generation_lengths": self.lengths,
-                "unpadded_sequence_lengths": total,
-                "logprobs": logprobs,
+                "output_ids": self._ids[:, :width].contiguous(),
+                "generation_lengths": self._lengths,
+                "unpadded_sequence_lengths": totals,
+                "logprobs": self._logprobs[:, :width].contiguous(),
                 "truncated": self.truncated,
-                "policy_versions": torch.full_like(self.lengths, policy_version),
+                "policy_versions": torch.full_like(self._lengths, policy_version),
             }
         )

@@ -7,9 +7,9 @@ workers return the problem, as generators do, and the weights can be brought aga
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from lucidrl.distributed.weight_buckets import TensorInfo, fitting_bucket_bytes,
 from lucidrl.distributed.weight_group import TIMEOUT_S
 from lucidrl.distributed.workers.place import LOOPBACK, Place
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
-from lucidrl.errors import ConfigError, LucidError, RefitError
+from lucidrl.errors import ConfigError, LostWorkerError, LucidError, RefitError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.policy.policy import Policy
 
@@ -63,20 +63,14 @@ class WeightDelivery:
         """Processes of generators that joined the policy's refit group: number of the generator and of its start."""
 
     def check_devices(self) -> None:
-        """Refuse generators that are not where the configured way ends.
-
-        Raises:
-            ConfigError: if weights are to be shared, with a device that the policy does not have.
-        """
+        """Refuse `refit=ipc` for a generator on a device that the policy does not use."""
         devices = [place.device for place in self._places]
-        others = [(number, state.place.device) for number, state in self._states.items()]
-        others = [(number, device) for number, device in others if device not in devices]
-        if self._config.refit == "ipc" and others:
-            number, device = others[0]
-            raise ConfigError(
-                f"policy.generation.refit=ipc shares the memory of a device, but generator {number} is on {device} and "
-                f"the policy on {', '.join(devices)}; set refit=auto"
-            )
+        for number, state in self._states.items():
+            if self._config.refit == "ipc" and state.place.device not in devices:
+                raise ConfigError(
+                    f"policy.generation.refit=ipc shares the memory of a device, but generator {number} is on "
+                    f"{state.place.device} and the policy on {', '.join(devices)}; set refit=auto"
+                )
 
     def bring(self, version: int, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
         """Bring the policy's current weights to some generators, which compute with them from now on.
@@ -85,13 +79,19 @@ class WeightDelivery:
             Those that have them. If it is not all, at least one was lost.
 
         Raises:
-            RefitError: if they do not get there though nobody was lost.
+            RefitError: if they do not get there though no generator was lost.
             WorkerError: if a worker of the policy dies. Generators that live have a whole version in any case.
         """
         self._policy.run_all("set_refit_header", version, self._config.verify_refit)
         near = [worker for worker in receivers if self.is_near(worker)]
         far = [worker for worker in receivers if worker not in near]
-        ready = [*self._by_ipc(version, near), *self._by_collective(far)]
+        try:
+            ready = [*self._by_ipc(version, near), *self._by_collective(far)]
+        except LucidError:
+            raise
+        except BaseException:  # Ctrl-C too: the calls of generators that are under way must end
+            self._pool.kill()
+            raise
 
         def commit(worker: PoolWorker) -> None:
             worker.run("commit_refit", version)
@@ -112,106 +112,70 @@ class WeightDelivery:
     def _by_ipc(self, version: int, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
         """The policy packs a bucket while the generators take the one before; who has all of them.
 
-        On a GPU it packs into two pieces of memory in turn. So before it is asked for the next bucket but one, the
-        generators must have said that they are done with this one.
+        On a GPU it packs into two pieces of memory in turn, so that the generators must be done with a bucket before
+        the policy packs the next but one.
         """
         free_bytes = self._pool.each(lambda worker: worker.run("begin_refit", version), receivers)
         if not free_bytes:
             return []
         prepared = self._policy.run_all("prepare_weights_for_ipc")
         buckets = buckets_of_names(prepared[0][0], self._config, min(*free_bytes, *(free for _, free in prepared)))
-        taken: Future[None] | None = None
-        with self._beside() as generators:
-            for names in buckets:
-                parts = self._policy.run_all("get_weights_ipc_handles", names)
-                if taken is not None:
-                    taken.result()
-                handles = {device: handle for part in parts for device, handle in part.items()}
-                taken = generators.submit(self._take, receivers, handles)
-            if taken is not None:
-                taken.result()
+        calls: list[Future[str | None]] = []
+        for names in buckets:
+            parts = self._policy.run_all("get_weights_ipc_handles", names)
+            _check(calls)
+            handles = {device: handle for part in parts for device, handle in part.items()}
+            calls = [self._pool.submit(worker.number, "take_weights", handles) for worker in _kept(receivers)]
+        _check(calls)
         return _kept(receivers)
-
-    def _take(self, receivers: Sequence[PoolWorker], handles: dict[str, Any]) -> None:
-        problems = self._pool.each(lambda worker: worker.run("take_weights", handles), _kept(receivers))
-        if found := _first(problems):
-            raise RefitError(found)
 
     def _by_collective(self, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
         """The generators receive while the policy sends; who has it all. They meet before, unless they have."""
         if not receivers or (_processes(receivers) != self._members and not self._meet(receivers)):
             return []
-        is_done = self._at_once(
-            lambda: self._pool.each(lambda worker: worker.run("receive_weights"), receivers),
-            lambda: self._policy.run_all("send_weights", timeout_s=self._timeout_s),
-            receivers,
-        )
-        return list(receivers) if is_done else []
+        calls = [self._pool.submit(worker.number, "receive_weights") for worker in receivers]
+        return list(receivers) if self._is_done(receivers, calls, "send_weights") else []
 
     def _meet(self, receivers: Sequence[PoolWorker]) -> bool:
         """Form the group of these; whether it could be done."""
         forms = self._policy.run_all("prepare_info_for_collective")[0]
         self._pool.each(lambda worker: worker.run("prepare_collective", forms), receivers)
-        if len(_kept(receivers)) < len(receivers):  # the others would wait for those until the deadline
+        if len(_kept(receivers)) < len(receivers):  # the others would wait for those until the timeout
             return False
         host = self._places[0]
         ip = LOOPBACK if all(self._place_of(worker).node == host.node for worker in receivers) else host.ip
         port, world_size = self._policy.run_all("offer_port", ip)[0], 1 + len(receivers)
-        ranks = {worker.number: rank for rank, worker in enumerate(receivers, start=1)}
-
-        def join(worker: PoolWorker) -> str | None:
-            return worker.run("join_collective", ip, port, ranks[worker.number], world_size, self._patience_s)
-
-        def meet() -> list[str | None]:
-            told = (ip, port, world_size, self._patience_s)
-            return self._policy.run_all("meet_generators", *told, timeout_s=self._timeout_s)
-
-        have_met = self._at_once(lambda: self._pool.each(join, receivers), meet, receivers)
+        calls = [
+            self._pool.submit(worker.number, "join_collective", ip, port, rank, world_size, self._patience_s)
+            for rank, worker in enumerate(receivers, start=1)
+        ]
+        have_met = self._is_done(receivers, calls, "meet_generators", ip, port, world_size, self._patience_s)
         self._members = _processes(receivers) if have_met else []
         return have_met
 
-    def _at_once(
-        self,
-        of_generators: Callable[[], list[str | None]],
-        of_policy: Callable[[], list[str | None]],
-        receivers: Sequence[PoolWorker],
+    def _is_done(
+        self, receivers: Sequence[PoolWorker], calls: Sequence[Future[str | None]], method: str, *args: Any
     ) -> bool:
-        """Make both calls, which return problems, at the same time; whether there were none.
-
-        If not, the group is of no use any more.
+        """Call the policy while calls of all receivers run; whether there was no problem. If not, the group is closed.
 
         Raises:
-            RefitError: with the problems, if no receiver was lost. One may be the cause of another: all are told.
+            RefitError: with the problems of both sides, if no receiver was lost. One may be the cause of the other.
         """
-        with self._beside() as executor:
-            answer = executor.submit(of_generators)
-            try:
-                of_sender = _first(of_policy())
-            except LucidError as error:
-                failure = answer.exception() or _first(answer.result())
-                if failure is not None:
-                    error.add_note(f"meanwhile in the generators: {failure}")
-                raise
-            of_receivers = _first(answer.result())
+        try:
+            of_policy = _first(self._policy.run_all(method, *args, timeout_s=self._timeout_s))
+        except LucidError as error:
+            if problem := _problem(calls):
+                error.add_note(f"meanwhile in the generators: {problem}")
+            raise
+        of_receivers = _problem(calls)
         are_all_here = len(_kept(receivers)) == len(receivers)
-        if of_sender is None and of_receivers is None and are_all_here:
+        if of_policy is None and of_receivers is None and are_all_here:
             return True
         self._members = []
         if are_all_here:
-            told = [f"the policy says: {of_sender}"] if of_sender is not None else []
-            told += [f"a generator says: {of_receivers}"] if of_receivers is not None else []
-            raise RefitError("; ".join(told))
+            sides = {"the policy": of_policy, "a generator": of_receivers}
+            raise RefitError("; ".join(f"{side} says: {problem}" for side, problem in sides.items() if problem))
         return False
-
-    @contextmanager
-    def _beside(self) -> Iterator[ThreadPoolExecutor]:
-        """A thread for calls of the generators, left when these have ended; Ctrl-C ends them with their generators."""
-        with ThreadPoolExecutor(1, thread_name_prefix="refit") as executor:
-            try:
-                yield executor
-            except KeyboardInterrupt:
-                self._pool.kill()
-                raise
 
 
 def buckets_of_names(sizes: Sequence[tuple[str, int]], config: GenerationConfig, free_bytes: float) -> list[list[str]]:
@@ -232,6 +196,20 @@ def _kept(workers: Sequence[PoolWorker]) -> list[PoolWorker]:
 
 def _processes(workers: Sequence[PoolWorker]) -> list[tuple[int, int]]:
     return [(worker.number, worker.num_starts) for worker in workers]
+
+
+def _problem(calls: Iterable[Future[str | None]]) -> str | None:
+    """Wait for calls of generators; the first problem that one returned. Lost ones return nothing."""
+    problems = []
+    for call in calls:
+        with suppress(LostWorkerError):
+            problems.append(call.result())
+    return _first(problems)
+
+
+def _check(calls: Iterable[Future[str | None]]) -> None:
+    if problem := _problem(calls):
+        raise RefitError(problem)
 
 
 def _first(problems: Sequence[str | None]) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.weight_buckets import BucketHandle, TensorInfo
+from lucidrl.distributed.weight_buckets import BucketHandle, TensorInfo, free_bytes
 from lucidrl.distributed.weight_group import WeightGroup, problem_of
 from lucidrl.distributed.workers.place import Place, place_with
 from lucidrl.errors import ConfigError, RefitError
@@ -75,7 +75,7 @@ class GenerationWorker:
     def begin_refit(self, version: int) -> float:
         """Expect the weights of a version; returns the bytes that buckets on their way may take here."""
         self.receiver.begin(version)
-        return self.receiver.free_bytes()
+        return float(free_bytes(self._device))
 
     def take_weights(self, handles: Mapping[str, tuple[bool, BucketHandle]]) -> str | None:
         """Take a packed bucket; what went wrong, if anything did.
@@ -109,10 +109,6 @@ class GenerationWorker:
         """Generate with the new weights from now on."""
         self.receiver.commit(version)
         self._generator.policy_version = version
-
-    def checksum(self) -> str:
-        """SHA-256 of the weights in use."""
-        return self.receiver.checksum()
 
     def start_gpu_profiling(self) -> None:
         """Record this generator from now on, unless names were asked for and its own is none of them."""

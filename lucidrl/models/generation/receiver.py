@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lucidrl.distributed.shared_memory import AttachedMemory, DeviceMemoryHandle, MemoryHandle, open_device_memory
-from lucidrl.distributed.weight_buckets import BucketHandle, checksum_of, copy_weights, digest_of, free_bytes
+from lucidrl.distributed.weight_buckets import BucketHandle, checksum_of, copy_weights, digest_of
 from lucidrl.errors import RefitError
 from lucidrl.profiling.spans import span
 
@@ -44,10 +44,6 @@ class WeightReceiver:
         """That of the version before, which the next one may come in."""
         self._own: dict[str, torch.Tensor] = {}
         """Memory of this process that copies go to."""
-
-    def free_bytes(self) -> float:
-        """What buckets on their way may take on the device of this process."""
-        return float(free_bytes(self._device))
 
     def begin(self, version: int) -> None:
         """Expect all weights of a version; what came of another one is dropped."""

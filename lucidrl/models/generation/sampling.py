@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.models.generation.interfaces import GenerationDatumSpec
 
 BLOCK = 256
 
@@ -28,22 +30,37 @@ def draw_key(*parts: int | str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def draw_keys(seed: int, call: int, prompts: Sequence[bytes]) -> torch.Tensor:
-    """[B] keys of rows that bring none, made of their prompts; rows with the same prompt differ by their order."""
+def prompts_of(data: BatchedDataDict[GenerationDatumSpec]) -> list[bytes]:
+    """The prompt of each row, as something that can be compared."""
+    rows = zip(data["input_ids"].cpu().numpy(), data["input_lengths"].tolist(), strict=True)
+    return [tokens[:length].tobytes() for tokens, length in rows]
+
+
+def with_draw_keys(
+    data: BatchedDataDict[GenerationDatumSpec], seed: int, call: int
+) -> BatchedDataDict[GenerationDatumSpec]:
+    """The same rows, each with a draw key; rows without one get it from their prompt and its count so far.
+
+    To be called before rows are split over workers, since the keys of equal prompts depend on their order.
+    """
+    if "draw_keys" in data:
+        return data
     seen: Counter[bytes] = Counter()
     keys = []
-    for prompt in prompts:
+    for prompt in prompts_of(data):
         keys.append(draw_key(seed, call, prompt.hex(), seen[prompt]))
         seen[prompt] += 1
-    return torch.tensor(keys, dtype=torch.int64)
+    data = data.copy()
+    data["draw_keys"] = torch.tensor(keys, dtype=torch.int64)
+    return data
 
 
-def uniforms(keys_B: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """[B, count] float64 in [0, 1): the numbers of positions start, start + 1, … for each key."""
+def uniforms(keys_B: torch.Tensor, count: int) -> torch.Tensor:
+    """[B, count] float64 in [0, 1): the numbers of the first `count` positions of each key."""
     keys = keys_B.cpu().numpy().astype(np.int64).view(np.uint64)[:, None]
-    counters = np.arange(start + 1, start + 1 + count, dtype=np.uint64)[None, :]
+    counters = np.arange(1, 1 + count, dtype=np.uint64)[None, :]
     with np.errstate(over="ignore"):
-        # The splitmix64 generator, jumped to the wanted position.
+        # The splitmix64 generator.
         bits = keys + counters * np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -13,14 +13,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.workers.interfaces import Arguments, Hosting
+from lucidrl.distributed.workers.interfaces import Arguments, Hosting, NodeChoice, Numbering
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
-from lucidrl.errors import LostWorkerError, RefitError
+from lucidrl.errors import ConfigError, LostWorkerError, RefitError
+from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.delivery import GeneratorState, WeightDelivery
 from lucidrl.models.generation.generation_worker import GenerationWorker
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
-from lucidrl.models.generation.placement import check_nodes, generator_nodes
-from lucidrl.models.generation.prompts import prompt_chunks, prompts_of, with_draw_keys
+from lucidrl.models.generation.sampling import prompts_of, with_draw_keys
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
@@ -110,38 +110,44 @@ class SeparateGenerator:
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt with the weights of the last refit.
 
-        The rows are cut into chunks, and whoever is free takes the next one; their answers depend on the rows and the
-        number of generators alone.
+        Each free generator takes the next chunk of rows. Completions depend on the rows and the number of generators,
+        not on which generator takes which chunk.
 
         Raises:
-            WorkerError: if a worker of the policy dies meanwhile, or generators were lost too often.
+            WorkerError: if a rank of the policy dies meanwhile, or a generator dies more often than `max_restarts`.
         """
         prompts, data = prompts_of(data), with_draw_keys(data, self._seed, self._num_calls)
         self._num_calls += 1
-        chunks = prompt_chunks(prompts, self._num_chunks(len(prompts)))
-        answers: dict[int, BatchedDataDict[Any]] = {}
+        size = len(self.pool.workers)
+        # As few chunks as the generators decode at a time: smaller ones cost more than they save.
+        per_generator = max(1, math.ceil(len(prompts) / (size * self._max_rows)))
+        chunks = prompt_chunks(prompts, 1 if size == 1 else size * per_generator)
+        completed: dict[int, BatchedDataDict[Any]] = {}
         waiting = deque(range(len(chunks)))
 
         def work(worker: PoolWorker) -> None:
-            while waiting:
+            while True:
                 try:
                     number = waiting.popleft()
-                except IndexError:  # another one was faster
+                except IndexError:
                     return
                 rows = data if len(chunks) == 1 else data.select_indices(chunks[number])
                 try:
-                    answers[number] = worker.run("generate", rows, greedy)
+                    completed[number] = worker.run("generate", rows, greedy)
                     worker.succeeded()
                 except LostWorkerError:
                     waiting.appendleft(number)
                     raise
 
         self._make_whole()
-        while len(answers) < len(chunks):
-            # The policy waits meanwhile, and nobody else would notice that it is lost.
-            self.pool.each(work, watch=self._source.check)
+        while len(completed) < len(chunks):
+            self.pool.each(work, watch=self._source.check)  # no other call would notice that the policy died
             self._make_whole()
-        return self._in_order(chunks, [answers[number] for number in range(len(chunks))])
+        if len(chunks) == 1:
+            return completed[0]
+        outputs = [completed[number] for number in range(len(chunks))]
+        original_order = torch.tensor([row for rows in chunks for row in rows]).argsort()
+        return BatchedDataDict.from_batches(outputs, {"output_ids": self._pad_id}).select_indices(original_order)
 
     def update_weights(self, version: int) -> None:
         """Bring the policy's current weights to all generators; they are this version from now on.
@@ -202,16 +208,53 @@ class SeparateGenerator:
             self._source.check()  # if the policy was lost too, as with their node, that is what to report
             self.pool.restart_lost()
 
-    def _num_chunks(self, num_rows: int) -> int:
-        """As few as a generator decodes at a time, and equally many for each: smaller ones cost more than they save."""
-        size = len(self.pool.workers)
-        return 1 if size == 1 else size * max(1, math.ceil(num_rows / (size * self._max_rows)))
 
-    def _in_order(
-        self, chunks: Sequence[Sequence[int]], answers: Sequence[BatchedDataDict[Any]]
-    ) -> BatchedDataDict[GenerationOutputSpec]:
-        """The answers to all chunks, row by row as they were asked for."""
-        if len(answers) == 1:
-            return answers[0]
-        places = torch.tensor([row for rows in chunks for row in rows]).argsort()
-        return BatchedDataDict.from_batches(answers, {"output_ids": self._pad_id}).select_indices(places)
+def prompt_chunks(prompts: Sequence[bytes], most: int) -> list[list[int]]:
+    """Split rows into at most so many chunks of about equal size; at least one chunk.
+
+    Rows with the same prompt share its computation and stay together. Chunks depend on the arguments alone, since
+    rows that are batched differently may give log-probabilities that differ in the last bits.
+    """
+    rows_of: dict[bytes, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows_of.setdefault(prompt, []).append(row)
+    most = min(most, len(rows_of))
+    if most <= 1:
+        return [list(range(len(prompts)))]
+    chunks: list[list[int]] = [[] for _ in range(most)]
+    done = 0
+    for rows in rows_of.values():
+        chunks[done * most // len(prompts)] += rows
+        done += len(rows)
+    return [chunk for chunk in chunks if chunk]
+
+
+def generator_numbering(config: GenerationConfig) -> list[Numbering]:
+    """Of each separate generator."""
+    if config.placement == "policy":
+        return []
+    total = config.num_workers
+    return [Numbering(number, total, "policy.generation.num_workers") for number in range(total)]
+
+
+def generator_nodes(config: GenerationConfig, policy_nodes: Sequence[str]) -> NodeChoice | None:
+    """Where generators may be, given the nodes of the policy's workers; None for anywhere.
+
+    With `refit=ipc` they have to share memory with the policy, and are on its nodes in any case.
+    """
+    if config.nodes == "any" and config.refit != "ipc":
+        return None
+    return NodeChoice(tuple(sorted(set(policy_nodes))), is_excluding=config.nodes == "other")
+
+
+def check_nodes(config: GenerationConfig, cluster: ClusterConfig) -> None:
+    """Refuse a choice of nodes where there is none.
+
+    Raises:
+        ConfigError: if generators are not started by Ray.
+    """
+    if config.nodes != "any" and not cluster.uses_ray:
+        raise ConfigError(
+            f"policy.generation.nodes={config.nodes} chooses among the nodes of a Ray cluster, but generators are "
+            "processes of this machine; set cluster.address, or leave it out"
+        )

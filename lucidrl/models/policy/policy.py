@@ -17,7 +17,7 @@ from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.distributed.workers.place import Place
 from lucidrl.losses.interfaces import LossFunction
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
-from lucidrl.models.generation.prompts import with_draw_keys
+from lucidrl.models.generation.sampling import with_draw_keys
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker

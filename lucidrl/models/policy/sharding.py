@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from lucidrl.distributed.collectives import sum_over
 from lucidrl.distributed.mesh import RankMesh
 from lucidrl.distributed.process_group import check_exchanges_cpu_tensors
-from lucidrl.models.activation_checkpointing import checkpoint_activations
-from lucidrl.models.loading import DTYPES, empty_model, load_model
+from lucidrl.models.loading import DTYPES, checkpoint_activations, empty_model, load_model
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.optim import plain_norm
 from lucidrl.models.policy.config import HALF_PRECISIONS, PolicyConfig

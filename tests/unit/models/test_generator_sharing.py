@@ -11,8 +11,7 @@ from lucidrl.distributed.workers.place import Place
 from lucidrl.errors import ConfigError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.delivery import GeneratorState, WeightDelivery
-from lucidrl.models.generation.placement import generator_nodes
-from lucidrl.models.generation.prompts import prompt_chunks
+from lucidrl.models.generation.separate import generator_nodes, prompt_chunks
 
 PROMPTS = [b"a", b"b", b"a", b"c", b"d", b"d", b"e", b"f"]
 

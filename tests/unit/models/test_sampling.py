@@ -22,7 +22,7 @@ def test_keys_and_uniforms_never_change():
     """A seed must mean the same completions in every release."""
     assert draw_key(0, 7, "12+30", 3) == 2877050337132119151
     assert draw_key(1) == 3390214401120528442
-    numbers = uniforms(torch.tensor([0, -1, 2**63 - 1]), 0, 2)
+    numbers = uniforms(torch.tensor([0, -1, 2**63 - 1]), 2)
     assert numbers.tolist() == [
         [0.8833108082136426, 0.43152799704850997],
         [0.8939429202831845, 0.9125972035944532],
@@ -36,15 +36,15 @@ def test_keys_tell_their_parts_apart():
 
 
 def test_uniforms_belong_to_key_and_position_alone():
-    every = uniforms(keys(40), 0, 30)
-    assert torch.equal(uniforms(keys(40)[[7, 3]], 0, 30), every[[7, 3]])
-    assert torch.equal(uniforms(keys(40), 11, 5), every[:, 11:16])
+    every = uniforms(keys(40), 30)
+    assert torch.equal(uniforms(keys(40)[[7, 3]], 30), every[[7, 3]])
+    assert torch.equal(uniforms(keys(40), 16), every[:, :16])
     assert every.dtype == torch.float64
     assert len(every.unique()) == every.numel()
 
 
 def test_uniforms_are_uniform_and_uncorrelated():
-    numbers = uniforms(torch.arange(20_000), 0, 4)
+    numbers = uniforms(torch.arange(20_000), 4)
     assert 0 <= numbers.min() < 1e-3
     assert 1 - 1e-3 < numbers.max() < 1
     counts = torch.histc(numbers.flatten().float(), bins=50, min=0, max=1)
@@ -59,7 +59,7 @@ def test_uniforms_are_uniform_and_uncorrelated():
 def test_draws_follow_the_softmax(vocabulary):
     logits = random_logits(1, vocabulary)
     count = 50_000
-    numbers = uniforms(keys(100), 0, count // 100).flatten()
+    numbers = uniforms(keys(100), count // 100).flatten()
     tokens = torch.cat([draw(logits.expand(len(part), -1), part)[0] for part in numbers.split(2_000)])
     expected = logits.softmax(-1)[0].double() * count
     seen = torch.bincount(tokens, minlength=vocabulary).double()
@@ -72,7 +72,7 @@ def test_draws_follow_the_softmax(vocabulary):
 
 def test_a_draw_is_the_inverse_of_the_cumulative_distribution():
     logits = random_logits(200, 700, seed=1).double()
-    numbers = uniforms(keys(200), 0, 1)[:, 0]
+    numbers = uniforms(keys(200), 1)[:, 0]
     tokens, _ = draw(logits, numbers)
     above = logits.softmax(-1).cumsum(-1).gather(1, tokens[:, None])[:, 0]
     below = above - logits.softmax(-1).gather(1, tokens[:, None])[:, 0]
@@ -81,7 +81,7 @@ def test_a_draw_is_the_inverse_of_the_cumulative_distribution():
 
 
 def test_a_rows_token_does_not_depend_on_the_batch():
-    logits, numbers = random_logits(64, 300), uniforms(keys(64), 0, 1)[:, 0]
+    logits, numbers = random_logits(64, 300), uniforms(keys(64), 1)[:, 0]
     together, _ = draw(logits, numbers)
     alone = [draw(logits[row : row + 1], numbers[row : row + 1])[0] for row in range(64)]
     assert torch.equal(together, torch.cat(alone))
@@ -90,7 +90,7 @@ def test_a_rows_token_does_not_depend_on_the_batch():
 @pytest.mark.parametrize("top_k", [1, 3, 40, 10_000])
 def test_top_k_draws_among_the_k_likeliest_and_all_of_them(top_k):
     logits = random_logits(1, 300, spread=0.3)
-    tokens, _ = draw(logits.expand(8_000, -1), uniforms(keys(1), 0, 8_000)[0], top_k=top_k)
+    tokens, _ = draw(logits.expand(8_000, -1), uniforms(keys(1), 8_000)[0], top_k=top_k)
     assert set(tokens.tolist()) == set(logits[0].topk(min(top_k, 300)).indices.tolist())
 
 
@@ -99,13 +99,13 @@ def test_top_p_draws_among_the_smallest_likeliest_set_that_holds_it(top_p):
     logits = random_logits(1, 100, spread=1.0)
     ordered, index = logits[0].double().softmax(-1).sort(descending=True)
     size = int((ordered.cumsum(0) < top_p).sum()) + 1
-    tokens, _ = draw(logits.expand(10_000, -1), uniforms(keys(1), 0, 10_000)[0], top_p=top_p)
+    tokens, _ = draw(logits.expand(10_000, -1), uniforms(keys(1), 10_000)[0], top_p=top_p)
     assert set(tokens.tolist()) == set(index[:size].tolist())
 
 
 def test_top_p_applies_to_what_top_k_left():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    numbers = uniforms(keys(1), 0, 5_000)[0]
+    numbers = uniforms(keys(1), 5_000)[0]
     tokens, _ = draw(logits.expand(5_000, -1), numbers, top_k=2, top_p=0.5)
     assert set(tokens.tolist()) == {0}  # 0.4 of 0.7 is more than half
 
@@ -113,7 +113,7 @@ def test_top_p_applies_to_what_top_k_left():
 @pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.4}, {"greedy": True}], ids=str)
 def test_logprobs_are_those_of_the_full_distribution(options):
     logits = random_logits(50, 300)
-    tokens, logprobs = draw(logits, uniforms(keys(50), 0, 1)[:, 0], **options)
+    tokens, logprobs = draw(logits, uniforms(keys(50), 1)[:, 0], **options)
     expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lucidrl.models import head as head_module
-from lucidrl.models.head import LogitTransform, token_logprobs
-from lucidrl.models.vocab_parallel import gathered_logits
+from lucidrl.models.head import LogitTransform, gathered_logits, token_logprobs
 
 TOKENS, HIDDEN = 50, 6
 TRANSFORMS = {

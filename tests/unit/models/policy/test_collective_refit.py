@@ -22,7 +22,7 @@ from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
 from lucidrl.models.policy.policy import Policy
 from tests.unit.models.policy.broadcasting_workers import KilledInBroadcast
-from tests.unit.models.policy.test_refit import policy_of
+from tests.unit.models.policy.test_refit import checksums, policy_of
 
 COLLECTIVE = {"placement": "separate", "refit": "collective", "verify_refit": True, "max_new_tokens": 8}
 
@@ -97,8 +97,7 @@ def test_generators_get_version_after_version_and_sample_from_it(tiny_model, mak
         for version in (1, 2):
             policy.group.run_all("_add_noise_to_weights")
             generator.update_weights(version)
-            checksums = [worker.run("checksum") for worker in generator.pool.workers]
-            assert checksums == [checksum_of(policy.group.run_all("return_state_dict")[0].items())] * 2
+            assert checksums(generator) == [checksum_of(policy.group.run_all("return_state_dict")[0].items())] * 2
         rows = make_rows()
         assert generator.generate(rows, greedy=True)["output_ids"].equal(policy.generate(rows, True)["output_ids"])
     assert generator.policy_version == 2
@@ -114,17 +113,14 @@ def test_a_sender_killed_in_the_middle_leaves_the_generator_its_version(tiny_mod
     ):
         policy.run_all("_add_noise_to_weights")
         generator.update_weights(1)
-        checksum, answers = (
-            [worker.run("checksum") for worker in generator.pool.workers],
-            generator.generate(rows, greedy=True),
-        )
+        checksum, answers = checksums(generator), generator.generate(rows, greedy=True)
         policy.run_all("_add_noise_to_weights")
         start = time.monotonic()
         with pytest.raises(WorkerError, match=r"ended by SIGKILL.*in send_weights") as error:
             generator.update_weights(2)
         assert time.monotonic() - start < 60
         assert "meanwhile in the generators: " in error.value.__notes__[0]
-        assert [worker.run("checksum") for worker in generator.pool.workers] == checksum
+        assert checksums(generator) == checksum
         assert generator.generate(rows, greedy=True)["output_ids"].equal(answers["output_ids"])
         assert generator.policy_version == 1
 

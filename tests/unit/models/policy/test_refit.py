@@ -52,6 +52,10 @@ def num_open_memories(pid: int) -> int:
     return sum(name.startswith(f"/memfd:{NAME_PREFIX}") for name in names)
 
 
+def checksums(generator: SeparateGenerator) -> list[str]:
+    return [worker.run("receiver.checksum") for worker in generator.pool.workers]
+
+
 def policy_of(workers: WorkerGroup) -> Any:
     """What a generator needs of a policy, for workers of another class than `Policy` starts."""
     return SimpleNamespace(
@@ -144,12 +148,12 @@ def refit(generator, policy):
 
 def test_before_the_first_refit_a_generator_has_the_weights_that_the_policy_started_from(generator, worker):
     assert generator.policy_version == 0
-    assert [worker.run("checksum") for worker in generator.pool.workers] == [worker.export.checksum()]
+    assert checksums(generator) == [worker.export.checksum()]
 
 
 def test_greedy_answers_are_those_of_a_model_loaded_from_the_saved_weights(generator, policy, worker, refit, tmp_path):
     refit()
-    assert [worker.run("checksum") for worker in generator.pool.workers] == [worker.export.checksum()]
+    assert checksums(generator) == [worker.export.checksum()]
     policy.group.run_all("save_checkpoint", str(tmp_path))
     saved = LogprobModel(load_model(str(tmp_path), torch.float32), temperature=1.0)
     expected = BuiltinGenerator(saved, embedded_tokenizer(), worker.config.generation).generate(prompts(), greedy=True)
@@ -181,7 +185,7 @@ def test_weights_in_use_are_never_written_whatever_becomes_of_later_refits(make_
 
 
 def test_a_changed_bucket_is_refused_and_the_version_before_goes_on(generator, worker, refit, monkeypatch):
-    before, version = [worker.run("checksum") for worker in generator.pool.workers], generator.policy_version
+    before, version = checksums(generator), generator.policy_version
     pack = worker.get_weights_ipc_handles
 
     def pack_and_change(keys):
@@ -194,10 +198,10 @@ def test_a_changed_bucket_is_refused_and_the_version_before_goes_on(generator, w
     with pytest.raises(RefitError, match=r"has SHA-256 \w+…, not \w+…: it was changed on its way"):
         refit()
     monkeypatch.undo()
-    assert [worker.run("checksum") for worker in generator.pool.workers] == before
+    assert checksums(generator) == before
     assert generator.generate(prompts())["policy_versions"].unique().tolist() == [version] == [generator.policy_version]
     refit()
-    assert [worker.run("checksum") for worker in generator.pool.workers] == [worker.export.checksum()] != before
+    assert checksums(generator) == [worker.export.checksum()] != before
 
 
 def test_fifty_refits_leave_nothing_behind(generator, refit):
@@ -256,17 +260,14 @@ def test_a_policy_killed_between_buckets_leaves_the_version_before_whole(config)
     ):
         workers.run_all("_add_noise_to_weights")
         generator.update_weights(1)
-        before, answers = (
-            [worker.run("checksum") for worker in generator.pool.workers],
-            generator.generate(prompts(), greedy=True),
-        )
+        before, answers = checksums(generator), generator.generate(prompts(), greedy=True)
         assert before == workers.run_all("checksum")
         workers.run_all("_add_noise_to_weights")
         workers.run_all("die_after", 2)
         with pytest.raises(WorkerError, match=r"was ended by SIGKILL.*in get_weights_ipc_handles"):
             generator.update_weights(2)
         assert generator.policy_version == 1
-        assert [worker.run("checksum") for worker in generator.pool.workers] == before
+        assert checksums(generator) == before
         again = generator.generate(prompts(), greedy=True)
         assert torch.equal(again["output_ids"], answers["output_ids"])
         assert again["policy_versions"].unique().tolist() == [1]

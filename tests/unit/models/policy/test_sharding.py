@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, BioGptConfig
 from lucidrl.distributed import process_group
 from lucidrl.errors import ConfigError
 from lucidrl.losses.nll import NLLLoss
-from lucidrl.models.activation_checkpointing import checkpoint_activations
 from lucidrl.models.embedded import embedded_tokenizer
-from lucidrl.models.loading import decoder_layers, empty_model, load_model, stop_token_ids
+from lucidrl.models.loading import checkpoint_activations, decoder_layers, empty_model, load_model, stop_token_ids
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, offload_policy
 from lucidrl.models.policy.policy import worker_class_of
