@@ -154,7 +154,7 @@ def capped_attention(call: AttentionCall) -> torch.Tensor:
     """Causal attention with a soft cap on its scores, which the fused kernels lack; queries are the last positions."""
     key, value = repeated_heads(call)
     scores = soft_cap(call.query @ key.transpose(2, 3) * call.scaling, call.softcap)
-    visible = causal_mask(*scores.shape[-2:], call.window, scores.device)
+    visible = causal_mask(scores.shape[-2], scores.shape[-1], call.window, scores.device)
     accurate = torch.promote_types(scores.dtype, torch.float32)
     weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1, dtype=accurate)
     return F.dropout(weights, call.dropout).to(value.dtype) @ value

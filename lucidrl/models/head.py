@@ -205,7 +205,9 @@ class _TokenLogprobs(torch.autograd.Function):
         accurate = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=accurate) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=accurate) if bias is not None and ctx.needs_input_grad[2] else None
-        upstream = _Upstream.of(grad_logprobs, grad_entropy if ctx.with_entropy else None, targets, ctx.shard)
+        shard: _VocabShard | None = ctx.shard
+        target_index = targets if shard is None else shard.index(targets)
+        grad_target = grad_logprobs if shard is None else grad_logprobs * shard.owns(targets)
         chunks = _chunks(hidden.shape[0], weight.shape[0])
         together = CHUNKS_PER_SUM if hidden.dtype != accurate else 1
         for first in range(0, len(chunks), together):
@@ -216,7 +218,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits = transform(raw)
                 # Raw logits may be asked for again, by a second backward pass.
                 log_p = torch.sub(logits, normalizer[chunk, None], out=None if logits is raw else logits)
-                grad_chunk = _grad_logits(log_p, entropy, upstream, chunk)
+                column = chunk, None
+                of_entropy = grad_entropy[column] if ctx.with_entropy else None
+                grad_chunk = _grad_logits(log_p, grad_logprobs[column], of_entropy, entropy[column])
+                grad_chunk.scatter_add_(1, target_index[column], grad_target[column].to(grad_chunk.dtype))
                 grad[chunk.start - group.start : chunk.stop - group.start] = transform.chain(grad_chunk, raw)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[group])
@@ -224,8 +229,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 _add_product(grad_weight, grad, hidden[group])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=accurate)
-        if ctx.shard is not None and grad_hidden is not None:
-            dist.all_reduce(grad_hidden, group=ctx.shard.group)
+        if shard is not None and grad_hidden is not None:
+            dist.all_reduce(grad_hidden, group=shard.group)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -234,39 +239,19 @@ class _TokenLogprobs(torch.autograd.Function):
         )
 
 
-@dataclass(frozen=True)
-class _Upstream:
-    """Gradients [N] that come from behind the head, and where the targets are in the vocabulary, or this part of it."""
+def _grad_logits(
+    log_p: torch.Tensor,
+    grad_logprobs: torch.Tensor,
+    grad_entropy: torch.Tensor | None,
+    entropy: torch.Tensor,
+) -> torch.Tensor:
+    """Gradient of logits [C, V] but for the targets' share; overwrites `log_p` [C, V], all others are [C, 1].
 
-    logprobs: torch.Tensor
-    entropy: torch.Tensor | None
-    target_index: torch.Tensor
-    target_logprobs: torch.Tensor
-    """The gradient of the log-probabilities; 0 where the target is in another rank's part of the vocabulary."""
-
-    @classmethod
-    def of(
-        cls, logprobs: torch.Tensor, entropy: torch.Tensor | None, targets: torch.Tensor, shard: _VocabShard | None
-    ) -> _Upstream:
-        if shard is None:
-            return cls(logprobs, entropy, targets, logprobs)
-        return cls(logprobs, entropy, shard.index(targets), logprobs * shard.owns(targets))
-
-
-def _grad_logits(log_p: torch.Tensor, entropy: torch.Tensor, upstream: _Upstream, chunk: slice) -> torch.Tensor:
-    """d logprob / d logit = onehot - p;   d entropy / d logit = -p (log p + entropy). Overwrites `log_p` [C, V].
-
-    Args:
-        chunk: the tokens that `log_p` belongs to.
+    d logprob / d logit = onehot - p;   d entropy / d logit = -p (log p + entropy).
     """
-    grad_logprobs = upstream.logprobs[chunk, None]
-    if upstream.entropy is None:
-        grad = log_p.exp_().mul_(-grad_logprobs)
-    else:
-        grad_entropy = upstream.entropy[chunk, None]
-        grad = torch.exp(log_p).mul_(log_p.add_(entropy[chunk, None]).mul_(-grad_entropy).sub_(grad_logprobs))
-    at_target = upstream.target_logprobs[chunk, None].to(grad.dtype)
-    return grad.scatter_add_(1, upstream.target_index[chunk, None], at_target)
+    if grad_entropy is None:
+        return log_p.exp_().mul_(-grad_logprobs)
+    return torch.exp(log_p).mul_(log_p.add_(entropy).mul_(-grad_entropy).sub_(grad_logprobs))
 
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -191,10 +191,7 @@ def _plan(model: PreTrainedModel, sequence_parallel: bool, custom_plan: str | No
     config = model.config
     decoder_plan = {**(config.base_model_tp_plan or {}), **OWN_PLANS.get(config.model_type, {})}
     if not decoder_plan:
-        raise ConfigError(
-            f"{type(model).__name__} has no plan for tensor parallelism; "
-            f"set tensor_parallel_size=1 or name a plan of yours as {CUSTOM_PLAN_KEY}"
-        )
+        raise _unusable(f"{type(model).__name__} has no plan for tensor parallelism")
     return {f"{model.base_model_prefix}.{pattern}": style for pattern, style in decoder_plan.items()}
 
 
@@ -230,9 +227,8 @@ def _style(name: str, style: Any, between: Placement) -> ParallelStyle:
         return style
     if style in STYLES:
         return STYLES[style](between)
-    raise ConfigError(
-        f"the tensor-parallel plan wants {style!r} for {name}; known are a ParallelStyle and {', '.join(STYLES)}: "
-        f"name a plan of these as {CUSTOM_PLAN_KEY}, or set tensor_parallel_size=1"
+    raise _unusable(
+        f"the tensor-parallel plan wants {style!r} for {name}; known are a ParallelStyle and {', '.join(STYLES)}"
     )
 
 
@@ -246,10 +242,7 @@ def _blocks(model: PreTrainedModel, styles: Mapping[str, ParallelStyle], size: i
     """The modules that hold the split matrices, such as attention and feed-forward of every layer."""
     split = _split_matrices(styles)
     if not split:
-        raise ConfigError(
-            f"the tensor-parallel plan splits no matrix of {type(model).__name__}; "
-            f"name a plan of yours that does as {CUSTOM_PLAN_KEY}, or set tensor_parallel_size=1"
-        )
+        raise _unusable(f"the tensor-parallel plan splits no matrix of {type(model).__name__}")
     for name in split:
         _check_split(name, model.get_submodule(name), styles[name], size)
     blocks = list(dict.fromkeys(map(_parent, split)))
@@ -257,11 +250,12 @@ def _blocks(model: PreTrainedModel, styles: Mapping[str, ParallelStyle], size: i
         # What has no style would see a part of the features or heads, and nobody would add up its gradient.
         for name in _with_parameters(model, block):
             if name not in styles:
-                raise ConfigError(
-                    f"the tensor-parallel plan splits {block}, but says nothing of {name}; "
-                    f"name a plan of yours that does as {CUSTOM_PLAN_KEY}, or set tensor_parallel_size=1"
-                )
+                raise _unusable(f"the tensor-parallel plan splits {block}, but says nothing of {name}")
     return blocks
+
+
+def _unusable(problem: str) -> ConfigError:
+    return ConfigError(f"{problem}; name a plan of yours as {CUSTOM_PLAN_KEY}, or set tensor_parallel_size=1")
 
 
 def _split_matrices(styles: Mapping[str, ParallelStyle]) -> list[str]:

@@ -74,16 +74,13 @@ class BuiltinGenerator:
         """Complete every prompt; see `GenerationDatumSpec` and `GenerationOutputSpec`."""
         with self._whole_weights(), span("generate"), _evaluating(self.model):
             device = next(self.model.parameters()).device
-            prompts = _Prompts.of(data, device, context_length(self.model.model.config))
+            context = context_length(self.model.model.config)
+            prompts = _Prompts.of(data, device, context, self.config.max_new_tokens)
             keys_B = with_draw_keys(data, self._seed, self.calls)["draw_keys"].cpu()
             self.calls += 1
             own_stops = data["stop_strings"] if "stop_strings" in data else [None] * data.size
-            completions = _Completions(
-                prompts,
-                max_new_tokens=self._max_new_tokens(prompts),
-                pad_id=int(self.tokenizer.pad_token_id),
-                stop_strings=[(*self.config.stop_strings, *(strings or ())) for strings in own_stops],
-            )
+            stop_strings = [(*self.config.stop_strings, *(strings or ())) for strings in own_stops]
+            completions = _Completions(prompts, int(self.tokenizer.pad_token_id), stop_strings)
             for rows_B in prompts.batches(self.config.max_concurrent_rows):
                 self._decode(prompts, completions, rows_B, keys_B, greedy)
             return completions.output(self.policy_version)
@@ -101,8 +98,8 @@ class BuiltinGenerator:
         config, device = self.config, prompts.input_ids.device
         chosen_P, prompt_of_row_B = torch.unique(prompts.prompt_of_row_B[rows_B], return_inverse=True)
         lengths_B = prompts.lengths[chosen_P][prompt_of_row_B]
-        limits_B = prompts.room[chosen_P][prompt_of_row_B].clamp(max=config.max_new_tokens)
-        uniforms_BN = uniforms(keys[rows_B.cpu()], self._max_new_tokens(prompts)).to(device)
+        limits_B = prompts.limits[chosen_P][prompt_of_row_B]
+        uniforms_BN = uniforms(keys[rows_B.cpu()], prompts.max_new_tokens).to(device)
         cache, logits_PV = self._prefill(prompts, chosen_P, prompt_of_row_B)
         logits_BV = logits_PV[prompt_of_row_B]
         is_active_B = torch.ones(len(rows_B), dtype=torch.bool, device=device)
@@ -143,17 +140,13 @@ class BuiltinGenerator:
             reached.append(any(string in text for string in strings))
         return torch.tensor(reached, device=rows_B.device)
 
-    def _max_new_tokens(self, prompts: _Prompts) -> int:
-        """No more than the model's context has room for."""
-        return min(self.config.max_new_tokens, int(prompts.room.max()) if len(prompts.room) else 0)
-
     def _prefill(
         self, prompts: _Prompts, chosen_P: torch.Tensor, prompt_of_row_B: torch.Tensor
     ) -> tuple[KVCache, torch.Tensor]:
         """Run the chosen prompts once; returns their cache and the logits of each one's next token [P, V]."""
         lengths_P = prompts.lengths[chosen_P]
         packed = pack_rows(prompts.input_ids[chosen_P, : int(lengths_P.max())], lengths_P)
-        cache = KVCache(lengths_P, prompt_of_row_B, self._max_new_tokens(prompts))
+        cache = KVCache(lengths_P, prompt_of_row_B, prompts.max_new_tokens)
         hidden = self.model.hidden_states(packed.input_ids, packed.position_ids, PrefillLayout(packed, cache))
         last_P = packed.cu_seqlens[1:].to(torch.int64) - 1
         return cache, self.model.next_token_logits(hidden[last_P])
@@ -177,32 +170,39 @@ class _Prompts:
     """[P, T]"""
     lengths: torch.Tensor
     """[P]"""
-    room: torch.Tensor
-    """[P] tokens that fit behind each prompt."""
+    limits: torch.Tensor
+    """[P] new tokens that fit behind each prompt, up to `max_new_tokens`."""
     prompt_of_row_B: torch.Tensor
 
     @classmethod
-    def of(cls, data: BatchedDataDict[GenerationDatumSpec], device: torch.device, context: int) -> _Prompts:
+    def of(
+        cls, data: BatchedDataDict[GenerationDatumSpec], device: torch.device, context: int, max_new_tokens: int
+    ) -> _Prompts:
         input_ids, lengths = data["input_ids"].cpu(), data["input_lengths"].cpu()
-        numbers: dict[bytes, int] = {}
-        first_row, prompt_of_row = [], []
-        for row, (content, length) in enumerate(zip(prompts_of(data), lengths.tolist(), strict=True)):
+        contents = prompts_of(data)
+        first_row: dict[bytes, int] = {}
+        for row, (content, length) in enumerate(zip(contents, lengths.tolist(), strict=True)):
             if not 0 < length < context:
                 raise DataError(
                     f"prompt in row {row} has {length} tokens; the model's context of {context} tokens must hold at "
                     "least one prompt token and one new token"
                 )
-            if content not in numbers:
-                numbers[content] = len(numbers)
-                first_row.append(row)
-            prompt_of_row.append(numbers[content])
-        lengths_P = lengths[first_row].to(device)
+            first_row.setdefault(content, row)
+        number_of = {content: number for number, content in enumerate(first_row)}
+        rows = list(first_row.values())
+        lengths_P = lengths[rows].to(device)
         return cls(
-            input_ids=input_ids[first_row].to(device),
+            input_ids=input_ids[rows].to(device),
             lengths=lengths_P,
-            room=context - lengths_P,
-            prompt_of_row_B=torch.tensor(prompt_of_row, dtype=torch.int64, device=device),
+            limits=(context - lengths_P).clamp(max=max_new_tokens),
+            prompt_of_row_B=torch.tensor(
+                [number_of[content] for content in contents], dtype=torch.int64, device=device
+            ),
         )
+
+    @property
+    def max_new_tokens(self) -> int:
+        return int(self.limits.max()) if len(self.limits) else 0
 
     def batches(self, max_rows: int) -> Iterator[torch.Tensor]:
         """Rows in groups of at most `max_rows`, those of a prompt together and prompts of similar length together."""
@@ -214,10 +214,10 @@ class _Prompts:
 class _Completions:
     """Prompts and, behind them, what was sampled so far."""
 
-    def __init__(self, prompts: _Prompts, *, max_new_tokens: int, pad_id: int, stop_strings: Sequence[Sequence[str]]):
+    def __init__(self, prompts: _Prompts, pad_id: int, stop_strings: Sequence[Sequence[str]]):
         self.stop_strings = stop_strings
         self._starts = prompts.lengths[prompts.prompt_of_row_B]
-        ids = F.pad(prompts.input_ids, (0, max_new_tokens))[prompts.prompt_of_row_B]
+        ids = F.pad(prompts.input_ids, (0, prompts.max_new_tokens))[prompts.prompt_of_row_B]
         position = torch.arange(ids.shape[1], device=ids.device)
         self._ids = ids.masked_fill_(position >= self._starts[:, None], pad_id)
         self._logprobs = torch.zeros(ids.shape, device=ids.device)

@@ -62,21 +62,11 @@ class WeightDelivery:
         self._members: list[tuple[int, int]] = []
         """Processes of generators that joined the policy's refit group: number of the generator and of its start."""
 
-    def check_devices(self) -> None:
-        """Refuse `refit=ipc` for a generator on a device that the policy does not use."""
-        devices = [place.device for place in self._places]
-        for number, state in self._states.items():
-            if self._config.refit == "ipc" and state.place.device not in devices:
-                raise ConfigError(
-                    f"policy.generation.refit=ipc shares the memory of a device, but generator {number} is on "
-                    f"{state.place.device} and the policy on {', '.join(devices)}; set refit=auto"
-                )
-
     def bring(self, version: int, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
         """Bring the policy's current weights to some generators, which compute with them from now on.
 
         Returns:
-            Those that have them. If it is not all, at least one was lost.
+            Those that still lack them; at least one of them was lost.
 
         Raises:
             RefitError: if they do not get there though no generator was lost.
@@ -98,7 +88,8 @@ class WeightDelivery:
             self._states[worker.number].version = version
 
         self._pool.each(commit, ready)
-        return _kept(ready)
+        done = _kept(ready)
+        return [worker for worker in receivers if worker not in done]
 
     def is_near(self, worker: PoolWorker) -> bool:
         """Whether weights reach it through shared memory."""
@@ -176,6 +167,16 @@ class WeightDelivery:
             sides = {"the policy": of_policy, "a generator": of_receivers}
             raise RefitError("; ".join(f"{side} says: {problem}" for side, problem in sides.items() if problem))
         return False
+
+
+def check_device(config: GenerationConfig, number: int, device: str, policy_places: Sequence[Place]) -> None:
+    """Refuse `refit=ipc` for a generator on a device that the policy does not use."""
+    devices = [place.device for place in policy_places]
+    if config.refit == "ipc" and device not in devices:
+        raise ConfigError(
+            f"policy.generation.refit=ipc shares the memory of a device, but generator {number} is on {device} and the "
+            f"policy on {', '.join(devices)}; set refit=auto"
+        )
 
 
 def buckets_of_names(sizes: Sequence[tuple[str, int]], config: GenerationConfig, free_bytes: float) -> list[list[str]]:

@@ -17,7 +17,7 @@ from lucidrl.distributed.workers.interfaces import Arguments, Hosting, NodeChoic
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
 from lucidrl.errors import ConfigError, LostWorkerError, RefitError
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.delivery import GeneratorState, WeightDelivery
+from lucidrl.models.generation.delivery import GeneratorState, WeightDelivery, check_device
 from lucidrl.models.generation.generation_worker import GenerationWorker
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.sampling import prompts_of, with_draw_keys
@@ -82,7 +82,9 @@ class SeparateGenerator:
         self._states: dict[int, GeneratorState] = {}
 
         def note_place(worker: PoolWorker) -> None:
-            self._states[worker.number] = GeneratorState(worker.run("report_place"))
+            place = worker.run("report_place")
+            check_device(generation, worker.number, place.device, policy.places)
+            self._states[worker.number] = GeneratorState(place)
 
         self.pool = WorkerPool(
             GenerationWorker,
@@ -94,11 +96,6 @@ class SeparateGenerator:
             on_start=note_place,
         )
         self._delivery = WeightDelivery(policy, self.pool, self._states, generation, cluster.call_timeout_s)
-        try:
-            self._delivery.check_devices()
-        except BaseException:
-            self.pool.kill()
-            raise
 
     @property
     def num_replaced(self) -> int:
@@ -198,10 +195,8 @@ class SeparateGenerator:
     def _bring(self, version: int, lacking: Sequence[PoolWorker]) -> None:
         """Bring the policy's weights to generators that lack them, restarting those that are lost meanwhile."""
         while lacking:
-            brought = self._delivery.bring(version, lacking)
-            behind = [worker for worker in lacking if worker not in brought]
-            self._replace_lost()  # each of them lacked the weights, and still does
-            lacking = behind
+            lacking = self._delivery.bring(version, lacking)
+            self._replace_lost()
 
     def _replace_lost(self) -> None:
         if self.pool.lost:

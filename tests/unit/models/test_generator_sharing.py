@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from pydantic import ValidationError
 
 from lucidrl.distributed.workers.place import Place
 from lucidrl.errors import ConfigError
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.delivery import GeneratorState, WeightDelivery
+from lucidrl.models.generation.delivery import check_device
 from lucidrl.models.generation.separate import generator_nodes, prompt_chunks
 
 PROMPTS = [b"a", b"b", b"a", b"c", b"d", b"d", b"e", b"f"]
@@ -35,10 +33,8 @@ def test_chunks_are_about_equal_and_one_is_the_rows_as_they_came():
 
 def test_memory_is_shared_with_a_device_of_the_policy_or_refused():
     def check(refit: str, device: str) -> None:
-        policy = SimpleNamespace(group=None, places=[Place("node", "127.0.0.1", device)])
-        states = {0: GeneratorState(Place("node", "127.0.0.1", "device"))}
         config = GenerationConfig(placement="separate", refit=refit)
-        WeightDelivery(policy, SimpleNamespace(), states, config, 1.0).check_devices()
+        check_device(config, 0, "device", [Place("node", "127.0.0.1", device)])
 
     check("ipc", "device")
     check("auto", "GPU-1")

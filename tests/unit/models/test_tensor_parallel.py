@@ -349,7 +349,7 @@ def refusal(config: PreTrainedConfig, options: dict[str, Any]) -> str:
             "splits model.layers.0.mlp, but says nothing of model.layers.0.mlp.up_proj; name a plan",
         ),
         ({"custom_plan": f"{HERE}.NORM_PLAN"}, "splits model.norm, a LlamaRMSNorm; only nn.Linear can be split"),
-        ({"custom_plan": f"{HERE}.EMPTY_PLAN"}, "splits no matrix of LlamaForCausalLM; name a plan of yours that does"),
+        ({"custom_plan": f"{HERE}.EMPTY_PLAN"}, "splits no matrix of LlamaForCausalLM; name a plan of yours as"),
         (
             {"custom_plan": f"{HERE}.FEED_FORWARD_PLAN", "sequence_parallel": True},
             "sequence_parallel=true: LlamaForCausalLM has model.layers.0.self_attn between its blocks",
@@ -365,7 +365,7 @@ def test_an_architecture_without_a_plan_is_refused(two_ranks):
     found = two_ranks(refusal, GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=VOCABULARY), {})[0]
     assert found == (
         "GPT2LMHeadModel has no plan for tensor parallelism; "
-        "set tensor_parallel_size=1 or name a plan of yours as policy.dtensor_cfg.custom_parallel_plan"
+        "name a plan of yours as policy.dtensor_cfg.custom_parallel_plan, or set tensor_parallel_size=1"
     )
 
 
