@@ -85,7 +85,7 @@ def test_generators_on_other_nodes_are_sent_the_weights_also_when_they_are_repla
     with SeparateGenerator(policy, config, embedded_tokenizer(), cluster=ONE, log_dir=tmp_path) as generator:
         (worker,) = generator.pool.workers
         assert generator._states[0].place.node != place.node
-        assert not generator._delivery.is_near(worker)
+        assert not generator._refit.shares_memory(worker)
         for version in (1, 2):
             policy.group.run_all("_add_noise_to_weights")
             generator.update_weights(version)
@@ -107,7 +107,7 @@ def test_generators_beside_the_policy_find_the_weights_in_its_memory(policy, tmp
     ) as generator:
         (worker,) = generator.pool.workers
         assert generator._states[0].place.node == place.node
-        assert generator._delivery.is_near(worker)
+        assert generator._refit.shares_memory(worker)
         policy.group.run_all("_add_noise_to_weights")
         generator.update_weights(1)
         answers, expected = generator.generate(rows(), greedy=True), policy.generate(rows(), greedy=True)

@@ -1,6 +1,6 @@
-"""The built-in engine: batched decoding through the model's own forward, on the policy's own weights.
+"""The built-in engine: batched decoding with the forward pass and the weights that are trained.
 
-Prompts that occur several times are prefilled once; finished rows leave the batch; every row's draws are its own.
+Equal prompts are prefilled once, finished rows leave the batch, and each row draws from its own random numbers.
 
 Shapes: B rows, P distinct prompts, T prompt tokens, N new tokens, V vocabulary.
 """
@@ -27,23 +27,22 @@ from lucidrl.models.logprobs import LogprobModel
 from lucidrl.profiling.spans import span
 
 COMPACT_BELOW = 7 / 8
-"""Finished rows are dropped from the cache when no more than this share of it is still in use."""
+"""Drop finished rows from the cache when at most this share of its rows is active."""
 
 BYTES_PER_CHARACTER = 4
 """A byte-level token may hold as little as a quarter of a character."""
 
 
 class BuiltinGenerator:
-    """Completes prompts with a `LogprobModel` that it shares with whoever trains it.
+    """Completes prompts with a `LogprobModel`, which may be trained between calls.
 
     Args:
-        model: its weights are read at each call; the owner says by `policy_version` which ones they are.
-        seed: of the draws of rows that bring no `draw_keys` of their own.
+        model: its weights are read at each call; the caller sets `policy_version`.
+        seed: for rows without `draw_keys`.
         whole_weights: entered around each call; inside, the model has all its weights.
     """
 
     num_replaced = 0
-    """It has no process of its own that could be replaced."""
 
     def __init__(
         self,
@@ -59,12 +58,12 @@ class BuiltinGenerator:
         self.policy_version = 0
         self._seed, self._whole_weights = seed, whole_weights
         self.calls = 0
-        """How often it was asked; draws of rows without keys of their own depend on it."""
+        """Number of `generate` calls so far; seeds the draws of rows without keys."""
         stop_ids = stop_token_ids(model.model, tokenizer) | set(config.stop_token_ids)
         self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64)
 
     def update_weights(self, version: int) -> None:
-        """The weights are the owner's own; there is only their version to be told."""
+        """Set the version of the weights, which the model shares with the policy."""
         self.policy_version = version
 
     @torch.no_grad()
@@ -85,7 +84,7 @@ class BuiltinGenerator:
                 self._decode(prompts, completions, rows_B, keys_B, greedy)
             return completions.output(self.policy_version)
 
-    @torch.inference_mode()  # cheaper than no_grad; what it returns was made outside, and may meet autograd later
+    @torch.inference_mode()  # cheaper than no_grad; the output tensors are made outside, so that autograd may use them
     def _decode(
         self,
         prompts: _Prompts,
@@ -94,7 +93,7 @@ class BuiltinGenerator:
         keys: torch.Tensor,
         greedy: bool,
     ) -> None:
-        """Complete some rows."""
+        """Complete a batch of rows, in place in `completions`."""
         config, device = self.config, prompts.input_ids.device
         chosen_P, prompt_of_row_B = torch.unique(prompts.prompt_of_row_B[rows_B], return_inverse=True)
         lengths_B = prompts.lengths[chosen_P][prompt_of_row_B]
@@ -124,7 +123,7 @@ class BuiltinGenerator:
                 rows_B, tokens_B, lengths_B, limits_B, uniforms_BN, is_active_B = (
                     tensor[kept] for tensor in (rows_B, tokens_B, lengths_B, limits_B, uniforms_BN, is_active_B)
                 )
-            # Finished rows run along until they are dropped; their position may not leave the model's context.
+            # Finished rows are decoded until they are dropped; their positions must stay within the context.
             positions_B = lengths_B + (limits_B - 1).clamp(max=position)
             hidden = self.model.hidden_states(tokens_B[:, None], positions_B[:, None], cache)
             cache.step_done()
@@ -143,7 +142,7 @@ class BuiltinGenerator:
     def _prefill(
         self, prompts: _Prompts, chosen_P: torch.Tensor, prompt_of_row_B: torch.Tensor
     ) -> tuple[KVCache, torch.Tensor]:
-        """Run the chosen prompts once; returns their cache and the logits of each one's next token [P, V]."""
+        """Run the chosen prompts; returns their cache and the logits of their next tokens [P, V]."""
         lengths_P = prompts.lengths[chosen_P]
         packed = pack_rows(prompts.input_ids[chosen_P, : int(lengths_P.max())], lengths_P)
         cache = KVCache(lengths_P, prompt_of_row_B, prompts.max_new_tokens)
@@ -164,14 +163,14 @@ def _evaluating(model: LogprobModel) -> Iterator[None]:
 
 @dataclass
 class _Prompts:
-    """The distinct prompts of a call, and which one each row completes."""
+    """The distinct prompts of a call, and the prompt of each row."""
 
     input_ids: torch.Tensor
     """[P, T]"""
     lengths: torch.Tensor
     """[P]"""
     limits: torch.Tensor
-    """[P] new tokens that fit behind each prompt, up to `max_new_tokens`."""
+    """[P] maximum number of new tokens, within the context."""
     prompt_of_row_B: torch.Tensor
 
     @classmethod
@@ -205,14 +204,14 @@ class _Prompts:
         return int(self.limits.max()) if len(self.limits) else 0
 
     def batches(self, max_rows: int) -> Iterator[torch.Tensor]:
-        """Rows in groups of at most `max_rows`, those of a prompt together and prompts of similar length together."""
+        """Batches of at most `max_rows` rows, ordered by length and then prompt."""
         order = torch.argsort(self.prompt_of_row_B, stable=True)
         order = order[torch.argsort(self.lengths[self.prompt_of_row_B[order]], descending=True, stable=True)]
         yield from order.split(max_rows) if len(order) else ()
 
 
 class _Completions:
-    """Prompts and, behind them, what was sampled so far."""
+    """Prompts, each followed by the tokens sampled so far."""
 
     def __init__(self, prompts: _Prompts, pad_id: int, stop_strings: Sequence[Sequence[str]]):
         self.stop_strings = stop_strings

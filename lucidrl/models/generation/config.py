@@ -1,4 +1,4 @@
-"""How completions are sampled."""
+"""Settings of generation."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from lucidrl.utils.config import Config
 
 
 class GenerationConfig(Config):
-    """Sampling of completions during training."""
+    """How completions are sampled during training, and where."""
 
     max_new_tokens: PositiveInt = 64
-    """Most tokens in one completion (of one turn)."""
+    """Maximum number of tokens per completion (per turn)."""
     temperature: float = Field(default=1.0, gt=0, le=100)
-    """Divides the logits. Scoring and training use the same value, so the policy means one distribution everywhere."""
+    """Divides the logits. Scoring and training use the same value, so that their log-probabilities agree."""
     top_k: NonNegativeInt = 0
-    """Draw among the k likeliest tokens only; 0 = all. Log-probabilities stay those of the full distribution."""
+    """Sample from the k most likely tokens; 0 = all. Log-probabilities stay those of the full distribution."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Draw among the likeliest tokens that together hold this probability; 1 = all."""
+    """Sample from the smallest set of most likely tokens with this total probability; 1 = all."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """A completion ends as soon as it contains one of these."""
+    """A completion ends when it contains one of these."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
-    """Tokens that end a completion, beside those the model declares itself."""
+    """Tokens that end a completion, in addition to those that the model declares."""
     max_concurrent_rows: PositiveInt = 512
-    """Completions decoded at a time; bounds the memory of the key-value cache, and changes results by rounding only."""
+    """Completions decoded at a time; limits the key-value cache. Changes results by rounding only."""
     placement: Literal["policy", "separate"] = "policy"
-    """Where completions are made: by the policy's own workers, or in processes of their own with a copy of the
-    weights, which get the policy's after every step."""
+    """Who generates: the policy's ranks, or separate processes with a copy of the weights that is refitted after every
+    step."""
     num_workers: PositiveInt = 1
-    """Processes that share the prompts, where they are separate."""
+    """Number of separate processes, which split the prompts."""
     nodes: Literal["any", "policy", "other"] = "any"
-    """Nodes of a Ray cluster that they may run on: any (with `refit=ipc` those of the policy's workers), those of the
-    policy's workers, or others than those."""
+    """Nodes of a Ray cluster for separate processes: any (with `refit=ipc` those of the policy's ranks), those of the
+    policy's ranks, or all others."""
     max_restarts: NonNegativeInt = 3
-    """Consecutive restarts of one separate process that exited or timed out, without a generated chunk in between;
-    at the next loss the run stops."""
+    """Consecutive restarts of one separate process, after it exited or timed out, without a completed chunk in between.
+    One more loss stops the run."""
     refit: Literal["auto", "ipc", "collective"] = "auto"
-    """How weights reach separate processes: through memory shared within a node (`ipc`), over the network
-    (`collective`), or each by the one that fits where it is (`auto`)."""
+    """How weights reach separate processes: through shared memory on a node (`ipc`), over the network (`collective`),
+    or by whichever fits each process (`auto`)."""
     refit_bucket_mb: PositiveInt = 256
-    """Most of the weights that travel together; two such buckets are under way at a time."""
+    """Size of a bucket of weights; two buckets are in flight at a time."""
     verify_refit: bool = False
-    """Compare checksums of the weights on both sides of every refit."""
+    """Compare checksums of the weights on both sides at every refit."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.placement == "policy" and self.nodes != "any":
             raise ValueError(
-                f"nodes={self.nodes} is for generators beside the policy's workers, but placement=policy; set "
-                "placement=separate, or leave nodes out"
+                f"nodes={self.nodes} is for separate generators, but placement=policy; set placement=separate, or "
+                "leave nodes out"
             )
         if self.refit == "ipc" and self.nodes == "other":
-            raise ValueError("refit=ipc shares memory within a node, but nodes=other; set refit=auto, or nodes=policy")
+            raise ValueError("refit=ipc shares memory on a node, but nodes=other; set refit=auto, or nodes=policy")
         return self

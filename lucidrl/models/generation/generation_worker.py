@@ -1,4 +1,4 @@
-"""A generator in a process of its own, with its own copy of the policy's weights."""
+"""A generator in a separate process, with its own copy of the policy's weights."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from lucidrl.utils.nsys import GENERATION, is_recorded, worker_name
 
 
 class GenerationWorker:
-    """One of the generators of a policy. They do not know each other, and join no process group of the policy.
+    """One generator replica. It joins no process group of the policy.
 
-    The model is loaded as the policy's is: that gives the buffers that are not sent, and weights to compute with before
-    the first refit, version 0.
+    It loads the model as the policy does, for the buffers that no refit sends and for the weights of version 0.
+    Methods of a refit return problems instead of raising them: a raised error would end the process, which still has
+    a complete version.
 
     Args:
-        config: of the policy.
-        seed: of the weights of an untrained model, and of draws without keys.
-        number: of this generator.
-        gpu: number of its GPU among those that it sees, where there are any.
+        config: config of the policy.
+        seed: of the weights of an untrained model, and of rows without draw keys.
+        number: number of this replica.
+        gpu: number of its GPU among the visible ones, if there are any.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class GenerationWorker:
         )
         scorer = LogprobModel(model.requires_grad_(False), config.generation.temperature).to(device)
         self._device = device
-        # On a CPU, all processes of a node find the weights under the number of the first.
+        # On a CPU, the policy offers weights to all processes of a node under local rank 0.
         self._device_id = device_id(device, 0)
         self._recording = Recording(worker_name(GENERATION, number))
         self._weight_group: WeightGroup | None = None
@@ -63,7 +64,7 @@ class GenerationWorker:
         self.receiver = WeightReceiver(model, self._device_id)
 
     def report_place(self) -> Place:
-        """Where this generator is, and on which device."""
+        """Node and device of this process."""
         return place_with(self._device_id)
 
     def generate(
@@ -73,20 +74,20 @@ class GenerationWorker:
         return self._generator.generate(data, greedy)
 
     def begin_refit(self, version: int) -> float:
-        """Expect the weights of a version; returns the bytes that buckets on their way may take here."""
+        """Prepare to take the weights of a version; returns the free bytes of this process's device."""
         self.receiver.begin(version)
         return float(free_bytes(self._device))
 
     def take_weights(self, handles: Mapping[str, tuple[bool, BucketHandle]]) -> str | None:
-        """Take a packed bucket; what went wrong, if anything did.
-
-        That is not raised, since a worker's error ends its process, and this one has a whole version to go on with.
-        """
+        """Take a packed bucket; returns the problem, if any."""
         return problem_of(lambda: self.receiver.take(handles))
 
+    def prepare_collective(self, info: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """Set the tensors that the policy will broadcast: the result of its `prepare_info_for_collective`."""
+        self._announced = [TensorInfo(name, tuple(shape), dtype) for name, (shape, dtype) in info.items()]
+
     def join_collective(self, ip: str, port: int, rank: int, world_size: int, timeout_s: float) -> str | None:
-        """Meet the policy's first rank and other generators, of a group that takes the place of one joined before; see
-        `WeightGroup.join`. What went wrong, if anything did, as from `take_weights`."""
+        """Leave the current weight group and join another, see `WeightGroup.join`; returns the problem, if any."""
 
         def join() -> None:
             self._leave_collective()
@@ -94,29 +95,25 @@ class GenerationWorker:
 
         return problem_of(join)
 
-    def prepare_collective(self, info: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        """What will be broadcast: the policy's answer to `prepare_info_for_collective`."""
-        self._announced = [TensorInfo(name, tuple(shape), dtype) for name, (shape, dtype) in info.items()]
-
     def receive_weights(self) -> str | None:
-        """Take what the policy broadcasts meanwhile; what went wrong, if anything did, as from `take_weights`."""
+        """Receive the weights that the policy broadcasts; returns the problem, if any."""
         group = self._weight_group
         if group is None:
-            raise RefitError("weights were to be received before join_collective; call that and prepare_collective")
+            raise RefitError("receive_weights was called before join_collective; call that and prepare_collective")
         return problem_of(lambda: group.receive(self._announced, self.receiver))
 
     def commit_refit(self, version: int) -> None:
-        """Generate with the new weights from now on."""
+        """Use the new weights from the next `generate` on."""
         self.receiver.commit(version)
         self._generator.policy_version = version
 
     def start_gpu_profiling(self) -> None:
-        """Record this generator from now on, unless names were asked for and its own is none of them."""
+        """Start to record this process if its name is requested; see `lucidrl.utils.nsys`."""
         if is_recorded(self._recording.name):
             self._recording.start()
 
     def stop_gpu_profiling(self) -> None:
-        """Write what was recorded; harmless if nothing was."""
+        """Write the recording, if there is one."""
         self._recording.stop()
 
     def shutdown(self) -> None:
@@ -133,8 +130,8 @@ class GenerationWorker:
 def _use_gpu(number: int) -> None:
     if number >= torch.cuda.device_count():
         raise ConfigError(
-            f"there is no GPU {number} for a generator: this machine has {torch.cuda.device_count()}, and every "
-            "generator needs its own, with policy.generation.refit=collective one that no rank of the policy has; "
-            "lower policy.generation.num_workers"
+            f"there is no GPU {number} for a generator: this machine has {torch.cuda.device_count()}; each generator "
+            "needs a GPU, and with policy.generation.refit=collective one that no rank of the policy uses; lower "
+            "policy.generation.num_workers"
         )
     torch.cuda.set_device(number)

@@ -1,4 +1,4 @@
-"""What generation takes and gives, and the small interface every engine answers."""
+"""Columns of a generation call, and the interface of generation engines."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ if TYPE_CHECKING:
 
 
 class GenerationDatumSpec(TypedDict):
-    """Prompts of a generation call: B rows, T tokens."""
+    """Prompts of a call: B rows, T tokens."""
 
     input_ids: torch.Tensor
-    """[B, T] right-padded prompt tokens. Rows with the same prompt share its computation."""
+    """[B, T] right-padded prompt tokens; equal prompts are computed once."""
     input_lengths: torch.Tensor
     """[B]"""
     stop_strings: NotRequired[list[list[str] | None]]
-    """Each row's own stop strings, beside the configured ones."""
+    """Stop strings per row, in addition to the configured ones."""
     draw_keys: NotRequired[torch.Tensor]
-    """[B] int64, the seed of each row's random draws (see `sampling.draw_key`)."""
+    """[B] int64 seeds of the rows' random draws; see `sampling.draw_key`."""
 
 
 class GenerationOutputSpec(TypedDict):
-    """Completions: B rows, T' tokens of prompt and answer."""
+    """Completions: B rows, T' tokens of prompt and completion."""
 
     output_ids: torch.Tensor
-    """[B, T'] prompt and answer, right-padded."""
+    """[B, T'] prompt and completion, right-padded."""
     generation_lengths: torch.Tensor
-    """[B] tokens of the answer."""
+    """[B] tokens of the completion."""
     unpadded_sequence_lengths: torch.Tensor
-    """[B] tokens of prompt and answer."""
+    """[B] tokens of prompt and completion."""
     logprobs: torch.Tensor
     """[B, T'] float32, 0 on the prompt and on padding; of the full distribution at the configured temperature."""
     truncated: torch.Tensor
-    """[B] bool, True where the answer was cut at the token limit."""
+    """[B] bool, True where the token limit ended the completion."""
     policy_versions: torch.Tensor
-    """[B] int64, the version of the weights that made the completion."""
+    """[B] int64 version of the weights that generated the completion."""
 
 
 class GenerationInterface(Protocol):
     """An engine that completes prompts with one version of the policy's weights."""
 
     policy_version: int
-    """The version of the weights that the next call is to use."""
+    """Version of the weights that the next call uses."""
 
     @property
     def num_replaced(self) -> int:
-        """How many of its processes have been replaced since it was made, because they were lost."""
+        """Restarts of its processes so far."""
 
     def update_weights(self, version: int) -> None:
-        """From the next call on, use the policy's current weights; they are this version."""
+        """Use the policy's current weights, which get this version, from the next call on."""
         ...
 
     def generate(

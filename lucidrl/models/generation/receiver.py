@@ -1,6 +1,6 @@
-"""Weights on their way into a generator: a new version is put together beside the one in use, then takes its place.
+"""New weights for a generator: staged beside the version in use, then swapped in as a whole.
 
-The model computes with whole versions only. What came of a version that was interrupted is dropped by the next.
+The model only ever computes with a complete version. The next refit drops a version that was interrupted.
 """
 
 from __future__ import annotations
@@ -17,46 +17,42 @@ from lucidrl.profiling.spans import span
 
 
 class WeightReceiver:
-    """Takes new weights for a model that goes on computing with its own until `commit`.
+    """Stages new weights for a model, which keeps its own until `commit`.
 
-    Weights that lie in shared host memory are used there, and not copied: their sender does not write it again while
-    it is in use, and it stays if the sender ends. All others are copied into memory of this process.
+    Weights in shared host memory are used in place: the sender does not overwrite memory in use, and the memory
+    outlives the sender. All other weights are copied into memory of this process.
 
     Args:
-        model: its parameters are exchanged; their values are version 0.
-        device_id: what the policy calls the device of this process.
+        model: its parameters are swapped; their current values are version 0.
+        device_id: the policy's name for the device of this process.
     """
 
     def __init__(self, model: nn.Module, device_id: str):
         self.version = 0
-        """Of the weights that the model computes with."""
+        """Version of the weights in use."""
         self._live = dict(model.named_parameters())
         self._device = next(iter(self._live.values())).device
         self._device_id = device_id
-        self._coming: int | None = None
+        self._incoming: int | None = None
         self._staged: dict[str, torch.Tensor] = {}
-        """What has come of it."""
+        """Weights of the incoming version so far."""
         self._shared: dict[str, AttachedMemory] = {}
-        """Memory of the sender, by its token, that the version in use lies in; none if it was copied."""
-        self._coming_shared: dict[str, AttachedMemory] = {}
-        """The same of the coming one."""
+        """Sender's memory, by token, that holds the version in use; empty if that was copied."""
+        self._incoming_shared: dict[str, AttachedMemory] = {}
         self._released: dict[str, AttachedMemory] = {}
-        """That of the version before, which the next one may come in."""
+        """Sender's memory of the version before, which the sender may reuse for the next one."""
         self._own: dict[str, torch.Tensor] = {}
-        """Memory of this process that copies go to."""
+        """Memory of this process to copy the incoming version to."""
 
     def begin(self, version: int) -> None:
-        """Expect all weights of a version; what came of another one is dropped."""
-        self._coming, self._staged = version, {}
-        for memory in self._coming_shared.values():
+        """Expect all weights of a version; drop those staged for another one."""
+        self._incoming, self._staged = version, {}
+        for memory in self._incoming_shared.values():
             memory.release()
-        self._coming_shared = {}
+        self._incoming_shared = {}
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a copy of one weight of the coming version.
-
-        On a GPU the copy may still be under way when this returns; it is ordered on the current stream.
-        """
+        """Stage a copy of one weight; on a GPU the copy is ordered on the current stream and may still run."""
         self._check(name, tensor)
         if name not in self._own:
             self._own[name] = torch.empty_like(self._live[name].data)
@@ -65,28 +61,28 @@ class WeightReceiver:
 
     @span("refit")
     def take(self, handles: Mapping[str, tuple[bool, BucketHandle]]) -> None:
-        """Take a packed bucket; device memory of the sender may be written again as soon as this returns.
+        """Stage a packed bucket; the sender may reuse its device memory as soon as this returns.
 
         Args:
-            handles: of all devices, as `get_weights_ipc_handles` gave them; this process needs those of its own.
+            handles: results of `get_weights_ipc_handles`, by device id.
         """
         if self._device_id not in handles:
             raise RefitError(
-                f"the policy left weights for the devices {', '.join(sorted(handles)) or 'none'}, but this generator "
-                f"is on {self._device_id}; put them on the same devices, or set policy.generation.refit=collective"
+                f"the policy has weights for the devices {', '.join(sorted(handles)) or 'none'}, but this generator is "
+                f"on {self._device_id}; use the same devices, or set policy.generation.refit=collective"
             )
         _, handle = handles[self._device_id]
-        if handle.version != self._coming:
+        if handle.version != self._incoming:
             raise RefitError(
-                f"weights of version {handle.version} came while version {self._coming} is expected; "
-                "begin a refit with the version that the policy sends"
+                f"a bucket has version {handle.version}, but version {self._incoming} is expected; begin the refit "
+                "with the version that the policy sends"
             )
         memory = self._opened(handle.memory)[: handle.bucket.size_bytes]
         if handle.digest is not None and (found := digest_of(memory)) != handle.digest:
             raise RefitError(
                 f"a bucket of version {handle.version} ({handle.bucket.tensors[0].name} and "
                 f"{len(handle.bucket.tensors) - 1} more) has SHA-256 {found[:12]}…, not {handle.digest[:12]}…: it was "
-                "changed on its way; the generator keeps the version it has, refit again"
+                "changed on its way; the generator keeps its version, refit again"
             )
         for name, tensor in handle.bucket.unpack(memory):
             if memory.is_cpu:
@@ -98,53 +94,53 @@ class WeightReceiver:
 
     @span("refit")
     def commit(self, version: int) -> None:
-        """Compute with the new weights from now on; nothing is copied.
+        """Swap in the staged weights, without a copy.
 
         Raises:
-            RefitError: if some weight of this version has not come; the model keeps the version it has.
+            RefitError: if a weight is missing; the model keeps its version.
         """
-        if version != self._coming:
+        if version != self._incoming:
             raise RefitError(
-                f"version {version} cannot be taken: {self._coming} is expected; begin the refit with that version"
+                f"version {version} cannot be committed: {self._incoming} is expected; begin the refit with that "
+                "version"
             )
         if missing := [name for name in self._live if name not in self._staged]:
             raise RefitError(
-                f"version {version} is not complete: {missing[0]} has not come ({len(missing)} of {len(self._live)} "
-                f"weights are missing); the generator keeps version {self.version}, refit again"
+                f"version {version} is incomplete: {missing[0]} is missing ({len(missing)} of {len(self._live)} "
+                f"weights); the generator keeps version {self.version}, refit again"
             )
         self._wait_for_copies()
         before = {name: parameter.data for name, parameter in self._live.items()}
         for name, parameter in self._live.items():
             parameter.data = self._staged[name]
-        # Copies of the next version go to where the one before was, unless that, or this one, is the sender's memory.
-        self._own = {} if self._shared or self._coming_shared else before
+        # The next copies go to the memory of the version before, unless the sender owns that, or the current one.
+        self._own = {} if self._shared or self._incoming_shared else before
         for memory in self._shared.values():
             memory.release()
-        self._released, self._shared, self._coming_shared = self._shared, self._coming_shared, {}
-        self.version, self._coming, self._staged = version, None, {}
+        self._released, self._shared, self._incoming_shared = self._shared, self._incoming_shared, {}
+        self.version, self._incoming, self._staged = version, None, {}
 
     def checksum(self) -> str:
-        """SHA-256 of the weights that the model computes with; see `checksum_of`."""
+        """SHA-256 of the weights in use; see `checksum_of`."""
         return checksum_of(self._live.items())
 
     def _opened(self, handle: MemoryHandle) -> torch.Tensor:
-        """The sender's memory as bytes; host memory is held until the version in it is not in use any more."""
+        """The sender's memory as bytes; host memory is held as long as its version is in use."""
         if isinstance(handle, DeviceMemoryHandle):
             return open_device_memory(handle)
-        known = self._coming_shared.get(handle.token) or self._released.get(handle.token)
-        memory = self._coming_shared[handle.token] = known or AttachedMemory(handle)
+        known = self._incoming_shared.get(handle.token) or self._released.get(handle.token)
+        memory = self._incoming_shared[handle.token] = known or AttachedMemory(handle)
         memory.hold()
         return memory.tensor
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
-        """Refuse what is no weight of this model."""
         if name not in self._live:
-            raise RefitError(f"{name} came, which this model does not have; generator and policy need the same model")
+            raise RefitError(f"this model has no weight {name}; use the same model for generator and policy")
         own = self._live[name]
         if (tensor.shape, tensor.dtype) != (own.shape, own.dtype):
             raise RefitError(
-                f"{name} came with shape {tuple(tensor.shape)} and {tensor.dtype}, and has {tuple(own.shape)} and "
-                f"{own.dtype} in this model; generator and policy need the same model and precision"
+                f"{name} has shape {tuple(tensor.shape)} and {tensor.dtype} in the policy, but {tuple(own.shape)} and "
+                f"{own.dtype} in this generator; use the same model and precision for both"
             )
 
     def _wait_for_copies(self) -> None:

@@ -1,7 +1,7 @@
-"""Drawing tokens: a row's draws depend on its own key and on nothing else in the batch.
+"""Sampling of tokens: the draws of a row depend on its key only.
 
-One uniform number a token, made by hashing (row key, position), picks the token by inverse CDF: no random stream is
-shared between rows, so a completion is the same whatever else is decoded beside it.
+A hash of (row key, position) gives one uniform number per token, which picks the token by inverse CDF. Rows share no
+random stream, so that a completion does not depend on the rest of its batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK = 256
 
 
 def draw_key(*parts: int | str) -> int:
-    """The key of a row's draws, made of whatever identifies it: seed, step, prompt, sample, turn.
+    """The key of a row's draws, from what identifies the row: seed, step, prompt, sample, turn.
 
     Example:
         >>> draw_key(0, 7, "12+30", 3) == draw_key(0, 7, "12+30", 3) != draw_key(0, 7, "12+30", 4)
@@ -31,7 +31,7 @@ def draw_key(*parts: int | str) -> int:
 
 
 def prompts_of(data: BatchedDataDict[GenerationDatumSpec]) -> list[bytes]:
-    """The prompt of each row, as something that can be compared."""
+    """The prompt of each row as bytes, to compare prompts."""
     rows = zip(data["input_ids"].cpu().numpy(), data["input_lengths"].tolist(), strict=True)
     return [tokens[:length].tobytes() for tokens, length in rows]
 
@@ -39,9 +39,9 @@ def prompts_of(data: BatchedDataDict[GenerationDatumSpec]) -> list[bytes]:
 def with_draw_keys(
     data: BatchedDataDict[GenerationDatumSpec], seed: int, call: int
 ) -> BatchedDataDict[GenerationDatumSpec]:
-    """The same rows, each with a draw key; rows without one get it from their prompt and its count so far.
+    """Add the column `draw_keys`, unless present, made of each row's prompt and its count among equal prompts so far.
 
-    To be called before rows are split over workers, since the keys of equal prompts depend on their order.
+    Call it before rows are split over workers, which would change these counts.
     """
     if "draw_keys" in data:
         return data
@@ -56,7 +56,7 @@ def with_draw_keys(
 
 
 def uniforms(keys_B: torch.Tensor, count: int) -> torch.Tensor:
-    """[B, count] float64 in [0, 1): the numbers of the first `count` positions of each key."""
+    """[B, count] float64 in [0, 1): the uniform numbers of the first `count` positions of each key."""
     keys = keys_B.cpu().numpy().astype(np.int64).view(np.uint64)[:, None]
     counters = np.arange(1, 1 + count, dtype=np.uint64)[None, :]
     with np.errstate(over="ignore"):
@@ -71,11 +71,11 @@ def uniforms(keys_B: torch.Tensor, count: int) -> torch.Tensor:
 def draw(
     logits_BV: torch.Tensor, uniform_B: torch.Tensor, *, greedy: bool = False, top_k: int = 0, top_p: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose a token a row.
+    """Choose one token per row.
 
     Args:
-        logits_BV: float32, temperature applied.
-        uniform_B: one number in [0, 1) a row; not read when greedy.
+        logits_BV: float32, divided by the temperature.
+        uniform_B: one number in [0, 1) per row; unused if greedy.
 
     Returns:
         (tokens [B], their log-probabilities [B] under the full distribution, without top-k and top-p)
@@ -94,7 +94,7 @@ def draw(
 
 
 def _inverse_cdf(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
-    """The first token at which the running sum exceeds u times the total, found block by block."""
+    """The first token at which the cumulative sum exceeds u times the total; searches a block, then inside it."""
     rows, vocabulary = weights_BV.shape
     padded = F.pad(weights_BV, (0, -vocabulary % BLOCK))
     blocks = padded.view(rows, -1, BLOCK)
@@ -104,14 +104,14 @@ def _inverse_cdf(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Ten
     before_B1 = torch.where(block_B1 > 0, block_ends.gather(1, (block_B1 - 1).clamp(min=0)), 0.0)
     inside = blocks[torch.arange(rows, device=blocks.device), block_B1[:, 0]].to(torch.float64)
     running = inside.cumsum(dim=-1)
-    # The two sums may differ in the last bit; the goal must stay below the end of its block.
+    # The two sums may differ in the last bit; keep the goal below the end of its block.
     below_end = running[:, -1:] * (1 - 2.0**-40)
     offset_B1 = torch.searchsorted(running, torch.minimum(goal_B1 - before_B1, below_end), right=True)
     return (block_B1 * BLOCK + offset_B1)[:, 0].clamp_(max=vocabulary - 1)
 
 
 def _truncated(weights_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Zero the weights outside the k likeliest, then outside the smallest set of the likeliest that holds top_p."""
+    """Zero all weights but the k largest, then all but the smallest set of largest ones that holds `top_p`."""
     count = min(top_k, weights_BV.shape[-1]) if top_k else weights_BV.shape[-1]
     ordered, index = weights_BV.topk(count, dim=-1)
     if top_p < 1.0:

@@ -1,4 +1,4 @@
-"""Generation in processes of its own, driven from where the policy is driven; they get its weights by a refit."""
+"""Generation in separate processes, which get the policy's weights by a refit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lucidrl.distributed.workers.interfaces import Arguments, Hosting, NodeChoic
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
 from lucidrl.errors import ConfigError, LostWorkerError, RefitError
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.delivery import GeneratorState, WeightDelivery, check_device
 from lucidrl.models.generation.generation_worker import GenerationWorker
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
+from lucidrl.models.generation.refit import GeneratorState, Refit, check_device
 from lucidrl.models.generation.sampling import prompts_of, with_draw_keys
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
@@ -27,21 +27,21 @@ from lucidrl.profiling.spans import span
 from lucidrl.utils.nsys import GENERATION
 
 LOGS = "generation"
-"""Folder of the generators' logs, below that of the run's."""
+"""Folder of the generators' logs in the log folder of the run."""
 
 
 class SeparateGenerator:
-    """Generators that share the prompts of each call, all with the same version of a policy's weights.
+    """Generator replicas that split the prompts of each call, all with the same version of a policy's weights.
 
-    One that dies, or misses its deadline, is replaced, and what it was busy with is done again; the answers are the
-    same. An error that one raises is raised here, and all generators have ended.
+    A replica that exits or times out is restarted, and its prompts are sent again; completions do not change. If a
+    replica raises an error, all replicas are killed and the error is raised here.
 
     Args:
-        policy: whose weights they get.
-        config: of the policy; `config.generation` says how many generators there are and how weights reach them.
-        cluster: where they run, their threads and deadlines.
-        log_dir: where they write their logs.
-        seed: of draws of rows that bring no `draw_keys` of their own.
+        policy: source of the weights.
+        config: config of the policy; `config.generation` sets the number of replicas and the kind of refit.
+        cluster: where they run, with their threads and timeouts.
+        log_dir: folder of their logs.
+        seed: for rows without `draw_keys`.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class SeparateGenerator:
         seed: int = 0,
     ):
         self.policy_version = 0
-        self._source, self._seed = policy, seed
+        self._policy, self._seed = policy, seed
         self._num_calls = 0
         self._max_rows = config.generation.max_concurrent_rows
-        self._brought: int | None = None
-        """Version of the last refit; before the first one, generators have what they load."""
+        self._refitted: int | None = None
+        """Version of the last refit; None while generators have the weights that they loaded."""
         self._pad_id = int(tokenizer.pad_token_id)  # always set by `load_tokenizer`
         generation, cluster = config.generation, (cluster or ClusterConfig()).of_one()
         check_nodes(generation, cluster)
-        # Over shared memory a generator has the GPU of a rank; nccl wants one for each member of a group. Under Ray it
-        # sees its own alone.
+        # With shared memory a generator uses the GPU of a rank; nccl needs one GPU per member of a group. Under Ray a
+        # generator sees its own GPU only.
         first_gpu = policy.group.size if generation.refit == "collective" else 0
         arguments = [
             Arguments(
@@ -95,7 +95,7 @@ class SeparateGenerator:
             setting="policy.generation.",
             on_start=note_place,
         )
-        self._delivery = WeightDelivery(policy, self.pool, self._states, generation, cluster.call_timeout_s)
+        self._refit = Refit(policy, self.pool, self._states, generation, cluster.call_timeout_s)
 
     @property
     def num_replaced(self) -> int:
@@ -107,11 +107,11 @@ class SeparateGenerator:
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt with the weights of the last refit.
 
-        Each free generator takes the next chunk of rows. Completions depend on the rows and the number of generators,
+        Each idle generator takes the next chunk of rows. Completions depend on the rows and the number of generators,
         not on which generator takes which chunk.
 
         Raises:
-            WorkerError: if a rank of the policy dies meanwhile, or a generator dies more often than `max_restarts`.
+            WorkerError: if a rank of the policy dies meanwhile, or a generator exceeds `max_restarts`.
         """
         prompts, data = prompts_of(data), with_draw_keys(data, self._seed, self._num_calls)
         self._num_calls += 1
@@ -136,10 +136,10 @@ class SeparateGenerator:
                     waiting.appendleft(number)
                     raise
 
-        self._make_whole()
+        self._ensure_current()
         while len(completed) < len(chunks):
-            self.pool.each(work, watch=self._source.check)  # no other call would notice that the policy died
-            self._make_whole()
+            self.pool.each(work, watch=self._policy.check)  # no other call would notice that a rank died
+            self._ensure_current()
         if len(chunks) == 1:
             return completed[0]
         outputs = [completed[number] for number in range(len(chunks))]
@@ -147,29 +147,29 @@ class SeparateGenerator:
         return BatchedDataDict.from_batches(outputs, {"output_ids": self._pad_id}).select_indices(original_order)
 
     def update_weights(self, version: int) -> None:
-        """Bring the policy's current weights to all generators; they are this version from now on.
+        """Copy the policy's current weights, which get this version, to all generators.
 
         Raises:
-            RefitError: if they do not get there.
-            WorkerError: if a worker of the policy dies, or generators were lost too often. In either case generators
-                that live have a whole version, and nothing is answered until all have the same.
+            RefitError: if the transfer fails.
+            WorkerError: if a rank of the policy dies, or a generator exceeds `max_restarts`. Each living generator
+                still has one complete version; `generate` first brings all of them to the same.
         """
         with span("refit"):
-            self._replace_lost()
-            self._bring(version, self.pool.workers)
-        self._source.update_weights(version)
-        self.policy_version = self._brought = version
+            self._restart_lost()
+            self._run_refit(version, self.pool.workers)
+        self._policy.update_weights(version)
+        self.policy_version = self._refitted = version
 
     def start_gpu_profiling(self) -> None:
-        """Let those generators record that are asked to; see `lucidrl.utils.nsys`."""
+        """Start to record the requested generators; see `lucidrl.utils.nsys`."""
         self.pool.start_gpu_profiling()
 
     def stop_gpu_profiling(self) -> None:
-        """Let them write what they recorded; harmless if they did not."""
+        """Write the recordings, if there are any."""
         self.pool.stop_gpu_profiling()
 
     def shutdown(self) -> None:
-        """End the generators; may be called twice."""
+        """Stop the generators; may be called twice."""
         self.pool.shutdown()
 
     def __enter__(self) -> Self:
@@ -178,37 +178,37 @@ class SeparateGenerator:
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
-    def _make_whole(self) -> None:
-        """All generators are there afterwards, with the weights of the last refit."""
-        self._replace_lost()
-        lacking = [worker for worker in self.pool.workers if self._states[worker.number].version != self._brought]
-        if not lacking:
+    def _ensure_current(self) -> None:
+        """Restart lost generators, and bring all generators to the version of the last refit."""
+        self._restart_lost()
+        behind = [worker for worker in self.pool.workers if self._states[worker.number].version != self._refitted]
+        if not behind:
             return
-        if self._source.is_ahead:
+        if self._policy.is_ahead:
             raise RefitError(
-                f"generator {lacking[0].number} lacks version {self.policy_version} of the weights, which is gone: the "
-                "policy was trained since; call update_weights before the next generate"
+                f"generator {behind[0].number} lacks version {self.policy_version} of the weights, and the policy has "
+                "changed them since; call update_weights before generate"
             )
         with span("refit"):
-            self._bring(self.policy_version, lacking)
+            self._run_refit(self.policy_version, behind)
 
-    def _bring(self, version: int, lacking: Sequence[PoolWorker]) -> None:
-        """Bring the policy's weights to generators that lack them, restarting those that are lost meanwhile."""
-        while lacking:
-            lacking = self._delivery.bring(version, lacking)
-            self._replace_lost()
+    def _run_refit(self, version: int, receivers: Sequence[PoolWorker]) -> None:
+        """Copy the weights, and repeat with restarted processes for generators that are lost meanwhile."""
+        while receivers:
+            receivers = self._refit.run(version, receivers)
+            self._restart_lost()
 
-    def _replace_lost(self) -> None:
+    def _restart_lost(self) -> None:
         if self.pool.lost:
-            self._source.check()  # if the policy was lost too, as with their node, that is what to report
+            self._policy.check()  # if the policy was lost too, as with a whole node, report that
             self.pool.restart_lost()
 
 
 def prompt_chunks(prompts: Sequence[bytes], most: int) -> list[list[int]]:
-    """Split rows into at most so many chunks of about equal size; at least one chunk.
+    """Split rows into 1 to `most` chunks of about equal size; rows with the same prompt stay together.
 
-    Rows with the same prompt share its computation and stay together. Chunks depend on the arguments alone, since
-    rows that are batched differently may give log-probabilities that differ in the last bits.
+    Chunks depend on the arguments alone: log-probabilities of rows that are batched differently may differ in the last
+    bits.
     """
     rows_of: dict[bytes, list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -225,7 +225,7 @@ def prompt_chunks(prompts: Sequence[bytes], most: int) -> list[list[int]]:
 
 
 def generator_numbering(config: GenerationConfig) -> list[Numbering]:
-    """Of each separate generator."""
+    """Numbering of each separate generator; empty if the policy generates."""
     if config.placement == "policy":
         return []
     total = config.num_workers
@@ -233,23 +233,16 @@ def generator_numbering(config: GenerationConfig) -> list[Numbering]:
 
 
 def generator_nodes(config: GenerationConfig, policy_nodes: Sequence[str]) -> NodeChoice | None:
-    """Where generators may be, given the nodes of the policy's workers; None for anywhere.
-
-    With `refit=ipc` they have to share memory with the policy, and are on its nodes in any case.
-    """
+    """Nodes that generators may use, given those of the policy; None for all. `refit=ipc` needs the policy's nodes."""
     if config.nodes == "any" and config.refit != "ipc":
         return None
     return NodeChoice(tuple(sorted(set(policy_nodes))), is_excluding=config.nodes == "other")
 
 
 def check_nodes(config: GenerationConfig, cluster: ClusterConfig) -> None:
-    """Refuse a choice of nodes where there is none.
-
-    Raises:
-        ConfigError: if generators are not started by Ray.
-    """
+    """Refuse a choice of nodes for generators that Ray does not start."""
     if config.nodes != "any" and not cluster.uses_ray:
         raise ConfigError(
-            f"policy.generation.nodes={config.nodes} chooses among the nodes of a Ray cluster, but generators are "
-            "processes of this machine; set cluster.address, or leave it out"
+            f"policy.generation.nodes={config.nodes} chooses nodes of a Ray cluster, but generators are processes of "
+            "this machine; set cluster.address, or leave nodes out"
         )

@@ -1,4 +1,4 @@
-"""The built-in engine says what the model's own code says, whatever else is decoded beside a row."""
+"""The built-in engine samples the tokens of the model's own code; completions do not depend on their batch."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def chat_prompts(tokenizer, *questions: str) -> list[list[int]]:
     return [tokenizer(f"<|user|>{question}<|assistant|>")["input_ids"] for question in questions]
 
 
-def answers(output: BatchedDataDict[Any]) -> list[list[int]]:
+def completed(output: BatchedDataDict[Any]) -> list[list[int]]:
     ends, counts = output["unpadded_sequence_lengths"].tolist(), output["generation_lengths"].tolist()
     return [row[end - n : end].tolist() for row, end, n in zip(output["output_ids"], ends, counts, strict=True)]
 
 
 class CallSpy:
-    """Records what every forward call of the model is given."""
+    """Records the inputs of every forward call of the model."""
 
     def __init__(self, monkeypatch):
         self.prefilled_tokens: list[int] = []
@@ -79,7 +79,7 @@ def test_greedy_tokens_equal_those_of_transformers(every_model, generator_of):
             do_sample=False,
             max_new_tokens=20,
         )
-        assert answers(output)[row] == tokens[0, len(prompt) :].tolist()
+        assert completed(output)[row] == tokens[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
@@ -91,8 +91,8 @@ def test_generation_and_scoring_agree_on_logprobs(generator_of, tokenizer, tempe
     with torch.no_grad():
         scored = generator.model(output["output_ids"], output["unpadded_sequence_lengths"]).logprobs
     position, ends = torch.arange(output["output_ids"].shape[1]), output["unpadded_sequence_lengths"][:, None]
-    is_answer = (position < ends) & (position >= ends - output["generation_lengths"][:, None])
-    torch.testing.assert_close(output["logprobs"][is_answer], scored[is_answer], rtol=0, atol=1e-5)
+    is_completion = (position < ends) & (position >= ends - output["generation_lengths"][:, None])
+    torch.testing.assert_close(output["logprobs"][is_completion], scored[is_completion], rtol=0, atol=1e-5)
 
 
 def test_logprobs_of_every_architecture_are_those_of_scoring(every_model, generator_of):
@@ -100,8 +100,8 @@ def test_logprobs_of_every_architecture_are_those_of_scoring(every_model, genera
     output = generator.generate(as_batch(PROMPTS))
     with torch.no_grad():
         scored = generator.model(output["output_ids"], output["unpadded_sequence_lengths"]).logprobs
-    is_answer = output["logprobs"] != 0
-    torch.testing.assert_close(output["logprobs"][is_answer], scored[is_answer].float(), rtol=0, atol=1e-5)
+    is_completion = output["logprobs"] != 0
+    torch.testing.assert_close(output["logprobs"][is_completion], scored[is_completion].float(), rtol=0, atol=1e-5)
 
 
 def test_output_layout(generator_of, tokenizer):
@@ -121,22 +121,22 @@ def test_output_layout(generator_of, tokenizer):
 
 @pytest.mark.parametrize("name", ["mistral_sliding", "gemma2_sliding_capped", "gpt2_learned_positions"])
 def test_a_completion_depends_on_its_own_row_alone(tiny_model, generator_of, name):
-    """Not on the rows beside it, their order, their number at a time or who left the batch before."""
+    """Not on other rows, their order, the batch size, or rows that finished before."""
     options = {"max_new_tokens": 30, "stop_token_ids": tuple(range(2, 12))}
     generator = generator_of(tiny_model(name), **options)
     prompts = PROMPTS * 3
-    alone = [answers(generator.generate(keyed_batch([prompt], [row])))[0] for row, prompt in enumerate(prompts)]
+    alone = [completed(generator.generate(keyed_batch([prompt], [row])))[0] for row, prompt in enumerate(prompts)]
     assert len(set(map(len, alone))) > 5  # rows end at different times, so the batch is compacted on the way
     shuffled = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
     for order, max_concurrent_rows in ((range(len(prompts)), 512), (shuffled, 512), (shuffled, 4), ([3, 0, 14, 8], 3)):
         generator.config = GenerationConfig(**options, max_concurrent_rows=max_concurrent_rows)
         together = generator.generate(keyed_batch([prompts[row] for row in order], list(order)))
-        assert answers(together) == [alone[row] for row in order]
+        assert completed(together) == [alone[row] for row in order]
 
 
-def test_without_keys_copies_of_a_prompt_differ_and_the_seed_decides(generator_of):
+def test_without_keys_samples_of_a_prompt_differ_and_depend_on_the_seed(generator_of):
     def sampled(seed: int, prompts: list[list[int]]) -> list[list[int]]:
-        return answers(generator_of("embedded-untrained", seed=seed, max_new_tokens=8).generate(as_batch(prompts)))
+        return completed(generator_of("embedded-untrained", seed=seed, max_new_tokens=8).generate(as_batch(prompts)))
 
     first = sampled(0, [[20, 30]] * 3 + [[5]])
     assert len(set(map(tuple, first[:3]))) == 3
@@ -144,9 +144,9 @@ def test_without_keys_copies_of_a_prompt_differ_and_the_seed_decides(generator_o
     assert sampled(1, [[20, 30]] * 3 + [[5]]) != first
 
 
-def test_calls_without_keys_draw_anew(generator_of):
+def test_calls_without_keys_use_new_random_numbers(generator_of):
     generator = generator_of("embedded-untrained", max_new_tokens=8)
-    assert answers(generator.generate(as_batch([[5]]))) != answers(generator.generate(as_batch([[5]])))
+    assert completed(generator.generate(as_batch([[5]]))) != completed(generator.generate(as_batch([[5]])))
 
 
 def test_each_distinct_prompt_is_prefilled_once(monkeypatch, tiny_model, generator_of):
@@ -156,7 +156,7 @@ def test_each_distinct_prompt_is_prefilled_once(monkeypatch, tiny_model, generat
     assert spy.prefilled_tokens == [sum(len(prompt) for prompt in set(map(tuple, PROMPTS)))]
 
 
-def test_rows_are_decoded_so_many_at_a_time(monkeypatch, tiny_model, generator_of):
+def test_at_most_max_concurrent_rows_are_decoded_at_a_time(monkeypatch, tiny_model, generator_of):
     generator = generator_of(tiny_model("llama"), max_new_tokens=3, max_concurrent_rows=4)
     spy = CallSpy(monkeypatch)
     generator.generate(as_batch(PROMPTS))
@@ -168,45 +168,45 @@ def test_finished_rows_leave_the_batch(monkeypatch, tiny_model, generator_of):
     generator = generator_of(tiny_model("llama"), max_new_tokens=40, stop_token_ids=tuple(range(2, 30)))
     spy = CallSpy(monkeypatch)
     output = generator.generate(as_batch(PROMPTS * 8))
-    still_speaking = [int((output["generation_lengths"] > step).sum()) for step in range(1, 40)]
-    assert still_speaking[0] > still_speaking[-1]
-    for decoded, active in zip(spy.decoded_rows, still_speaking, strict=False):
+    num_active = [int((output["generation_lengths"] > step).sum()) for step in range(1, 40)]
+    assert num_active[0] > num_active[-1]
+    for decoded, active in zip(spy.decoded_rows, num_active, strict=False):
         assert active <= decoded <= max(active / (7 / 8), active + 1)
-    assert len(spy.decoded_rows) == sum(active > 0 for active in still_speaking)
+    assert len(spy.decoded_rows) == sum(active > 0 for active in num_active)
 
 
 def test_any_of_several_stop_tokens_ends_a_completion(tiny_model, generator_of):
     stops = (40, 50, 60, 70, 80)
     generator = generator_of(tiny_model("llama"), max_new_tokens=60, temperature=2.0, stop_token_ids=stops)
     output = generator.generate(as_batch(PROMPTS * 6))
-    ends = {answer[-1] for answer, cut in zip(answers(output), output["truncated"], strict=True) if not cut}
+    ends = {tokens[-1] for tokens, cut in zip(completed(output), output["truncated"], strict=True) if not cut}
     assert len(ends & set(stops)) >= 3
     assert ends <= {1, *stops}
-    assert not any({1, *stops} & set(answer[:-1]) for answer in answers(output))
+    assert not any({1, *stops} & set(tokens[:-1]) for tokens in completed(output))
 
 
-def test_the_ends_that_a_model_declares_stop_it(tiny_model, tokenizer):
+def test_stop_tokens_of_the_model_end_a_completion(tiny_model, tokenizer):
     model = LogprobModel(load_model(tiny_model("llama"), torch.float64), 2.0)
     model.model.generation_config.eos_token_id = [90, 91, 92]
     generator = BuiltinGenerator(model, tokenizer, GenerationConfig(max_new_tokens=80, temperature=2.0))
     output = generator.generate(as_batch(PROMPTS * 4))
-    ends = {answer[-1] for answer, cut in zip(answers(output), output["truncated"], strict=True) if not cut}
+    ends = {tokens[-1] for tokens, cut in zip(completed(output), output["truncated"], strict=True) if not cut}
     assert ends <= {1, 90, 91, 92}
     assert ends & {90, 91, 92}
 
 
-def test_truncated_says_whose_answer_was_cut(tiny_model, generator_of):
+def test_truncated_marks_completions_at_the_token_limit(tiny_model, generator_of):
     generator = generator_of(tiny_model("llama"), max_new_tokens=10, stop_token_ids=tuple(range(2, 20)))
     output = generator.generate(as_batch(PROMPTS * 6))
     assert set(output["truncated"].tolist()) == {True, False}
-    for answer, cut in zip(answers(output), output["truncated"].tolist(), strict=True):
-        assert cut == (answer[-1] not in range(1, 20))
-        assert len(answer) == 10 or not cut
+    for tokens, cut in zip(completed(output), output["truncated"].tolist(), strict=True):
+        assert cut == (tokens[-1] not in range(1, 20))
+        assert len(tokens) == 10 or not cut
 
 
-def test_a_stop_token_in_the_last_place_is_not_a_cut(tiny_model, generator_of):
+def test_a_stop_token_at_the_limit_is_not_a_truncation(tiny_model, generator_of):
     batch = as_batch([[20, 30]])
-    free = answers(generator_of(tiny_model("llama"), max_new_tokens=5).generate(batch, greedy=True))[0]
+    free = completed(generator_of(tiny_model("llama"), max_new_tokens=5).generate(batch, greedy=True))[0]
     stop = free[-1]
     length = free.index(stop) + 1
     generator = generator_of(tiny_model("llama"), max_new_tokens=length, stop_token_ids=(stop,))
@@ -216,40 +216,40 @@ def test_a_stop_token_in_the_last_place_is_not_a_cut(tiny_model, generator_of):
 
 
 @pytest.fixture
-def monologue(tiny_model, generator_of, tokenizer) -> tuple[int, str]:
-    """A row whose answer to the first prompt consists of characters alone, and that answer."""
+def plain_completion(tiny_model, generator_of, tokenizer) -> tuple[int, str]:
+    """A row whose completion of the first prompt has characters only, and that completion."""
     output = generator_of(tiny_model("llama"), max_new_tokens=12).generate(keyed_batch([PROMPTS[0]] * 40, [*range(40)]))
-    texts = [tokenizer.decode(answer) for answer in answers(output)]
+    texts = [tokenizer.decode(tokens) for tokens in completed(output)]
     return next((row, text) for row, text in enumerate(texts) if len(text) == len(set(text)) == 12)
 
 
-def test_stop_strings_span_tokens_and_hold_for_their_row_alone(tiny_model, generator_of, tokenizer, monologue):
-    row, text = monologue
-    stops = [[text[3:6]], None, ["never said", text[6:8]], []]
+def test_stop_strings_span_tokens_and_apply_to_their_row_only(tiny_model, generator_of, tokenizer, plain_completion):
+    row, text = plain_completion
+    stops = [[text[3:6]], None, ["never sampled", text[6:8]], []]
     generator = generator_of(tiny_model("llama"), max_new_tokens=12)
     output = generator.generate(keyed_batch([PROMPTS[0]] * 4, [row] * 4, stop_strings=stops))
-    assert [tokenizer.decode(answer) for answer in answers(output)] == [text[:6], text, text[:8], text]
+    assert [tokenizer.decode(tokens) for tokens in completed(output)] == [text[:6], text, text[:8], text]
     assert output["truncated"].tolist() == [False, True, False, True]
 
 
-def test_configured_stop_strings_hold_for_every_row(tiny_model, generator_of, tokenizer, monologue):
-    row, text = monologue
+def test_configured_stop_strings_apply_to_every_row(tiny_model, generator_of, tokenizer, plain_completion):
+    row, text = plain_completion
     generator = generator_of(tiny_model("llama"), max_new_tokens=12, stop_strings=(text[2:5],))
     output = generator.generate(keyed_batch([PROMPTS[0]] * 2, [row] * 2, stop_strings=[None, [text[0]]]))
-    assert [tokenizer.decode(answer) for answer in answers(output)] == [text[:5], text[:1]]
+    assert [tokenizer.decode(tokens) for tokens in completed(output)] == [text[:5], text[:1]]
 
 
-def test_a_stop_string_in_the_prompt_does_not_stop(tiny_model, generator_of, tokenizer, monologue):
-    row, text = monologue
+def test_a_stop_string_in_the_prompt_does_not_stop(tiny_model, generator_of, tokenizer, plain_completion):
+    row, text = plain_completion
     stop = tokenizer.decode(PROMPTS[0][-1:]) + text[0]
     generator = generator_of(tiny_model("llama"), max_new_tokens=12, stop_strings=(stop,))
     output = generator.generate(keyed_batch([PROMPTS[0]], [row]))
-    assert tokenizer.decode(answers(output)[0]) == text
+    assert tokenizer.decode(completed(output)[0]) == text
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2_learned_positions"])
-def test_the_context_of_the_model_cuts_an_answer(tiny_model, generator_of, name):
-    """Rows near the end of the context are cut, and do no harm to those that go on beside them."""
+def test_the_context_of_the_model_limits_a_completion(tiny_model, generator_of, name):
+    """Rows near the end of the context are truncated; other rows go on."""
     long, short = list(range(2, 90)) + list(range(2, 37)), [20, 30]
     assert len(long) == 123
     generator = generator_of(tiny_model(name), max_new_tokens=20)
@@ -265,7 +265,7 @@ def test_an_empty_or_too_long_prompt_is_refused(tiny_model, generator_of, length
         generator_of(tiny_model("llama")).generate(as_batch([[5], [7] * length]))
 
 
-def test_no_rows_give_no_rows(tiny_model, generator_of):
+def test_an_empty_batch_gives_an_empty_batch(tiny_model, generator_of):
     output = generator_of(tiny_model("llama")).generate(as_batch([]))
     assert output.size == 0
     assert output["output_ids"].shape == (0, 0)
@@ -286,15 +286,15 @@ def test_the_training_flag_is_restored(tiny_model, generator_of, was_training):
     assert generator.model.training is was_training
 
 
-def test_no_graph_is_kept(tiny_model, generator_of):
+def test_no_autograd_graph_is_kept(tiny_model, generator_of):
     output = generator_of(tiny_model("llama"), max_new_tokens=2).generate(as_batch([[5]]))
     assert not output["logprobs"].requires_grad
 
 
 def test_new_weights_are_used_at_the_next_call(tiny_model, generator_of):
     generator = generator_of(tiny_model("llama"), max_new_tokens=10)
-    before = answers(generator.generate(as_batch([[5]]), greedy=True))
+    before = completed(generator.generate(as_batch([[5]]), greedy=True))
     with torch.no_grad():
         for parameter in generator.model.parameters():
             parameter.neg_()
-    assert answers(generator.generate(as_batch([[5]]), greedy=True)) != before
+    assert completed(generator.generate(as_batch([[5]]), greedy=True)) != before

@@ -1,4 +1,4 @@
-"""The cache holds each prompt once and grows with its rows, and attention over it is causal attention."""
+"""The cache stores each prompt once and grows with its rows; attention over it is causal attention."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def prefilled(rows: list[tuple[torch.Tensor, ...]], prompt_of_row: list[int]) ->
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("growth", [1, 4, 64])
 def test_decoding_with_the_cache_is_causal_attention(monkeypatch, window, softcap, growth):
-    """Rows of a prompt are not adjacent, and some rows (with all rows of one prompt) leave on the way."""
+    """Rows of a prompt are not adjacent, and some rows (among them all rows of one prompt) finish early."""
     monkeypatch.setattr(kv_cache, "GROWTH", growth)
     prompt_of_row = [2, 0, 1, 2, 0, 2]
     rows = rows_of(torch.Generator().manual_seed(0), prompt_of_row)
@@ -94,7 +94,7 @@ def test_prompts_are_stored_once_and_dropped_with_their_last_row():
     assert len(cache.prompt_keys[0]) == 1
 
 
-def test_completions_may_outgrow_their_first_room(tiny_model, tokenizer):
+def test_completions_may_exceed_the_first_allocation(tiny_model, tokenizer):
     model = LogprobModel(load_model(tiny_model("qwen2"), torch.float64), 1.0)
     count = 110
     assert count > 2 * kv_cache.GROWTH

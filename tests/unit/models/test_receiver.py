@@ -1,4 +1,4 @@
-"""A receiver computes with whole versions only, and says what is missing or wrong."""
+"""A receiver uses complete versions only, and names missing or wrong weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def weights_of(model) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def test_new_weights_are_used_from_commit_on_and_tied_ones_stay_tied(model, receiver):
+def test_commit_swaps_in_new_weights_and_keeps_tied_ones_tied(model, receiver):
     before = weights_of(model)
     receiver.begin(1)
     for name, weight in before.items():
@@ -40,47 +40,47 @@ def test_new_weights_are_used_from_commit_on_and_tied_ones_stay_tied(model, rece
     assert receiver.version == 1
 
 
-def test_versions_change_places_without_a_copy(model, receiver):
-    places = []
+def test_versions_alternate_between_two_buffers(model, receiver):
+    addresses = []
     for version in range(1, 4):
         receiver.begin(version)
         for name, weight in weights_of(model).items():
             receiver.put(name, weight)
         receiver.commit(version)
-        places.append(model.model.norm.weight.data_ptr())
-    assert places[0] == places[2] != places[1]
+        addresses.append(model.model.norm.weight.data_ptr())
+    assert addresses[0] == addresses[2] != addresses[1]
 
 
-def test_an_incomplete_version_is_not_taken_and_dropped_by_the_next(model, receiver):
+def test_an_incomplete_version_is_refused_and_the_next_refit_drops_it(model, receiver):
     before = receiver.checksum()
     receiver.begin(1)
-    with pytest.raises(RefitError, match=r"not complete: model\.embed_tokens\.weight has not come .*keeps version 0"):
+    with pytest.raises(RefitError, match=r"incomplete: model\.embed_tokens\.weight is missing .*keeps version 0"):
         receiver.commit(1)
     for name, weight in weights_of(model).items():
         if name != "model.norm.weight":
             receiver.put(name, torch.zeros_like(weight))
-    with pytest.raises(RefitError, match=r"model\.norm\.weight has not come \(1 of \d+ weights are missing\)"):
+    with pytest.raises(RefitError, match=r"model\.norm\.weight is missing \(1 of \d+ weights\)"):
         receiver.commit(1)
     assert receiver.checksum() == before
     receiver.begin(2)
     receiver.put("model.norm.weight", model.model.norm.weight)
-    with pytest.raises(RefitError, match=r"embed_tokens\.weight has not come"):
+    with pytest.raises(RefitError, match=r"embed_tokens\.weight is missing"):
         receiver.commit(2)
 
 
-def test_a_commit_is_of_the_version_that_was_begun(receiver):
-    with pytest.raises(RefitError, match="version 1 cannot be taken: None is expected"):
+def test_commit_refuses_another_version_than_begin(receiver):
+    with pytest.raises(RefitError, match="version 1 cannot be committed: None is expected"):
         receiver.commit(1)
     receiver.begin(2)
-    with pytest.raises(RefitError, match="version 1 cannot be taken: 2 is expected"):
+    with pytest.raises(RefitError, match="version 1 cannot be committed: 2 is expected"):
         receiver.commit(1)
 
 
 def test_weights_of_another_model_are_refused(receiver):
     receiver.begin(1)
-    with pytest.raises(RefitError, match=r"model\.extra came, which this model does not have"):
+    with pytest.raises(RefitError, match=r"this model has no weight model\.extra"):
         receiver.put("model.extra", torch.zeros(1))
-    with pytest.raises(RefitError, match=r"norm\.weight came with shape \(5,\) and torch\.float32, and has \(32,\)"):
+    with pytest.raises(RefitError, match=r"has shape \(5,\) and torch\.float32 in the policy, but \(32,\)"):
         receiver.put("model.norm.weight", torch.zeros(5))
 
 
@@ -89,8 +89,8 @@ def test_handles_of_another_device_or_version_are_refused(receiver):
     bucket = Bucket.of([TensorInfo("model.norm.weight", (32,), torch.float32)])
     handle = BucketHandle(bucket, memory.handle, version=1, digest=None)
     receiver.begin(2)
-    with pytest.raises(RefitError, match="left weights for the devices CPU-1, but this generator is on CPU-0"):
+    with pytest.raises(RefitError, match="has weights for the devices CPU-1, but this generator is on CPU-0"):
         receiver.take({"CPU-1": (True, handle)})
-    with pytest.raises(RefitError, match="weights of version 1 came while version 2 is expected"):
+    with pytest.raises(RefitError, match="a bucket has version 1, but version 2 is expected"):
         receiver.take({DEVICE: (True, handle)})
     memory.close()

@@ -1,4 +1,4 @@
-"""Draws follow the distribution they should, and depend on nothing but their key."""
+"""Draws follow the distribution of the logits and depend on their key only."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_keys_and_uniforms_never_change():
     ]
 
 
-def test_keys_tell_their_parts_apart():
+def test_different_parts_give_different_keys():
     parts = [(1, 23), (12, 3), (1, "23"), ("1", 23), ("1", "23"), (1, 2, 3), (123,), (), ("",)]
     assert len({draw_key(*part) for part in parts}) == len(parts)
 
 
-def test_uniforms_belong_to_key_and_position_alone():
+def test_uniforms_depend_on_key_and_position_only():
     every = uniforms(keys(40), 30)
     assert torch.equal(uniforms(keys(40)[[7, 3]], 30), every[[7, 3]])
     assert torch.equal(uniforms(keys(40), 16), every[:, :16])
@@ -88,14 +88,14 @@ def test_a_rows_token_does_not_depend_on_the_batch():
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 40, 10_000])
-def test_top_k_draws_among_the_k_likeliest_and_all_of_them(top_k):
+def test_top_k_draws_all_of_the_k_most_likely_tokens_and_no_others(top_k):
     logits = random_logits(1, 300, spread=0.3)
     tokens, _ = draw(logits.expand(8_000, -1), uniforms(keys(1), 8_000)[0], top_k=top_k)
     assert set(tokens.tolist()) == set(logits[0].topk(min(top_k, 300)).indices.tolist())
 
 
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9])
-def test_top_p_draws_among_the_smallest_likeliest_set_that_holds_it(top_p):
+def test_top_p_draws_from_the_smallest_set_of_most_likely_tokens(top_p):
     logits = random_logits(1, 100, spread=1.0)
     ordered, index = logits[0].double().softmax(-1).sort(descending=True)
     size = int((ordered.cumsum(0) < top_p).sum()) + 1
@@ -103,7 +103,7 @@ def test_top_p_draws_among_the_smallest_likeliest_set_that_holds_it(top_p):
     assert set(tokens.tolist()) == set(index[:size].tolist())
 
 
-def test_top_p_applies_to_what_top_k_left():
+def test_top_p_applies_after_top_k():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     numbers = uniforms(keys(1), 5_000)[0]
     tokens, _ = draw(logits.expand(5_000, -1), numbers, top_k=2, top_p=0.5)
@@ -118,7 +118,7 @@ def test_logprobs_are_those_of_the_full_distribution(options):
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
-def test_greedy_takes_the_likeliest():
+def test_greedy_takes_the_most_likely_token():
     logits = random_logits(50, 300)
     assert torch.equal(draw(logits, torch.zeros(50), greedy=True)[0], logits.argmax(-1))
 

@@ -20,8 +20,8 @@ from lucidrl.errors import RefitError, WorkerError
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.delivery import buckets_of_names
 from lucidrl.models.generation.receiver import WeightReceiver
+from lucidrl.models.generation.refit import buckets_of_names
 from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.loading import DTYPES, load_model
 from lucidrl.models.logprobs import LogprobModel

@@ -1,7 +1,7 @@
-"""How a policy's weights get to its generators: through shared memory to those beside it, by broadcast to the others.
+"""Refit: copy a policy's weights to its generators, through shared memory on the same device, else by broadcast.
 
-A generator that is lost on the way is left out. What the policy cannot send because of that does not end it: its
-workers return the problem, as generators do, and the weights can be brought again.
+A generator that is lost during a refit is left out. A failed transfer ends neither side: both return the problem, since
+a raised error would end their processes, and the refit can be repeated.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.policy.policy import Policy
 
 _BYTES_PER_MB = 1 << 20
-_LOSS_S = 5.0
-"""How much longer than a generator the policy may take: if it still waits for one that hangs, that is to be lost, and
-not the policy."""
+_POLICY_GRACE_S = 5.0
+"""Added to the policy's timeout: if it waits for a generator that hangs, the generator must time out first."""
 
 
 @dataclass
 class GeneratorState:
-    """What the driver knows of the process of a generator."""
+    """What the driver knows about the process of a generator."""
 
     place: Place
     version: int | None = None
-    """Of the weights that a refit brought to it; None if it has those that it was loaded with."""
+    """Version of its last refit; None while it has the weights that it loaded."""
 
 
-class WeightDelivery:
-    """From the workers of a policy to its generators.
+class Refit:
+    """Copies weights from the ranks of a policy to generators.
 
     Args:
         states: of the generators, by number.
-        timeout_s: timeout of a call of a generator.
+        timeout_s: timeout of a generator's call.
     """
 
     def __init__(
@@ -56,30 +55,30 @@ class WeightDelivery:
     ):
         self._policy, self._places = policy.group, policy.places
         self._pool, self._states, self._config = pool, states, config
-        self._timeout_s = timeout_s + _LOSS_S
-        # Generators and policy give up waiting for one that hangs or is gone before they are themselves too late.
-        self._patience_s = min(TIMEOUT_S, timeout_s / 2)
+        self._policy_timeout_s = timeout_s + _POLICY_GRACE_S
+        # Members of the group stop waiting for one that hangs before their own calls time out.
+        self._group_timeout_s = min(TIMEOUT_S, timeout_s / 2)
         self._members: list[tuple[int, int]] = []
-        """Processes of generators that joined the policy's refit group: number of the generator and of its start."""
+        """Generators in the policy's weight group, each with its number of starts."""
 
-    def bring(self, version: int, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
-        """Bring the policy's current weights to some generators, which compute with them from now on.
+    def run(self, version: int, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
+        """Copy the policy's current weights to some generators, which use them from their next call on.
 
         Returns:
-            Those that still lack them; at least one of them was lost.
+            Receivers without the new weights; at least one of them was lost.
 
         Raises:
-            RefitError: if they do not get there though no generator was lost.
-            WorkerError: if a worker of the policy dies. Generators that live have a whole version in any case.
+            RefitError: if a transfer fails although no generator was lost.
+            WorkerError: if a rank of the policy dies. Each living generator still has one complete version.
         """
         self._policy.run_all("set_refit_header", version, self._config.verify_refit)
-        near = [worker for worker in receivers if self.is_near(worker)]
+        near = [worker for worker in receivers if self.shares_memory(worker)]
         far = [worker for worker in receivers if worker not in near]
         try:
             ready = [*self._by_ipc(version, near), *self._by_collective(far)]
         except LucidError:
             raise
-        except BaseException:  # Ctrl-C too: the calls of generators that are under way must end
+        except BaseException:  # such as Ctrl-C: end the running calls
             self._pool.kill()
             raise
 
@@ -88,11 +87,11 @@ class WeightDelivery:
             self._states[worker.number].version = version
 
         self._pool.each(commit, ready)
-        done = _kept(ready)
+        done = _alive(ready)
         return [worker for worker in receivers if worker not in done]
 
-    def is_near(self, worker: PoolWorker) -> bool:
-        """Whether weights reach it through shared memory."""
+    def shares_memory(self, worker: PoolWorker) -> bool:
+        """Whether a generator gets its weights through shared memory."""
         if self._config.refit == "auto":
             return sys.platform == "linux" and self._place_of(worker).device in [place.device for place in self._places]
         return self._config.refit == "ipc"
@@ -101,10 +100,10 @@ class WeightDelivery:
         return self._states[worker.number].place
 
     def _by_ipc(self, version: int, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
-        """The policy packs a bucket while the generators take the one before; who has all of them.
+        """Let generators read a bucket while the policy packs the next; returns those that have all buckets.
 
-        On a GPU it packs into two pieces of memory in turn, so that the generators must be done with a bucket before
-        the policy packs the next but one.
+        On a GPU the policy packs into two buffers in turn: generators must have read a bucket before the policy packs
+        the next but one.
         """
         free_bytes = self._pool.each(lambda worker: worker.run("begin_refit", version), receivers)
         if not free_bytes:
@@ -116,56 +115,56 @@ class WeightDelivery:
             parts = self._policy.run_all("get_weights_ipc_handles", names)
             _check(calls)
             handles = {device: handle for part in parts for device, handle in part.items()}
-            calls = [self._pool.submit(worker.number, "take_weights", handles) for worker in _kept(receivers)]
+            calls = [self._pool.submit(worker.number, "take_weights", handles) for worker in _alive(receivers)]
         _check(calls)
-        return _kept(receivers)
+        return _alive(receivers)
 
     def _by_collective(self, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
-        """The generators receive while the policy sends; who has it all. They meet before, unless they have."""
-        if not receivers or (_processes(receivers) != self._members and not self._meet(receivers)):
+        """Broadcast the weights, in a new group if the receivers changed; returns those that have all weights."""
+        if not receivers or (_processes(receivers) != self._members and not self._form_group(receivers)):
             return []
         calls = [self._pool.submit(worker.number, "receive_weights") for worker in receivers]
-        return list(receivers) if self._is_done(receivers, calls, "send_weights") else []
+        return list(receivers) if self._succeeds(receivers, calls, "send_weights") else []
 
-    def _meet(self, receivers: Sequence[PoolWorker]) -> bool:
-        """Form the group of these; whether it could be done."""
+    def _form_group(self, receivers: Sequence[PoolWorker]) -> bool:
+        """Connect the policy and all receivers; False if a receiver was lost."""
         forms = self._policy.run_all("prepare_info_for_collective")[0]
         self._pool.each(lambda worker: worker.run("prepare_collective", forms), receivers)
-        if len(_kept(receivers)) < len(receivers):  # the others would wait for those until the timeout
+        if len(_alive(receivers)) < len(receivers):  # the others would wait for it until their timeout
             return False
         host = self._places[0]
         ip = LOOPBACK if all(self._place_of(worker).node == host.node for worker in receivers) else host.ip
         port, world_size = self._policy.run_all("offer_port", ip)[0], 1 + len(receivers)
         calls = [
-            self._pool.submit(worker.number, "join_collective", ip, port, rank, world_size, self._patience_s)
+            self._pool.submit(worker.number, "join_collective", ip, port, rank, world_size, self._group_timeout_s)
             for rank, worker in enumerate(receivers, start=1)
         ]
-        have_met = self._is_done(receivers, calls, "meet_generators", ip, port, world_size, self._patience_s)
-        self._members = _processes(receivers) if have_met else []
-        return have_met
+        is_formed = self._succeeds(receivers, calls, "meet_generators", ip, port, world_size, self._group_timeout_s)
+        self._members = _processes(receivers) if is_formed else []
+        return is_formed
 
-    def _is_done(
+    def _succeeds(
         self, receivers: Sequence[PoolWorker], calls: Sequence[Future[str | None]], method: str, *args: Any
     ) -> bool:
-        """Call the policy while calls of all receivers run; whether there was no problem. If not, the group is closed.
+        """Call the policy while `calls` of all receivers run; False, with the group closed, if a receiver was lost.
 
         Raises:
-            RefitError: with the problems of both sides, if no receiver was lost. One may be the cause of the other.
+            RefitError: if a side returns a problem and no receiver was lost; names the problems of both sides.
         """
         try:
-            of_policy = _first(self._policy.run_all(method, *args, timeout_s=self._timeout_s))
+            of_policy = _first(self._policy.run_all(method, *args, timeout_s=self._policy_timeout_s))
         except LucidError as error:
             if problem := _problem(calls):
-                error.add_note(f"meanwhile in the generators: {problem}")
+                error.add_note(f"a generator reported meanwhile: {problem}")
             raise
-        of_receivers = _problem(calls)
-        are_all_here = len(_kept(receivers)) == len(receivers)
-        if of_policy is None and of_receivers is None and are_all_here:
+        of_generators = _problem(calls)
+        are_all_alive = len(_alive(receivers)) == len(receivers)
+        if of_policy is None and of_generators is None and are_all_alive:
             return True
         self._members = []
-        if are_all_here:
-            sides = {"the policy": of_policy, "a generator": of_receivers}
-            raise RefitError("; ".join(f"{side} says: {problem}" for side, problem in sides.items() if problem))
+        if are_all_alive:
+            sides = {"the policy": of_policy, "a generator": of_generators}
+            raise RefitError("; ".join(f"{side} reports: {problem}" for side, problem in sides.items() if problem))
         return False
 
 
@@ -180,18 +179,17 @@ def check_device(config: GenerationConfig, number: int, device: str, policy_plac
 
 
 def buckets_of_names(sizes: Sequence[tuple[str, int]], config: GenerationConfig, free_bytes: float) -> list[list[str]]:
-    """Names that travel together, in order: as many as the config and half the free memory allow, but at least one.
+    """Group the names of weights, in order, into buckets; at least one per bucket, and two buckets fit into memory.
 
     Raises:
-        RefitError: if the largest weight alone does not fit twice.
+        RefitError: if the largest weight does not fit twice.
     """
     infos = [TensorInfo(name, (size_bytes,), torch.uint8) for name, size_bytes in sizes]
     bucket_bytes = fitting_bucket_bytes(infos, config.refit_bucket_mb * _BYTES_PER_MB, free_bytes)
     return [[info.name for info in bucket.tensors] for bucket in plan_buckets(infos, bucket_bytes)]
 
 
-def _kept(workers: Sequence[PoolWorker]) -> list[PoolWorker]:
-    """Those that were not lost."""
+def _alive(workers: Sequence[PoolWorker]) -> list[PoolWorker]:
     return [worker for worker in workers if worker.loss is None]
 
 
@@ -200,7 +198,7 @@ def _processes(workers: Sequence[PoolWorker]) -> list[tuple[int, int]]:
 
 
 def _problem(calls: Iterable[Future[str | None]]) -> str | None:
-    """Wait for calls of generators; the first problem that one returned. Lost ones return nothing."""
+    """Wait for calls of generators; returns the first problem. Calls of lost generators are skipped."""
     problems = []
     for call in calls:
         with suppress(LostWorkerError):
