@@ -1,4 +1,4 @@
-"""Whether an architecture computes here what its own code computes; one that does not is refused when it is loaded.
+"""Refuse architectures whose logits differ between our forward paths and their own code.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -19,37 +19,32 @@ from lucidrl.models.generation.kv_cache import KVCache, PrefillLayout
 from lucidrl.models.logprobs import LogprobModel
 
 TOLERANCE = 3e-4
-"""Largest difference of the logits of a token, as a share of their spread. Rounding in float32 makes about 1e-7, and up
-to 3e-5 in 48 layers with large weights; an architecture that we do not know makes 4e-4 or more with small weights."""
+"""Largest difference of a token's logits, relative to their spread. Rounding in float32 causes about 1e-7, at most 3e-5
+in 48 layers with large weights; unsupported architectures differ by 4e-4 or more, even with small weights."""
 LENGTHS = (8, 5)
-"""Tokens of the rows that are compared."""
+"""Lengths of the compared rows."""
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-"""Kinds of layers that attend to all earlier tokens, or to the latest ones."""
+"""Layers that attend to all earlier tokens, or to a window of them."""
 
 
 def check_architecture(model: PreTrainedModel) -> None:
-    """Refuse what the code and the config of a model say already; its weights are not looked at.
-
-    Raises:
-        ConfigError: if tokens are mixed in a way that short rows might not show.
-    """
+    """Refuse layers that mix tokens in ways that short rows may not reveal; needs no weights."""
     text: Any = model.config.get_text_config()
     if unknown := sorted(set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYER_TYPES):
-        raise _unsupported(model, f"it has layers of the kind {', '.join(unknown)}")
+        raise _unsupported(model, f"it has layers of type {', '.join(unknown)}")
     if model._is_stateful:
-        raise _unsupported(model, "it carries a state from token to token besides its attention")
+        raise _unsupported(model, "it carries a recurrent state")
 
 
 @torch.no_grad()
 def check_against_own_forward(model: PreTrainedModel) -> None:
     """Refuse a model whose logits on our paths differ from those of its own code.
 
-    Padded rows, packed rows and decoding with a cache are compared at every token. The difference is relative to the
-    spread of the logits and is computed in at least float32, so that neither the size of the weights nor their
-    precision decides.
+    Compares every token of padded rows, packed rows and decoding with a cache. Differences are relative to the spread
+    of the logits and computed in at least float32, so that the scale and precision of the weights do not matter.
 
     Raises:
-        ConfigError: names the path that differs, and by how much.
+        ConfigError: names the path and its difference.
     """
     check_architecture(model)
     with _in_float32(model):
@@ -57,18 +52,17 @@ def check_against_own_forward(model: PreTrainedModel) -> None:
             differences = _differences(model)
         except ConfigError as error:
             raise _unsupported(model, str(error)) from error
-        except Exception as error:  # any code of a third party runs here
-            reason = f"its code fails on our path ({type(error).__name__}: {error})"
-            raise _unsupported(model, reason) from error
+        except Exception as error:  # third-party code may raise anything
+            raise _unsupported(model, f"its code fails on our path ({type(error).__name__}: {error})") from error
     path, worst = max(differences.items(), key=lambda item: item[1])
     if not worst <= TOLERANCE:
         raise _unsupported(
-            model, f"it computes other logits than our {path} path, by {worst:.2g} of their spread at the worst token"
+            model, f"its logits differ from those of our {path} path by {worst:.2g} of their spread at the worst token"
         )
 
 
 def _differences(model: PreTrainedModel) -> dict[str, float]:
-    """Root mean square over V of the difference at the worst token of each path, as a share of the logits' spread."""
+    """Root mean square difference over V at the worst token of each path, relative to the spread of the logits."""
     device = next(model.parameters()).device
     lengths_B = torch.tensor(LENGTHS, device=device)
     rows, width = len(LENGTHS), max(LENGTHS)
@@ -78,7 +72,7 @@ def _differences(model: PreTrainedModel) -> dict[str, float]:
     own_BTV = _centred(_own_logits(model, ids_BT))
     spread = own_BTV[is_token_BT].square().mean().sqrt()
 
-    # Prompts are packed, because a model that mixes tokens by other means than attention would mix those of two rows.
+    # Pack the prompts: a model that mixes tokens outside of attention then mixes rows.
     wrapped, prompt_lengths_B = LogprobModel(model, temperature=1.0), lengths_B - 1
     padded_BTV = wrapped(ids_BT, lengths_B, frozenset({"logits"})).logits
     packed = pack_rows(ids_BT, prompt_lengths_B)
@@ -101,13 +95,13 @@ def _differences(model: PreTrainedModel) -> dict[str, float]:
 
 
 def _centred(logits: torch.Tensor) -> torch.Tensor:
-    """Logits less their mean: a constant that is added to all logits of a token changes no probability."""
+    """Logits minus their mean per token, which does not affect probabilities."""
     logits = logits.double()
     return logits - logits.mean(dim=-1, keepdim=True)
 
 
 def _own_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
-    # The fused implementations leave out what they do not know, such as soft caps and attention sinks.
+    # Fused implementations ignore features such as soft caps and attention sinks.
     model.config._attn_implementation = "eager"
     try:
         return model(input_ids=ids_BT, use_cache=False).logits
@@ -117,7 +111,7 @@ def _own_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Hold half-precision tensors of a model in float32 for a while, which loses nothing."""
+    """Inside, half-precision tensors of the model are float32; converting them back restores every bit."""
     halves = [
         (tensor, tensor.dtype)
         for tensor in (*model.parameters(), *model.buffers())

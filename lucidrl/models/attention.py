@@ -1,9 +1,8 @@
-"""The one attention function every model runs with, and the layouts of tokens it understands.
+"""The attention function of all models, and the token layouts that it supports.
 
-transformers looks an attention function up by name and hands the keyword arguments of `forward` through to it. Ours is
-registered as `lucidrl` and receives a *layout*: an object that knows how the tokens of this call lie in memory
-(right-padded rows, a packed stream, prompts being cached, one new token a row) and computes causal attention for it.
-Masks never exist as [T, T] tensors, and no model is written a second time.
+transformers looks up an attention function by name and passes the keyword arguments of `forward` to it. Ours is
+registered as `lucidrl` and receives a *layout*: an object that knows how the tokens of a call are stored (right-padded
+rows, a packed stream, prompts to be cached, one new token per row) and computes causal attention for them.
 
 Shapes: B rows, T tokens, S packed tokens, Hq/Hkv query/key heads, D head size.
 """
@@ -26,24 +25,24 @@ NAME = "lucidrl"
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One layer's query, key and value, as the model computed them, and the layer's own parameters."""
+    """Query, key and value of one layer, and the layer's attention parameters."""
 
     query: torch.Tensor
     """[B, Hq, T, D]"""
     key: torch.Tensor
     """[B, Hkv, T, D]"""
     value: torch.Tensor
-    """[B, Hkv, T, Dv]; Dv is D except in architectures with narrower values."""
+    """[B, Hkv, T, Dv]; Dv is D except in architectures with narrower value heads."""
     layer: int
     scaling: float
     dropout: float
     window: int | None
-    """Number of latest positions a token sees in layers with sliding-window attention."""
+    """Positions that a token attends to, itself included, in a sliding-window layer."""
     softcap: float | None
 
 
 class AttentionLayout(Protocol):
-    """How the tokens of a forward call lie in memory."""
+    """How the tokens of a forward call are stored."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The attention output [B, T, Hq, Dv]."""
@@ -65,9 +64,9 @@ def _attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     if layout is None:
-        raise ConfigError("its code does not pass the arguments of its forward on to the attention function")
+        raise ConfigError("its code does not pass the arguments of forward to the attention function")
     if attention_mask is not None:
-        raise ConfigError("its code makes an attention mask of its own")
+        raise ConfigError("its code makes its own attention mask")
     call = AttentionCall(
         query,
         key,
@@ -85,14 +84,14 @@ AttentionInterface.register(NAME, _attention)
 
 
 class PaddedLayout:
-    """Right-padded rows. A causal token never sees the padding behind it, so no mask is needed."""
+    """Right-padded rows, which need no padding mask: causal attention does not see padding after a token."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         return causal_attention(call).transpose(1, 2)
 
 
 class PackedLayout:
-    """Rows one behind the other in a single stream [1, S]: only attention sees them as separate, padded rows."""
+    """Rows packed into one stream [1, S]; attention alone treats them as separate, padded rows."""
 
     def __init__(self, rows: PackedRows):
         self.rows = rows
@@ -101,7 +100,7 @@ class PackedLayout:
         return self.repacked(causal_attention(self.padded(call)))
 
     def padded(self, call: AttentionCall) -> AttentionCall:
-        """The same call over rows [R, H, T, D] with zeros behind each."""
+        """The same call over zero-padded rows [R, H, T, D]."""
         query, key, value = (
             self.rows.unpack(stream[0].transpose(0, 1)).transpose(1, 2) for stream in (call.query, call.key, call.value)
         )
@@ -113,7 +112,7 @@ class PackedLayout:
 
 
 def causal_attention(call: AttentionCall) -> torch.Tensor:
-    """Causal attention over rows [B, H, T, D], all starting at position 0."""
+    """Causal attention over rows [B, H, T, D] that start at position 0."""
     length = call.query.shape[2]
     windowed = call.window is not None and call.window < length
     if call.softcap is not None:
@@ -132,7 +131,7 @@ def causal_attention(call: AttentionCall) -> torch.Tensor:
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[queries, keys], True where a query may see a key; the last query is at the position of the last key."""
+    """[queries, keys], True where a query attends to a key; the last query and the last key share a position."""
     position = torch.arange(num_keys, device=device)
     distance = position[num_keys - num_queries :, None] - position
     visible = distance >= 0
@@ -140,18 +139,18 @@ def causal_mask(num_queries: int, num_keys: int, window: int | None, device: tor
 
 
 def soft_cap(scores: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Squash scores smoothly into (-cap, cap)."""
+    """Limit scores smoothly to (-cap, cap)."""
     return scores if cap is None else cap * torch.tanh(scores / cap)
 
 
 def repeated_heads(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value with a head for each query head."""
+    """Key and value with one head per query head."""
     groups = call.query.shape[1] // call.key.shape[1]
     return call.key.repeat_interleave(groups, dim=1), call.value.repeat_interleave(groups, dim=1)
 
 
 def capped_attention(call: AttentionCall) -> torch.Tensor:
-    """Causal attention with a soft cap on its scores, which the fused kernels lack; queries are the last positions."""
+    """Causal attention with soft-capped scores, which fused kernels lack; queries are at the last positions."""
     key, value = repeated_heads(call)
     scores = soft_cap(call.query @ key.transpose(2, 3) * call.scaling, call.softcap)
     visible = causal_mask(scores.shape[-2], scores.shape[-1], call.window, scores.device)

@@ -1,8 +1,7 @@
-"""Context parallelism: the tokens of every row are split over ranks, and only attention looks across.
+"""Context parallelism: ranks split the tokens of every row and exchange keys and values in attention only.
 
-Each rank runs the whole model on its own tokens, with the positions these have in the row. A layer's keys and values
-are gathered from all ranks in one collective and put in the row's order. The tokens of a rank are two chunks, and a
-chunk sees nothing behind itself, so that attention is computed over what stands before the end of the chunk only.
+Each rank runs the whole model on two chunks of each row. One collective per layer gathers the keys and values of all
+ranks, which are then put in the order of the row. A chunk attends to the keys up to its end only.
 
 Shapes: B rows, T tokens of a row, N ranks, C = T / 2N tokens of a chunk, Hq/Hkv query/key heads, D head size.
 """
@@ -32,8 +31,8 @@ ROTATE_METHODS = (None, "allgather")
 class ContextParallel:
     """How rows are split over the ranks of `group`.
 
-    A row is cut into 2N equal chunks, and rank r holds chunks r and 2N - 1 - r: one that sees little and one that sees
-    much, so that every rank has the same number of (query, key) pairs to work on.
+    A row is cut into 2N equal chunks. Rank r holds chunks r and 2N - 1 - r, so that all ranks have the same number of
+    (query, key) pairs.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -43,7 +42,7 @@ class ContextParallel:
 
     @property
     def multiple(self) -> int:
-        """Rows must be padded to a multiple of it."""
+        """Rows must have a multiple of this many tokens."""
         return 2 * self.size
 
     @property
@@ -61,39 +60,37 @@ class ContextParallel:
         return length // self.multiple
 
     def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        """[T / N] positions, in a row of `length` tokens, of those that this rank holds."""
+        """[T / N] positions of this rank's tokens in rows of `length` tokens."""
         tokens = self.chunk_length(length)
         first, second = (torch.arange(chunk * tokens, (chunk + 1) * tokens, device=device) for chunk in self.chunks)
         return torch.cat((first, second))
 
     def layout(self, length: int) -> AttentionLayout:
-        """Attention for rows of `length` tokens, of which the model is given those at `positions(length)`.
+        """Attention for rows of `length` tokens; the model's input is the tokens at `positions(length)`.
 
-        Forward and backward call collectives: every rank of the group has to go through both, also one whose tokens
-        do not count in the loss (their gradient is 0, but it has to arrive).
+        Forward and backward passes call collectives: every rank must run both, even if its tokens have no loss.
         """
         return _SplitRows(self, length)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of `values` of all ranks, whose gradient goes back to every rank unchanged.
+        """Sum `values` over ranks; the backward pass returns the gradient unchanged to every rank.
 
-        Each rank has computed the values of its own tokens, in a tensor of full rows that holds 0 elsewhere; the sum is
-        complete on every rank, and every rank computes the same loss from it. The gradient that a rank sends back
-        reaches its own tokens only, and is complete for them: adding up over ranks here would count it N times. The
-        gradients of parameters are then each rank's share, to be summed over ranks like those of data parallelism.
+        Each rank passes full rows with the values of its own tokens and 0 elsewhere, and computes the same loss from
+        the sum. Its gradient is complete for its own tokens: a sum over ranks in the backward pass would count it N
+        times. Gradients of parameters are shares, to be summed over ranks as in data parallelism.
         """
         return _SumRanks.apply(values, self.group)
 
 
 class _SplitRows:
-    """The layout of rows [B, T] of which this rank's queries, keys and values are two chunks, [B, H, 2C, D]."""
+    """The layout of rows [B, T] whose queries, keys and values on this rank are two chunks, [B, H, 2C, D]."""
 
     def __init__(self, parallel: ContextParallel, length: int):
         self.parallel = parallel
         self.tokens = parallel.chunk_length(length)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        assert call.query.shape[2] == 2 * self.tokens, "the model was given other tokens than those of this layout"
+        assert call.query.shape[2] == 2 * self.tokens, "the input does not have the tokens of this layout"
         key, value = self._whole_rows(call.key, call.value)
         outputs = []
         for chunk, query in zip(self.parallel.chunks, call.query.chunk(2, dim=2), strict=True):
@@ -106,7 +103,7 @@ class _SplitRows:
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
     def _whole_rows(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, Hkv, 2C, D] of this rank → [B, Hkv, T, D] of all, in the order of the row."""
+        """[B, Hkv, 2C, D] on this rank → [B, Hkv, T, D] of all ranks, in the order of the row."""
         gathered = _GatherRanks.apply(torch.cat((key, value), dim=-1), self.parallel.group)
         early, late = gathered.chunk(2, dim=3)
         both = torch.cat((*early.unbind(), *reversed(late.unbind())), dim=2)
@@ -114,7 +111,7 @@ class _SplitRows:
 
 
 def _attend_from_end(call: AttentionCall) -> torch.Tensor:
-    """Causal attention of queries that are the last of the positions of the keys."""
+    """Causal attention of queries at the last positions of the keys."""
     num_queries, num_keys = call.query.shape[2], call.key.shape[2]
     options: dict[str, Any] = {"dropout_p": call.dropout, "scale": call.scaling}
     if call.softcap is not None:
@@ -131,7 +128,7 @@ def _attend_from_end(call: AttentionCall) -> torch.Tensor:
 
 
 class _GatherRanks(torch.autograd.Function):
-    """`part` of every rank, stacked; each rank's gradient is the sum of what all ranks' uses of its part give."""
+    """Stacks `part` of all ranks; the gradient of a part is summed over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -167,27 +164,22 @@ def create_context_parallel_ctx(
 ) -> Iterator[None]:
     """Inside, each buffer holds this rank's tokens only, in the order of `ContextParallel.positions`.
 
-    For training loops of your own: policy workers split rows inside of `LogprobModel` and need no such context.
-
-    Afterwards, also after an exception, a buffer has its own memory back, as it was on entry: what was written into the
-    shard is gone with it.
+    For custom training loops; policy workers split rows in `LogprobModel`. On exit, also by an exception, each buffer
+    gets its original memory back; writes to the shard are lost.
 
     Args:
         cp_mesh: the context-parallel axis of the mesh.
-        cp_buffers: tensors with the tokens of whole rows; they are changed in place.
-        cp_seq_dims: for each buffer, the dim of its tokens.
-        cp_no_restore_buffers: those of the buffers that may stay as they are inside.
-        cp_rotate_method: how keys and values travel; there is one way, "allgather".
+        cp_buffers: tensors with the tokens of whole rows; changed in place.
+        cp_seq_dims: the dim of the tokens, per buffer.
+        cp_no_restore_buffers: buffers that may keep the shard on exit.
+        cp_rotate_method: how keys and values are exchanged; only "allgather" is supported.
     """
     if cp_rotate_method not in ROTATE_METHODS:
-        raise ConfigError(
-            f"cp_rotate_method={cp_rotate_method!r} is not known; keys and values are gathered from all ranks at once: "
-            "leave it out, or give 'allgather'"
-        )
+        raise ConfigError(f"cp_rotate_method={cp_rotate_method!r} is not supported; leave it out, or use 'allgather'")
     if len(cp_buffers) != len(cp_seq_dims):
-        raise ConfigError(f"{len(cp_buffers)} cp_buffers have {len(cp_seq_dims)} cp_seq_dims; give one for each")
+        raise ConfigError(f"{len(cp_buffers)} cp_buffers have {len(cp_seq_dims)} cp_seq_dims; give one per buffer")
     parallel = ContextParallel(cp_mesh.get_group())
-    # All shards are made before any buffer is touched: a length that is refused leaves every buffer as it was.
+    # Make all shards first: an invalid length must leave every buffer unchanged.
     shards = [
         buffer.detach().index_select(dim, parallel.positions(buffer.shape[dim], buffer.device))
         for buffer, dim in zip(cp_buffers, cp_seq_dims, strict=True)
@@ -208,10 +200,8 @@ def create_context_parallel_ctx(
 def train_context(cp_context: AbstractContextManager[None] | None = None) -> Iterator[None]:
     """Enter the context-parallel context, if any, with the attention kernels that support it.
 
-    For training loops of your own, as `create_context_parallel_ctx`; policy workers leave the choice to torch.
-
-    On CUDA these are the flash and the memory-efficient kernel, then plain matrix products for what neither knows (for
-    instance grouped heads in float32); on CPU there is no choice to make.
+    For custom training loops, like `create_context_parallel_ctx`. On CUDA these are the flash and the memory-efficient
+    kernel, then plain matrix products for cases that neither supports, such as grouped heads in float32.
     """
     if cp_context is None:
         yield

@@ -1,7 +1,7 @@
-"""The embedded model: a tiny chat model and its character tokenizer, made by code, with a committed warm start.
+"""The embedded model: a tiny chat model with a character tokenizer, built in code.
 
-`policy.model_name=embedded` starts from `embedded.safetensors`, which `lucidrl sft --preset embedded-warm-start` makes;
-`policy.model_name=embedded-untrained` starts from random weights.
+`policy.model_name=embedded` loads `embedded.safetensors`, made by `lucidrl sft --preset embedded-warm-start`;
+`policy.model_name=embedded-untrained` has random weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def embedded_config() -> LlamaConfig:
 
 
 def embedded_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, with pad, end-of-turn and role tokens and a chat template."""
+    """One token per character, with pad, end-of-turn and role tokens and a chat template."""
     specials = [PAD, END, UNKNOWN, *ROLES]
     vocabulary = {token: number for number, token in enumerate([*specials, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -63,7 +63,7 @@ def embedded_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def embedded_model(*, warm: bool, seed: int, attn_implementation: str) -> PreTrainedModel:
-    """The model in float32; random weights depend on `seed` alone and leave the global generator as it was."""
+    """The model in float32; random weights depend on `seed` only, and the global random state is unchanged."""
     config = embedded_config()
     config._attn_implementation = attn_implementation
     with torch.random.fork_rng(devices=[]):
@@ -71,7 +71,7 @@ def embedded_model(*, warm: bool, seed: int, attn_implementation: str) -> PreTra
         model = LlamaForCausalLM(config)
     if warm:
         found = model.load_state_dict(load_file(WARM_START), strict=False)
-        # The file holds the shared embedding once; the head is tied to it.
+        # The file holds the embedding, to which the head is tied.
         assert found.missing_keys == ["lm_head.weight"], found
         assert not found.unexpected_keys, found
         model.tie_weights()

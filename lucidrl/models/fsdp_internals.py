@@ -1,6 +1,6 @@
-"""The private names of torch's FSDP and DTensor that this package uses. No other module imports or reads any.
+"""All uses of private names of torch's FSDP and DTensor; check them with each new release of torch.
 
-Each function says what the public interface lacks. A new release of torch has to be checked against this file.
+Each function says what the public interface lacks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def part_of_whole(parameter: DTensor) -> tuple[slice, ...]:
-    """The part of the whole tensor that this rank holds; DTensor has no public method that says which one."""
+    """The slice of the full tensor on this rank; DTensor has no public method for it."""
     shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
 
@@ -28,10 +28,7 @@ def part_of_whole(parameter: DTensor) -> tuple[slice, ...]:
 
 @contextmanager
 def kept_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Inside, forward passes leave parameters gathered; afterwards they do what they did before.
-
-    The public `set_reshard_after_forward` cannot be read back.
-    """
+    """Inside, forward passes keep parameters gathered; the public `set_reshard_after_forward` cannot be restored."""
     groups = [group for module in modules for group in _groups(module)]
     settings = [group.post_forward_mesh_info for group in groups]
     try:
@@ -44,14 +41,14 @@ def kept_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 def reset_roots(modules: Sequence[FSDPModule]) -> None:
-    """After a forward pass that failed, which would not release its parameters; only roots can be reset."""
+    """Release the parameters of a failed forward pass; only roots can be reset."""
     for module in modules:
         if module._get_fsdp_state()._is_root:
             module.reset_iter_state()
 
 
 def drop_waiting_gradients(modules: Sequence[FSDPModule]) -> None:
-    """Gradients that wait for the last micro-batch are kept with the gathered weights, where no optimizer sees them."""
+    """Drop accumulated gradients of gathered weights, which the optimizer does not see."""
     for module in modules:
         for group in _groups(module):
             for parameter in group.fsdp_params:
@@ -67,24 +64,21 @@ def _groups(module: FSDPModule) -> list[Any]:
 
 
 def flat_parameter(module: FullyShardedDataParallel) -> nn.Parameter | None:
-    """This rank's piece of the weights that the module itself holds, if it holds any.
-
-    `parameters()` lists the pieces too, but not which module each belongs to.
-    """
+    """The module's flat parameter on this rank, if any; `parameters()` does not say which module owns which."""
     return module._handle.flat_param if module._handle is not None else None
 
 
 def tensors_in(flat: Any) -> list[tuple[nn.Module, str, torch.Size]]:
-    """Owner, name and shape of the tensors in a flat parameter, in their order; of tied ones the first."""
+    """Owner, name and shape of each tensor in a flat parameter, in order; the first of tied ones."""
     infos = zip(flat._param_infos, flat._shapes, strict=True)
     return [(info.module, info.param_name, shape) for info, shape in infos]
 
 
 @contextmanager
 def gathered_unit(module: FullyShardedDataParallel) -> Iterator[None]:
-    """Inside, the unit has its weights, as it computes with them; calls bypass FSDP, which would free them.
+    """Inside, the unit has its weights in their compute precision, and calls bypass FSDP, which would free them.
 
-    The public `summon_full_params` gathers float32 weights where the model computes in half precision.
+    The public `summon_full_params` gathers float32 weights even if the model computes in half precision.
     """
     handle, stream = module._handle, module._device_handle.current_stream()
     assert handle is not None, "a unit has weights"
@@ -98,7 +92,7 @@ def gathered_unit(module: FullyShardedDataParallel) -> Iterator[None]:
 
 
 def end_failed_pass(root: FullyShardedDataParallel, parameters: Iterable[Any]) -> None:
-    """Have FSDP clean up after a pass that failed, as it does at the end of one; gradients may be in any state."""
+    """Let FSDP clean up after a failed pass, whatever the state of gradients."""
     for parameter in parameters:
-        parameter._post_backward_called = False  # it has no gradient that is fit for the optimizer
+        parameter._post_backward_called = False  # it has no usable gradient
     _post_backward_final_callback(root, root)

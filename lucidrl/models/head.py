@@ -1,11 +1,11 @@
-"""From hidden states to log-probabilities and entropy of given tokens, without ever holding all logits in float32.
+"""Log-probabilities and entropy of tokens from hidden states, without all logits in float32 at a time.
 
-The head is evaluated in chunks of tokens. Scoring holds one chunk at a time. Training keeps raw logits for the backward
-pass, two bytes for each: all chunks in half precision, every second one in float32, and evaluates the head again for
-the others; with `recompute` it keeps none.
+The head is evaluated in chunks of tokens. Scoring holds one chunk at a time. Training keeps two bytes per raw logit for
+the backward pass (all chunks in half precision, every second one in float32) and evaluates the head again for the
+other chunks; with `recompute` it keeps none.
 
-Where the vocabulary is split over ranks, a rank scores its part as if it were the whole. Each part's share of the
-probability makes them one distribution: the ranks exchange three numbers per token, once for all tokens.
+If the vocabulary is split over ranks, each rank scores its shard. Three numbers per token, exchanged once for all
+tokens, combine the shards into one distribution.
 
 Shapes: N tokens, D hidden size, V vocabulary, C tokens of a chunk, R ranks.
 """
@@ -22,25 +22,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 CHUNK_ELEMENTS = 1 << 23
-"""Logits in one chunk: small enough to stay near the caches, large enough for efficient matrix products."""
+"""Logits per chunk: few enough for the caches, enough for efficient matrix products."""
 
 CHUNKS_PER_SUM = 4
-"""In half precision, chunks whose gradients go into one matrix product: adding up products in float32 is expensive."""
+"""In half precision, chunks per matrix product of gradients: adding products in float32 is expensive."""
 
 ROWS_PER_PRODUCT = 8192
-"""Rows of the weight's gradient that are added up at a time in half precision."""
+"""In half precision, rows of the weight's gradient that are added at a time."""
 
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model, and then the temperature, do to raw logits before the softmax."""
+    """What the model, then the temperature, does to raw logits before the softmax."""
 
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
 
     def __call__(self, raw: torch.Tensor) -> torch.Tensor:
-        """Logits in at least float32, differentiable in `raw`; `raw` itself if there is nothing to do."""
+        """Logits in at least float32, differentiable in `raw`; `raw` itself if nothing changes."""
         accurate = torch.promote_types(raw.dtype, torch.float32)
         if raw.dtype == accurate and (self.scale, self.softcap, self.temperature) == (1.0, None, 1.0):
             return raw
@@ -54,7 +54,7 @@ class LogitTransform:
         return logits
 
     def chain(self, grad: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
-        """Turn the gradient of the transformed logits, in place, into that of the raw ones."""
+        """Convert the gradient of transformed logits, in place, to that of raw logits."""
         if self.softcap is not None:
             grad.mul_(1 - torch.tanh(raw.to(grad.dtype) * (self.scale / self.softcap)).square_())
         factor = self.scale / self.temperature
@@ -66,7 +66,7 @@ class HeadOutput:
     logprobs: torch.Tensor
     """[N] log-probability of each target."""
     entropy: torch.Tensor | None
-    """[N] entropy of each distribution, if asked for."""
+    """[N] entropy of each distribution, if requested."""
 
 
 def token_logprobs(
@@ -83,9 +83,8 @@ def token_logprobs(
 
     Args:
         recompute: keep no logits for the backward pass.
-        group: the ranks over which the head's vocabulary is split: its parameters are DTensors sharded along dim 0, or
-            this rank's part of them. All ranks pass the same hidden states and targets, get the same results, and must
-            have the same gradient of these; then they get the same gradient of `hidden`.
+        group: ranks that split the head's vocabulary; the head's parameters are DTensors sharded along dim 0, or this
+            rank's shards. All ranks must pass the same hidden states, targets and gradients, and get the same results.
     """
     keep_logits = torch.is_grad_enabled() and not recompute
     weight: torch.Tensor = head.weight
@@ -99,7 +98,7 @@ def token_logprobs(
 
 
 def gathered_logits(hidden: torch.Tensor, head: nn.Linear) -> torch.Tensor:
-    """[N, D] → raw logits [N, V] on every rank, of a head that is split over ranks; differentiable in both."""
+    """[N, D] → raw logits [N, V] on every rank, for a head that is split over ranks; differentiable."""
     weight = head.weight
     assert isinstance(weight, DTensor)
     replicated = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
@@ -109,7 +108,7 @@ def gathered_logits(hidden: torch.Tensor, head: nn.Linear) -> torch.Tensor:
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, differentiable: its gradient is a DTensor like the parameter."""
+    """This rank's shard of a parameter, differentiable: its gradient is a DTensor like the parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -120,37 +119,33 @@ def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class _VocabShard:
-    """The part of the vocabulary whose logits this rank computes."""
+    """The tokens whose logits this rank computes."""
 
     group: dist.ProcessGroup
-    """The ranks that hold the vocabulary together; all of them score the same hidden states."""
+    """Ranks that split the vocabulary; all score the same hidden states."""
     first: int
-    """The first token of this rank's part."""
     size: int
 
     @classmethod
     def of_head(cls, head: nn.Linear, group: dist.ProcessGroup) -> _VocabShard:
-        """The part that a head's weight, split as DTensor splits dim 0, holds on this rank."""
+        """This rank's shard of a head that DTensor splits along dim 0."""
         per_rank = -(-head.out_features // group.size())
         first = per_rank * group.rank()
         size = min(per_rank, head.out_features - first)
-        assert size > 0, "every rank holds a part of the vocabulary"
+        assert size > 0, "every rank has a shard of the vocabulary"
         return cls(group, first, size)
 
     def owns(self, targets: torch.Tensor) -> torch.Tensor:
         return (targets >= self.first) & (targets < self.first + self.size)
 
     def index(self, targets: torch.Tensor) -> torch.Tensor:
-        """Where the targets are in this rank's part; some valid place for those that it does not own."""
+        """Index of each target in this shard; any valid index for targets of other shards."""
         return (targets - self.first).clamp_(0, self.size - 1)
 
-    def combined(
+    def combine(
         self, normalizer: torch.Tensor, logprobs: torch.Tensor, entropy: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Normalizer, log-probabilities and entropy of the whole vocabulary, from those of its parts, all [N].
-
-        Every rank computes them from the same numbers in the same order, so they are equal to the last bit.
-        """
+        """Normalizer, log-probabilities and entropy over the whole vocabulary, all [N]; bit-identical on all ranks."""
         owned_logprobs = torch.where(self.owns(targets), logprobs, -torch.inf)
         part = torch.stack([normalizer, owned_logprobs, entropy])
         parts = [torch.empty_like(part) for _ in range(self.group.size())]
@@ -158,7 +153,7 @@ class _VocabShard:
         normalizer_RN, logprobs_RN, entropy_RN = torch.stack(parts, dim=1)
         total = torch.logsumexp(normalizer_RN, dim=0)
         log_share_RN = normalizer_RN - total
-        # Entropy of a choice in two steps: which part, then which token of it.
+        # Entropy of two choices: the shard, then the token in it.
         entropy = (log_share_RN.exp() * (entropy_RN - log_share_RN)).sum(0)
         return total, (logprobs_RN + log_share_RN).amax(0), entropy
 
@@ -191,7 +186,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropy[chunk] = -torch.exp(log_p).mul_(log_p).sum(-1)
             kept.append(raw if keep_logits and number % (raw.itemsize // 2) == 0 else None)
         if shard is not None:
-            normalizer, logprobs, entropy = shard.combined(normalizer, logprobs, entropy, targets)
+            normalizer, logprobs, entropy = shard.combine(normalizer, logprobs, entropy, targets)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, *kept)
         ctx.transform, ctx.with_entropy, ctx.shard = transform, with_entropy, shard
         return logprobs, entropy
@@ -201,7 +196,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, normalizer, entropy, *kept = ctx.saved_tensors
         transform: LogitTransform = ctx.transform
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Chunks add up in float32: many small bfloat16 additions would lose the small ones.
+        # Accumulate in float32: many bfloat16 additions would lose small values.
         accurate = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=accurate) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=accurate) if bias is not None and ctx.needs_input_grad[2] else None
@@ -216,7 +211,7 @@ class _TokenLogprobs(torch.autograd.Function):
             for chunk, raw in list(zip(chunks, kept, strict=True))[first : first + together]:
                 raw = F.linear(hidden[chunk], weight, bias) if raw is None else raw
                 logits = transform(raw)
-                # Raw logits may be asked for again, by a second backward pass.
+                # A second backward pass may need the raw logits again.
                 log_p = torch.sub(logits, normalizer[chunk, None], out=None if logits is raw else logits)
                 column = chunk, None
                 of_entropy = grad_entropy[column] if ctx.with_entropy else None
@@ -245,9 +240,9 @@ def _grad_logits(
     grad_entropy: torch.Tensor | None,
     entropy: torch.Tensor,
 ) -> torch.Tensor:
-    """Gradient of logits [C, V] but for the targets' share; overwrites `log_p` [C, V], all others are [C, 1].
+    """Gradient of logits [C, V], without the one-hot term of the targets; overwrites `log_p` [C, V].
 
-    d logprob / d logit = onehot - p;   d entropy / d logit = -p (log p + entropy).
+    d logprob / d logit = onehot - p;   d entropy / d logit = -p (log p + entropy). Other arguments are [C, 1].
     """
     if grad_entropy is None:
         return log_p.exp_().mul_(-grad_logprobs)
@@ -259,7 +254,7 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) 
     if total.dtype == grad.dtype:
         total.addmm_(grad.T, hidden)
         return
-    # In blocks of the vocabulary, so that the product never exists whole; converted before it is added, because adding
-    # tensors of two dtypes is several times slower.
+    # In blocks of the vocabulary, to keep the product small; converted first, because adding tensors of two dtypes is
+    # several times slower.
     for rows, columns in zip(total.split(ROWS_PER_PRODUCT), grad.split(ROWS_PER_PRODUCT, dim=1), strict=True):
         rows.add_((columns.T @ hidden).to(total.dtype))

@@ -29,7 +29,13 @@ from lucidrl.data.chat_template import check_chat_template
 from lucidrl.errors import ConfigError
 from lucidrl.models import attention, embedded
 from lucidrl.models.architecture_check import check_against_own_forward, check_architecture
-from lucidrl.models.model_files import check_config_file, check_finite, check_weight_files, describe_mismatch, refused
+from lucidrl.models.model_files import (
+    as_config_error,
+    check_config_file,
+    check_finite,
+    check_weight_files,
+    describe_mismatch,
+)
 from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
 
 logger = logging.getLogger(__name__)
@@ -44,7 +50,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What can be known of a model without loading its weights."""
+    """Facts about a model that need no weights."""
 
     architecture: str
     num_parameters: int
@@ -53,17 +59,15 @@ class ModelFacts:
     hidden_size: int
     num_layers: int
     kv_elements_per_token: int
-    """Elements that one cached token takes in all layers together."""
+    """Elements of the key-value cache per token, over all layers."""
 
 
 def load_tokenizer(
     model_name: str, pad_token: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; always with a pad token.
+    """The tokenizer of a model, with a pad token: `pad_token`, its own, or its end-of-sequence token.
 
-    Args:
-        pad_token: pads instead of the tokenizer's own pad token. Where neither is named the end-of-sequence token
-            pads: lengths, not pad ids, decide what is read, so that is safe.
+    Any token is safe as padding, since lengths, not pad ids, mark the end of a row.
     """
     tokenizer: Any = _own_tokenizer(model_name, trust_remote_code)
     if pad_token is not None:
@@ -84,7 +88,7 @@ def load_tokenizer(
 
 
 def policy_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that a policy's config names."""
+    """The tokenizer of a policy's config."""
     return load_tokenizer(config.tokenizer or config.model_name, config.pad_token, config.trust_remote_code)
 
 
@@ -92,9 +96,9 @@ def _own_tokenizer(model_name: str, trust_remote_code: bool) -> PreTrainedTokeni
     if model_name in EMBEDDED_MODELS:
         return embedded.embedded_tokenizer()
     folder = model_folder(model_name)
-    with refused(f"the tokenizer in {folder} cannot be loaded"):
+    with as_config_error(f"the tokenizer in {folder} cannot be loaded"):
         if get_tokenizer_config(folder, local_files_only=True).get("tokenizer_class") == "TokenizersBackend":
-            # Its tokenizer.json says all; by the type of the model, another way to split text may be put in its place.
+            # AutoTokenizer may choose another pre-tokenizer by model type; tokenizer.json alone is complete.
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         else:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -107,7 +111,7 @@ def _own_tokenizer(model_name: str, trust_remote_code: bool) -> PreTrainedTokeni
 def load_model(
     model_name: str, dtype: torch.dtype, *, seed: int = 0, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The causal language model with our attention function, checked to compute what its own code computes."""
+    """A causal language model with our attention function, checked against its own code."""
     if model_name in EMBEDDED_MODELS:
         warm = model_name == EMBEDDED_MODELS[0]
         model: Any = embedded.embedded_model(warm=warm, seed=seed, attn_implementation=attention.NAME)
@@ -125,8 +129,8 @@ def _load_folder(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> P
     empty = _meta_model(config, dtype, trust_remote_code)
     check_architecture(empty)
     check_weight_files(folder, empty)
-    loader: Any = AutoModelForCausalLM  # its signature leaves out what `output_loading_info` returns
-    with refused(f"the model in {folder} cannot be loaded"):
+    loader: Any = AutoModelForCausalLM  # its signature lacks the result of `output_loading_info`
+    with as_config_error(f"the model in {folder} cannot be loaded"):
         model, found = loader.from_pretrained(
             folder,
             config=config,
@@ -135,34 +139,30 @@ def _load_folder(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> P
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # reported below, together with what is missing
+            ignore_mismatched_sizes=True,  # reported below, with missing tensors
             output_loading_info=True,
         )
     if mismatch := describe_mismatch(found):
         raise ConfigError(
-            f"the weights in {folder} do not fit its config.json: {mismatch}; restore the files of the model"
+            f"the weights in {folder} do not match its config.json: {mismatch}; restore the files of the model"
         )
     check_finite(model, folder)
     return model
 
 
 def empty_model(model_name: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model that `load_model` gives, with shapes but without weights; only its two configs are read."""
-    with refused(f"the model {model_name} cannot be read"):
+    """The model of `load_model` on the meta device; reads config files only."""
+    with as_config_error(f"the model {model_name} cannot be read"):
         model = _meta_model(model_config(model_name, trust_remote_code), dtype, trust_remote_code)
         if model_name not in EMBEDDED_MODELS:
             folder = model_folder(model_name)
-            if (folder / GENERATION_CONFIG_NAME).is_file():  # it may name further tokens that end an answer
+            if (folder / GENERATION_CONFIG_NAME).is_file():  # it may name more stop tokens
                 model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model.eval()
 
 
 def model_facts(model_name: str, trust_remote_code: bool = False) -> ModelFacts:
-    """Built on the meta device: reads config.json only.
-
-    Raises:
-        ConfigError: as `load_model`, as far as that can be said without the weights.
-    """
+    """Facts about a model, from its config.json; refuses what `load_model` can refuse without weights."""
     config = model_config(model_name, trust_remote_code)
     model = _meta_model(config, torch.float32, trust_remote_code)
     check_architecture(model)
@@ -180,7 +180,7 @@ def model_facts(model_name: str, trust_remote_code: bool = False) -> ModelFacts:
 
 def _kv_elements_per_token(text: Any) -> int:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if getattr(text, "v_head_dim", None):  # keys of two parts, and values of another size
+    if getattr(text, "v_head_dim", None):  # keys have two parts, and values another size
         size = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
     else:
         size = 2 * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
@@ -188,30 +188,26 @@ def _kv_elements_per_token(text: Any) -> int:
 
 
 def model_config(model_name: str, trust_remote_code: bool) -> Any:
-    """The config of a causal language model.
-
-    Raises:
-        ConfigError: if config.json cannot be read, has sizes that no model has, or is of another kind of model.
-    """
+    """The config of a causal language model; refuses an unreadable or absurd config.json, and other kinds of model."""
     if model_name in EMBEDDED_MODELS:
         return embedded.embedded_config()
     folder = model_folder(model_name)
     check_config_file(folder / "config.json")
-    with refused(f"{folder / 'config.json'} cannot be used"):
+    with as_config_error(f"{folder / 'config.json'} cannot be used"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     own_code = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in own_code:
         raise ConfigError(
-            f"{folder / 'config.json'}: model_type={config.model_type!r} is no causal language model; use a "
+            f"{folder / 'config.json'}: model_type={config.model_type!r} is not a causal language model; use a "
             "decoder-only model such as Llama, Qwen3 or Gemma"
         )
     return config
 
 
 def _meta_model(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """The model with shapes but without weights."""
+    """The model on the meta device."""
     kind = f"model_type={config.model_type!r}"
-    with refused(f"a model of {kind} cannot be built from its config.json"), torch.device("meta"):
+    with as_config_error(f"a model of {kind} cannot be built from its config.json"), torch.device("meta"):
         try:
             return AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust_remote_code
@@ -226,34 +222,34 @@ def _meta_model(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Pre
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers of a model, each of them what transformers says should not be taken apart.
+    """The decoder layers of a model, by its `_no_split_modules`.
 
     Raises:
-        ConfigError: if it says so of none. To shard or to checkpoint the model as one piece would save nothing.
+        ConfigError: if it names none: sharding or checkpointing the model as one piece would save nothing.
     """
     kinds = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
     if not layers:
         raise ConfigError(
-            f"{type(model).__name__} does not say which of its modules are layers (_no_split_modules), which several "
-            "ranks and activation checkpointing need; set cluster.num_workers=1 and "
-            "policy.dtensor_cfg.activation_checkpointing=false, or take another model"
+            f"{type(model).__name__} does not name its layers (_no_split_modules), which several ranks and activation "
+            "checkpointing need; set cluster.num_workers=1 and policy.dtensor_cfg.activation_checkpointing=false, or "
+            "use another model"
         )
     return layers
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Let every decoder layer recompute its activations in the backward pass; to be called before sharding."""
+    """Let every decoder layer recompute its activations in the backward pass; call it before sharding."""
     for layer in decoder_layers(model):
-        # The state of random numbers is not kept for the second pass: a policy has dropout off, and draws none.
+        # The recomputation needs no random state: a policy has dropout off.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def context_length(config: Any) -> int:
-    """Most tokens the model was made for; unlimited where the config does not say.
+    """Maximum number of tokens per row; 2**31 - 1 if the config names none.
 
-    Rotary embeddings that change with the longest row of a call would make a row's log-probabilities depend on its
-    neighbours; such models are held to the context in which they do not.
+    Rotary embeddings that change with the longest row of a call would make log-probabilities depend on the batch; such
+    models are limited to the context in which they do not change.
     """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or 2**31 - 1
@@ -265,14 +261,14 @@ def context_length(config: Any) -> int:
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token that the model or its tokenizer declares as an end."""
+    """Every end token that the model or its tokenizer declares."""
     declared = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(int(token) for token in [*ids, tokenizer.eos_token_id] if token is not None)
 
 
 def model_folder(model_name: str) -> Path:
-    """The folder of a model on disk."""
+    """The folder of a model on disk, which has a config.json."""
     folder = Path(model_name).expanduser()
     if not (folder / "config.json").is_file():
         found = "has no config.json" if folder.is_dir() else "does not exist"

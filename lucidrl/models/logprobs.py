@@ -1,7 +1,7 @@
-"""The one path from tokens to log-probabilities: scoring, training and generation all run through this module.
+"""The only path from tokens to log-probabilities, for scoring, training and generation.
 
-`LogprobModel` wraps a Hugging Face model and is the root that parallelism wraps in turn: the head is only ever called
-inside its `forward`. Temperature, logit scaling and soft-capping are applied here and nowhere else.
+`LogprobModel` wraps a Hugging Face model and is the root module for sharding, which is why only its `forward` calls the
+head. Temperature, logit scaling and soft-capping are applied here and nowhere else.
 
 Shapes: B rows, T tokens, N selected tokens, D hidden size, V vocabulary.
 """
@@ -28,12 +28,13 @@ SUPPORTED_NEEDS = frozenset({"logprobs", "entropy", "logits"})
 
 
 class LogprobModel(nn.Module):
-    """A causal language model that answers with log-probabilities instead of logits.
+    """A causal language model that returns log-probabilities instead of logits.
 
     Args:
-        tp_group: ranks that hold parts of the vocabulary each, if the model is tensor parallel.
-        context: splits the tokens of a row over ranks; all get the results of all tokens.
-        length_multiple: the model takes rows of a multiple of so many tokens; shorter ones are padded here.
+        recompute_head: keep no logits for the backward pass.
+        tp_group: ranks that split the vocabulary, if the model is tensor parallel.
+        context: splits the tokens of rows over ranks; each rank gets the results of all tokens.
+        length_multiple: rows are padded to a multiple of it.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class LogprobModel(nn.Module):
         self.tp_group = tp_group
         self.context = context
         self.length_multiple = length_multiple * (context.multiple if context is not None else 1)
-        self.train(model.training)  # a new module is in training mode, whatever it is made of
+        self.train(model.training)  # a new module is in training mode
 
     def forward(
         self,
@@ -62,19 +63,19 @@ class LogprobModel(nn.Module):
         selected: torch.Tensor | None = None,
         packed: bool = False,
     ) -> TokenOutputs:
-        """Outputs for right-padded rows.
+        """Compute outputs for right-padded rows.
 
         Args:
             input_ids: [B, T].
             input_lengths: [B] on the same device.
-            needs: what to compute.
-            selected: [B, T] bool, the tokens to score; all by default. Other positions hold 0.
-            packed: run the model on the tokens alone, without the padding; the results are laid out the same.
+            needs: which outputs to compute.
+            selected: [B, T] bool, the tokens to score; all by default. Other positions are 0.
+            packed: run the model without padding; outputs have the same layout.
         """
         if not needs <= SUPPORTED_NEEDS:
             raise ConfigError(
-                f"the loss needs {sorted(needs - SUPPORTED_NEEDS)}, which a model with the policy role has not; "
-                f"it offers {sorted(SUPPORTED_NEEDS)}"
+                f"the loss needs {sorted(needs - SUPPORTED_NEEDS)}, but a model with the policy role offers "
+                f"{sorted(SUPPORTED_NEEDS)}"
             )
         rows = pack_rows(input_ids, input_lengths) if packed else None
         hidden = self._hidden(input_ids, rows)
@@ -86,7 +87,7 @@ class LogprobModel(nn.Module):
         wanted = (position > 0) & (position < input_lengths[:, None])
         if selected is not None:
             wanted &= selected
-        # The hidden state that predicts a token is the one before it; it may be another rank's.
+        # The hidden state before a token predicts it; another rank may have it.
         slot_of_position = self._slots(input_ids.shape[1], input_ids.device)
         wanted[:, 1:] &= slot_of_position[:-1] >= 0
         row_N, position_N = wanted.nonzero(as_tuple=True)
@@ -141,13 +142,13 @@ class LogprobModel(nn.Module):
         return self.hidden_states(padded.gather(1, position_ids), position_ids, self.context.layout(padded.shape[1]))
 
     def _own_positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Positions of padded rows that this rank computes."""
+        """This rank's positions in padded rows."""
         if self.context is None:
             return torch.arange(length, device=device)
         return self.context.positions(length, device)
 
     def _slots(self, length: int, device: torch.device) -> torch.Tensor:
-        """[T] where this rank's hidden states have the one of a position, -1 if it is another rank's."""
+        """[T] index of each position in this rank's hidden states; -1 for positions of other ranks."""
         padded_length = round_up(length, self.length_multiple)
         own = self._own_positions(padded_length, device)
         slots = torch.full((padded_length,), -1, device=device)
@@ -168,7 +169,7 @@ class LogprobModel(nn.Module):
 
 
 def logit_transform(config: Any, temperature: float) -> LogitTransform:
-    """What the architecture does to its logits, as its config states it, and the temperature."""
+    """The transform of logits that the model's config declares, with the temperature."""
     text = config.get_text_config()
     scale = getattr(text, "logit_scale", None) or 1.0
     divisor = getattr(text, "logits_scaling", None) or 1.0

@@ -1,4 +1,4 @@
-"""The files of a model folder: refused with a sentence before anything large is allocated, or trained on by mistake."""
+"""Checks of the files of a model folder, before anything large is allocated."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ LIMITS = {
     ** 24,
     re.compile(r"max_position_embeddings|n_positions"): 2**31 - 1,
 }
-"""Largest values of sizes in a config, by their names."""
+"""Largest valid sizes in a config, by patterns of their names."""
 MOST_NAMED = 5
-"""Tensors that a message names; of the others it says how many there are."""
+"""Maximum number of tensor names in a message."""
 
 
 @contextmanager
-def refused(sentence: str) -> Iterator[None]:
-    """Turn what the libraries raise for a damaged folder or an unusable model into a ConfigError."""
+def as_config_error(message: str) -> Iterator[None]:
+    """Turn errors of the libraries about a damaged folder or unusable model into a ConfigError."""
     try:
         yield
     except (LucidError, MemoryError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).partition("\n\n")[0].split())  # the libraries' advice does not apply here
-        raise ConfigError(f"{sentence}: {type(error).__name__}: {reason}") from error
+        reason = " ".join(str(error).partition("\n\n")[0].split())  # later paragraphs give advice that does not apply
+        raise ConfigError(f"{message}: {type(error).__name__}: {reason}") from error
 
 
 def check_config_file(path: Path) -> None:
-    """Refuse a config.json with sizes that no model has, before a library makes lists or tensors of such sizes."""
+    """Refuse a config.json with absurd sizes, before a library allocates lists or tensors of such sizes."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -54,30 +54,25 @@ def check_config_file(path: Path) -> None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= largest:
                 raise ConfigError(
-                    f"{path}: {name}={value!r} is not valid; it must be a whole number from 0 to {largest}; restore "
-                    "the file"
+                    f"{path}: {name}={value!r} is not valid: it must be an integer from 0 to {largest}; restore it"
                 )
 
 
 def check_weight_files(folder: Path, model: nn.Module) -> None:
-    """Refuse a folder without safetensors, or with far fewer weights than the model needs; nothing is loaded.
-
-    Args:
-        model: on the meta device.
-    """
+    """Refuse a folder without safetensors, or with too few weights for the model, which is on the meta device."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
         if pickled:
             raise ConfigError(
-                f"{folder} holds its weights as {pickled[0]}, a pickle, which can run code and is not loaded; convert "
+                f"{folder} has its weights in {pickled[0]}, a pickle, which can run code and is not loaded; convert "
                 'it with: python -c "from transformers import AutoModelForCausalLM as M; '
                 f"M.from_pretrained('{folder}').save_pretrained('{folder}', safe_serialization=True)\""
             )
-        raise ConfigError(f"{folder} holds no weights; give a folder with model.safetensors")
+        raise ConfigError(f"{folder} has no weights; use a folder with model.safetensors")
     stored = 0
     for path in files:
-        with refused(f"{path} is not a readable safetensors file"), safe_open(path, framework="pt") as file:
+        with as_config_error(f"{path} is not a readable safetensors file"), safe_open(path, framework="pt") as file:
             stored += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
     needed = sum(parameter.numel() for parameter in model.parameters())
     if needed > 2 * stored:
@@ -88,21 +83,14 @@ def check_weight_files(folder: Path, model: nn.Module) -> None:
 
 
 def describe_mismatch(found: Mapping[str, Any]) -> str:
-    """What the loader found missing, unexpected or wrongly shaped; empty if the files fit the model.
-
-    Tied weights and the buffers that an architecture declares as ignorable are not among them.
-    """
+    """Missing, unexpected and wrongly shaped tensors in the loader's report; empty if the files fit the model."""
     shapes = {f"{name} (file {list(theirs)}, model {list(ours)})" for name, theirs, ours in found["mismatched_keys"]}
     wrong = {"missing": found["missing_keys"], "unexpected": found["unexpected_keys"], "wrongly shaped": shapes}
     return "; ".join(f"{kind}: {_named(names)}" for kind, names in wrong.items() if names)
 
 
 def check_finite(model: nn.Module, folder: Path) -> None:
-    """Refuse weights that are NaN or infinite.
-
-    Raises:
-        ConfigError: names the tensors.
-    """
+    """Refuse weights that are NaN or infinite."""
     wrong = [name for name, weights in model.named_parameters() if not _is_finite(weights.detach())]
     if wrong:
         raise ConfigError(
@@ -112,7 +100,7 @@ def check_finite(model: nn.Module, folder: Path) -> None:
 
 
 def _is_finite(weights: torch.Tensor) -> bool:
-    # One pass and no copy: NaN and infinity both show in the extremes.
+    # One pass without a copy: the extremes reveal both NaN and infinity.
     return weights.numel() == 0 or bool(torch.stack(weights.aminmax()).isfinite().all())
 
 

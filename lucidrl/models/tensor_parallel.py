@@ -1,12 +1,11 @@
-"""Tensor parallelism: the matrices of a Hugging Face model are split over ranks, its code runs unchanged.
+"""Tensor parallelism: ranks split the matrices of a Hugging Face model, whose code runs unchanged.
 
-Parameters become DTensors, activations are plain local tensors wherever the model's code touches them. Embedding and
-head are split by vocabulary. What no plan names, such as the norms between blocks, stays whole on every rank: all ranks
-compute the same hidden states and, because every block's input gradient is summed over the ranks, the same gradients,
-so these parameters stay equal without any exchange of their own.
+Parameters become DTensors; the model's code sees plain local tensors as activations. Embedding and head are split by
+vocabulary. Modules without a plan, such as the norms between blocks, are whole on every rank: all ranks compute the
+same hidden states and, because the input gradient of every block is summed over ranks, the same gradients.
 
-With sequence parallelism the activations between blocks are split along time as well. Then the norms see different
-tokens on every rank; their parameters are replicated DTensors, and their gradients are sums over the ranks.
+With sequence parallelism the activations between blocks are split along time as well. The norms then see different
+tokens on every rank; their parameters are replicated DTensors, and their gradients are summed over ranks.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ logger = logging.getLogger(__name__)
 
 CUSTOM_PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"
 TIME = Shard(1)
-"""The layout of hidden states [B, T, D] that are split along time."""
+"""Placement of hidden states [B, T, D] that are split along time."""
 
 STYLES: dict[str, Callable[[Placement], ParallelStyle]] = {
     "colwise": lambda between: ColwiseParallel(),
     "rowwise": lambda between: RowwiseParallel(output_layouts=between),
     "colwise_gather_output": lambda between: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": lambda between: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-    # A norm over each head's features, on a rank's own heads. To such a norm, heads and times are the same: any dim
-    # but the last may be called the split one, wherever the model puts its heads.
+    # A norm over the features of each head, on this rank's heads. It treats heads and times alike, so that any dim but
+    # the last may count as the split one, wherever the model has its heads.
     "replicated_with_grad_allreduce": lambda between: SequenceParallel(use_local_output=True),
 }
-"""The words of transformers' plans, given the layout of the hidden states between blocks."""
+"""Styles of transformers' plans, given the placement of hidden states between blocks."""
 
 OWN_PLANS: dict[str, Mapping[str, str]] = {
     "hunyuan_v1_dense": {
@@ -61,25 +60,25 @@ OWN_PLANS: dict[str, Mapping[str, str]] = {
     },
     "phi": {f"layers.*.self_attn.{name}_layernorm": "replicated_with_grad_allreduce" for name in "qk"},
 }
-"""What transformers' plans leave out, by model type."""
+"""Additions to transformers' plans, by model type."""
 
 
 def apply_tensor_parallel(
     model: PreTrainedModel, tp_mesh: DeviceMesh, *, sequence_parallel: bool = False, custom_plan: str | None = None
 ) -> None:
-    """Turn a causal language model, in place, into this rank's part of its tensor-parallel form.
+    """Replace the parameters of a causal language model by this rank's shards.
 
-    Its parameters are the same on all ranks, or all on the meta device: no weight is sent. The decoder then takes and
-    gives whole tensors: the same tokens in, the same hidden states out on every rank. The head is only split: its
-    `forward` is not to be called, `token_logprobs` and `gathered_logits` read its parameters.
+    All ranks must have the same parameters, or all on the meta device: no weights are sent. Decoder inputs and outputs
+    are whole tensors, equal on all ranks. Do not call the head's `forward`: `token_logprobs` and `gathered_logits` read
+    its parameters.
 
     Args:
-        tp_mesh: of one axis.
+        tp_mesh: a mesh with one axis.
         sequence_parallel: split activations between blocks along time; T must be a multiple of the mesh's size.
-        custom_plan: import path of a plan, instead of the model's own: a mapping of module names, `*` for any one part
-            of a name, to a `ParallelStyle` or one of the words in `STYLES`; or a function of (model, sequence_parallel)
-            that returns one. What it says of embedding and head is passed over: these are always split by vocabulary.
-            With `sequence_parallel`, norms that it does not name are seen to.
+        custom_plan: import path of a plan that replaces the model's own: a mapping of module names, with `*` for any
+            one component, to a `ParallelStyle` or a key of `STYLES`; or a function of (model, sequence_parallel) that
+            returns one. Its entries for embedding and head are ignored. With `sequence_parallel`, norms without an
+            entry get a default style.
     """
     styles = check_tensor_parallel(model, tp_mesh.size(), sequence_parallel=sequence_parallel, custom_plan=custom_plan)
     _split_by_vocabulary(model, tp_mesh, _between(sequence_parallel))
@@ -90,10 +89,10 @@ def apply_tensor_parallel(
 def check_tensor_parallel(
     model: PreTrainedModel, size: int, *, sequence_parallel: bool = False, custom_plan: str | None = None
 ) -> list[tuple[str, ParallelStyle]]:
-    """How `apply_tensor_parallel` would split the modules of a model over so many ranks; changes nothing.
+    """The styles that `apply_tensor_parallel` would use on `size` ranks; changes nothing.
 
     Raises:
-        ConfigError: if it cannot be split, naming what is in the way.
+        ConfigError: if the model cannot be split; names the reason.
     """
     between = _between(sequence_parallel)
     plan = _plan(model, sequence_parallel, custom_plan)
@@ -107,12 +106,12 @@ def check_tensor_parallel(
 
 
 def _between(sequence_parallel: bool) -> Placement:
-    """How activations lie over the ranks between blocks."""
+    """Placement of activations between blocks."""
     return TIME if sequence_parallel else Replicate()
 
 
 def _check_heads(config: Any, size: int) -> None:
-    """Refuse a size that would cut through a head."""
+    """Refuse a size that would split a head."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     key_value_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -125,9 +124,9 @@ def _check_heads(config: Any, size: int) -> None:
 
 
 class _BlockInput(ParallelStyle):
-    """Make the hidden states that enter a block one replicated DTensor, gathered along time if need be.
+    """Make the input of a block one replicated DTensor, gathered along time if necessary.
 
-    All projections of the block read it, so that their gradients are summed over the ranks once for the block.
+    All projections of the block read it, so that their gradients are summed over ranks once per block.
     """
 
     def __init__(self, layout: Placement):
@@ -149,7 +148,7 @@ class _BlockInput(ParallelStyle):
 
 
 def _split_by_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, between: Placement) -> None:
-    """Embedding and head. Tied ones go on sharing their parameter."""
+    """Split embedding and head; tied ones stay tied."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     is_tied = head.weight is embedding.weight
@@ -165,13 +164,13 @@ def _split_by_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, between: Plac
 
 
 def _check_length(size: int, _: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-    """Ranks with parts of different length would wait for each other forever."""
+    """Ranks with different lengths would wait for each other forever."""
     length = args[0].shape[1]
     assert length % size == 0, f"rows of {length} tokens do not split over {size} ranks"
 
 
 def _plan(model: PreTrainedModel, sequence_parallel: bool, custom_plan: str | None) -> Mapping[str, Any]:
-    """Patterns of module names, as seen from `model`, with a style or the word for one."""
+    """Patterns of module names in `model`, with a style or its name."""
     if custom_plan is not None:
         plan = import_object(custom_plan, CUSTOM_PLAN_KEY)
         if callable(plan):
@@ -180,11 +179,11 @@ def _plan(model: PreTrainedModel, sequence_parallel: bool, custom_plan: str | No
             except Exception as error:  # a user's function may raise anything
                 raise ConfigError(
                     f"{CUSTOM_PLAN_KEY}={custom_plan!r} raised {type(error).__name__}: {error}; "
-                    "a function is called with the model and whether it is sequence parallel, and returns the plan"
+                    "the function gets (model, sequence_parallel) and returns the plan"
                 ) from error
         if not isinstance(plan, Mapping):
             raise ConfigError(
-                f"{CUSTOM_PLAN_KEY}={custom_plan!r} gives a {type(plan).__name__}; "
+                f"{CUSTOM_PLAN_KEY}={custom_plan!r} is a {type(plan).__name__}; "
                 "it must be a mapping of module names to styles, or a function that returns one"
             )
         return plan
@@ -198,12 +197,7 @@ def _plan(model: PreTrainedModel, sequence_parallel: bool, custom_plan: str | No
 def _planned_styles(
     model: PreTrainedModel, plan: Mapping[str, Any], between: Placement, *, is_custom: bool
 ) -> dict[str, ParallelStyle]:
-    """The style of each module that the plan names.
-
-    Args:
-        is_custom: refuse patterns that match nothing. An architecture's own plan has some, for parts that not all of
-            its models have.
-    """
+    """The style of each module in the plan; unmatched patterns are refused in a custom plan only."""
     styles: dict[str, ParallelStyle] = {}
     by_vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
     for pattern, style in plan.items():
@@ -216,7 +210,7 @@ def _planned_styles(
             )
         for name, module in matches:
             if module in by_vocabulary:
-                logger.info("the tensor-parallel plan for %s is passed over: it is split by vocabulary", name)
+                logger.info("ignoring the tensor-parallel plan for %s, which is split by vocabulary", name)
             else:
                 styles[name] = _style(name, style, between)
     return styles
@@ -233,13 +227,13 @@ def _style(name: str, style: Any, between: Placement) -> ParallelStyle:
 
 
 def _example_name(model: PreTrainedModel) -> str:
-    """The pattern of some linear layer in the decoder."""
+    """The pattern of a linear layer in the decoder."""
     names = (name for name, module in model.base_model.named_modules() if isinstance(module, nn.Linear))
     return f"{model.base_model_prefix}.{re.sub(r'[.][0-9]+[.]', '.*.', next(names, 'layers.0.mlp'))}"
 
 
 def _blocks(model: PreTrainedModel, styles: Mapping[str, ParallelStyle], size: int) -> list[str]:
-    """The modules that hold the split matrices, such as attention and feed-forward of every layer."""
+    """The modules with split matrices, such as attention and feed-forward of every layer."""
     split = _split_matrices(styles)
     if not split:
         raise _unusable(f"the tensor-parallel plan splits no matrix of {type(model).__name__}")
@@ -247,15 +241,15 @@ def _blocks(model: PreTrainedModel, styles: Mapping[str, ParallelStyle], size: i
         _check_split(name, model.get_submodule(name), styles[name], size)
     blocks = list(dict.fromkeys(map(_parent, split)))
     for block in blocks:
-        # What has no style would see a part of the features or heads, and nobody would add up its gradient.
+        # A module without a style would see a shard of the features or heads, and its gradient would be partial.
         for name in _with_parameters(model, block):
             if name not in styles:
-                raise _unusable(f"the tensor-parallel plan splits {block}, but says nothing of {name}")
+                raise _unusable(f"the tensor-parallel plan splits {block}, but has no entry for {name}")
     return blocks
 
 
 def _unusable(problem: str) -> ConfigError:
-    return ConfigError(f"{problem}; name a plan of yours as {CUSTOM_PLAN_KEY}, or set tensor_parallel_size=1")
+    return ConfigError(f"{problem}; set {CUSTOM_PLAN_KEY} to your own plan, or set tensor_parallel_size=1")
 
 
 def _split_matrices(styles: Mapping[str, ParallelStyle]) -> list[str]:
@@ -263,17 +257,17 @@ def _split_matrices(styles: Mapping[str, ParallelStyle]) -> list[str]:
 
 
 def _parent(name: str) -> str:
-    """The name of the module that a module is part of."""
+    """The name of the parent module."""
     return name.rpartition(".")[0]
 
 
 def _check_split(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
     if not isinstance(module, nn.Linear):
         raise ConfigError(
-            f"the tensor-parallel plan splits {name}, a {type(module).__name__}; only nn.Linear can be split, "
-            "give it another style"
+            f"the tensor-parallel plan splits {name}, a {type(module).__name__}; only nn.Linear can be split: "
+            "use another style"
         )
-    # A rank's local activations must tell how large those of the others are.
+    # DTensor infers the full shape of activations from the local shape.
     features = module.out_features if isinstance(style, ColwiseParallel) else module.in_features
     if features % size:
         raise ConfigError(
@@ -284,7 +278,7 @@ def _check_split(name: str, module: nn.Module, style: ParallelStyle, size: int) 
 def _norm_styles(
     model: PreTrainedModel, styles: Mapping[str, ParallelStyle], blocks: list[str]
 ) -> list[tuple[str, ParallelStyle]]:
-    """For sequence parallelism: norms between the blocks work on a part of the times, the last one gathers them."""
+    """Sequence parallelism: norms between blocks work on this rank's times, and the last norm gathers all times."""
     modules = dict(model.named_modules())
     layers = dict.fromkeys(map(_parent, blocks))
     stack = _parent(next(iter(layers)))
@@ -295,20 +289,20 @@ def _norm_styles(
     for name in [*inner, *outer]:
         if name not in styles and "Norm" not in type(modules.get(name)).__name__:
             raise ConfigError(
-                f"sequence_parallel=true: {type(model).__name__} has {name} between its blocks, which is not known to "
-                "treat every token alone; set sequence_parallel=false"
+                f"sequence_parallel=true: {type(model).__name__} has {name} between its blocks, which may mix tokens; "
+                "set sequence_parallel=false"
             )
     if len(outer) != 1:
         raise ConfigError(
-            f"sequence_parallel=true: {type(model).__name__} has {outer or 'nothing'} around its layers, not one norm "
-            "behind them; set sequence_parallel=false"
+            f"sequence_parallel=true: {type(model).__name__} has {outer or 'nothing'} around its layers instead of one "
+            "norm after them; set sequence_parallel=false"
         )
     norms = [(name, SequenceParallel(use_local_output=True)) for name in [*inner, *outer] if name not in styles]
     return [*norms, (outer[0], PrepareModuleOutput(output_layouts=TIME, desired_output_layouts=Replicate()))]
 
 
 def _with_parameters(model: nn.Module, parent: str) -> list[str]:
-    """The names of a module's own parameters, and of its children that have some."""
+    """Names of a module's direct parameters, and of its children with parameters."""
     module = model.get_submodule(parent)
     children = [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
     return [f"{parent}.{name}" for name in (*dict(module.named_parameters(recurse=False)), *children)]

@@ -103,7 +103,7 @@ def test_logprobs_equal_those_of_transformers(model, prompts):
         model.config._attn_implementation = "lucidrl"
 
 
-def test_two_ranks_train_it_as_one_does(folder, tokenizer, prompts):
+def test_two_ranks_train_as_one_rank(folder, tokenizer, prompts):
     config = PolicyConfig(
         model_name=folder, optimizer=OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1e-3}), max_grad_norm=None
     )

@@ -107,7 +107,7 @@ def save_model(tmp_path_factory) -> Callable[..., str]:
 
 @pytest.fixture(scope="session")
 def tiny_model(save_model) -> Callable[[str], str]:
-    """The folder of the tiny model of an architecture; made once, never to be changed."""
+    """The folder of the tiny model of an architecture; made once, not to be changed."""
     return cache(lambda name: save_model(ARCHITECTURES[name]()))
 
 
@@ -124,21 +124,21 @@ def tokenizer():
 
 @pytest.fixture
 def make_rows() -> Callable[..., BatchedDataDict[Any]]:
-    """Random rows, one of them of a single token, in columns that are longer than the longest row.
+    """Random rows, one of them of a single token, padded beyond the longest row.
 
-    Padding is filled with tokens, too: no result may depend on them.
+    Padding holds random tokens: no result may depend on them.
     """
 
     def make(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, width: int = 16) -> BatchedDataDict[Any]:
         generator = torch.Generator().manual_seed(seed)
         lengths_B = torch.tensor(lengths)
         position_T = torch.arange(width)
-        answer_BT = (position_T >= lengths_B[:, None] // 3) & (position_T < lengths_B[:, None])
+        completion_BT = (position_T >= lengths_B[:, None] // 3) & (position_T < lengths_B[:, None])
         return BatchedDataDict(
             {
                 "input_ids": torch.randint(2, VOCABULARY, (len(lengths), width), generator=generator),
                 "input_lengths": lengths_B,
-                "token_mask": answer_BT.long(),
+                "token_mask": completion_BT.long(),
                 "sample_mask": torch.ones(len(lengths)),
             }
         )

@@ -1,4 +1,4 @@
-"""Which architectures are accepted: those that compute here what their own code computes, whatever their weights."""
+"""Architectures are accepted if our paths give the logits of their own code, whatever the scale of the weights."""
 
 from __future__ import annotations
 
@@ -92,38 +92,41 @@ SUPPORTED: dict[str, Callable[[], PreTrainedConfig]] = {
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "biased_by_distance": (
         partial(BloomConfig, vocab_size=102, hidden_size=32, n_layer=2, n_head=4),
-        "computes other logits than our .* path, by .* of their spread",
+        "logits differ from those of our .* path by .* of their spread",
     ),
     "linear_attention": (
         partial(Qwen3NextConfig, **TINY, **EXPERTS, head_dim=8, shared_expert_intermediate_size=16),
-        "layers of the kind linear_attention",
+        "layers of type linear_attention",
     ),
     "attention_and_state_space": (
         partial(JambaConfig, **TINY, num_experts=2, attn_layer_period=2, attn_layer_offset=1),
-        "layers of the kind linear_attention",
+        "layers of type linear_attention",
     ),
     "chunked_attention": (
         partial(Llama4TextConfig, **TINY, intermediate_size_mlp=48, num_local_experts=2, head_dim=8),
-        "layers of the kind chunked_attention",
+        "layers of type chunked_attention",
     ),
     "state_space": (
         partial(MambaConfig, vocab_size=102, hidden_size=32, num_hidden_layers=2),
-        "layers of the kind linear_attention",
+        "layers of type linear_attention",
     ),
-    "recurrent": (partial(RwkvConfig, vocab_size=102, hidden_size=32, num_hidden_layers=2), "carries a state"),
+    "recurrent": (
+        partial(RwkvConfig, vocab_size=102, hidden_size=32, num_hidden_layers=2),
+        "a recurrent state",
+    ),
     "attention_sinks": (
         partial(GptOssConfig, **TINY, head_dim=8, num_local_experts=2, num_experts_per_tok=1),
-        "computes other logits",
+        "logits differ",
     ),
-    "two_attentions": (partial(DiffLlamaConfig, **TINY), "computes other logits than our decoding path"),
-    "own_mask": (partial(DogeConfig, **TINY), "makes an attention mask of its own"),
-    "own_table": (
+    "two_attentions": (partial(DiffLlamaConfig, **TINY), "logits differ from those of our decoding path"),
+    "makes_a_mask": (partial(DogeConfig, **TINY), "makes its own attention mask"),
+    "fixed_functions": (
         partial(FalconConfig, vocab_size=102, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
         "model_type='falcon' is not supported: its code has a fixed list of attention functions",
     ),
     "arguments_not_passed_on": (
         partial(StableLmConfig, **TINY),
-        "does not pass the arguments of its forward on to the attention function",
+        "does not pass the arguments of forward to the attention function",
     ),
 }
 
@@ -139,41 +142,43 @@ def tiny(config: PreTrainedConfig, scale: float) -> PreTrainedModel:
 
 @pytest.mark.parametrize("scale", [0.3, 1, 3])
 @pytest.mark.parametrize("config", SUPPORTED.values(), ids=SUPPORTED)
-def test_a_causal_transformer_is_accepted_at_any_size_of_its_weights(config, scale):
+def test_a_causal_transformer_is_accepted_at_any_scale_of_its_weights(config, scale):
     check_against_own_forward(tiny(config(), scale))
 
 
 @pytest.mark.parametrize("scale", [0.3, 1, 3])
 @pytest.mark.parametrize(
-    ("config", "reason"), [case for name, case in REFUSED.items() if name != "own_table"], ids=lambda case: ""
+    ("config", "reason"),
+    [case for name, case in REFUSED.items() if name != "fixed_functions"],
+    ids=lambda case: "",
 )
-def test_an_architecture_that_mixes_tokens_in_another_way_is_refused_at_any_size_of_its_weights(config, reason, scale):
+def test_other_ways_to_mix_tokens_are_refused_at_any_scale_of_the_weights(config, reason, scale):
     with pytest.raises(ConfigError, match=f"is not supported: .*{reason}.*; use a model with causal attention"):
         check_against_own_forward(tiny(config(), scale))
 
 
-def test_packed_rows_and_decoding_notice_what_is_mixed_besides_attention(monkeypatch):
+def test_packed_rows_and_decoding_reveal_mixing_outside_of_attention(monkeypatch):
     monkeypatch.setattr(architecture_check, "check_architecture", lambda model: None)
     for name in ("linear_attention", "state_space"):
         for scale in (1, 3):
-            with pytest.raises(ConfigError, match=r"computes other logits than our (packed|decoding) path"):
+            with pytest.raises(ConfigError, match=r"logits differ from those of our (packed|decoding) path"):
                 check_against_own_forward(tiny(REFUSED[name][0](), scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_changes_neither_verdict_nor_weights(dtype):
+def test_half_precision_changes_neither_the_result_nor_the_weights(dtype):
     model = tiny(SUPPORTED["qwen3"](), 3).to(dtype)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     check_against_own_forward(model)
     assert all(
         tensor.dtype == dtype and torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()
     )
-    with pytest.raises(ConfigError, match="computes other logits"):
+    with pytest.raises(ConfigError, match="logits differ"):
         check_against_own_forward(tiny(REFUSED["biased_by_distance"][0](), 0.3).to(dtype))
 
 
-@pytest.mark.parametrize("name", ["own_table", "chunked_attention", "linear_attention"])
-def test_what_the_config_says_already_is_refused_without_weights(name, tmp_path):
+@pytest.mark.parametrize("name", ["fixed_functions", "chunked_attention", "linear_attention"])
+def test_unsupported_configs_are_refused_without_weights(name, tmp_path):
     config, reason = REFUSED[name]
     config().save_pretrained(tmp_path)
     for load in (model_facts, lambda folder: load_model(folder, torch.float32)):
@@ -181,15 +186,15 @@ def test_what_the_config_says_already_is_refused_without_weights(name, tmp_path)
             load(str(tmp_path))
 
 
-def test_an_encoder_decoder_is_no_causal_language_model(tmp_path):
+def test_an_encoder_decoder_is_refused(tmp_path):
     T5Config(d_model=32, num_layers=2, num_heads=4).save_pretrained(tmp_path)
     for load in (model_facts, lambda folder: load_model(folder, torch.float32)):
-        with pytest.raises(ConfigError, match=r"model_type='t5' is no causal language model; use a decoder-only model"):
+        with pytest.raises(ConfigError, match=r"model_type='t5' is not a causal language model; use a decoder-only"):
             load(str(tmp_path))
 
 
-class LogitsOfItsOwn(LlamaForCausalLM):
-    """Changes its logits in a way that no field of its config tells."""
+class ScaledLogits(LlamaForCausalLM):
+    """Scales its logits by a factor that is not in its config."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
@@ -200,8 +205,8 @@ class LogitsOfItsOwn(LlamaForCausalLM):
 def test_unknown_logit_scaling_is_refused(tiny_model):
     folder = tiny_model("llama")
     check_against_own_forward(LlamaForCausalLM.from_pretrained(folder, attn_implementation="lucidrl"))
-    model = LogitsOfItsOwn.from_pretrained(folder, attn_implementation="lucidrl")
-    with pytest.raises(ConfigError, match=r"LogitsOfItsOwn is not supported: it computes other logits .* by 0\.3\d of"):
+    model = ScaledLogits.from_pretrained(folder, attn_implementation="lucidrl")
+    with pytest.raises(ConfigError, match=r"ScaledLogits is not supported: its logits differ .* by 0\.3\d of"):
         check_against_own_forward(model)
     assert model.config._attn_implementation == "lucidrl"
 

@@ -1,4 +1,4 @@
-"""Rows split over ranks give the numbers of whole rows on one rank, and buffers come back as they were."""
+"""Rows that are split over ranks give the results of whole rows on one rank; buffers are restored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROW_LENGTHS = (7, 16, 2, 12)
 
 @dataclass(frozen=True)
 class Pass:
-    """What one rank computed."""
+    """Results of one rank."""
 
     positions: torch.Tensor
     hidden: torch.Tensor
@@ -36,7 +36,7 @@ class Pass:
 
 
 def split_of(rank: int, size: int) -> ContextParallel:
-    """The split as that rank sees it; nothing is communicated."""
+    """The split on that rank, without communication."""
     return ContextParallel(SimpleNamespace(rank=lambda: rank, size=lambda: size))
 
 
@@ -98,7 +98,7 @@ def attend_split(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, op
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("window", [None, 1, 3, 11, 100])
-def test_attention_of_a_split_row_is_that_of_the_row(four_ranks, window, softcap, recompute):
+def test_attention_of_a_split_row_equals_that_of_the_whole_row(four_ranks, window, softcap, recompute):
     torch.manual_seed(0)
     # As in some architectures, the heads of values have another size than those of keys.
     tensors = [torch.randn(2, heads, 24, size).double() for heads, size in ((6, 8), (2, 8), (2, 4))]
@@ -138,12 +138,12 @@ def test_every_position_has_one_rank_and_every_rank_has_the_same_work(size, chun
     assert len({int((own + 1).sum()) for own in positions}) == 1
 
 
-@pytest.mark.parametrize("ask", [ContextParallel.positions, ContextParallel.layout])
-def test_a_length_that_is_no_multiple_is_refused(ask):
+@pytest.mark.parametrize("method", [ContextParallel.positions, ContextParallel.layout])
+def test_a_length_that_is_not_a_multiple_is_refused(method):
     parallel = split_of(rank=0, size=2)
     assert parallel.multiple == 4
     with pytest.raises(DataError, match=r"rows of 10 tokens .* over 2 context-parallel ranks; pad .* multiple of 4"):
-        ask(parallel, 10)
+        method(parallel, 10)
 
 
 def shard_and_restore(fail: bool) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def refusals_of_the_context() -> list[str]:
     return sentences
 
 
-def test_the_context_refuses_what_it_cannot_do(two_ranks):
+def test_the_context_refuses_invalid_arguments(two_ranks):
     length, dims, method = two_ranks(refusals_of_the_context)[0]
     assert "rows of 6 tokens" in length
     assert "multiple of 4" in length

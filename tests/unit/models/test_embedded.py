@@ -34,7 +34,7 @@ def test_special_tokens_are_distinct_and_whole(tokenizer):
     assert tokenizer("".join(specials))["input_ids"] == list(range(len(specials)))
 
 
-def test_a_prompt_is_a_prefix_of_its_conversation(tokenizer):
+def test_a_prompt_is_a_prefix_of_its_messages(tokenizer):
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "12+30="},
@@ -78,14 +78,14 @@ def test_untrained_weights_depend_on_the_seed_alone():
 
 
 @pytest.mark.parametrize("name", ["embedded", "embedded-untrained"])
-def test_making_the_model_leaves_the_global_generator_alone(name):
+def test_making_the_model_does_not_change_the_global_random_state(name):
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
     load_model(name, torch.float32, seed=3)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_tokenizer_and_model_have_one_vocabulary():
+def test_tokenizer_and_model_have_the_same_vocabulary():
     model = embedded_model(warm=False, seed=0, attn_implementation="eager")
     tokenizer = embedded_tokenizer()
     assert model.config.vocab_size == len(tokenizer)

@@ -1,4 +1,4 @@
-"""The chunked head computes what plain autograd computes, and keeps no more than it says."""
+"""The chunked head equals plain autograd, and keeps only the documented logits."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_without_entropy_the_gradient_is_the_same():
     torch.testing.assert_close(gradients(ours.logprobs.sum(), hidden, head), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_bfloat16_is_computed_in_float32_behind_the_matrix_product(monkeypatch):
+def test_bfloat16_is_computed_in_float32_after_the_matrix_product(monkeypatch):
     monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 1)
     hidden, head, targets = make_inputs(torch.bfloat16, bias=True)
     transform = TRANSFORMS["everything"]
@@ -121,7 +121,7 @@ def test_no_tokens_give_no_values_and_zero_gradients():
 
 
 @pytest.mark.parametrize(("frozen", "trained"), [("head", "hidden"), ("hidden", "head")])
-def test_only_what_is_trained_gets_a_gradient(frozen, trained):
+def test_only_trained_tensors_get_a_gradient(frozen, trained):
     hidden, head, targets = make_inputs(torch.float64, bias=True)
     {"hidden": hidden, "head": head}[frozen].requires_grad_(False)
     token_logprobs(hidden, head, targets, LogitTransform()).logprobs.sum().backward()

@@ -1,4 +1,4 @@
-"""Models and tokenizers are loaded as their folders have them; damaged folders are in test_model_files."""
+"""Loading of models and tokenizers; test_model_files has the damaged folders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lucidrl.models.policy import PolicyConfig
 
 @pytest.fixture
 def own_folder(tiny_model, tmp_path) -> Path:
-    """A model with its tokenizer in a folder that a test may damage."""
+    """A model and its tokenizer in a folder that a test may change."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_model("llama"), folder)
     embedded_tokenizer().save_pretrained(folder)
@@ -62,7 +62,7 @@ def test_a_folder_without_tokenizer_is_a_config_error(tiny_model):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2_learned_positions"])
 def test_a_saved_tokenizer_splits_text_as_before(tiny_model, tmp_path, name):
-    """Whatever the architecture of the model it lies beside."""
+    """For every architecture of the model in its folder."""
     shutil.copytree(tiny_model(name), tmp_path, dirs_exist_ok=True)
     own = embedded_tokenizer()
     own.save_pretrained(tmp_path)
@@ -101,7 +101,7 @@ def test_a_pad_token_outside_the_vocabulary_is_refused(own_folder):
             load_tokenizer(name, pad_token="<nope>")
 
 
-def test_facts_are_read_without_weights(every_model, tmp_path):
+def test_facts_need_no_weights(every_model, tmp_path):
     loaded = load_model(every_model, torch.float32)
     shutil.copy(Path(every_model) / "config.json", tmp_path)
     facts = model_facts(str(tmp_path))
@@ -124,7 +124,7 @@ def test_facts_of_the_embedded_model_match_the_model():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_a_model_is_loaded_in_the_precision_asked_for_and_does_not_drop_out(tiny_model, dtype):
+def test_a_model_is_loaded_in_the_given_precision_and_in_evaluation_mode(tiny_model, dtype):
     model = load_model(tiny_model("llama"), dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert not model.training
@@ -150,7 +150,7 @@ def test_code_in_the_model_folder_is_not_run_unless_trusted(own_folder):
     assert not ran.exists()
 
 
-def test_every_declared_end_stops(tiny_model, tokenizer):
+def test_stop_tokens_are_those_of_model_and_tokenizer(tiny_model, tokenizer):
     model = load_model(tiny_model("llama"), torch.float32)
     assert stop_token_ids(model, tokenizer) == {1}
     model.generation_config.eos_token_id = [5, 9]
@@ -159,14 +159,14 @@ def test_every_declared_end_stops(tiny_model, tokenizer):
     assert stop_token_ids(model, tokenizer) == {1}
 
 
-def test_a_model_without_causal_head_is_refused(own_folder):
+def test_a_model_without_a_causal_head_is_refused(own_folder):
     change_config(own_folder, model_type="vit")
     for load in (model_facts, lambda name: load_model(name, torch.float32)):
-        with pytest.raises(ConfigError, match="model_type='vit' is no causal language model"):
+        with pytest.raises(ConfigError, match="model_type='vit' is not a causal language model"):
             load(str(own_folder))
 
 
-def test_loading_changes_nothing_in_the_weights(tiny_model):
+def test_loading_does_not_change_weights(tiny_model):
     folder = tiny_model("qwen3")
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     ours = load_model(folder, torch.float32).state_dict()
@@ -174,7 +174,7 @@ def test_loading_changes_nothing_in_the_weights(tiny_model):
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
-def test_rotary_embeddings_that_depend_on_neighbours_are_held_to_their_original_context():
+def test_rotary_embeddings_that_depend_on_the_batch_are_limited_to_their_original_context():
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     config = Phi3Config(
         hidden_size=32,
@@ -191,7 +191,7 @@ def test_rotary_embeddings_that_depend_on_neighbours_are_held_to_their_original_
     assert context_length(config) == 32
 
 
-def test_a_hostile_chat_template_is_refused_when_its_tokenizer_is_loaded(own_folder):
+def test_a_hostile_chat_template_is_refused_at_load(own_folder):
     (own_folder / "chat_template.jinja").write_text("{{ 'x' * 10 ** 10 }}")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja needs more than 1024 MB"):
         load_tokenizer(str(own_folder))

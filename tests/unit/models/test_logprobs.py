@@ -1,4 +1,4 @@
-"""Log-probabilities are those of the model's own code, however the rows are laid out."""
+"""Log-probabilities equal those of the model's own code in every layout of the rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows_alone(rows) -> Iterator[torch.Tensor]:
 
 
 def laid_out(values_of_rows: Iterable[torch.Tensor], width: int) -> torch.Tensor:
-    """[B, width] of values [1, length], with zeros behind."""
+    """[B, width] of values [1, length], padded with zeros."""
     return torch.cat([F.pad(values, (0, width - values.shape[1])) for values in values_of_rows])
 
 
@@ -77,7 +77,7 @@ def test_entropy_and_logits_belong_to_the_scored_distribution(every_model, make_
 
 
 def test_a_sliding_window_shorter_than_the_rows_matters(tiny_model, make_rows):
-    """Otherwise the tests above would say nothing about windows."""
+    """Otherwise the tests above would not cover windows."""
     rows = make_rows()
     model = load_model(tiny_model("mistral_sliding"), torch.float64)
     windowed = LogprobModel(model, 1.0)(rows["input_ids"], rows["input_lengths"]).logprobs
@@ -112,11 +112,11 @@ def test_gradients_do_not_depend_on_the_layout(every_model, make_rows, packed):
     for tokens in rows_alone(rows):
         model(tokens, torch.tensor([tokens.shape[1]])).logprobs.sum().backward()
     for name, parameter in model.named_parameters():
-        # Some architectures compute their norms in float32 whatever the model's own precision.
+        # Some architectures compute their norms in float32 in every precision.
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_what_a_policy_cannot_compute_is_refused(tiny_model, make_rows):
+def test_unsupported_needs_are_refused(tiny_model, make_rows):
     rows = make_rows()
     model = LogprobModel(load_model(tiny_model("llama"), torch.float32), 1.0)
     with pytest.raises(ConfigError, match=r"needs \['values'\].*offers"):

@@ -1,4 +1,4 @@
-"""A damaged or incomplete model folder is refused with a sentence that names what is wrong."""
+"""A damaged or incomplete model folder is refused with an error that names the problem."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_missing_unexpected_and_wrongly_shaped_tensors_are_named(folder):
     with pytest.raises(ConfigError) as refusal:
         load(folder)
     assert str(refusal.value) == (
-        f"the weights in {folder} do not fit its config.json: missing: model.layers.1.mlp.up_proj.weight; unexpected: "
-        "model.layers.7.extra; wrongly shaped: model.norm.weight (file [31], model [32]); restore the files of the "
-        "model"
+        f"the weights in {folder} do not match its config.json: missing: model.layers.1.mlp.up_proj.weight; "
+        "unexpected: model.layers.7.extra; wrongly shaped: model.norm.weight (file [31], model [32]); restore the "
+        "files of the model"
     )
 
 
-def test_each_kind_of_mismatch_is_enough_to_refuse(folder):
+def test_each_kind_of_mismatch_is_refused(folder):
     original = (folder / "model.safetensors").read_bytes()
     for removed, changed in (
         (("lm_head.weight",), {}),
@@ -62,13 +62,13 @@ def test_each_kind_of_mismatch_is_enough_to_refuse(folder):
         ((), {"model.norm.weight": torch.ones(31)}),
     ):
         change_weights(folder, removed, **changed)
-        with pytest.raises(ConfigError, match="do not fit"):
+        with pytest.raises(ConfigError, match="do not match"):
             load(folder)
         (folder / "model.safetensors").write_bytes(original)
     load(folder)
 
 
-def test_a_long_list_of_tensors_is_cut(folder):
+def test_a_long_list_of_tensors_is_shortened(folder):
     names = tuple(name for name in load_file(folder / "model.safetensors") if name.startswith("model.layers.1."))
     change_weights(folder, names)
     with pytest.raises(ConfigError, match=r"missing: model\.layers\.1\.input_layernorm\.weight, .* and 4 more;"):
@@ -107,20 +107,20 @@ def test_pickled_weights_are_refused_with_the_command_that_converts_them(folder)
     load(folder)
 
 
-def test_missing_or_cut_weights_are_named(folder):
+def test_missing_or_truncated_weights_are_named(folder):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ConfigError, match=r"model\.safetensors is not a readable safetensors file"):
         load(folder)
     weights.unlink()
-    with pytest.raises(ConfigError, match=r"holds no weights; give a folder with model\.safetensors"):
+    with pytest.raises(ConfigError, match=r"has no weights; use a folder with model\.safetensors"):
         load(folder)
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"hidden_size": 10**12}, "hidden_size=1000000000000 is not valid; it must be a whole number from 0 to"),
+        ({"hidden_size": 10**12}, "hidden_size=1000000000000 is not valid: it must be an integer from 0 to"),
         ({"vocab_size": 10**30}, "vocab_size=1000"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is not valid"),
         ({"num_hidden_layers": -2}, "num_hidden_layers=-2 is not valid"),
@@ -138,7 +138,7 @@ def test_missing_or_cut_weights_are_named(folder):
     ],
     ids=str,
 )
-def test_a_config_with_absurd_values_is_refused_with_a_sentence(folder, changes, complaint):
+def test_a_config_with_absurd_values_is_refused(folder, changes, complaint):
     change_config(folder, **changes)
     for read in (load, lambda path: model_facts(str(path)), lambda path: empty_model(str(path), torch.float32)):
         with pytest.raises(ConfigError, match=complaint):
@@ -146,7 +146,7 @@ def test_a_config_with_absurd_values_is_refused_with_a_sentence(folder, changes,
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b"[" * 100_000], ids=["cut", "list", "bytes", "deep"])
-def test_a_config_that_is_no_json_object_is_refused(folder, content):
+def test_a_config_that_is_not_a_json_object_is_refused(folder, content):
     (folder / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json (is not readable JSON|holds a list)"):
         load(folder)
@@ -171,6 +171,6 @@ def test_a_changed_bit_in_the_policy_folder_of_a_checkpoint_is_found(folder, tmp
         load(policy)
 
 
-def test_a_manifest_of_something_else_beside_a_model_folder_is_not_read(folder):
+def test_an_unrelated_manifest_next_to_a_model_folder_is_ignored(folder):
     (folder.parent / "manifest.json").write_text("not ours")
     load(folder)

@@ -1,4 +1,4 @@
-"""A model that is split over ranks computes, and learns, what the whole one does."""
+"""A model that is split over ranks computes and learns the same as the whole model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from lucidrl.models.tensor_parallel import apply_tensor_parallel, check_tensor_p
 from tests.tiers import slow_except
 
 VOCABULARY = 51
-"""Splits unevenly over two ranks, and over four."""
+"""Splits unevenly over two and four ranks."""
 TINY = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -85,7 +85,7 @@ EMPTY_PLAN: dict[str, str] = {}
 
 
 def make_whole_plan(model: PreTrainedModel, sequence_parallel: bool) -> dict[str, ParallelStyle | str]:
-    """As people write them for sequence parallelism: every style spelt out."""
+    """A complete plan, also for sequence parallelism."""
     between = Shard(1) if sequence_parallel else Replicate()
     norms = {"model.layers.*.input_layernorm": SequenceParallel(use_local_output=True)} if sequence_parallel else {}
     return {
@@ -128,7 +128,7 @@ def make_model(name: str, tied: bool, **overrides: Any) -> PreTrainedModel:
 
 
 def make_ids() -> torch.Tensor:
-    """Four rows that hold every token of the vocabulary, the one for padding included."""
+    """Four rows with every token of the vocabulary, the pad token included."""
     return torch.randperm(VOCABULARY + 13, generator=torch.Generator().manual_seed(1)).remainder(VOCABULARY).view(4, 16)
 
 
@@ -155,7 +155,7 @@ def differences(
     overrides: dict[str, Any],
     custom_plan: str | None = None,
 ) -> dict[str, float]:
-    """How far this rank of a (dp, tp) mesh is from one rank, in everything that is computed."""
+    """Largest differences between this rank of a (dp, tp) mesh and one rank, by result."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     ids = make_ids()
     reference = Scorer(make_model(name, tied, **overrides))
@@ -185,7 +185,7 @@ def assert_equal_to_one_rank(results: list[dict[str, float]], name: str) -> None
 
 
 def tolerance(name: str, key: str) -> float:
-    # Gemma adds up the gradients of its norms in float32, whatever the precision.
+    # Gemma adds up the gradients of its norms in float32 in every precision.
     return 1e-5 if name.startswith("gemma") and "norm" in key else 1e-9
 
 
@@ -217,7 +217,7 @@ def test_four_ranks_equal_one_rank(four_ranks, name, shape, overrides, sequence_
     [("FEED_FORWARD_PLAN", False), ("make_whole_plan", False), ("make_whole_plan", True)],
     ids=["feed_forward_only", "function", "function_sp"],
 )
-def test_a_plan_of_the_users_equals_one_rank(two_ranks, plan, sequence_parallel):
+def test_a_custom_plan_equals_one_rank(two_ranks, plan, sequence_parallel):
     results = two_ranks(differences, "llama", True, (1, 2), sequence_parallel, {}, f"{HERE}.{plan}")
     assert_equal_to_one_rank(results, "llama")
 
@@ -229,7 +229,7 @@ def test_a_plan_that_leaves_attention_whole_takes_any_number_of_heads(two_ranks)
 
 
 def after_three_steps(name: str, sequence_parallel: bool) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """How far the weights are from those of one rank, and the parameters that are not split."""
+    """Largest differences of the weights from those of one rank, and the parameters that are not split."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = make_model(name, tied=True)
     apply_tensor_parallel(model, mesh["tp"], sequence_parallel=sequence_parallel)
@@ -272,7 +272,7 @@ def test_tied_embeddings_stay_one_parameter_and_the_head_is_split_with_its_bias(
 
 
 def collectives(name: str, sequence_parallel: bool) -> tuple[int, int]:
-    """How many there are in forward and backward pass."""
+    """Number of collectives in the forward and the backward pass."""
     mesh = init_device_mesh("cpu", (2,))
     model = make_model(name, tied=True)
     apply_tensor_parallel(model, mesh, sequence_parallel=sequence_parallel)
@@ -289,7 +289,7 @@ def test_a_block_exchanges_its_output_once_and_its_input_gradient_once(two_ranks
     assert two_ranks(collectives, "llama", False)[0] == (embedding + blocks + head, blocks + head)
 
 
-def test_sequence_parallelism_adds_one_gathering_a_block_and_one_behind_the_last_norm(two_ranks):
+def test_sequence_parallelism_adds_one_gather_per_block_and_one_after_the_last_norm(two_ranks):
     blocks, embedding, head, last_norm = 4, 1, 1, 1
     forward = embedding + 2 * blocks + last_norm + head
     assert two_ranks(collectives, "llama", True)[0] == (forward, head + 2 * blocks + embedding)
@@ -309,7 +309,7 @@ def test_a_model_without_weights_can_be_split(two_ranks):
 @pytest.mark.parametrize(
     ("size", "heads", "key"), [(2, (9, 3), "num_attention_heads=9"), (4, (12, 3), "num_key_value_heads=3")]
 )
-def test_a_size_that_cuts_through_a_head_is_refused(size, heads, key):
+def test_a_size_that_splits_a_head_is_refused(size, heads, key):
     config = LlamaConfig(hidden_size=576, num_attention_heads=heads[0], num_key_value_heads=heads[1])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
@@ -334,7 +334,7 @@ def refusal(config: PreTrainedConfig, options: dict[str, Any]) -> str:
     ("options", "sentence"),
     [
         ({"custom_plan": "no_such_module.PLAN"}, "custom_parallel_plan='no_such_module.PLAN' cannot be imported"),
-        ({"custom_plan": f"{HERE}.VOCABULARY"}, "gives a int; it must be a mapping of module names to styles"),
+        ({"custom_plan": f"{HERE}.VOCABULARY"}, "is a int; it must be a mapping of module names to styles"),
         (
             {"custom_plan": f"{HERE}.MISSPELT_PLAN"},
             "names 'model.layers.*.mlp.gate', which matches no module of LlamaForCausalLM; "
@@ -346,17 +346,17 @@ def refusal(config: PreTrainedConfig, options: dict[str, Any]) -> str:
         ),
         (
             {"custom_plan": f"{HERE}.INCOMPLETE_PLAN"},
-            "splits model.layers.0.mlp, but says nothing of model.layers.0.mlp.up_proj; name a plan",
+            "splits model.layers.0.mlp, but has no entry for model.layers.0.mlp.up_proj; set policy",
         ),
         ({"custom_plan": f"{HERE}.NORM_PLAN"}, "splits model.norm, a LlamaRMSNorm; only nn.Linear can be split"),
-        ({"custom_plan": f"{HERE}.EMPTY_PLAN"}, "splits no matrix of LlamaForCausalLM; name a plan of yours as"),
+        ({"custom_plan": f"{HERE}.EMPTY_PLAN"}, "splits no matrix of LlamaForCausalLM; set policy.dtensor_cfg.cust"),
         (
             {"custom_plan": f"{HERE}.FEED_FORWARD_PLAN", "sequence_parallel": True},
             "sequence_parallel=true: LlamaForCausalLM has model.layers.0.self_attn between its blocks",
         ),
     ],
 )
-def test_a_plan_that_cannot_be_used_is_refused_before_anything_is_split(two_ranks, options, sentence):
+def test_an_invalid_plan_is_refused_before_any_split(two_ranks, options, sentence):
     for found in two_ranks(refusal, LlamaConfig(**TINY), options):
         assert sentence in found
 
@@ -365,14 +365,14 @@ def test_an_architecture_without_a_plan_is_refused(two_ranks):
     found = two_ranks(refusal, GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=VOCABULARY), {})[0]
     assert found == (
         "GPT2LMHeadModel has no plan for tensor parallelism; "
-        "name a plan of yours as policy.dtensor_cfg.custom_parallel_plan, or set tensor_parallel_size=1"
+        "set policy.dtensor_cfg.custom_parallel_plan to your own plan, or set tensor_parallel_size=1"
     )
 
 
 def test_sequence_parallelism_without_a_last_norm_is_refused(two_ranks):
     found = two_ranks(refusal, OlmoConfig(**TINY), {"sequence_parallel": True})[0]
     assert found == (
-        "sequence_parallel=true: OlmoForCausalLM has nothing around its layers, not one norm behind them; "
+        "sequence_parallel=true: OlmoForCausalLM has nothing around its layers instead of one norm after them; "
         "set sequence_parallel=false"
     )
 

@@ -1,4 +1,4 @@
-"""A head that is split over ranks by vocabulary computes what the whole one computes."""
+"""A head that is split over ranks by vocabulary equals the whole head."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def scored(
     return [output.logprobs.detach(), output.entropy.detach(), *map(whole, gradients)]
 
 
-def scored_by_parts(
+def scored_by_shards(
     vocabulary: int, bias: bool, transform: LogitTransform, recompute: bool, chunk_elements: int
 ) -> list[torch.Tensor]:
     head_module.CHUNK_ELEMENTS, usual = chunk_elements, head_module.CHUNK_ELEMENTS
@@ -73,17 +73,17 @@ def scored_by_parts(
 @pytest.mark.parametrize(
     ("recompute", "chunk_elements"), [(False, 1), (True, 1), (False, 1 << 23)], ids=["kept", "recomputed", "one_chunk"]
 )
-def test_two_parts_equal_the_whole(two_ranks, transform, bias, recompute, chunk_elements):
+def test_two_shards_equal_the_whole_head(two_ranks, transform, bias, recompute, chunk_elements):
     expected = scored(*make_inputs(37, bias=bias), transform)
-    for found in two_ranks(scored_by_parts, 37, bias, transform, recompute, chunk_elements):
+    for found in two_ranks(scored_by_shards, 37, bias, transform, recompute, chunk_elements):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("vocabulary", [40, 38, 37], ids=["even", "smaller_last_part", "much_smaller_last_part"])
-def test_four_parts_of_any_size_equal_the_whole(four_ranks, vocabulary):
+@pytest.mark.parametrize("vocabulary", [40, 38, 37], ids=["even", "smaller_last_shard", "much_smaller_last_shard"])
+def test_four_shards_of_any_size_equal_the_whole_head(four_ranks, vocabulary):
     transform = TRANSFORMS["everything"]
     expected = scored(*make_inputs(vocabulary, bias=True), transform)
-    results = four_ranks(scored_by_parts, vocabulary, True, transform, False, 1)
+    results = four_ranks(scored_by_shards, vocabulary, True, transform, False, 1)
     for found in results:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
         assert all(map(torch.equal, found, results[0])), "ranks must not drift apart"
@@ -96,7 +96,7 @@ def gradients_of_parameters() -> list[tuple[type, tuple[int, ...]]]:
     return [(type(p.grad), tuple(p.grad.to_local().shape)) for p in head.parameters()]
 
 
-def test_a_split_parameter_gets_a_gradient_that_is_split_alike(two_ranks):
+def test_the_gradient_of_a_split_parameter_has_the_same_split(two_ranks):
     assert two_ranks(gradients_of_parameters) == [
         [(DTensor, (19, HIDDEN)), (DTensor, (19,))],
         [(DTensor, (18, HIDDEN)), (DTensor, (18,))],
@@ -112,7 +112,7 @@ def scored_from_local_parameters() -> torch.Tensor:
         return token_logprobs(hidden, head, targets, LogitTransform(), group=group).logprobs
 
 
-def test_local_parts_of_the_parameters_will_do(two_ranks):
+def test_parameters_may_be_local_shards(two_ranks):
     hidden, head, targets = make_inputs(37, bias=True)
     expected = token_logprobs(hidden, head, targets, LogitTransform()).logprobs.detach()
     for found in two_ranks(scored_from_local_parameters):
@@ -124,7 +124,7 @@ def scored_in_bfloat16() -> list[torch.Tensor]:
     return scored(hidden, head, targets, LogitTransform(), group=split(head))
 
 
-def test_bfloat16_parts_give_float32_log_probabilities(two_ranks):
+def test_bfloat16_shards_give_float32_log_probabilities(two_ranks):
     logprobs, entropy, *gradients = scored(*make_inputs(37, bias=True, dtype=torch.bfloat16), LogitTransform())
     for found in two_ranks(scored_in_bfloat16):
         assert found[0].dtype == torch.float32
