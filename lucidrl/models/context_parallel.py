@@ -23,7 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from lucidrl.distributed.collectives import sum_over
 from lucidrl.errors import ConfigError, DataError
-from lucidrl.models.attention import AttentionCall, AttentionLayout, capped_attention, causal_mask, repeated_heads
+from lucidrl.models.attention import AttentionCall, capped_attention, causal_mask, repeated_heads
 
 ROTATE_METHODS = (None, "allgather")
 
@@ -50,27 +50,33 @@ class ContextParallel:
         """This rank's chunks of a row, in order."""
         return self.rank, self.multiple - 1 - self.rank
 
-    def chunk_length(self, length: int) -> int:
-        """C for rows of `length` tokens."""
+    def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:
+        """[T / N] positions of this rank's tokens in rows of `length` tokens."""
         if length % self.multiple:
             raise DataError(
                 f"rows of {length} tokens do not split evenly over {self.size} context-parallel ranks; "
                 f"pad them to a multiple of {self.multiple}"
             )
-        return length // self.multiple
-
-    def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        """[T / N] positions of this rank's tokens in rows of `length` tokens."""
-        tokens = self.chunk_length(length)
+        tokens = length // self.multiple
         first, second = (torch.arange(chunk * tokens, (chunk + 1) * tokens, device=device) for chunk in self.chunks)
         return torch.cat((first, second))
 
-    def layout(self, length: int) -> AttentionLayout:
-        """Attention for rows of `length` tokens; the model's input is the tokens at `positions(length)`.
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attention, as an `AttentionLayout`, of this rank's two chunks [B, H, 2C, D] to the whole rows.
 
         Forward and backward passes call collectives: every rank must run both, even if its tokens have no loss.
         """
-        return _SplitRows(self, length)
+        key, value = self._whole_rows(call.key, call.value)
+        tokens = call.query.shape[2] // 2
+        outputs = []
+        for chunk, query in zip(self.chunks, call.query.chunk(2, dim=2), strict=True):
+            end = (chunk + 1) * tokens
+            start = 0 if call.window is None else max(0, end - tokens - call.window + 1)
+            visible = slice(start, end)
+            outputs.append(
+                _attend_from_end(replace(call, query=query, key=key[:, :, visible], value=value[:, :, visible]))
+            )
+        return torch.cat(outputs, dim=2).transpose(1, 2)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` over ranks; the backward pass returns the gradient unchanged to every rank.
@@ -81,30 +87,9 @@ class ContextParallel:
         """
         return _SumRanks.apply(values, self.group)
 
-
-class _SplitRows:
-    """The layout of rows [B, T] whose queries, keys and values on this rank are two chunks, [B, H, 2C, D]."""
-
-    def __init__(self, parallel: ContextParallel, length: int):
-        self.parallel = parallel
-        self.tokens = parallel.chunk_length(length)
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        assert call.query.shape[2] == 2 * self.tokens, "the input does not have the tokens of this layout"
-        key, value = self._whole_rows(call.key, call.value)
-        outputs = []
-        for chunk, query in zip(self.parallel.chunks, call.query.chunk(2, dim=2), strict=True):
-            end = (chunk + 1) * self.tokens
-            start = 0 if call.window is None else max(0, end - self.tokens - call.window + 1)
-            visible = slice(start, end)
-            outputs.append(
-                _attend_from_end(replace(call, query=query, key=key[:, :, visible], value=value[:, :, visible]))
-            )
-        return torch.cat(outputs, dim=2).transpose(1, 2)
-
     def _whole_rows(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[B, Hkv, 2C, D] on this rank → [B, Hkv, T, D] of all ranks, in the order of the row."""
-        gathered = _GatherRanks.apply(torch.cat((key, value), dim=-1), self.parallel.group)
+        gathered = _GatherRanks.apply(torch.cat((key, value), dim=-1), self.group)
         early, late = gathered.chunk(2, dim=3)
         both = torch.cat((*early.unbind(), *reversed(late.unbind())), dim=2)
         return both.split((key.shape[-1], value.shape[-1]), dim=-1)

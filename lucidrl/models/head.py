@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from lucidrl.losses.interfaces import TokenOutputs
+
 CHUNK_ELEMENTS = 1 << 23
 """Logits per chunk: few enough for the caches, enough for efficient matrix products."""
 
@@ -61,14 +63,6 @@ class LogitTransform:
         return grad.mul_(factor) if factor != 1.0 else grad
 
 
-@dataclass(frozen=True)
-class HeadOutput:
-    logprobs: torch.Tensor
-    """[N] log-probability of each target."""
-    entropy: torch.Tensor | None
-    """[N] entropy of each distribution, if requested."""
-
-
 def token_logprobs(
     hidden: torch.Tensor,
     head: nn.Linear,
@@ -78,8 +72,8 @@ def token_logprobs(
     with_entropy: bool = False,
     recompute: bool = False,
     group: dist.ProcessGroup | None = None,
-) -> HeadOutput:
-    """Log-probabilities of `targets` [N] after hidden states [N, D], differentiable in `hidden` and the head.
+) -> TokenOutputs:
+    """Log-probabilities [N] and entropy [N] of `targets` after hidden states [N, D]; differentiable.
 
     Args:
         recompute: keep no logits for the backward pass.
@@ -94,7 +88,7 @@ def token_logprobs(
         weight, bias = _local(weight), None if bias is None else _local(bias)
         shard = _VocabShard.of_head(head, group)
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, transform, with_entropy, keep_logits, shard)
-    return HeadOutput(logprobs, entropy if with_entropy else None)
+    return TokenOutputs(logprobs=logprobs, entropy=entropy if with_entropy else None)
 
 
 def gathered_logits(hidden: torch.Tensor, head: nn.Linear) -> torch.Tensor:

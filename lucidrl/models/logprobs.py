@@ -139,7 +139,7 @@ class LogprobModel(nn.Module):
         position_ids = self._own_positions(padded.shape[1], padded.device).expand(len(padded), -1)
         if self.context is None:
             return self.hidden_states(padded, position_ids, PaddedLayout())
-        return self.hidden_states(padded.gather(1, position_ids), position_ids, self.context.layout(padded.shape[1]))
+        return self.hidden_states(padded.gather(1, position_ids), position_ids, self.context)
 
     def _own_positions(self, length: int, device: torch.device) -> torch.Tensor:
         """This rank's positions in padded rows."""

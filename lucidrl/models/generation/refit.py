@@ -93,11 +93,9 @@ class Refit:
     def shares_memory(self, worker: PoolWorker) -> bool:
         """Whether a generator gets its weights through shared memory."""
         if self._config.refit == "auto":
-            return sys.platform == "linux" and self._place_of(worker).device in [place.device for place in self._places]
+            device = self._states[worker.number].place.device
+            return sys.platform == "linux" and device in [place.device for place in self._places]
         return self._config.refit == "ipc"
-
-    def _place_of(self, worker: PoolWorker) -> Place:
-        return self._states[worker.number].place
 
     def _by_ipc(self, version: int, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
         """Let generators read a bucket while the policy packs the next; returns those that have all buckets.
@@ -133,7 +131,7 @@ class Refit:
         if len(_alive(receivers)) < len(receivers):  # the others would wait for it until their timeout
             return False
         host = self._places[0]
-        ip = LOOPBACK if all(self._place_of(worker).node == host.node for worker in receivers) else host.ip
+        ip = LOOPBACK if all(self._states[worker.number].place.node == host.node for worker in receivers) else host.ip
         port, world_size = self._policy.run_all("offer_port", ip)[0], 1 + len(receivers)
         calls = [
             self._pool.submit(worker.number, "join_collective", ip, port, rank, world_size, self._group_timeout_s)
@@ -152,7 +150,7 @@ class Refit:
             RefitError: if a side returns a problem and no receiver was lost; names the problems of both sides.
         """
         try:
-            of_policy = _first(self._policy.run_all(method, *args, timeout_s=self._policy_timeout_s))
+            of_policy = next(filter(None, self._policy.run_all(method, *args, timeout_s=self._policy_timeout_s)), None)
         except LucidError as error:
             if problem := _problem(calls):
                 error.add_note(f"a generator reported meanwhile: {problem}")
@@ -198,18 +196,14 @@ def _processes(workers: Sequence[PoolWorker]) -> list[tuple[int, int]]:
 
 
 def _problem(calls: Iterable[Future[str | None]]) -> str | None:
-    """Wait for calls of generators; returns the first problem. Calls of lost generators are skipped."""
-    problems = []
+    """Wait for all calls of generators; returns a problem, if any. Calls of lost generators are skipped."""
+    problem = None
     for call in calls:
         with suppress(LostWorkerError):
-            problems.append(call.result())
-    return _first(problems)
+            problem = call.result() or problem
+    return problem
 
 
 def _check(calls: Iterable[Future[str | None]]) -> None:
     if problem := _problem(calls):
         raise RefitError(problem)
-
-
-def _first(problems: Sequence[str | None]) -> str | None:
-    return next((problem for problem in problems if problem is not None), None)

@@ -26,9 +26,6 @@ from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
 from lucidrl.utils.nsys import GENERATION
 
-LOGS = "generation"
-"""Folder of the generators' logs in the log folder of the run."""
-
 
 class SeparateGenerator:
     """Generator replicas that split the prompts of each call, all with the same version of a policy's weights.
@@ -40,7 +37,7 @@ class SeparateGenerator:
         policy: source of the weights.
         config: config of the policy; `config.generation` sets the number of replicas and the kind of refit.
         cluster: where they run, with their threads and timeouts.
-        log_dir: folder of their logs.
+        log_dir: their logs go to its folder `generation`.
         seed: for rows without `draw_keys`.
     """
 
@@ -75,7 +72,7 @@ class SeparateGenerator:
         hosting = Hosting(
             role="generator",
             name=GENERATION,
-            log_dir=log_dir / LOGS if log_dir is not None else None,
+            log_dir=log_dir / "generation" if log_dir is not None else None,
             joins_process_group=False,
             nodes=generator_nodes(generation, [place.node for place in policy.places]),
         )

@@ -45,7 +45,7 @@ def run_model(folder: str, input_ids: torch.Tensor, parallel: ContextParallel | 
     model = LogprobModel(load_model(folder, torch.float64), 1.0)
     rows, length = input_ids.shape
     positions = torch.arange(length) if parallel is None else parallel.positions(length)
-    layout = PaddedLayout() if parallel is None else parallel.layout(length)
+    layout = PaddedLayout() if parallel is None else parallel
     own_ids = input_ids[:, positions]
     hidden = model.hidden_states(own_ids, positions.expand_as(own_ids), layout).view(rows, len(positions), -1)
 
@@ -83,12 +83,12 @@ def test_split_rows_give_the_hidden_states_and_gradients_of_whole_rows(request, 
 
 def attend_split(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> Any:
     parallel = ContextParallel(dist.group.WORLD)
-    positions, layout = parallel.positions(query.shape[2]), parallel.layout(query.shape[2])
+    positions = parallel.positions(query.shape[2])
     own = [tensor[:, :, positions].requires_grad_() for tensor in (query, key, value)]
     recompute = options.pop("recompute")
 
     def attend(*tensors: torch.Tensor) -> torch.Tensor:
-        return layout.attend(AttentionCall(*tensors, layer=0, dropout=0.0, **options))
+        return parallel.attend(AttentionCall(*tensors, layer=0, dropout=0.0, **options))
 
     output = checkpoint(attend, *own, use_reentrant=False) if recompute else attend(*own)
     output.square().sum().backward()
@@ -138,12 +138,11 @@ def test_every_position_has_one_rank_and_every_rank_has_the_same_work(size, chun
     assert len({int((own + 1).sum()) for own in positions}) == 1
 
 
-@pytest.mark.parametrize("method", [ContextParallel.positions, ContextParallel.layout])
-def test_a_length_that_is_not_a_multiple_is_refused(method):
+def test_a_length_that_is_not_a_multiple_is_refused():
     parallel = split_of(rank=0, size=2)
     assert parallel.multiple == 4
     with pytest.raises(DataError, match=r"rows of 10 tokens .* over 2 context-parallel ranks; pad .* multiple of 4"):
-        method(parallel, 10)
+        parallel.positions(10)
 
 
 def shard_and_restore(fail: bool) -> dict[str, Any]:
