@@ -88,7 +88,7 @@ class WeightDelivery:
             RefitError: if they do not get there though nobody was lost.
             WorkerError: if a worker of the policy dies. Generators that live have a whole version in any case.
         """
-        self._policy.run_all("set_refit_header", version, self._config.verify_refit)
+        self._policy.run_all("export.set_header", version, self._config.verify_refit)
         near = [worker for worker in receivers if self.is_near(worker)]
         far = [worker for worker in receivers if worker not in near]
         ready = [*self._by_ipc(version, near), *self._by_collective(far)]
@@ -143,7 +143,7 @@ class WeightDelivery:
             return []
         is_done = self._at_once(
             lambda: self._pool.each(lambda worker: worker.run("receive_weights"), receivers),
-            lambda: self._policy.run_all("send_weights", timeout_s=self._timeout_s),
+            lambda: self._policy.run_all("export.try_broadcast", timeout_s=self._timeout_s),
             receivers,
         )
         return list(receivers) if is_done else []
@@ -156,7 +156,7 @@ class WeightDelivery:
             return False
         host = self._places[0]
         ip = LOOPBACK if all(self._place_of(worker).node == host.node for worker in receivers) else host.ip
-        port, world_size = self._policy.run_all("offer_port", ip)[0], 1 + len(receivers)
+        port, world_size = self._policy.run_all("export.offer_port", ip)[0], 1 + len(receivers)
         ranks = {worker.number: rank for rank, worker in enumerate(receivers, start=1)}
 
         def join(worker: PoolWorker) -> str | None:
@@ -164,7 +164,7 @@ class WeightDelivery:
 
         def meet() -> list[str | None]:
             told = (ip, port, world_size, self._patience_s)
-            return self._policy.run_all("meet_generators", *told, timeout_s=self._timeout_s)
+            return self._policy.run_all("export.try_join", *told, timeout_s=self._timeout_s)
 
         have_met = self._at_once(lambda: self._pool.each(join, receivers), meet, receivers)
         self._members = _processes(receivers) if have_met else []

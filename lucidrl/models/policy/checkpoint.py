@@ -7,7 +7,6 @@ way to shard, can go on from them.
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -21,25 +20,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
 from lucidrl.checkpoint.agreement import agreed
-from lucidrl.checkpoint.manager import STATE_NAME
+from lucidrl.checkpoint.manager import STATE_NAME, verify_part
 from lucidrl.checkpoint.manifest import MANIFEST_NAME, FileDigest, is_as_listed, verify_manifest, write_manifest
 from lucidrl.checkpoint.shards import open_tensors
 from lucidrl.checkpoint.staging import clean_up_after_killed_processes, locked, make_hidden_folder, put_in_place
 from lucidrl.checkpoint.tensors import TensorSpec
 from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet
 from lucidrl.distributed.collectives import gather_over
-from lucidrl.errors import CheckpointError, ConfigError
+from lucidrl.errors import CheckpointError
 from lucidrl.models.loading import DTYPES
-from lucidrl.models.optim import PolicyOptimizer
-from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.config import Precision
 from lucidrl.models.policy.offload import Offload
 from lucidrl.models.policy.optimizer_state import (
-    OPTIMIZER_STEM,
-    STRUCTURE_NAME,
     check_same_shapes,
     load_whole_state,
     read_whole_state,
-    whole_state,
+    whole_state_files,
 )
 from lucidrl.models.policy.sharding import Sharding
 from lucidrl.profiling.spans import span
@@ -51,21 +47,14 @@ class PolicyCheckpoints:
     """Saves and loads one rank of a policy, together with the others; every method but two is for all of them.
 
     Args:
-        offload: knows whether weights and optimizer are where they can be read.
-        optimizer: its state is saved and loaded where a folder for it is given.
+        offload: knows the optimizer, and whether that and the weights are where they can be read.
         tokenizer: saved where a folder for it is given.
     """
 
     def __init__(
-        self,
-        sharding: Sharding,
-        offload: Offload,
-        optimizer: PolicyOptimizer | None,
-        tokenizer: PreTrainedTokenizerBase,
-        config: PolicyConfig,
+        self, sharding: Sharding, offload: Offload, tokenizer: PreTrainedTokenizerBase, precision: Precision
     ) -> None:
-        self._sharding, self._offload, self._optimizer, self._tokenizer = sharding, offload, optimizer, tokenizer
-        self._precision = config.precision
+        self._sharding, self._offload, self._tokenizer, self._precision = sharding, offload, tokenizer, precision
         self._rank, self._group = sharding.mesh.rank, sharding.mesh.world
         pin_memory = sharding.mesh.device.type == "cuda"
         self._writer = CheckpointWriter(self._rank, sharding.mesh.layout.size, self._group, pin_memory=pin_memory)
@@ -74,16 +63,14 @@ class PolicyCheckpoints:
     def begin(self, weights: str, optimizer: str | None = None, tokenizer: str | None = None) -> int:
         """Copy what is to be saved and write it in the background, into new folders; see `CheckpointWriter.begin`."""
         self._offload.check_weights("saving")
-        shapes, dtype = self._sharding.shapes(), DTYPES[self._precision]
-        specs = {name: TensorSpec(dtype, tuple(shape)) for name, shape in shapes.items()}
+        dtype = DTYPES[self._precision]
+        specs = {name: TensorSpec(dtype, tuple(shape)) for name, shape in self._sharding.shapes.items()}
         sets = [TensorSet(Path(weights), WEIGHTS_STEM, specs, self._sharding.full_weights)]
         small_files: dict[Path, bytes] = {}
         if optimizer is not None:
-            state = whole_state(self._sharding, self._known_optimizer("saving"))
-            specs = {name: TensorSpec.of(tensor) for name, tensor in state.tensors.items()}
-            sets.append(TensorSet(Path(optimizer), OPTIMIZER_STEM, specs, state.gather))
-            structure = json.dumps(state.structure, indent=1, allow_nan=False) + "\n"
-            small_files[Path(optimizer, STRUCTURE_NAME)] = structure.encode()
+            saved = self._offload.optimizer_for("saving with an optimizer_path")
+            tensors, small_files = whole_state_files(Path(optimizer), self._sharding, saved)
+            sets.append(tensors)
         if self._rank == 0:
             small_files |= {Path(weights, name): content for name, content in self._config_files.items()}
             if tokenizer is not None:
@@ -128,7 +115,7 @@ class PolicyCheckpoints:
             CheckpointError: names the file and the reason; on all ranks, and before anything is changed.
         """
         self._offload.check_weights("loading")
-        known = self._known_optimizer("loading") if optimizer is not None else None
+        known = self._offload.optimizer_for("loading with an optimizer_path") if optimizer is not None else None
         if verify:
             folders = [Path(path) for path in (weights, optimizer) if path is not None]
             agreed(lambda: _verify(folders) if self._rank == 0 else None, self._group)
@@ -138,19 +125,11 @@ class PolicyCheckpoints:
             return saved, read_whole_state(Path(optimizer), self._sharding, known) if optimizer and known else {}
 
         saved, state = agreed(open_both, self._group)
-        self._sharding.load_full_weights(saved)
-        if self._optimizer is not None:
-            self._optimizer.take_weights()
+        self._sharding.load_full_weights(saved.__getitem__)
+        if self._offload.optimizer is not None:
+            self._offload.optimizer.take_weights()
         if known is not None:
             load_whole_state(self._sharding, known, state)
-
-    def _known_optimizer(self, what: str) -> PolicyOptimizer:
-        if self._optimizer is None:
-            raise ConfigError(
-                f"{what} was given an optimizer_path, but this policy was made with init_optimizer=False; leave it out"
-            )
-        self._offload.check_optimizer(what)
-        return self._optimizer
 
     @cached_property
     def _config_files(self) -> dict[str, bytes]:
@@ -169,7 +148,7 @@ class PolicyCheckpoints:
             if not tensor.is_floating_point():
                 raise CheckpointError(f"{folder} cannot be used: {name} is of {tensor.dtype}, which weights never are")
         found = {name: list(tensor.shape) for name, tensor in saved.items() if name not in buffers}
-        check_same_shapes(folder, self._sharding.shapes(), found)
+        check_same_shapes(folder, self._sharding.shapes, found)
         return saved
 
 
@@ -197,8 +176,8 @@ def _verify(folders: Iterable[Path]) -> None:
     for folder in folders:
         if (folder / MANIFEST_NAME).exists():
             verify_manifest(folder)
-        elif (folder.parent / MANIFEST_NAME).exists() and (folder.parent / STATE_NAME).exists():
-            verify_manifest(folder.parent, below=folder.name)
+        else:
+            verify_part(folder)
 
 
 def _make_hidden(targets: set[Path], at_end: ExitStack) -> dict[Path, Path]:

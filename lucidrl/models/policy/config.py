@@ -14,7 +14,6 @@ from pydantic import (
     model_validator,
 )
 
-from lucidrl.errors import ConfigError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.utils.config import Config
 
@@ -167,18 +166,6 @@ class PolicyConfig(OptimizationConfig):
             )
         self._check_parallelism()
         return self
-
-    def check_generates(self) -> None:
-        """Refuse a policy whose own workers cannot complete prompts.
-
-        Raises:
-            ConfigError: since each holds some tokens of a row.
-        """
-        if self.dtensor_cfg.sequence_parallel:
-            raise ConfigError(
-                "policy.dtensor_cfg.sequence_parallel=true shares the tokens of rows, but generation adds single ones; "
-                "turn it off where the policy generates, or set policy.generation.placement=separate"
-            )
 
     def _check_parallelism(self) -> None:
         parallel = self.dtensor_cfg

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lucidrl.errors import ConfigError
 from lucidrl.models.optim import PolicyOptimizer
-from lucidrl.models.policy.sharding import Sharding
+from lucidrl.models.policy.sharding import Sharding, local_part
 
 
 def _is_on_accelerator(tensor: torch.Tensor) -> bool:
@@ -38,7 +37,7 @@ class HostMemory:
     def put_away(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy the tensors' memory to the host and free it; what is away already stays so."""
         taken = []
-        for tensor in map(_local, tensors):
+        for tensor in (local_part(tensor.detach()) for tensor in tensors):
             storage = tensor.untyped_storage()
             if storage.nbytes() == 0 or not self._takes(tensor):
                 continue
@@ -55,7 +54,7 @@ class HostMemory:
     def bring_back(self, tensors: Iterable[torch.Tensor]) -> None:
         """Undo `put_away` for those of the tensors that are away."""
         copies = []
-        for tensor in map(_local, tensors):
+        for tensor in (local_part(tensor.detach()) for tensor in tensors):
             storage, copy = self._copies.pop(tensor.untyped_storage()._cdata, (None, None))
             if storage is not None and copy is not None:
                 storage.resize_(copy.nbytes)
@@ -67,18 +66,17 @@ class HostMemory:
 class Offload:
     """What of a worker is away: its optimizer, or its weights too."""
 
-    def __init__(self, sharding: Sharding, optimizer: PolicyOptimizer | None, device: torch.device):
+    def __init__(self, sharding: Sharding, optimizer: PolicyOptimizer | None):
+        self.optimizer = optimizer
         self.host_memory = HostMemory()
-        self._sharding = sharding
-        self._optimizer = optimizer
-        self._device = device
+        self._sharding, self._device = sharding, sharding.mesh.device
         self._are_weights_away = self._is_optimizer_away = False
 
     def put_optimizer_away(self) -> None:
         """Gradients are dropped."""
-        if self._optimizer is not None:
-            self._optimizer.zero_grad()
-            self.host_memory.put_away(self._optimizer.own_tensors())
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+            self.host_memory.put_away(self.optimizer.own_tensors())
         self._is_optimizer_away = True
 
     def put_weights_away(self) -> None:
@@ -86,8 +84,8 @@ class Offload:
         self._are_weights_away = True
 
     def bring_optimizer_back(self) -> None:
-        if self._optimizer is not None:
-            self.host_memory.bring_back(self._optimizer.own_tensors())
+        if self.optimizer is not None:
+            self.host_memory.bring_back(self.optimizer.own_tensors())
         self._is_optimizer_away = False
 
     def bring_weights_back(self) -> None:
@@ -103,20 +101,19 @@ class Offload:
             )
 
     def optimizer_for(self, what: str) -> PolicyOptimizer:
-        """The optimizer, which has to be there and at hand."""
-        if self._optimizer is None:
-            raise ConfigError("this policy was made with init_optimizer=False; it can score but not train")
-        self.check_optimizer(what)
-        return self._optimizer
-
-    def check_optimizer(self, what: str) -> None:
-        """Refuse work on an optimizer that is away."""
+        """The optimizer; refuses work on one that is away, or that there is not."""
         self.check_weights(what)
+        if self.optimizer is None:
+            raise ConfigError(
+                f"{what} needs an optimizer, but this policy was made with init_optimizer=False; "
+                "make it with one, or leave optimizer_path out to save or load the weights alone"
+            )
         if self._is_optimizer_away:
             raise ConfigError(
                 f"{what} needs the optimizer, which offload_before_refit put into host memory; "
                 "call prepare_for_training first"
             )
+        return self.optimizer
 
     def move(self, tensors: Iterable[torch.Tensor], device: str | torch.device) -> None:
         """Put tensors away if the device is the host, bring them back if it is the worker's own.
@@ -143,12 +140,6 @@ def tensors_of(model: nn.Module) -> list[torch.Tensor]:
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return [*parameters, *gradients, *model.buffers()]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

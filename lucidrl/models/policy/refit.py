@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lucidrl.distributed.memory_pools import pool_for
+from lucidrl.distributed.rendezvous import free_port
 from lucidrl.distributed.weight_buckets import Bucket, BucketHandle, TensorInfo, checksum_of, digest_of, free_bytes
-from lucidrl.distributed.weight_group import TIMEOUT_S, WeightGroup
+from lucidrl.distributed.weight_group import TIMEOUT_S, WeightGroup, problem_of
 from lucidrl.errors import RefitError
 from lucidrl.models.loading import DTYPES
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.introspection import device_id
+from lucidrl.models.policy.offload import Offload
 from lucidrl.models.policy.sharding import Sharding
 from lucidrl.profiling.spans import span
 
@@ -37,19 +39,20 @@ class WeightExport:
     Args:
         config: weights travel in its precision (sharded half-precision policies keep a higher one), and in buckets of
             the size that it sets.
-        device: what this rank computes on.
         local_rank: number of this rank on its machine.
     """
 
-    def __init__(self, sharding: Sharding, config: PolicyConfig, device: torch.device, local_rank: int):
-        self._sharding, self._device = sharding, device
+    def __init__(self, sharding: Sharding, offload: Offload, config: PolicyConfig, local_rank: int):
+        self._sharding, self._offload = sharding, offload
+        self._device = device = sharding.mesh.device
         self._dtype = DTYPES[config.precision]
         self._bucket_bytes = config.generation.refit_bucket_mb << 20
-        self._device_id = device_id(device, local_rank)
+        self.device_id = device_id(device, local_rank)
         # CPU ranks of a machine share its memory: one copy of the weights is enough for all receivers.
         self._is_writer = device.type == "cuda" or local_rank == 0
-        shapes = sharding.shapes()
-        self._infos = {name: TensorInfo(name, tuple(shapes[name]), self._dtype) for name in sharding.gather_order()}
+        self._infos = {
+            name: TensorInfo(name, tuple(sharding.shapes[name]), self._dtype) for name in sharding.gather_order()
+        }
         self._version, self._verify = 0, False
         self._parts: list[torch.Tensor] | None = None
         """What this rank holds of the weights, from `prepare_for_ipc` on."""
@@ -79,6 +82,7 @@ class WeightExport:
     @span("refit")
     def prepare_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """Begin a refit: names and sizes of all weights, and the bytes that buckets on their way may take together."""
+        self._offload.check_weights("prepare_weights_for_ipc")
         self._parts = self._sharding.local_weights()
         self._begin_refit()
         free = free_bytes(self._device) + self._memory.spare_bytes()
@@ -87,6 +91,7 @@ class WeightExport:
     @span("refit")
     def ipc_handles(self, keys: Sequence[str]) -> IpcHandles:
         """Packs the named weights into one bucket; ranks that need not write give nothing."""
+        self._offload.check_weights("get_weights_ipc_handles")
         parts, bucket = self._prepared_parts(keys), self._bucket_of(keys)
         stream = self._sharding.full_tensors(parts, set(keys), self._dtype)
         if not self._is_writer:
@@ -101,7 +106,7 @@ class WeightExport:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # another process does not wait for this one's streams
         digest = digest_of(memory.tensor[: bucket.size_bytes]) if self._verify else None
-        return {self._device_id: (True, BucketHandle(bucket, memory.handle, self._version, digest))}
+        return {self.device_id: (True, BucketHandle(bucket, memory.handle, self._version, digest))}
 
     def _begin_refit(self) -> None:
         self._memory.begin()
@@ -117,6 +122,18 @@ class WeightExport:
             self._group = WeightGroup.join(ip, port, 0, world_size, self._device, timeout_s)
         self._is_collective = True
 
+    def offer_port(self, ip: str) -> int | None:
+        """On the first rank, a port for `join_collective` that is free at an address of its node."""
+        return free_port(ip) if self._sharding.mesh.rank == 0 else None
+
+    def try_join(self, ip: str, port: int, world_size: int, timeout_s: float) -> str | None:
+        """`join_collective` for a driver that can restart generators: returns a problem instead of raising it."""
+        return problem_of(lambda: self.join_collective(ip, port, world_size, timeout_s))
+
+    def try_broadcast(self) -> str | None:
+        """`broadcast`, likewise."""
+        return problem_of(self.broadcast)
+
     def info_for_collective(self) -> TensorForms:
         """What receivers have to be told once, before the first broadcast."""
         return {info.name: (info.shape, info.dtype) for info in self.infos()}
@@ -124,6 +141,7 @@ class WeightExport:
     @span("refit")
     def broadcast(self) -> None:
         """Send all weights to the generators, which have to receive at the same time."""
+        self._offload.check_weights("broadcast_weights_for_collective")
         if not self._is_collective:
             raise RefitError(
                 "weights were to be broadcast before init_collective; call that first, on every rank, while the "

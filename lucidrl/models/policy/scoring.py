@@ -36,10 +36,8 @@ class Scorer:
         has_reference: keep the current weights as the reference policy.
     """
 
-    def __init__(
-        self, sharding: Sharding, row_plans: RowPlans, offload: Offload, device: torch.device, *, has_reference: bool
-    ):
-        self._sharding, self._row_plans, self._offload, self._device = sharding, row_plans, offload, device
+    def __init__(self, sharding: Sharding, row_plans: RowPlans, offload: Offload, *, has_reference: bool):
+        self._sharding, self._row_plans, self._offload = sharding, row_plans, offload
         self._reference = ReferencePolicy(sharding.local_weights()) if has_reference else None
 
     @torch.no_grad()
@@ -50,12 +48,12 @@ class Scorer:
         with self.reference_swapped_in() if of_reference else nullcontext(), span("logprobs"):
             self._offload.check_weights("get_logprobs")
             plan, order = self._row_plans.for_scoring(data, micro_batch_size)
-            rounds = largest_over(len(plan), self._sharding.mesh.world)
+            rounds, device = largest_over(len(plan), self._sharding.mesh.world), self._sharding.mesh.device
             micro_batches = data.microbatches(plan, length_multiple=self._row_plans.sequence_length_round)
             nothing = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
             scored = []
             for micro, is_real in with_empty_rounds(micro_batches, data, rounds):
-                tokens, lengths = micro["input_ids"].to(self._device), micro["input_lengths"].to(self._device)
+                tokens, lengths = micro["input_ids"].to(device), micro["input_lengths"].to(device)
                 outputs = self._sharding.root(tokens, lengths, packed=self._row_plans.are_packed)
                 if is_real:
                     missing = nothing.shape[1] - outputs.logprobs.shape[1]

@@ -74,10 +74,8 @@ class Training:
         max_nonfinite_steps: this many skipped steps in a row end the training.
     """
 
-    def __init__(self, sharding: Sharding, row_plans: RowPlans, device: torch.device, max_nonfinite_steps: int):
-        self._sharding = sharding
-        self._row_plans = row_plans
-        self._device = device
+    def __init__(self, sharding: Sharding, row_plans: RowPlans, max_nonfinite_steps: int):
+        self._sharding, self._row_plans = sharding, row_plans
         self._max_nonfinite_steps = max_nonfinite_steps
         self.nonfinite_steps_in_a_row = 0
 
@@ -91,8 +89,9 @@ class Training:
             mbs: rows per micro-batch; by default as configured.
         """
         # Rows that are masked out as a whole take no part in the loss, and cost nothing.
-        batch = batch.select_indices(batch["sample_mask"].nonzero()[:, 0]).to(self._device)
+        batch = batch.select_indices(batch["sample_mask"].nonzero()[:, 0])
         plan, mesh = self._row_plans.for_training(batch, mbs), self._sharding.mesh
+        batch = batch.to(mesh.device)
         micro_batches = batch.microbatches(plan, length_multiple=self._row_plans.sequence_length_round)
         # All ranks make the same number of forward passes, because they gather weights from each other.
         rounds = largest_over(len(plan), mesh.world)

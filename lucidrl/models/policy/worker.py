@@ -6,10 +6,14 @@ lies over the ranks is up to a `Sharding`, which each documented class chooses.
 
 from __future__ import annotations
 
+import os
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,11 +21,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.distributed.collectives import gather_over
 from lucidrl.distributed.mesh import Layout, RankMesh
 from lucidrl.distributed.process_group import init_process_group_from_environment, leave_process_group
-from lucidrl.distributed.rendezvous import free_port
-from lucidrl.distributed.weight_group import problem_of
 from lucidrl.distributed.workers.place import Place, place_with
+from lucidrl.errors import ConfigError
 from lucidrl.losses.interfaces import LossFunction
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
@@ -29,17 +33,23 @@ from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.models.policy.checkpoint import PolicyCheckpoints
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.interfaces import LogprobOutputSpec, ReferenceLogprobOutputSpec, WorkerOptions
-from lucidrl.models.policy.introspection import Introspection, add_noise, state_dict_of
+from lucidrl.models.policy.introspection import CudaMemory, ProcessMemory
 from lucidrl.models.policy.offload import Offload, tensors_of
 from lucidrl.models.policy.refit import WeightExport
 from lucidrl.models.policy.row_plans import RowPlans
 from lucidrl.models.policy.scoring import Scorer
-from lucidrl.models.policy.sharding import Sharding, load_sharded
+from lucidrl.models.policy.sharding import Sharding, load_sharded, local_part
 from lucidrl.models.policy.training import Training, merged_outcomes
+from lucidrl.profiling.recording import Recording
 from lucidrl.profiling.spans import span
 from lucidrl.utils.config import validate
 from lucidrl.utils.device import default_device
+from lucidrl.utils.nsys import POLICY, is_recorded, worker_name
 from lucidrl.utils.random_state import random_state, seed_everything, set_random_state
+
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
+_NUM_SAMPLED_PARAMETERS = 3
+_NOISE_STD = 0.01
 
 
 class PolicyWorker(ABC):
@@ -75,23 +85,24 @@ class PolicyWorker(ABC):
         self._world = world = init_process_group_from_environment(options.timeout_s)
         self.rank = world.rank
         self.device = default_device()
-        self.mesh = RankMesh(self.layout_of(self.config, world.world_size), self.device.type)
+        self.mesh = RankMesh(self.layout_of(self.config, world.world_size), self.device)
         if self.mesh.layout.size > 1:  # ranks that work on the same rows draw the same
             seed_everything(options.seed, stream=1 + self.mesh.layout.data_rank(self.rank))
-        self.sharding = sharding = load_sharded(self.config, self.mesh, self.device, options.seed, self._shard)
+        self.sharding = sharding = load_sharded(self.config, self.mesh, options.seed, self._shard)
         self.model = sharding.model
         self.optimizer: PolicyOptimizer | None = None
         if init_optimizer:
-            self.optimizer = PolicyOptimizer(sharding.parameters(), self.config, sharding.local, sharding.total_norm)
-        self.offload = Offload(sharding, self.optimizer, self.device)
+            self.optimizer = PolicyOptimizer(sharding.parameters(), self.config, local_part, sharding.total_norm)
+        self.offload = Offload(sharding, self.optimizer)
         self.row_plans = RowPlans(self.config, self.mesh.dp_group)
-        self.training = Training(sharding, self.row_plans, self.device, self.config.max_nonfinite_steps)
-        self.scorer = Scorer(sharding, self.row_plans, self.offload, self.device, has_reference=init_reference_model)
+        self.training = Training(sharding, self.row_plans, self.config.max_nonfinite_steps)
+        self.scorer = Scorer(sharding, self.row_plans, self.offload, has_reference=init_reference_model)
         whole_weights = partial(_whole_weights, self.config, self.offload, sharding)
         self.generator = BuiltinGenerator(self.model, tokenizer, self.config.generation, options.seed, whole_weights)
-        self.checkpoints = PolicyCheckpoints(sharding, self.offload, self.optimizer, tokenizer, self.config)
-        self.export = WeightExport(sharding, self.config, self.device, world.local_rank)
-        self.introspection = Introspection(world, self.device, sharding)
+        self.checkpoints = PolicyCheckpoints(sharding, self.offload, tokenizer, self.config.precision)
+        self.export = WeightExport(sharding, self.offload, self.config, world.local_rank)
+        self.memory = CudaMemory(self.device) if self.device.type == "cuda" else ProcessMemory()
+        self._recording = Recording(worker_name(POLICY, self.rank))
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
 
@@ -198,31 +209,17 @@ class PolicyWorker(ABC):
             parts.callback(self.export.close)
             parts.callback(self.stop_gpu_profiling)
 
-    def set_refit_header(self, version: int, verify: bool) -> None:
-        """What the weights sent from now on are called, and whether their checksums travel with them."""
-        self.export.set_header(version, verify)
-
     def prepare_weights_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """Name and bytes of every weight, and the free bytes that buckets of them may take."""
-        self.offload.check_weights("prepare_weights_for_ipc")
         return self.export.prepare_for_ipc()
 
     def get_weights_ipc_handles(self, keys: Iterable[str]) -> dict[str, Any]:
         """Id of a device → (True, where it finds the named weights, packed); see `WeightExport.ipc_handles`."""
-        self.offload.check_weights("get_weights_ipc_handles")
         return self.export.ipc_handles(list(keys))
 
     def init_collective(self, ip: str, port: int, world_size: int) -> None:
         """Form a group with generators, to send them weights; see `WeightExport.join_collective`."""
         self.export.join_collective(ip, port, world_size)
-
-    def offer_port(self, ip: str) -> int | None:
-        """On rank 0, a port for `init_collective` that is free at an address of its node."""
-        return free_port(ip) if self.rank == 0 else None
-
-    def meet_generators(self, ip: str, port: int, world_size: int, timeout_s: float) -> str | None:
-        """`init_collective` for a driver that can restart generators: it returns a problem, and this worker goes on."""
-        return problem_of(lambda: self.export.join_collective(ip, port, world_size, timeout_s))
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
         """Name → (shape, dtype) of every weight, in the order in which they are sent."""
@@ -230,12 +227,7 @@ class PolicyWorker(ABC):
 
     def broadcast_weights_for_collective(self) -> None:
         """Send all weights to the group of `init_collective`; rank 0 sends, the others help it to gather."""
-        self.offload.check_weights("broadcast_weights_for_collective")
         self.export.broadcast()
-
-    def send_weights(self) -> str | None:
-        """`broadcast_weights_for_collective`, likewise."""
-        return problem_of(self.broadcast_weights_for_collective)
 
     def prepare_for_lp_inference(self) -> None:
         """Bring back the weights, if they are away; the optimizer stays where it is."""
@@ -283,35 +275,60 @@ class PolicyWorker(ABC):
     def get_gpu_info(self) -> dict[str, Any]:
         """`rank`, `world_size`, `device`, `memory_{allocated,reserved,peak,total}_mb` (see `ProcessMemory` for CPUs),
         `environment` (the rank variables; None where unset) and `parameter_devices` (of some parameters)."""
-        return self.introspection.gpu_info()
+        parameters = islice(self.model.model.named_parameters(), _NUM_SAMPLED_PARAMETERS)
+        return {
+            "rank": self.rank,
+            "world_size": self.mesh.layout.size,
+            "device": str(self.device),
+            **asdict(self.memory.read()),
+            "environment": {name: os.environ.get(name) for name in _RANK_VARIABLES},
+            "parameter_devices": {name: str(parameter.device) for name, parameter in parameters},
+        }
 
     def reset_peak_memory_stats(self) -> None:
         """Restart the peak that `get_gpu_info` reports."""
-        self.introspection.memory.reset_peak()
+        self.memory.reset_peak()
 
     def report_device_id(self) -> str:
         """A name of this worker's device that other processes know it by too; see `device_id`."""
-        return self.introspection.device_id()
+        return self.export.device_id
 
     def report_place(self) -> Place:
         """Where this worker is, and on which device."""
         return place_with(self.report_device_id())
 
     def return_state_dict(self) -> dict[str, Any]:
-        """The model's state dict, sharded where the back end can; see `state_dict_of`."""
-        return state_dict_of(self.sharding)
+        """The model's state dict under Hugging Face names; to be called on every rank.
+
+        One rank and FSDP2 give what the rank holds (FSDP2: DTensors), sharing its memory; FSDP1 gathers whole tensors.
+        """
+        # Asked of the root, since only that knows how its weights are sharded; the root calls the model "model".
+        return {name.removeprefix("model."): value for name, value in self.sharding.root.state_dict().items()}
 
     def start_gpu_profiling(self) -> None:
         """Record this worker from now on, unless names were asked for and its own is none of them; see `Recording`."""
-        self.introspection.start_recording()
+        if is_recorded(self._recording.name):
+            self._recording.start()
 
     def stop_gpu_profiling(self) -> None:
         """Write what was recorded; harmless if nothing was."""
-        self.introspection.stop_recording()
+        self._recording.stop()
 
+    @torch.no_grad()
     def _add_noise_to_weights(self) -> None:
-        """Add N(0, 0.01) to the trainable weights, for tests; to be called on every rank."""
-        add_noise(self.sharding)
+        """Add N(0, 0.01) to the trainable weights, for tests; to be called on every rank.
+
+        The noise follows from rank 0's torch seed, however the model is sharded.
+        """
+        seed = gather_over(int(torch.randint(1 << 31, ())), self.mesh.world)[0]
+
+        def draw(name: str) -> torch.Tensor:
+            # Seeded by name, because ranks may not ask for the same tensors in the same order. Torch uses 32 bits.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            return _NOISE_STD * torch.randn(self.sharding.shapes[name], generator=generator)
+
+        for weights, part in zip(self.sharding.local_weights(), self.sharding.parts_of(draw), strict=True):
+            weights.add_(part.to(weights))
         if self.optimizer is not None:
             self.optimizer.take_weights()
 
@@ -319,7 +336,11 @@ class PolicyWorker(ABC):
 @contextmanager
 def _whole_weights(config: PolicyConfig, offload: Offload, sharding: Sharding) -> Iterator[None]:
     """Around each call of the generator. No method: the worker would never be freed before a garbage collection."""
-    config.check_generates()
+    if config.dtensor_cfg.sequence_parallel:
+        raise ConfigError(
+            "policy.dtensor_cfg.sequence_parallel=true shares the tokens of rows, but generation adds single ones; "
+            "turn it off where the policy generates, or set policy.generation.placement=separate"
+        )
     offload.check_weights("generate")
     with sharding.gathered():
         yield

@@ -21,11 +21,8 @@ class KilledInBroadcast(DTensorPolicyWorker):
         self._num_broadcasts = 0
         self._whole_stream, self.export.stream = self.export.stream, self._stream  # type: ignore[method-assign]
 
-    def broadcast_weights_for_collective(self) -> None:
-        self._num_broadcasts += 1
-        super().broadcast_weights_for_collective()
-
     def _stream(self, *args: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        self._num_broadcasts += 1
         weights = list(self._whole_stream(*args))
         for number, (name, tensor) in enumerate(weights):
             if self._num_broadcasts == 2 and number == len(weights) - 1:

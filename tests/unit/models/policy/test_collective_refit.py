@@ -61,7 +61,7 @@ def broadcast_from_ranks(kind, options, port, announcement):
         part = announcement.with_suffix(".part")
         part.write_bytes(pickle.dumps(info))
         part.rename(announcement)
-    worker.set_refit_header(7, True)
+    worker.export.set_header(7, True)
     worker.broadcast_weights_for_collective()
     checksum = worker.export.checksum()
     worker.export.close()
@@ -120,7 +120,7 @@ def test_a_sender_killed_in_the_middle_leaves_the_generator_its_version(tiny_mod
         )
         policy.run_all("_add_noise_to_weights")
         start = time.monotonic()
-        with pytest.raises(WorkerError, match=r"ended by SIGKILL.*in send_weights") as error:
+        with pytest.raises(WorkerError, match=r"ended by SIGKILL.*in export.try_broadcast") as error:
             generator.update_weights(2)
         assert time.monotonic() - start < 60
         assert "meanwhile in the generators: " in error.value.__notes__[0]

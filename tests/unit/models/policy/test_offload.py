@@ -37,7 +37,7 @@ def make_worker(kind: type[PolicyWorker], options: dict[str, Any]) -> PolicyWork
 
 def bytes_held(worker: PolicyWorker) -> tuple[int, int]:
     """Of weights and buffers, and of the optimizer's own tensors."""
-    weights = [worker.sharding.local(parameter.detach()) for parameter in worker.sharding.parameters()]
+    weights = worker.sharding.local_weights()
     optimizer = worker.optimizer.own_tensors() if worker.optimizer is not None else []
     return tuple(  # type: ignore[return-value]
         sum(tensor.untyped_storage().nbytes() for tensor in tensors)
@@ -46,7 +46,7 @@ def bytes_held(worker: PolicyWorker) -> tuple[int, int]:
 
 
 def state_of(worker: PolicyWorker) -> list[torch.Tensor]:
-    weights = [worker.sharding.local(parameter.detach()) for parameter in worker.sharding.parameters()]
+    weights = worker.sharding.local_weights()
     assert worker.optimizer is not None
     return [tensor.clone() for tensor in (*weights, *worker.optimizer.own_tensors())]
 

@@ -74,7 +74,7 @@ def refit_between_ranks(kind, options, bucket_bytes):
     device_id = gather_over(worker.report_device_id(), worker.mesh.world)[0]
     receiver = WeightReceiver(model, device_id)
     receiver.begin(3)
-    worker.set_refit_header(3, True)
+    worker.export.set_header(3, True)
     worker.prepare_weights_for_ipc()
     for bucket in plan_buckets(worker.export.infos(), bucket_bytes):
         handles = worker.get_weights_ipc_handles([info.name for info in bucket.tensors])
@@ -166,7 +166,7 @@ def test_weights_in_use_are_never_written_whatever_becomes_of_later_refits(make_
     for version in range(1, 7):
         worker._add_noise_to_weights()
         before = receiver.checksum()
-        worker.set_refit_header(version, True)
+        worker.export.set_header(version, True)
         sizes, _ = worker.prepare_weights_for_ipc()
         receiver.begin(version)
         for name, _ in sizes:
@@ -224,7 +224,7 @@ def test_memory_that_became_too_small_is_given_back(make_worker):
     worker = make_worker(init_optimizer=False, precision="bfloat16")
     receiver = WeightReceiver(load_model(worker.config.model_name, torch.bfloat16), worker.report_device_id())
     for version, bucket_bytes in enumerate((2000, 2000, 10_000, 10_000, 10_000)):
-        worker.set_refit_header(version, False)
+        worker.export.set_header(version, False)
         worker.prepare_weights_for_ipc()
         receiver.begin(version)
         buckets = plan_buckets(worker.export.infos(), bucket_bytes)
