@@ -180,37 +180,35 @@ def _adder_to(master: torch.Tensor) -> Any:
 
 
 def _make_optimizer(parameters: list[torch.Tensor], config: OptimizationConfig, key: str) -> torch.optim.Optimizer:
-    factory = import_object(config.optimizer.name, f"{key}.optimizer.name")
-    if not callable(factory):
-        raise ConfigError(
-            f"{key}.optimizer.name={config.optimizer.name!r} is a {type(factory).__name__}; "
-            "give the import path of an optimizer class, such as torch.optim.AdamW"
-        )
-    kwargs = dict(config.optimizer.kwargs)
-    if config.optimizer.name in FUSED_BY_DEFAULT and not kwargs.keys() & {"foreach", "capturable", "differentiable"}:
+    name, kwargs = config.optimizer.name, dict(config.optimizer.kwargs)
+    if name in FUSED_BY_DEFAULT and not kwargs.keys() & {"foreach", "capturable", "differentiable"}:
         kwargs.setdefault("fused", True)
-    check_arguments(factory, kwargs, f"{key}.optimizer.kwargs", num_given=1)
-    try:
-        return factory(parameters, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{key}.optimizer.kwargs={kwargs!r} does not suit {config.optimizer.name}: {error}"
-        ) from error
+    return _make(name, kwargs, f"{key}.optimizer", parameters)
 
 
 def _make_scheduler(optimizer: torch.optim.Optimizer, config: OptimizationConfig, key: str) -> Any:
-    schedulers = []
-    for entry in config.scheduler:
-        factory = import_object(entry.name, f"{key}.scheduler.name")
-        if factory is torch.optim.lr_scheduler.ReduceLROnPlateau:
-            raise ConfigError(
-                f"{key}.scheduler.name={entry.name!r} needs a metric at each step; choose one that does not"
-            )
-        check_arguments(factory, entry.kwargs, f"{key}.scheduler.kwargs", num_given=1)
-        try:
-            schedulers.append(factory(optimizer, **entry.kwargs))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{key}.scheduler.kwargs={entry.kwargs!r} does not suit {entry.name}: {error}") from error
+    schedulers = [_make(entry.name, entry.kwargs, f"{key}.scheduler", optimizer) for entry in config.scheduler]
     if len(schedulers) <= 1:
         return schedulers[0] if schedulers else None
     return torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, list(config.scheduler_milestones))
+
+
+def _make(name: str, kwargs: dict[str, Any], key: str, argument: object) -> Any:
+    """Call the class that a setting names.
+
+    Raises:
+        ConfigError: if there is none, or if it does not take the arguments.
+    """
+    factory = import_object(name, f"{key}.name")
+    if not callable(factory):
+        raise ConfigError(
+            f"{key}.name={name!r} is a {type(factory).__name__}; give the import path of a class, "
+            "such as torch.optim.AdamW"
+        )
+    if factory is torch.optim.lr_scheduler.ReduceLROnPlateau:
+        raise ConfigError(f"{key}.name={name!r} needs a metric at each step; choose one that does not")
+    check_arguments(factory, kwargs, f"{key}.kwargs", num_given=1)
+    try:
+        return factory(argument, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}.kwargs={kwargs!r} does not suit {name}: {error}") from error

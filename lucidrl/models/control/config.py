@@ -33,8 +33,6 @@ class NetworkConfig(OptimizationConfig):
     """The optimizer."""
     max_grad_norm: PositiveFloat | None = 0.5
     """Gradients are scaled down to this norm."""
-    max_nonfinite_steps: PositiveInt = 5
-    """Training stops after this many optimizer steps in a row were skipped for NaN or infinite gradients."""
 
 
 class ControlPolicyConfig(NetworkConfig):

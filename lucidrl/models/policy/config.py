@@ -86,8 +86,8 @@ class OptimizationConfig(Config):
         return self
 
 
-class DynamicBatchingConfig(Config):
-    """Micro-batches of rows of similar length, as many as fit a token budget (padding counted)."""
+class TokenBudgetConfig(Config):
+    """Micro-batches of as many rows as fit a token budget."""
 
     enabled: bool = False
     """Use it for training and scoring."""
@@ -95,19 +95,20 @@ class DynamicBatchingConfig(Config):
     """Most tokens, padding included, in a training micro-batch."""
     logprob_mb_tokens: PositiveInt = 8192
     """The same for scoring."""
+
+
+class DynamicBatchingConfig(TokenBudgetConfig):
+    """Micro-batches of rows of similar length, as many as fit a token budget (padding counted)."""
+
     sequence_length_round: PositiveInt = 8
     """Padded lengths are rounded up to a multiple of this."""
 
 
-class SequencePackingConfig(Config):
+class SequencePackingConfig(TokenBudgetConfig):
     """Micro-batches without padding: rows laid end to end, as many as fit a token budget."""
 
     enabled: bool = True
     """Use it for training and scoring."""
-    train_mb_tokens: PositiveInt = 4096
-    """Most tokens in a training micro-batch."""
-    logprob_mb_tokens: PositiveInt = 8192
-    """The same for scoring."""
 
 
 class DTensorConfig(Config):

@@ -110,11 +110,8 @@ class Policy:
         scored: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
         with span("score"):
             shards = self._shards(scored, None)
-            for name, is_wanted, of_reference in (
-                ("prev_logprobs", previous, False),
-                ("reference_policy_logprobs", reference, True),
-            ):
-                if is_wanted:
+            for name, of_reference in (("prev_logprobs", False), ("reference_policy_logprobs", True)):
+                if reference if of_reference else previous:
                     results = self.group.run_each("scorer.logprobs", [(shard, None, of_reference) for shard in shards])
                     data[name] = torch.cat([part["logprobs"] for part in self._by_data_rank(results)])
         return data

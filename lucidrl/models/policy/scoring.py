@@ -13,17 +13,13 @@ import torch
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.batching import round_up
-from lucidrl.distributed.collectives import largest_over
 from lucidrl.errors import ConfigError
 from lucidrl.models.policy.interfaces import LogprobOutputSpec
 from lucidrl.models.policy.offload import Offload
 from lucidrl.models.policy.row_plans import RowPlans
 from lucidrl.models.policy.sharding import Sharding
-from lucidrl.models.policy.training import with_empty_rounds
 from lucidrl.profiling.spans import span
 
-Copy = tuple[torch.Tensor, torch.Tensor]
-"""Target and source."""
 _BUFFER_ELEMENTS = 1 << 22
 _COPIES_PER_PIECE = 3
 
@@ -48,14 +44,13 @@ class Scorer:
         with self.reference_swapped_in() if of_reference else nullcontext(), span("logprobs"):
             self._offload.check_weights("get_logprobs")
             plan, order = self._row_plans.for_scoring(data, micro_batch_size)
-            rounds, device = largest_over(len(plan), self._sharding.mesh.world), self._sharding.mesh.device
-            micro_batches = data.microbatches(plan, length_multiple=self._row_plans.sequence_length_round)
+            device = self._sharding.mesh.device
             nothing = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
             scored = []
-            for micro, is_real in with_empty_rounds(micro_batches, data, rounds):
-                tokens, lengths = micro["input_ids"].to(device), micro["input_lengths"].to(device)
+            for micro in self._row_plans.micro_batches(data, plan):
+                tokens, lengths = micro.rows["input_ids"].to(device), micro.rows["input_lengths"].to(device)
                 outputs = self._sharding.root(tokens, lengths, packed=self._row_plans.are_packed)
-                if is_real:
+                if micro.is_real:
                     missing = nothing.shape[1] - outputs.logprobs.shape[1]
                     scored.append(torch.nn.functional.pad(outputs.logprobs.float().cpu(), (0, missing)))
             result: BatchedDataDict[LogprobOutputSpec] = BatchedDataDict(
@@ -93,11 +88,11 @@ class ReferencePolicy:
             known = buffers.get(tensor.dtype)
             if known is None or known.numel() < size:
                 buffers[tensor.dtype] = torch.empty(size, dtype=tensor.dtype, pin_memory=tensor.is_pinned())
-        pieces = [
-            _exchange(ours, theirs, buffers[theirs.dtype][: theirs.numel()])
-            for whole, copy in zip(weights, kept, strict=True)
-            for ours, theirs in zip(_pieces(whole), _pieces(copy), strict=True)
-        ]
+        pieces = []
+        for whole, copy in zip(weights, kept, strict=True):
+            for ours, theirs in zip(_pieces(whole), _pieces(copy), strict=True):
+                buffer = buffers[theirs.dtype][: theirs.numel()]
+                pieces.append([(buffer, ours), (ours, theirs), (theirs, buffer)])  # (target, source) of each copy
         self._num_copies_in = _COPIES_PER_PIECE * len(pieces)
         self._copies = [copy for piece in (*pieces, *reversed(pieces)) for copy in piece]
         self._num_done = 0
@@ -140,11 +135,6 @@ class ReferencePolicy:
             target, source = self._copies[self._num_done]
             target.copy_(source)
             self._num_done += 1
-
-
-def _exchange(ours: torch.Tensor, theirs: torch.Tensor, buffer: torch.Tensor) -> list[Copy]:
-    """The copies that exchange two tensors."""
-    return [(buffer, ours), (ours, theirs), (theirs, buffer)]
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -6,7 +6,7 @@ Steps with NaN or infinite gradients are skipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -14,8 +14,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.collectives import gather_over, largest_over, sum_over
-from lucidrl.distributed.columns import ColumnKind
+from lucidrl.distributed.collectives import gather_over, sum_over
 from lucidrl.errors import TrainingError
 from lucidrl.losses.interfaces import LossFunction, TokenOutputs, valid_token_mask
 from lucidrl.losses.reductions import Max, Mean, Metrics, Min, Sum, reduce_metrics
@@ -92,9 +91,6 @@ class Training:
         batch = batch.select_indices(batch["sample_mask"].nonzero()[:, 0])
         plan, mesh = self._row_plans.for_training(batch, mbs), self._sharding.mesh
         batch = batch.to(mesh.device)
-        micro_batches = batch.microbatches(plan, length_multiple=self._row_plans.sequence_length_round)
-        # All ranks make the same number of forward passes, because they gather weights from each other.
-        rounds = largest_over(len(plan), mesh.world)
         counts = (
             sum_over(batch["sample_mask"].sum(), mesh.dp_group),
             sum_over(valid_token_mask(batch).sum(), mesh.dp_group),
@@ -103,19 +99,19 @@ class Training:
         scale = self._sharding.gradient_scale * (optimizer.loss_scale if optimizer is not None else 1.0)
         try:
             with torch.set_grad_enabled(optimizer is not None):
-                for number, (micro, is_real) in enumerate(with_empty_rounds(micro_batches, batch, rounds)):
-                    with self._sharding.accumulating(is_last=number == rounds - 1):
+                for micro in self._row_plans.micro_batches(batch, plan):
+                    with self._sharding.accumulating(micro.is_last):
                         with span("forward"):
                             outputs = self._sharding.root(
-                                micro["input_ids"],
-                                micro["input_lengths"],
+                                micro.rows["input_ids"],
+                                micro.rows["input_lengths"],
                                 loss_fn.needs,
-                                selected=valid_token_mask(micro),
+                                selected=valid_token_mask(micro.rows),
                                 packed=self._row_plans.are_packed,
                             )
-                            if is_real:
-                                loss, metrics = loss_fn(_as_declared(outputs, loss_fn), micro, *counts)
-                                outcome.add(loss, metrics, micro)
+                            if micro.is_real:
+                                loss, metrics = loss_fn(_as_declared(outputs, loss_fn), micro.rows, *counts)
+                                outcome.add(loss, metrics, micro.rows)
                             else:
                                 loss = _nothing(outputs)
                         if optimizer is not None:
@@ -183,31 +179,6 @@ def merged_outcomes(outcomes: Sequence[StepOutcome], rate: float, dp_group: Proc
         "grad_norm": torch.tensor(outcomes[-1].grad_norm, dtype=torch.float64),
         "num_skipped_steps": sum(outcome.is_skipped for outcome in outcomes),
     }
-
-
-def with_empty_rounds(
-    micro_batches: Iterator[BatchedDataDict[Any]], like: BatchedDataDict[Any], rounds: int
-) -> Iterator[tuple[BatchedDataDict[Any], bool]]:
-    """The micro-batches, then empty ones until there are `rounds`; and whether each is a real one."""
-    number = 0
-    for micro in micro_batches:
-        yield micro, True
-        number += 1
-    for _ in range(number, rounds):
-        yield _empty_row(like), False
-
-
-def _empty_row(like: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """One row of a single token that counts nowhere, with the columns of `like`."""
-    columns: dict[str, Any] = {}
-    for name in like:
-        value, is_token = like[name], like.kind(name) is ColumnKind.TOKEN
-        if isinstance(value, torch.Tensor):
-            columns[name] = value.new_zeros(1, *((1, *value.shape[2:]) if is_token else value.shape[1:]))
-        else:
-            columns[name] = [None]
-    columns["input_lengths"] = like["input_lengths"].new_ones(1)
-    return BatchedDataDict(columns, kinds={name: like.kind(name) for name in like})
 
 
 def _in_numbers(metric: Any) -> Any:

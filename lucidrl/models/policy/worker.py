@@ -94,7 +94,7 @@ class PolicyWorker(ABC):
         if init_optimizer:
             self.optimizer = PolicyOptimizer(sharding.parameters(), self.config, local_part, sharding.total_norm)
         self.offload = Offload(sharding, self.optimizer)
-        self.row_plans = RowPlans(self.config, self.mesh.dp_group)
+        self.row_plans = RowPlans(self.config, self.mesh)
         self.training = Training(sharding, self.row_plans, self.config.max_nonfinite_steps)
         self.scorer = Scorer(sharding, self.row_plans, self.offload, has_reference=init_reference_model)
         whole_weights = partial(_whole_weights, self.config, self.offload, sharding)

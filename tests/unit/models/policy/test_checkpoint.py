@@ -224,5 +224,7 @@ def test_a_policy_without_an_optimizer_saves_and_loads_weights_alone(make_worker
     worker.save_checkpoint(str(tmp_path / "weights"))
     worker.load_checkpoint(str(tmp_path / "weights"))
     for call in (worker.save_checkpoint, worker.checkpoints.begin, worker.load_checkpoint):
-        with pytest.raises(ConfigError, match="optimizer_path, but this policy was made with init_optimizer=False"):
+        with pytest.raises(
+            ConfigError, match=r"with an optimizer_path needs an optimizer, but .* init_optimizer=False"
+        ):
             call(str(tmp_path / "new"), str(tmp_path / "optimizer"))
