@@ -1,4 +1,4 @@
-"""The policy worker on FSDP2 and DTensor: data, context, tensor and sequence parallel. One rank is not wrapped."""
+"""The policy worker on FSDP2 and DTensor: data, context, tensor and sequence parallel. A single rank is not wrapped."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lucidrl.models.policy.sharding import (
     FullTensors,
     Sharding,
     Unit,
-    give_memory,
-    local_part,
+    local_shard,
+    materialize,
     mixed_precision,
     with_logprobs,
 )
@@ -33,7 +33,7 @@ from lucidrl.models.tensor_parallel import apply_tensor_parallel
 
 
 class DTensorPolicyWorker(PolicyWorker):
-    """One rank of a policy whose parameters are DTensors, sharded over data and context parallel ranks."""
+    """One rank of a policy with DTensor parameters, sharded over data and context parallel ranks."""
 
     create_context_parallel_ctx = staticmethod(context_parallel.create_context_parallel_ctx)
     train_context = staticmethod(context_parallel.train_context)
@@ -64,9 +64,9 @@ class DTensorPolicyWorker(PolicyWorker):
 
 @contextmanager
 def unshard_fsdp2_model(model: nn.Module) -> Generator[None, None, None]:
-    """Gather the parameters of all FSDP2 modules; sharded again afterwards, also on an exception.
+    """Context in which all FSDP2 modules are unsharded; they are resharded on exit, even after an exception.
 
-    Inside, the modules may be called in parts: forward passes leave the parameters gathered.
+    Submodules can be called directly: forward passes do not reshard.
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     with kept_after_forward(modules):
@@ -85,32 +85,32 @@ def unshard_fsdp2_model(model: nn.Module) -> Generator[None, None, None]:
 def get_cpu_state_dict(
     state_generator: Iterable[tuple[str, torch.Tensor | DTensor]], pin_memory: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Copies of this rank's parts in CPU memory; nothing is shared with what they were made from.
+    """Copy this rank's shards to CPU memory.
 
     Args:
-        pin_memory: for fast copies to a GPU. Where there is none, memory is as it always is.
+        pin_memory: pin the copies, for fast transfers to a GPU; ignored without a GPU.
     """
     pin_memory = pin_memory and torch.cuda.is_available()
     copies = {}
     for name, tensor in state_generator:
-        part = local_part(tensor)
-        copy = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=pin_memory)
-        copies[name] = copy.copy_(part.detach(), non_blocking=pin_memory)
+        shard = local_shard(tensor)
+        copy = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=pin_memory)
+        copies[name] = copy.copy_(shard.detach(), non_blocking=pin_memory)
     if pin_memory:
         torch.cuda.synchronize()
     return copies
 
 
 def offload_policy(device: torch.device) -> CPUOffloadPolicy:
-    """Weights wait in host memory: pinned where they travel to a GPU, so that copies overlap with computing."""
+    """Keep weights in host memory; pinned if the device is a GPU, so that copies overlap with computation."""
     return CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
 
 class FSDP2Sharding(Sharding):
-    """Each decoder layer is one unit of gathering; embedding, final norm and head are the root's.
+    """Wraps each decoder layer; embedding, final norm and head belong to the root.
 
     Args:
-        model: its parameters are on the meta device; they are sharded in place and made, without values.
+        model: on the meta device; sharded in place and allocated, uninitialised.
     """
 
     def __init__(self, model: LogprobModel, mesh: RankMesh, config: PolicyConfig):
@@ -119,7 +119,7 @@ class FSDP2Sharding(Sharding):
         offloads = config.dtensor_cfg.cpu_offload
         options: dict[str, Any] = {
             "mesh": mesh.sharding_mesh,
-            # Also at the root: what is swapped or loaded into the shards must be what the next pass gathers.
+            # At the root too: the next forward pass must gather weights that were swapped or loaded in between.
             "reshard_after_forward": True,
             "mp_policy": MixedPrecisionPolicy(**mixed_precision(model, config)),
             "offload_policy": offload_policy(mesh.device) if offloads else OffloadPolicy(),
@@ -129,11 +129,11 @@ class FSDP2Sharding(Sharding):
         fully_shard(model, **options)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
-            # Losses are normalised by global counts: gradients are added up, and plainly, which every back end can.
+            # Losses are normalised by global counts, so gradients are summed. Gloo has no other reduction.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        give_memory(model.model, torch.device("cpu") if offloads else mesh.device, mesh.device)
-        self.units = self._units_of_one()
+        materialize(model.model, torch.device("cpu") if offloads else mesh.device, mesh.device)
+        self.units = self._unit_per_parameter()
 
     @contextmanager
     def accumulating(self, is_last: bool) -> Iterator[None]:
@@ -142,27 +142,27 @@ class FSDP2Sharding(Sharding):
             module.set_is_last_backward(is_last)
         try:
             yield
-        except BaseException:  # leave nothing of this pass, nor of the micro-batches before it
-            self._modules[0].reset_iter_state()  # of the root, and all below it
+        except BaseException:  # drop all state of this pass and of earlier micro-batches
+            self._modules[0].reset_iter_state()  # the root resets all modules below it
             drop_waiting_gradients(self._modules)
             raise
 
     def gathered(self) -> AbstractContextManager[None]:
         return unshard_fsdp2_model(self.model)
 
-    def _gather(self, unit: Unit, part: torch.Tensor, names: Sequence[str]) -> Iterable[tuple[str, torch.Tensor]]:
+    def _gather(self, unit: Unit, shard: torch.Tensor, names: Sequence[str]) -> Iterable[tuple[str, torch.Tensor]]:
         parameter = unit.parameter
         assert isinstance(parameter, DTensor)
-        whole = DTensor.from_local(
-            part,
+        full = DTensor.from_local(
+            shard,
             parameter.device_mesh,
             parameter.placements,
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        return [(names[0], whole.full_tensor())]
+        return [(names[0], full.full_tensor())]
 
-    def part_of(self, unit: Unit, full: FullTensors) -> torch.Tensor:
+    def shard_of(self, unit: Unit, full: FullTensors) -> torch.Tensor:
         assert isinstance(unit.parameter, DTensor)
         return full(unit.names[0])[part_of_whole(unit.parameter)]

@@ -1,7 +1,7 @@
-"""The policy worker on FSDP1 (FullyShardedDataParallel): data parallel. One rank is not wrapped.
+"""The policy worker on FSDP1 (FullyShardedDataParallel): data parallel only. A single rank is not wrapped.
 
-FSDP1 lays the weights of a unit end to end in one flat parameter, fills it up to a multiple of the number of ranks, and
-gives each rank an equal piece of it. The optimizer and the reference policy work on those pieces.
+FSDP1 concatenates the weights of a unit into one flat parameter, pads it to a multiple of the number of ranks, and
+gives each rank an equal shard. The optimizer and the reference policy work on those shards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lucidrl.models.policy.worker import PolicyWorker
 
 
 class FSDP1PolicyWorker(PolicyWorker):
-    """One rank of a policy whose parameters are pieces of flat ones, sharded over all ranks."""
+    """One rank of a policy whose parameters are shards of flat parameters, over all ranks."""
 
     manual_offload_to_cpu = PolicyWorker.move_to_cpu
     manual_load_to_gpu = PolicyWorker.move_to_cuda
@@ -50,10 +50,10 @@ class FSDP1PolicyWorker(PolicyWorker):
 
 
 class FSDP1Sharding(Sharding):
-    """Each decoder layer is one unit of gathering; embedding, final norm and head are another.
+    """Makes each decoder layer one unit; embedding, final norm and head are another.
 
     Args:
-        model: its parameters are on the meta device; those of the units are made, without values.
+        model: on the meta device; the units' parameters are allocated, uninitialised.
     """
 
     root: FullyShardedDataParallel
@@ -61,11 +61,10 @@ class FSDP1Sharding(Sharding):
     def __init__(self, model: LogprobModel, mesh: RankMesh, config: PolicyConfig):
         super().__init__(model, mesh)
         self.gradient_scale = float(mesh.layout.size)
-        # A CPU's weights are in host memory anyway.
         offloads = config.dtensor_cfg.cpu_offload and mesh.device.type != "cpu"
-        # Gradients that wait for the last micro-batch add up in the dtype of the backward pass. In half precision they
-        # are better exchanged each time, and added up in float32; FSDP1 cannot do that with gradients on the host.
-        self._exchanges_once = config.precision not in HALF_PRECISIONS or offloads
+        # Unreduced gradients accumulate in the dtype of the backward pass. In half precision, reduce them after every
+        # micro-batch and accumulate in float32; FSDP1 cannot do that with gradients on the host.
+        self._reduces_once = config.precision not in HALF_PRECISIONS or offloads
         name_of_module = {module: name for name, module in model.model.named_modules()}
         layers = set(decoder_layers(model.model))
         options: dict[str, Any] = {
@@ -77,11 +76,11 @@ class FSDP1Sharding(Sharding):
         sharded = FullyShardedDataParallel(
             model,
             auto_wrap_policy=CustomPolicy(lambda module: module in layers),
-            param_init_fn=_maker_of_tensors(mesh.device),
+            param_init_fn=_materializer(mesh.device),
             **options,
         )
-        # FSDP1 keeps the weights of its root gathered after a forward pass, and would not see what is then swapped or
-        # loaded into the pieces: so the root is a second shell, without weights.
+        # FSDP1 keeps the weights of its root gathered after a forward pass, and would miss weights that are swapped or
+        # loaded into the shards: so the root is a second wrapper, without weights.
         self.root = FullyShardedDataParallel(sharded, **options)
         self._modules, self.units = [], []
         for module in FullyShardedDataParallel.fsdp_modules(self.root):
@@ -92,7 +91,7 @@ class FSDP1Sharding(Sharding):
 
     @contextmanager
     def accumulating(self, is_last: bool) -> Iterator[None]:
-        waits = self._exchanges_once and not is_last
+        waits = self._reduces_once and not is_last
         try:
             with self.root.no_sync() if waits else nullcontext():
                 yield
@@ -107,30 +106,30 @@ class FSDP1Sharding(Sharding):
                 stack.enter_context(gathered_unit(module))
             yield
 
-    def _gather(self, unit: Unit, part: torch.Tensor, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        whole = part.new_empty(part.numel() * self.mesh.layout.size)
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=self.mesh.dp_group)
-        for name, start, stop in self._places(unit):
+    def _gather(self, unit: Unit, shard: torch.Tensor, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        full = shard.new_empty(shard.numel() * self.mesh.layout.size)
+        dist.all_gather_into_tensor(full, shard.contiguous(), group=self.mesh.dp_group)
+        for name, start, stop in self._offsets(unit):
             if name in names:
-                # A copy: who keeps one tensor should not keep the whole unit.
-                yield name, whole[start:stop].view(self.shapes[name]).clone()
+                # A copy: a reference to one tensor must not keep the whole unit alive.
+                yield name, full[start:stop].view(self.shapes[name]).clone()
 
-    def part_of(self, unit: Unit, full: FullTensors) -> torch.Tensor:
+    def shard_of(self, unit: Unit, full: FullTensors) -> torch.Tensor:
         size = unit.parameter.numel()
         first = self.mesh.rank * size
-        part: torch.Tensor | None = None
-        for name, start, stop in self._places(unit):
+        shard: torch.Tensor | None = None
+        for name, start, stop in self._offsets(unit):
             tensor = full(name)
-            if part is None:
-                part = tensor.new_zeros(size)  # what fills up the last piece stays 0, also in norms
+            if shard is None:
+                shard = tensor.new_zeros(size)  # the padding of the last shard stays 0, so norms are unaffected
             own = slice(max(start, first), min(stop, first + size))
             if own.start < own.stop:
-                part[own.start - first : own.stop - first] = tensor.flatten()[own.start - start : own.stop - start]
-        assert part is not None, "FSDP1 makes no flat parameter of nothing"
-        return part
+                shard[own.start - first : own.stop - first] = tensor.flatten()[own.start - start : own.stop - start]
+        assert shard is not None, "a flat parameter holds at least one tensor"
+        return shard
 
-    def _places(self, unit: Unit) -> Iterator[tuple[str, int, int]]:
-        """Where the tensors of a unit begin and end in its flat parameter."""
+    def _offsets(self, unit: Unit) -> Iterator[tuple[str, int, int]]:
+        """Yield name, start and stop of each tensor in the unit's flat parameter."""
         start = 0
         for name in unit.names:
             stop = start + math.prod(self.shapes[name])
@@ -138,8 +137,8 @@ class FSDP1Sharding(Sharding):
             start = stop
 
 
-def _maker_of_tensors(device: torch.device) -> Callable[[nn.Module], None]:
-    """A function that gives the tensors of one module memory; what is tied stays tied."""
+def _materializer(device: torch.device) -> Callable[[nn.Module], None]:
+    """Return a function that allocates the tensors of one module; tied ones stay tied."""
     made: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
 
     def make(module: nn.Module) -> None:

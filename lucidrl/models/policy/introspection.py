@@ -1,4 +1,4 @@
-"""Memory and name of the device that a worker computes on; on a CPU, those of its process and host."""
+"""Memory use and id of a worker's device; on a CPU, of its process and host."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class MemoryUse:
     memory_allocated_mb: float
     memory_reserved_mb: float
     memory_peak_mb: float
-    """Most that was allocated since the peak was reset."""
+    """Maximum allocated since `reset_peak`."""
     memory_total_mb: float
-    """What the device, or the host, has."""
+    """Capacity of the device or host."""
 
 
 class CudaMemory:
-    """Memory of a GPU as torch's allocator counts it for this process."""
+    """GPU memory of this process, as torch's allocator reports it."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -48,27 +48,26 @@ class CudaMemory:
 
 
 class ProcessMemory:
-    """Resident memory of this process, whoever allocated it; nothing is reserved beyond it.
+    """Resident memory of this process; reserved equals allocated.
 
-    The operating system keeps the peak, and Linux restarts it on request. Where it does not (another system, or a
-    sandbox), the peak since a reset is exact once it exceeds the peak of before; until then it is the largest that
-    `reset_peak` and `read` saw, and what came and went between two calls is missed.
+    Linux resets the kernel's peak on request. Elsewhere, or in a sandbox, the peak is exact once it exceeds the peak
+    before the reset; until then it is the maximum that `reset_peak` and `read` measured.
     """
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._peak_of_before = 0
-        self._largest_seen = 0
+        self._peak_before_reset = 0
+        self._largest_measured = 0
 
     def read(self) -> MemoryUse:
         resident = self._process.memory_info().rss
-        self._largest_seen = max(self._largest_seen, resident)
+        self._largest_measured = max(self._largest_measured, resident)
         lifetime_peak = _lifetime_peak_bytes()
-        peak = lifetime_peak if lifetime_peak > self._peak_of_before else self._largest_seen
+        peak = lifetime_peak if lifetime_peak > self._peak_before_reset else self._largest_measured
         return MemoryUse(
             resident / _BYTES_PER_MB,
             resident / _BYTES_PER_MB,
-            max(peak, resident) / _BYTES_PER_MB,  # the kernel's two numbers are read one after the other
+            max(peak, resident) / _BYTES_PER_MB,  # the two numbers are not read at the same instant
             psutil.virtual_memory().total / _BYTES_PER_MB,
         )
 
@@ -76,16 +75,16 @@ class ProcessMemory:
         try:
             _CLEAR_REFS.write_text("5")
         except OSError:
-            self._peak_of_before = _lifetime_peak_bytes()
+            self._peak_before_reset = _lifetime_peak_bytes()
         else:
-            self._peak_of_before = 0
-        self._largest_seen = self._process.memory_info().rss
+            self._peak_before_reset = 0
+        self._largest_measured = self._process.memory_info().rss
 
 
 def device_id(device: torch.device, local_rank: int) -> str:
-    """What every process that uses the device of a worker calls it: the UUID that NVML gives a GPU ("GPU-…").
+    """Return an id that all processes on the device agree on: the NVML UUID of a GPU ("GPU-…").
 
-    A CPU has none: there it is an id of the node and the worker's number on it ("CPU-…-0"); see `node_id`.
+    For a CPU it is made of the node's id and the local rank ("CPU-…-0"); see `node_id`.
     """
     if device.type == "cuda":
         return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
@@ -93,9 +92,9 @@ def device_id(device: torch.device, local_rank: int) -> str:
 
 
 def _lifetime_peak_bytes() -> int:
-    """Most resident memory this process has had, or has had since Linux was told to start over."""
+    """Return the peak resident memory of this process, since the last reset of the kernel's peak if any."""
     if sys.platform == "linux":
-        # Not getrusage: its number includes what ran in the process before it became this program.
+        # Not getrusage: it includes memory from before exec.
         found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
         if found is not None:
             return int(found[1]) * 1024
