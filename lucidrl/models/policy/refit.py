@@ -22,9 +22,6 @@ from lucidrl.models.policy.offload import Offload
 from lucidrl.models.policy.sharding import Sharding
 from lucidrl.profiling.spans import span
 
-IpcHandles = dict[str, tuple[bool, BucketHandle]]
-"""Device id → (packed, handle of the bucket); see `device_id`."""
-
 
 class WeightExport:
     """Sends weights under Hugging Face names, in the configured precision, tied ones once.
@@ -44,9 +41,8 @@ class WeightExport:
         self.device_id = device_id(device, local_rank)
         # CPU ranks of a node share its memory: one copy of the weights serves all receivers.
         self._is_writer = device.type == "cuda" or local_rank == 0
-        self._infos = {
-            name: TensorInfo(name, tuple(sharding.shapes[name]), self._dtype) for name in sharding.gather_order()
-        }
+        names = [name for unit in sharding.units for name in unit.names]
+        self._infos = {name: TensorInfo(name, tuple(sharding.shapes[name]), self._dtype) for name in names}
         self._version, self._verify = 0, False
         self._shards: list[torch.Tensor] | None = None
         """This rank's weights; set by `prepare_for_ipc`."""
@@ -83,11 +79,16 @@ class WeightExport:
         return [(info.name, info.size_bytes) for info in self.infos()], float(free)
 
     @span("refit")
-    def ipc_handles(self, keys: Sequence[str]) -> IpcHandles:
-        """Pack the named weights into one bucket; ranks that do not write return an empty dict."""
+    def ipc_handles(self, keys: Sequence[str]) -> dict[str, tuple[bool, BucketHandle]]:
+        """Pack the named weights into one bucket; return device id → (True, handle), or {} on ranks that skip it."""
         self._offload.check_weights("get_weights_ipc_handles")
-        shards, bucket = self._prepared_shards(keys), self._bucket_of(keys)
-        stream = self._sharding.full_tensors(shards, set(keys), self._dtype)
+        if self._shards is None:
+            raise RefitError(
+                f"get_weights_ipc_handles was called for {len(keys)} weights before prepare_weights_for_ipc; call that "
+                "first, on every rank: it lists the weights"
+            )
+        bucket = self._bucket_of(keys)
+        stream = self._sharding.full_tensors(self._shards, set(keys), self._dtype)
         if not self._is_writer:
             for _ in stream:  # takes part in the gathering
                 pass
@@ -156,14 +157,6 @@ class WeightExport:
         if self._group is not None:
             self._group.close()
             self._group = None
-
-    def _prepared_shards(self, keys: Sequence[str]) -> list[torch.Tensor]:
-        if self._shards is None:
-            raise RefitError(
-                f"get_weights_ipc_handles was called for {len(keys)} weights before prepare_weights_for_ipc; call that "
-                "first, on every rank: it lists the weights"
-            )
-        return self._shards
 
     def _bucket_of(self, keys: Sequence[str]) -> Bucket:
         if unknown := [key for key in keys if key not in self._infos]:

@@ -52,11 +52,7 @@ class Scorer:
                 if micro.is_real:
                     missing = unscored.shape[1] - outputs.logprobs.shape[1]
                     scored.append(torch.nn.functional.pad(outputs.logprobs.float().cpu(), (0, missing)))
-            result: BatchedDataDict[LogprobOutputSpec] = BatchedDataDict(
-                {"logprobs": torch.cat(scored) if scored else unscored}
-            )
-            result.reorder_data(order)
-            return result
+            return BatchedDataDict({"logprobs": torch.cat(scored)[order] if scored else unscored})
 
     @contextmanager
     def reference_swapped_in(self) -> Iterator[None]:

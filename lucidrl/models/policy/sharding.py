@@ -52,6 +52,7 @@ class Sharding(ABC):
 
     root: nn.Module
     units: list[Unit]
+    """In gathering order."""
     gradient_scale: float = 1.0
     """Multiply losses by this; not 1 where the back end averages gradients over ranks instead of summing them."""
 
@@ -84,10 +85,6 @@ class Sharding(ABC):
         """Return this rank's shards of the weights, in the order of `parameters`; shares their memory."""
         return [local_shard(parameter.detach()) for parameter in self.parameters()]
 
-    def gather_order(self) -> list[str]:
-        """Return Hugging Face names in the order of `full_tensors`; neighbours are cheapest to gather together."""
-        return [name for unit in self.units for name in unit.names]
-
     def full_tensors(
         self,
         shards: Sequence[torch.Tensor],
@@ -102,7 +99,7 @@ class Sharding(ABC):
             dtype: cast shards to this before they are sent.
 
         Yields:
-            Hugging Face names and tensors, in the order of `gather_order`; tied weights once.
+            Hugging Face names and tensors, in the order of `units`; tied weights once.
         """
         for unit, shard in zip(self.units, shards, strict=True):
             if wanted := [name for name in unit.names if names is None or name in names]:
