@@ -55,14 +55,13 @@ class Layout:
 class RankMesh:
     """The place of this rank, and the groups it talks to; every rank of the world has to make one."""
 
-    def __init__(self, layout: Layout, device_type: str):
-        self.layout = layout
-        self.device = torch.device(device_type)
+    def __init__(self, layout: Layout, device: torch.device):
+        self.layout, self.device = layout, device
         self.rank = dist.get_rank() if layout.size > 1 else 0
         self._mesh: DeviceMesh | None = None
         if layout.size > 1:
             shape = (layout.dp, layout.cp, layout.tp)
-            self._mesh = init_device_mesh(device_type, shape, mesh_dim_names=(DP, CP, TP))
+            self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DP, CP, TP))
             self.sharding_mesh = self._mesh[DP, CP]._flatten(DP_CP)
             """Over which parameters are sharded, and gradients summed."""
 

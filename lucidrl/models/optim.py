@@ -1,4 +1,4 @@
-"""The optimizer of a policy: float32 master weights where the model computes in less, clipping, schedule, skipping."""
+"""The optimizer of a policy: master weights, loss scale, clipping, schedule; skips steps with nonfinite gradients."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ FUSED_BY_DEFAULT = ("torch.optim.AdamW", "torch.optim.Adam")
 
 
 def plain_norm(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Norm of the gradients of a model that one rank holds; those of parameters without one count as 0."""
+    """Return the gradient norm of a model on one rank; missing gradients count as 0."""
     return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
 
 
 class PolicyOptimizer:
-    """Owns what turns gradients into new weights.
+    """Optimizer, schedule and loss scale of one model.
 
-    It works on the plain tensors of this rank, so that every torch optimizer can be used. With half-precision
-    parameters these are float32 copies: each micro-batch's gradient is added to the copy's float32 gradient as soon as
-    it is complete, and the parameters are rounded from the copies after the step.
+    It works on this rank's plain tensors, so any torch optimizer can be used. For half-precision parameters it keeps
+    float32 master weights: gradients of micro-batches accumulate there, and each step writes the parameters.
 
     Args:
-        parameters: those to train, as this rank holds them.
-        local: the plain tensor behind a parameter or its gradient.
-        total_norm: of the gradient of the whole model, over all ranks.
-        key: of the config, for complaints about it.
+        parameters: parameters of this rank; only those that require gradients are trained.
+        local: returns the plain tensor behind a parameter or gradient.
+        total_norm: returns the gradient norm of the full model, over all ranks.
+        key: the setting that holds the config, for errors.
     """
 
     def __init__(
@@ -50,16 +49,16 @@ class PolicyOptimizer:
         self._local, self._total_norm = local, total_norm
         self._max_grad_norm = config.max_grad_norm
         self._trained = [local(parameter.detach()) for parameter in self._parameters]
-        """What the optimizer changes: the parameters' own memory, or float32 copies of it."""
+        """Tensors that the optimizer updates: the parameters' memory, or float32 master weights."""
         self.has_masters = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in self._trained)
         if self.has_masters:
             self._trained = [tensor.float() for tensor in self._trained]
             for parameter, master in zip(self._parameters, self._trained, strict=True):
-                parameter.register_post_accumulate_grad_hook(_adder_to(master))
-        # Sharded parameters are float32 themselves, but what is saved of them is rounded.
+                parameter.register_post_accumulate_grad_hook(_accumulator_into(master))
+        # Sharded parameters are float32 themselves, but the saved weights are rounded.
         self._keeps_masters = self.has_masters or config.precision in HALF_PRECISIONS
         self.loss_scale = _FIRST_LOSS_SCALE if config.precision == "float16" else 1.0
-        """What losses are multiplied with before the backward pass; gradients are divided by it again."""
+        """Multiply losses by this before the backward pass; `step` divides gradients by it."""
         self._is_scaled = self.loss_scale != 1.0
         self._good_steps = 0
         self._optimizer = _make_optimizer(self._trained, config, key)
@@ -72,7 +71,7 @@ class PolicyOptimizer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def step(self) -> float:
-        """Clip and step, unless a gradient is NaN or infinite; returns the norm before clipping, which then tells."""
+        """Clip and step; return the norm before clipping. Skips the step if the norm is NaN or infinite."""
         if not self.has_masters:
             for parameter, tensor in zip(self._parameters, self._trained, strict=True):
                 tensor.grad = None if parameter.grad is None else self._local(parameter.grad)
@@ -87,13 +86,13 @@ class PolicyOptimizer:
             self._optimizer.step()
         self.zero_grad()
         if is_finite and self.has_masters:
-            self._publish()
+            self._write_parameters()
         if self._is_scaled:
             self._adapt_loss_scale(is_finite)
         return norm.item()
 
     def _adapt_loss_scale(self, is_finite: bool) -> None:
-        """Small gradients vanish in float16 unless they are scaled up, large ones overflow if they are."""
+        """Halve the scale after an overflow; double it after many good steps."""
         self._good_steps = self._good_steps + 1 if is_finite else 0
         if not is_finite:
             self.loss_scale = max(1.0, self.loss_scale / 2)
@@ -105,12 +104,12 @@ class PolicyOptimizer:
             tensor.grad = None
 
     def schedule(self) -> None:
-        """Advance the learning-rate schedule by one call of `train`."""
+        """Advance the learning-rate schedule; call it once per `train` call."""
         if self._scheduler is not None:
             self._scheduler.step()
 
     def own_tensors(self) -> list[torch.Tensor]:
-        """What the optimizer holds beside the model's parameters: its state, and the float32 copies if there are."""
+        """Return the optimizer's state tensors and master weights."""
         states = self._optimizer.state.values()
         held = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         return [*held, *(self._trained if self.has_masters else ())]
@@ -126,8 +125,8 @@ class PolicyOptimizer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, with the settings that are configured now: learning rate and schedule, where they
-        are not as before, are what they would be by now had they been so from the start."""
+        """Restore a state under the current settings: a changed learning rate or schedule applies as if it had been set
+        from the start."""
         self._optimizer.load_state_dict(state["optimizer"])
         for group in self._optimizer.param_groups:
             group.pop("initial_lr", None)
@@ -142,31 +141,31 @@ class PolicyOptimizer:
                 for master, saved in zip(self._trained, state["masters"], strict=True):
                     master.copy_(saved)
         if self.has_masters:
-            self._publish()
+            self._write_parameters()
 
-    def take_weights(self) -> None:
-        """Start over from the model's current weights (after they were loaded from elsewhere)."""
+    def reset_to_model(self) -> None:
+        """Copy the model's current weights into the master weights, after they were changed from outside."""
         with torch.no_grad():
             for parameter, tensor in zip(self._parameters, self._trained, strict=True):
                 tensor.copy_(self._local(parameter))
 
     def _advance_schedule(self, count: int) -> None:
-        """What a scheduler keeps is mixed with its arguments, so it is not loaded: it takes its steps again."""
+        """Replay steps: a scheduler's state dict also holds its arguments, so it cannot be loaded."""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before", UserWarning)
                 for _ in range(count):
                     self.schedule()
         except ValueError as error:
-            raise ConfigError(f"{self._key}.scheduler does not reach step {count}, the run's: {error}") from error
+            raise ConfigError(f"{self._key}.scheduler fails before step {count} of the run: {error}") from error
 
     @torch.no_grad()
-    def _publish(self) -> None:
+    def _write_parameters(self) -> None:
         for parameter, tensor in zip(self._parameters, self._trained, strict=True):
             self._local(parameter).copy_(tensor)
 
 
-def _adder_to(master: torch.Tensor) -> Any:
+def _accumulator_into(master: torch.Tensor) -> Any:
     def add(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
@@ -180,37 +179,31 @@ def _adder_to(master: torch.Tensor) -> Any:
 
 
 def _make_optimizer(parameters: list[torch.Tensor], config: OptimizationConfig, key: str) -> torch.optim.Optimizer:
-    factory = import_object(config.optimizer.name, f"{key}.optimizer.name")
-    if not callable(factory):
-        raise ConfigError(
-            f"{key}.optimizer.name={config.optimizer.name!r} is a {type(factory).__name__}; "
-            "give the import path of an optimizer class, such as torch.optim.AdamW"
-        )
-    kwargs = dict(config.optimizer.kwargs)
-    if config.optimizer.name in FUSED_BY_DEFAULT and not kwargs.keys() & {"foreach", "capturable", "differentiable"}:
+    name, kwargs = config.optimizer.name, dict(config.optimizer.kwargs)
+    if name in FUSED_BY_DEFAULT and not kwargs.keys() & {"foreach", "capturable", "differentiable"}:
         kwargs.setdefault("fused", True)
-    check_arguments(factory, kwargs, f"{key}.optimizer.kwargs", num_given=1)
-    try:
-        return factory(parameters, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{key}.optimizer.kwargs={kwargs!r} does not suit {config.optimizer.name}: {error}"
-        ) from error
+    return _make(name, kwargs, f"{key}.optimizer", parameters)
 
 
 def _make_scheduler(optimizer: torch.optim.Optimizer, config: OptimizationConfig, key: str) -> Any:
-    schedulers = []
-    for entry in config.scheduler:
-        factory = import_object(entry.name, f"{key}.scheduler.name")
-        if factory is torch.optim.lr_scheduler.ReduceLROnPlateau:
-            raise ConfigError(
-                f"{key}.scheduler.name={entry.name!r} needs a metric at each step; choose one that does not"
-            )
-        check_arguments(factory, entry.kwargs, f"{key}.scheduler.kwargs", num_given=1)
-        try:
-            schedulers.append(factory(optimizer, **entry.kwargs))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{key}.scheduler.kwargs={entry.kwargs!r} does not suit {entry.name}: {error}") from error
+    schedulers = [_make(entry.name, entry.kwargs, f"{key}.scheduler", optimizer) for entry in config.scheduler]
     if len(schedulers) <= 1:
         return schedulers[0] if schedulers else None
     return torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, list(config.scheduler_milestones))
+
+
+def _make(name: str, kwargs: dict[str, Any], key: str, argument: object) -> Any:
+    """Create an optimizer or scheduler; raise ConfigError if the import path or its arguments are invalid."""
+    factory = import_object(name, f"{key}.name")
+    if not callable(factory):
+        raise ConfigError(
+            f"{key}.name={name!r} is a {type(factory).__name__}; set the import path of a class, "
+            "such as torch.optim.AdamW"
+        )
+    if factory is torch.optim.lr_scheduler.ReduceLROnPlateau:
+        raise ConfigError(f"{key}.name={name!r} needs a metric at each step, which is not supported; choose another")
+    check_arguments(factory, kwargs, f"{key}.kwargs", num_given=1)
+    try:
+        return factory(argument, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}.kwargs={kwargs!r} are not valid for {name}: {error}") from error

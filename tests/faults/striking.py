@@ -32,7 +32,7 @@ PHASES = {
     "logprobs": "scorer.logprobs",
     "train": "train",
     "refit": "get_weights_ipc_handles",
-    "broadcast": "send_weights",
+    "broadcast": "export.try_broadcast",
     "save": "checkpoints.begin",
     "answering": "generate",
     "taking weights": "take_weights",
@@ -140,7 +140,7 @@ class DTensorPolicyWorker(dtensor_policy_worker.DTensorPolicyWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         begin("start")
         super().__init__(*args, **kwargs)
-        for phase in ("generate", "logprobs", "save"):
+        for phase in ("generate", "logprobs", "broadcast", "save"):
             part, _, method = PHASES[phase].partition(".")
             owner = getattr(self, part)
             setattr(owner, method, _beginning(phase, getattr(owner, method)))
@@ -152,10 +152,6 @@ class DTensorPolicyWorker(dtensor_policy_worker.DTensorPolicyWorker):
     def get_weights_ipc_handles(self, *args: Any) -> Any:
         begin("refit")
         return super().get_weights_ipc_handles(*args)
-
-    def send_weights(self) -> Any:
-        begin("broadcast")
-        return super().send_weights()
 
 
 def _beginning(phase: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,1 +1,1 @@
-"""Policies and critics for control tasks: small networks on observations of numbers."""
+"""Policies and critics for control tasks: small networks on numeric observations."""

@@ -1,4 +1,4 @@
-"""From what a network puts out to actions: a choice among some, or numbers between limits.
+"""Action distributions on top of a network's outputs: categorical, or Gaussian with limits.
 
 Shapes: B any leading dims, P the network's outputs, D numbers in an action.
 """
@@ -19,38 +19,37 @@ _HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
 
 
 class ActionHead(nn.Module, ABC):
-    """A distribution over latent actions, and the action that each of them stands for.
+    """A distribution over latent actions, and the mapping to env actions.
 
-    The latent action is what was drawn, so that its probability can be told exactly; what an env gets of it may be
-    clipped or written differently.
+    Log-probabilities are of the sampled latent action; the env action may be a clipped or encoded form of it.
     """
 
     num_inputs: int
-    """P, the outputs that a network needs for it."""
+    """P, the number of network outputs it needs."""
 
     @abstractmethod
     def sample(self, outputs_BP: torch.Tensor) -> torch.Tensor:
-        """Latent actions, drawn with torch's generator."""
+        """Sample latent actions with torch's generator."""
 
     @abstractmethod
-    def likeliest(self, outputs_BP: torch.Tensor) -> torch.Tensor:
-        """The latent actions of highest probability."""
+    def mode(self, outputs_BP: torch.Tensor) -> torch.Tensor:
+        """Return the most likely latent actions."""
 
     @abstractmethod
     def logprob(self, outputs_BP: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
-        """[B], of latent actions."""
+        """Return log-probabilities [B] of latent actions."""
 
     @abstractmethod
     def entropy(self, outputs_BP: torch.Tensor) -> torch.Tensor:
-        """[B], of the latent distribution."""
+        """Return entropies [B] of the latent distribution."""
 
     @abstractmethod
     def action(self, latent: torch.Tensor) -> torch.Tensor:
-        """What the env takes."""
+        """Map latent actions to env actions."""
 
 
 class DiscreteHead(ActionHead):
-    """One of n actions. The latent action is its index, [B]; the action is one-hot, [B, n] int64."""
+    """Categorical over n actions. The latent action is an index, [B]; the env action is one-hot, [B, n] int64."""
 
     def __init__(self, space: DiscreteActions):
         super().__init__()
@@ -60,13 +59,13 @@ class DiscreteHead(ActionHead):
         probabilities = outputs_BP.softmax(-1).view(-1, self.num_inputs)
         try:
             return torch.multinomial(probabilities, 1).view(outputs_BP.shape[:-1])
-        except RuntimeError as error:  # asking beforehand would cost each of many frames
+        except RuntimeError as error:  # a check beforehand would slow every frame
             raise TrainingError(
-                f"the policy cannot choose an action: {error}; look for observations that are not finite, or lower "
+                f"the policy cannot sample an action: {error}; check for NaN or infinite observations, or lower "
                 "policy.optimizer.kwargs.lr"
             ) from error
 
-    def likeliest(self, outputs_BP: torch.Tensor) -> torch.Tensor:
+    def mode(self, outputs_BP: torch.Tensor) -> torch.Tensor:
         return outputs_BP.argmax(-1)
 
     def logprob(self, outputs_BP: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
@@ -81,10 +80,10 @@ class DiscreteHead(ActionHead):
 
 
 class ContinuousHead(ActionHead):
-    """A Gaussian of independent numbers, [B, D], whose draws are clipped to the limits.
+    """A diagonal Gaussian, [B, D]; env actions are clipped to the limits.
 
-    The network puts out means, the standard deviations are parameters of their own. Both are in units of half the
-    range around its middle, where the range is finite, so that one initial spread suits every env.
+    The network outputs means; standard deviations are separate parameters. If the limits are finite, both are relative
+    to the middle and half of the range, so that one initial standard deviation fits every env.
     """
 
     _low: torch.Tensor
@@ -107,7 +106,7 @@ class ContinuousHead(ActionHead):
     def sample(self, outputs_BP: torch.Tensor) -> torch.Tensor:
         return outputs_BP + self.log_std.exp() * torch.randn_like(outputs_BP)
 
-    def likeliest(self, outputs_BP: torch.Tensor) -> torch.Tensor:
+    def mode(self, outputs_BP: torch.Tensor) -> torch.Tensor:
         return outputs_BP
 
     def logprob(self, outputs_BP: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Configuration of the two networks of a control task, the policy and the critic."""
+"""Configuration of the policy and critic networks of a control task."""
 
 from __future__ import annotations
 
@@ -17,32 +17,30 @@ class NetworkOptimizerConfig(OptimizerConfig):
     name: str = "torch.optim.Adam"
     """Import path of the optimizer class."""
     kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 3e-4, "eps": 1e-5})
-    """Its arguments. AdamW and Adam use their fused implementation unless told otherwise."""
+    """Its arguments. AdamW and Adam default to `fused=true`."""
 
 
 class NetworkConfig(OptimizationConfig):
-    """A network of its own for one role, with its own optimizer."""
+    """A network with its own optimizer."""
 
     hidden_sizes: tuple[PositiveInt, ...] = (64, 64)
     """Units of each hidden layer."""
     activation: Activation = "tanh"
-    """What follows each hidden layer."""
+    """Activation after each hidden layer."""
     precision: Literal["float32", "float64"] = "float32"
-    """What the network computes in."""
+    """Precision of the network's computations."""
     optimizer: NetworkOptimizerConfig = NetworkOptimizerConfig()
     """The optimizer."""
     max_grad_norm: PositiveFloat | None = 0.5
-    """Gradients are scaled down to this norm."""
-    max_nonfinite_steps: PositiveInt = 5
-    """Training stops after this many optimizer steps in a row were skipped for NaN or infinite gradients."""
+    """Clip gradients to this norm; null turns clipping off."""
 
 
 class ControlPolicyConfig(NetworkConfig):
-    """The network that decides."""
+    """The policy network."""
 
     initial_std: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Standard deviation of continuous actions before training, in units of half their range; then it is learned."""
+    """Initial standard deviation of continuous actions, relative to half their range; it is learned."""
 
 
 class CriticConfig(NetworkConfig):
-    """The network that estimates what an observation is worth."""
+    """The network that estimates the value of an observation."""

@@ -1,4 +1,4 @@
-"""What passes between an algorithm and a control policy, beside the frames of `lucidrl.losses.interfaces`."""
+"""Types shared by algorithms and control policies, beside the frames of `lucidrl.losses.interfaces`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 @dataclass(frozen=True)
 class ControlTrainResult:
-    """What one call of `ControlPolicy.train` did."""
+    """Result of one `ControlPolicy.train` call."""
 
     metrics: dict[str, float]
-    """Means over all minibatches; gradient norms and learning rates, those of the critic with `critic_` before."""
+    """Means over all minibatches, gradient norms and learning rates; the critic's have the prefix `critic_`."""
     num_skipped_steps: int
-    """Optimizer steps left out because gradients were NaN or infinite."""
+    """Optimizer steps skipped because gradients were NaN or infinite."""
 
 
 @dataclass(frozen=True)
 class ObservationSpace:
-    """Observations that a network can read: one array of numbers."""
+    """Observations that a network can process: one numeric array."""
 
     shape: tuple[int, ...]
 
@@ -37,11 +37,10 @@ class DiscreteActions:
 
 @dataclass(frozen=True)
 class ContinuousActions:
-    """Numbers between limits, which may be infinite."""
+    """Numbers between limits, which may be infinite; limits have the shape of an action."""
 
     low: torch.Tensor
     high: torch.Tensor
-    """Of the shape of an action."""
 
 
 ActionSpace = DiscreteActions | ContinuousActions

@@ -1,4 +1,4 @@
-"""The two networks of a control task: one decides, one estimates values.
+"""Policy and critic networks of a control task.
 
 Shapes: B any leading dims, O numbers in an observation, P inputs of the action head.
 """
@@ -17,11 +17,11 @@ from lucidrl.models.control.interfaces import ActionSpace, ObservationSpace
 
 ACTIVATIONS: dict[Activation, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 FIRST_POLICY_GAIN, FIRST_CRITIC_GAIN = 0.01, 1.0
-"""Of the last layers before training: a policy should begin undecided, whatever it sees."""
+"""Initial gains of the last layers: a policy starts close to uniform for every observation."""
 
 
 class MLP(nn.Module):
-    """Fully connected layers on observations of one shape, initialised orthogonally."""
+    """Fully connected layers with orthogonal initialisation, for observations of one shape."""
 
     def __init__(self, space: ObservationSpace, num_outputs: int, config: NetworkConfig, last_gain: float):
         super().__init__()
@@ -44,11 +44,10 @@ class MLP(nn.Module):
 
 
 class PolicyNetwork(nn.Module):
-    """Decides on observations [B, ...]; called as a collector calls it, it draws.
+    """Samples actions for observations [B, ...], as collectors call it; use `score` for training.
 
     Returns:
-        `action` as the env takes it, `latent_action` as it was drawn, and `sample_log_prob` [B] of that; all without
-        gradients. `score` is for learning.
+        `action` for the env, the sampled `latent_action`, and its `sample_log_prob` [B]; all without gradients.
     """
 
     def __init__(self, observations: ObservationSpace, actions: ActionSpace, config: ControlPolicyConfig):
@@ -67,13 +66,13 @@ class PolicyNetwork(nn.Module):
         }
 
     def score(self, observation: torch.Tensor, latent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of latent actions, and entropies; both [B]."""
+        """Return log-probabilities of latent actions, and entropies; both [B]."""
         outputs_BP = self.body(observation)
         return self.head.logprob(outputs_BP, latent), self.head.entropy(outputs_BP)
 
 
 class GreedyPolicy(nn.Module):
-    """A policy's likeliest actions, as a collector or an env takes them; shares its weights."""
+    """Returns a policy's most likely env actions; shares its weights."""
 
     def __init__(self, policy: PolicyNetwork):
         super().__init__()
@@ -82,7 +81,7 @@ class GreedyPolicy(nn.Module):
     @torch.no_grad()
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         head = self.policy.head
-        return head.action(head.likeliest(self.policy.body(observation)))
+        return head.action(head.mode(self.policy.body(observation)))
 
 
 class CriticNetwork(nn.Module):

@@ -1,29 +1,106 @@
-"""`ControlPolicy`: what PPO holds. A policy that acts and learns, and the critic that judges beside it."""
+"""`ControlPolicy`: the policy and critic that PPO trains."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from lucidrl.checkpoint.manifest import FileDigest
-from lucidrl.checkpoint.writer import CheckpointWriter
+from lucidrl.checkpoint.manifest import FileDigest, read_json
+from lucidrl.checkpoint.shards import open_tensors
+from lucidrl.checkpoint.state import flatten_state, unflatten_state
+from lucidrl.checkpoint.tensors import TensorSpec
+from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet
+from lucidrl.errors import CheckpointError, TrainingError
 from lucidrl.losses.interfaces import FrameLoss, FrameOutputs, Frames
-from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
+from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig, NetworkConfig
 from lucidrl.models.control.interfaces import ActionSpace, ControlTrainResult, ObservationSpace
 from lucidrl.models.control.networks import CriticNetwork, GreedyPolicy, PolicyNetwork
-from lucidrl.models.control.role import Role
+from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.profiling.recording import Recording
 from lucidrl.profiling.spans import span
 from lucidrl.utils.device import default_device
 from lucidrl.utils.nsys import POLICY, is_recorded, profile_request, worker_name
 
+WEIGHTS_STEM, OPTIMIZERS = "model", "optimizer"
+
+
+class Role:
+    """A trained network with its optimizer; config, metrics and checkpoints use its name.
+
+    A checkpoint holds `<name>/model.safetensors`, `optimizer/<name>.safetensors` and `optimizer/<name>.json`.
+    """
+
+    def __init__(self, name: str, network: nn.Module, config: NetworkConfig):
+        self.name, self.network = name, network
+        self.optimizer = PolicyOptimizer(network.parameters(), config, key=name)
+        self.nonfinite_steps_in_a_row = 0
+        self._max_nonfinite_steps = config.max_nonfinite_steps
+
+    def step(self) -> float:
+        """Make one optimizer step; return the gradient norm before clipping. Skips a NaN or infinite gradient.
+
+        Raises:
+            TrainingError: after too many consecutive skipped steps.
+        """
+        norm = self.optimizer.step()
+        self.nonfinite_steps_in_a_row = 0 if math.isfinite(norm) else self.nonfinite_steps_in_a_row + 1
+        if self.nonfinite_steps_in_a_row >= self._max_nonfinite_steps:
+            raise TrainingError(
+                f"gradients of the {self.name} were NaN or infinite in {self.nonfinite_steps_in_a_row} optimizer steps "
+                f"in a row; lower {self.name}.optimizer.kwargs.lr, or check for huge observations and rewards"
+            )
+        return norm
+
+    def tensor_sets(self, folder: Path, *, weights_only: bool) -> tuple[list[TensorSet], dict[Path, bytes]]:
+        """Return tensor sets and JSON files to save: weights, and the optimizer's state unless `weights_only`."""
+        weights = self.network.state_dict()
+        sets = [TensorSet(folder / self.name, WEIGHTS_STEM, _specs(weights), weights.items)]
+        if weights_only:
+            return sets, {}
+        tensors, structure = flatten_state(self.optimizer.state_dict())
+        sets.append(TensorSet(folder / OPTIMIZERS, self.name, _specs(tensors), tensors.items))
+        text = json.dumps(structure, indent=1, allow_nan=False) + "\n"
+        return sets, {folder / OPTIMIZERS / f"{self.name}.json": text.encode()}
+
+    def read(self, folder: Path) -> dict[str, Any]:
+        """Read and check a saved state for `load`.
+
+        Raises:
+            CheckpointError: names the file and the reason.
+        """
+        weights = open_tensors(folder / self.name, WEIGHTS_STEM)
+        own = self.network.state_dict()
+        for name in [*own, *(weights.keys() - own.keys())]:
+            shape, saved = (list(tensors[name].shape) if name in tensors else "none" for tensors in (own, weights))
+            if shape != saved:
+                raise CheckpointError(
+                    f"{folder / self.name} is of another network: {name} should have shape {shape}, found {saved}; "
+                    f"resume with the env and the {self.name}.hidden_sizes it was saved with"
+                )
+        tensors = {name: tensor.clone() for name, tensor in open_tensors(folder / OPTIMIZERS, self.name).items()}
+        optimizer = unflatten_state(tensors, read_json(folder / OPTIMIZERS, f"{self.name}.json"))
+        found, expected = (_kind(state) for state in (optimizer, self.optimizer.state_dict()))
+        if found != expected:
+            raise CheckpointError(
+                f"{folder / OPTIMIZERS} has the {self.name}'s {found}, but {expected} is configured; "
+                f"resume with the {self.name}.optimizer and the {self.name}.scheduler it was saved with"
+            )
+        return {"weights": weights, "optimizer": optimizer}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Load what `read` returned."""
+        self.network.load_state_dict(saved["weights"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
 
 class ControlPolicy:
-    """Two networks with an optimizer each, in this process; their first weights are drawn with torch's generator."""
+    """Policy and critic networks with their optimizers, in this process; torch's seed sets the initial weights."""
 
     def __init__(
         self,
@@ -32,31 +109,31 @@ class ControlPolicy:
         policy: ControlPolicyConfig,
         critic: CriticConfig,
     ):
-        profile_request()  # refused now if it makes no sense, and not when the first step begins
+        profile_request()  # raises now if invalid, not in the first step
         self.device = default_device()
         self._recording = Recording(worker_name(POLICY, 0))
         self.network = PolicyNetwork(observations, actions, policy).to(self.device)
-        """Acts, as collectors call it; always with the newest weights."""
+        """Samples actions for collectors; always has the newest weights."""
         self.greedy = GreedyPolicy(self.network)
-        """Acts without drawing."""
+        """Acts without sampling."""
         self.critic = CriticNetwork(observations, critic).to(self.device)
         self._roles = [Role("policy", self.network, policy), Role("critic", self.critic, critic)]
         self._writer = CheckpointWriter(0, 1, None, pin_memory=self.device.type == "cuda")
 
     @torch.no_grad()
     def values(self, observations: torch.Tensor) -> torch.Tensor:
-        """[B], what the critic says of observations [B, ...]."""
+        """Return the critic's values [B] of observations [B, ...]."""
         return self.critic(observations)
 
     def score(self, frames: Frames) -> FrameOutputs:
-        """What both say now of frames, with gradients."""
+        """Return log-probabilities, entropies and values of frames, with gradients."""
         logprobs, entropy = self.network.score(frames.observations, frames.latent_actions)
         return FrameOutputs(logprobs, entropy, self.critic(frames.observations))
 
     def train(
         self, frames: Frames, loss_fn: FrameLoss, *, num_epochs: int, minibatch_frames: int
     ) -> ControlTrainResult:
-        """Go over the frames several times, each time in another order, with one optimizer step for each minibatch."""
+        """Train for several epochs of shuffled minibatches, one optimizer step per minibatch."""
         measured: list[Mapping[str, torch.Tensor]] = []
         norms: list[dict[str, float]] = []
         rates = {_metric(role, "learning_rate"): role.optimizer.learning_rate for role in self._roles}
@@ -66,7 +143,7 @@ class ControlPolicy:
                     minibatch = frames.select(indices.to(self.device))
                     with span("forward"):
                         losses = loss_fn(self.score(minibatch), minibatch)
-                    with span("backward"):  # the networks share nothing, so one pass serves both losses
+                    with span("backward"):  # the networks share no weights, so one pass serves both losses
                         (losses.policy + losses.critic).backward()
                     measured.append(losses.metrics)
                     with span("optimizer"):
@@ -79,7 +156,7 @@ class ControlPolicy:
         return ControlTrainResult({**means, **rates}, num_skipped)
 
     def begin_save(self, folder: Path, *, weights_only: bool = False) -> None:
-        """Copy both networks, and their optimizers unless `weights_only`, and write them while training goes on."""
+        """Copy both networks, and their optimizers unless `weights_only`, and write them in the background."""
         parts = [role.tensor_sets(folder, weights_only=weights_only) for role in self._roles]
         small_files = {path: content for _, files in parts for path, content in files.items()}
         self._writer.begin([tensor_set for sets, _ in parts for tensor_set in sets], small_files)
@@ -88,28 +165,28 @@ class ControlPolicy:
         return self._writer.is_done()
 
     def finish_save(self) -> dict[Path, FileDigest]:
-        """Wait until all is on disk; the files, and what they have to be."""
+        """Wait until all files are on disk; return their digests."""
         return self._writer.finish()
 
     def load(self, folder: Path) -> None:
-        """Take everything from a checkpoint's folder, or nothing if a part of it does not fit."""
+        """Load a checkpoint folder; all or nothing."""
         saved = [(role, role.read(folder)) for role in self._roles]
         for role, state in saved:
             role.load(state)
 
     def start_gpu_profiling(self) -> None:
-        """Record this process from now on, unless names were asked for and `policy-0` is none of them."""
+        """Start recording this process, if `policy-0` is selected for profiling."""
         if is_recorded(self._recording.name):
             self._recording.start()
 
     def stop_gpu_profiling(self) -> None:
-        """Write what was recorded; harmless if nothing was."""
+        """Stop and write the recording, if any."""
         self._recording.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this runs, and what it keeps beside weights and optimizers; plain values.
+        """Return the layout, and the state beside weights and optimizers, as plain values.
 
-        The process's random state, from which it draws, is kept by whoever runs it.
+        The driver saves the process's random state.
         """
         return {
             "layout": f"{type(self).__name__} on {'GPU' if self.device.type == 'cuda' else 'CPU'}",
@@ -122,5 +199,13 @@ class ControlPolicy:
 
 
 def _metric(role: Role, name: str) -> str:
-    """Under the bare name for the policy, which is what most look at."""
+    """Return the metric's name: the critic's have a prefix, the policy's have none."""
     return name if role.name == "policy" else f"{role.name}_{name}"
+
+
+def _kind(optimizer: Mapping[str, Any]) -> str:
+    return f"{optimizer['kind']} {'with' if 'scheduler' in optimizer else 'without'} a scheduler"
+
+
+def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}

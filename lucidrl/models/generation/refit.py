@@ -71,7 +71,7 @@ class Refit:
             RefitError: if a transfer fails although no generator was lost.
             WorkerError: if a rank of the policy dies. Each living generator still has one complete version.
         """
-        self._policy.run_all("set_refit_header", version, self._config.verify_refit)
+        self._policy.run_all("export.set_header", version, self._config.verify_refit)
         near = [worker for worker in receivers if self.shares_memory(worker)]
         far = [worker for worker in receivers if worker not in near]
         try:
@@ -122,7 +122,7 @@ class Refit:
         if not receivers or (_processes(receivers) != self._members and not self._form_group(receivers)):
             return []
         calls = [self._pool.submit(worker.number, "receive_weights") for worker in receivers]
-        return list(receivers) if self._succeeds(receivers, calls, "send_weights") else []
+        return list(receivers) if self._succeeds(receivers, calls, "export.try_broadcast") else []
 
     def _form_group(self, receivers: Sequence[PoolWorker]) -> bool:
         """Connect the policy and all receivers; False if a receiver was lost."""
@@ -132,12 +132,12 @@ class Refit:
             return False
         host = self._places[0]
         ip = LOOPBACK if all(self._states[worker.number].place.node == host.node for worker in receivers) else host.ip
-        port, world_size = self._policy.run_all("offer_port", ip)[0], 1 + len(receivers)
+        port, world_size = self._policy.run_all("export.offer_port", ip)[0], 1 + len(receivers)
         calls = [
             self._pool.submit(worker.number, "join_collective", ip, port, rank, world_size, self._group_timeout_s)
             for rank, worker in enumerate(receivers, start=1)
         ]
-        is_formed = self._succeeds(receivers, calls, "meet_generators", ip, port, world_size, self._group_timeout_s)
+        is_formed = self._succeeds(receivers, calls, "export.try_join", ip, port, world_size, self._group_timeout_s)
         self._members = _processes(receivers) if is_formed else []
         return is_formed
 

@@ -1,13 +1,12 @@
-"""Weights and optimizer of a policy on disk, written and read by all ranks together, whatever their layout.
+"""Saves and loads a policy's weights and optimizer; all ranks take part.
 
-The weights are a Hugging Face model folder. All files hold whole tensors, so that another number of ranks, or another
-way to shard, can go on from them.
+The weights are a Hugging Face model folder. Files hold full tensors, so any number of ranks and any sharding can resume
+from them.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -21,25 +20,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
 from lucidrl.checkpoint.agreement import agreed
-from lucidrl.checkpoint.manager import STATE_NAME
+from lucidrl.checkpoint.manager import STATE_NAME, verify_part
 from lucidrl.checkpoint.manifest import MANIFEST_NAME, FileDigest, is_as_listed, verify_manifest, write_manifest
 from lucidrl.checkpoint.shards import open_tensors
 from lucidrl.checkpoint.staging import clean_up_after_killed_processes, locked, make_hidden_folder, put_in_place
 from lucidrl.checkpoint.tensors import TensorSpec
 from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet
 from lucidrl.distributed.collectives import gather_over
-from lucidrl.errors import CheckpointError, ConfigError
+from lucidrl.errors import CheckpointError
 from lucidrl.models.loading import DTYPES
-from lucidrl.models.optim import PolicyOptimizer
-from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.config import Precision
 from lucidrl.models.policy.offload import Offload
 from lucidrl.models.policy.optimizer_state import (
-    OPTIMIZER_STEM,
-    STRUCTURE_NAME,
     check_same_shapes,
-    load_whole_state,
-    read_whole_state,
-    whole_state,
+    full_state_files,
+    load_full_state,
+    read_full_state,
 )
 from lucidrl.models.policy.sharding import Sharding
 from lucidrl.profiling.spans import span
@@ -48,42 +44,28 @@ WEIGHTS_STEM = "model"
 
 
 class PolicyCheckpoints:
-    """Saves and loads one rank of a policy, together with the others; every method but two is for all of them.
-
-    Args:
-        offload: knows whether weights and optimizer are where they can be read.
-        optimizer: its state is saved and loaded where a folder for it is given.
-        tokenizer: saved where a folder for it is given.
-    """
+    """Saves and loads a policy. Call `begin`, `save` and `load` on every rank."""
 
     def __init__(
-        self,
-        sharding: Sharding,
-        offload: Offload,
-        optimizer: PolicyOptimizer | None,
-        tokenizer: PreTrainedTokenizerBase,
-        config: PolicyConfig,
+        self, sharding: Sharding, offload: Offload, tokenizer: PreTrainedTokenizerBase, precision: Precision
     ) -> None:
-        self._sharding, self._offload, self._optimizer, self._tokenizer = sharding, offload, optimizer, tokenizer
-        self._precision = config.precision
+        self._sharding, self._offload, self._tokenizer, self._precision = sharding, offload, tokenizer, precision
         self._rank, self._group = sharding.mesh.rank, sharding.mesh.world
         pin_memory = sharding.mesh.device.type == "cuda"
         self._writer = CheckpointWriter(self._rank, sharding.mesh.layout.size, self._group, pin_memory=pin_memory)
 
     @span("save")
     def begin(self, weights: str, optimizer: str | None = None, tokenizer: str | None = None) -> int:
-        """Copy what is to be saved and write it in the background, into new folders; see `CheckpointWriter.begin`."""
+        """Copy tensors and write them to new folders in the background; see `CheckpointWriter.begin`."""
         self._offload.check_weights("saving")
-        shapes, dtype = self._sharding.shapes(), DTYPES[self._precision]
-        specs = {name: TensorSpec(dtype, tuple(shape)) for name, shape in shapes.items()}
+        dtype = DTYPES[self._precision]
+        specs = {name: TensorSpec(dtype, tuple(shape)) for name, shape in self._sharding.shapes.items()}
         sets = [TensorSet(Path(weights), WEIGHTS_STEM, specs, self._sharding.full_weights)]
         small_files: dict[Path, bytes] = {}
         if optimizer is not None:
-            state = whole_state(self._sharding, self._known_optimizer("saving"))
-            specs = {name: TensorSpec.of(tensor) for name, tensor in state.tensors.items()}
-            sets.append(TensorSet(Path(optimizer), OPTIMIZER_STEM, specs, state.gather))
-            structure = json.dumps(state.structure, indent=1, allow_nan=False) + "\n"
-            small_files[Path(optimizer, STRUCTURE_NAME)] = structure.encode()
+            saved = self._offload.optimizer_for("saving with an optimizer_path")
+            tensors, small_files = full_state_files(Path(optimizer), self._sharding, saved)
+            sets.append(tensors)
         if self._rank == 0:
             small_files |= {Path(weights, name): content for name, content in self._config_files.items()}
             if tokenizer is not None:
@@ -91,20 +73,20 @@ class PolicyCheckpoints:
         return self._writer.begin(sets, small_files)
 
     def is_written(self) -> bool:
-        """Whether this rank has written what was begun; the other ranks are not asked."""
+        """Return whether this rank has finished writing."""
         return self._writer.is_done()
 
     @span("save")
     def finish(self) -> dict[Path, FileDigest]:
-        """Wait for this rank's files, without the other ranks; see `CheckpointWriter.finish`."""
+        """Wait for this rank's files; see `CheckpointWriter.finish`."""
         return self._writer.finish()
 
     @span("save")
     def save(self, weights: str, optimizer: str | None = None, tokenizer: str | None = None) -> None:
-        """Write folders, each of which appears, with a manifest, when it is complete.
+        """Write folders with manifests; each appears under its name when it is complete.
 
         Raises:
-            CheckpointError: also for a folder that holds something else, which is not replaced.
+            CheckpointError: if writing fails, or if an existing folder holds files that `save` did not write.
         """
         targets = {path: Path(path).resolve() for path in (weights, optimizer, tokenizer) if path is not None}
         with ExitStack() as at_end:
@@ -118,39 +100,31 @@ class PolicyCheckpoints:
 
     @span("load")
     def load(self, weights: str, optimizer: str | None = None, *, verify: bool) -> None:
-        """Take weights, and the optimizer's state if its folder is given; all of it, or nothing.
+        """Load weights, and the optimizer's state if its folder is given; all or nothing.
 
         Args:
-            verify: compare the files with the manifest of their folder, or of the checkpoint it lies in, if there is
-                one. Names and shapes are compared with the model's in any case.
+            verify: compare files with the manifest of their folder or checkpoint, if there is one. Names and shapes are
+                always compared with the model's.
 
         Raises:
-            CheckpointError: names the file and the reason; on all ranks, and before anything is changed.
+            CheckpointError: on all ranks, before anything changes; names the file and the reason.
         """
         self._offload.check_weights("loading")
-        known = self._known_optimizer("loading") if optimizer is not None else None
+        known = self._offload.optimizer_for("loading with an optimizer_path") if optimizer is not None else None
         if verify:
             folders = [Path(path) for path in (weights, optimizer) if path is not None]
             agreed(lambda: _verify(folders) if self._rank == 0 else None, self._group)
 
         def open_both() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             saved = self._open_weights(Path(weights))
-            return saved, read_whole_state(Path(optimizer), self._sharding, known) if optimizer and known else {}
+            return saved, read_full_state(Path(optimizer), self._sharding, known) if optimizer and known else {}
 
         saved, state = agreed(open_both, self._group)
-        self._sharding.load_full_weights(saved)
-        if self._optimizer is not None:
-            self._optimizer.take_weights()
+        self._sharding.load_full_weights(saved.__getitem__)
+        if self._offload.optimizer is not None:
+            self._offload.optimizer.reset_to_model()
         if known is not None:
-            load_whole_state(self._sharding, known, state)
-
-    def _known_optimizer(self, what: str) -> PolicyOptimizer:
-        if self._optimizer is None:
-            raise ConfigError(
-                f"{what} was given an optimizer_path, but this policy was made with init_optimizer=False; leave it out"
-            )
-        self._offload.check_optimizer(what)
-        return self._optimizer
+            load_full_state(self._sharding, known, state)
 
     @cached_property
     def _config_files(self) -> dict[str, bytes]:
@@ -161,20 +135,22 @@ class PolicyCheckpoints:
         return _files_saved_by(self._tokenizer.save_pretrained)
 
     def _open_weights(self, folder: Path) -> dict[str, torch.Tensor]:
-        """Weights that have the names and shapes of the model's; they are read as they are used."""
+        """Open weights lazily; raise CheckpointError if names or shapes differ from the model's."""
         saved = open_tensors(folder, WEIGHTS_STEM)
         model: PreTrainedModel = self._sharding.model.model
         buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
         for name, tensor in saved.items():
             if not tensor.is_floating_point():
-                raise CheckpointError(f"{folder} cannot be used: {name} is of {tensor.dtype}, which weights never are")
+                raise CheckpointError(
+                    f"{folder} cannot be used: {name} is {tensor.dtype}, but weights are floating point"
+                )
         found = {name: list(tensor.shape) for name, tensor in saved.items() if name not in buffers}
-        check_same_shapes(folder, self._sharding.shapes(), found)
+        check_same_shapes(folder, self._sharding.shapes, found)
         return saved
 
 
 def _save_config(model: PreTrainedModel, precision: str, folder: str) -> None:
-    """What makes a folder of weights a model: its config, how it generates, and its code if it has its own."""
+    """Save a model's config, generation config and, if it has any, remote code."""
     config: Any = copy.deepcopy(model.config)
     config.dtype = precision
     config.architectures = [type(model).__name__]
@@ -186,7 +162,7 @@ def _save_config(model: PreTrainedModel, precision: str, folder: str) -> None:
 
 
 def _files_saved_by(save: Callable[[str], object]) -> dict[str, bytes]:
-    """What a function writes into a folder, by relative path. It is the same each time, and slow for a tokenizer."""
+    """Return the files that `save` writes into a folder, by relative path."""
     with TemporaryDirectory() as folder:
         save(folder)
         paths = [path for path in Path(folder).rglob("*") if path.is_file()]
@@ -197,21 +173,21 @@ def _verify(folders: Iterable[Path]) -> None:
     for folder in folders:
         if (folder / MANIFEST_NAME).exists():
             verify_manifest(folder)
-        elif (folder.parent / MANIFEST_NAME).exists() and (folder.parent / STATE_NAME).exists():
-            verify_manifest(folder.parent, below=folder.name)
+        else:
+            verify_part(folder)
 
 
 def _make_hidden(targets: set[Path], at_end: ExitStack) -> dict[Path, Path]:
-    """A folder to write for each target; what is left of them in the end is removed."""
+    """Create a locked, hidden folder per target; `at_end` removes those that were not put in place."""
     for target in targets:
         inside = [other for other in targets if other != target and other.is_relative_to(target)]
         if inside:
-            raise CheckpointError(f"{inside[0]} lies inside of {target}; give folders beside each other")
+            raise CheckpointError(f"{inside[0]} is inside {target}; use separate folders")
         clean_up_after_killed_processes(target.parent, target.name)
         if target.exists() and not _may_be_replaced(target):
             raise CheckpointError(
-                f"{target} exists and holds something else than save_checkpoint wrote, so it is not replaced; "
-                "name another folder"
+                f"{target} exists and holds files that save_checkpoint did not write, so it is not replaced; "
+                "choose another folder"
             )
     hidden = {}
     for target in targets:
@@ -223,7 +199,7 @@ def _make_hidden(targets: set[Path], at_end: ExitStack) -> dict[Path, Path]:
 
 
 def _may_be_replaced(folder: Path) -> bool:
-    """Whether it is empty, or holds nothing but what `save` wrote there; the checkpoint of a run is more than that."""
+    """Return whether a folder is empty or holds exactly what `save` wrote, and is not a run's checkpoint."""
     if not folder.is_dir():
         return False
     if not any(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""Configuration of a policy: its model, its precision, its batches, its optimizer."""
+"""Configuration of a policy: model, precision, batches, optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pydantic import (
     model_validator,
 )
 
-from lucidrl.errors import ConfigError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.utils.config import Config
 
@@ -23,7 +22,7 @@ EMBEDDED_MODELS = ("embedded", "embedded-untrained")
 
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
 HALF_PRECISIONS = ("bfloat16", "float16")
-"""Those in which the optimizer keeps float32 weights beside the model's."""
+"""Precisions with float32 master weights in the optimizer."""
 
 
 class OptimizerConfig(Config):
@@ -32,7 +31,7 @@ class OptimizerConfig(Config):
     name: str = "torch.optim.AdamW"
     """Import path of the optimizer class."""
     kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 1e-6})
-    """Its arguments. AdamW and Adam use their fused implementation unless told otherwise."""
+    """Its arguments. AdamW and Adam default to `fused=true`."""
 
     @field_validator("kwargs")
     @classmethod
@@ -46,7 +45,7 @@ class OptimizerConfig(Config):
 
 
 class SchedulerConfig(Config):
-    """Any torch learning-rate scheduler, by import path; it advances once for each call of `train`."""
+    """Any torch learning-rate scheduler, by import path; it advances once per `train` call."""
 
     name: str
     """Import path of the scheduler class, such as torch.optim.lr_scheduler.LinearLR."""
@@ -59,22 +58,22 @@ def _as_list(value: Any) -> Any:
 
 
 class OptimizationConfig(Config):
-    """How the gradients of a model become its new weights."""
+    """Precision, optimizer and schedule of a trained model."""
 
     precision: Precision = "float32"
-    """What the model computes in. In bfloat16 and float16 the optimizer works on float32 master weights; in float16
-    losses are scaled up for the backward pass, as far as gradients stay finite."""
+    """Precision of the model's computations. With bfloat16 and float16 the optimizer keeps float32 master weights; with
+    float16 the loss is scaled dynamically."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
     scheduler: Annotated[tuple[SchedulerConfig, ...], BeforeValidator(_as_list)] = ()
-    """One learning-rate schedule, or several that follow each other at `scheduler_milestones`."""
+    """One learning-rate scheduler, or several that run one after another; see `scheduler_milestones`."""
     scheduler_milestones: tuple[NonNegativeInt, ...] = ()
-    """The `train` calls after which the next scheduler takes over; one fewer than there are schedulers."""
+    """Numbers of `train` calls after which the next scheduler starts; one fewer than there are schedulers."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Gradients are scaled down to this norm."""
+    """Clip gradients to this norm; null turns clipping off."""
     max_nonfinite_steps: PositiveInt = 5
-    """Training stops after this many optimizer steps in a row were skipped for NaN or infinite gradients. In float16,
-    those that only lower the scale of losses do not count."""
+    """Stop training after this many consecutive optimizer steps were skipped because of NaN or infinite gradients.
+    Steps that only lower the float16 loss scale do not count."""
 
     @model_validator(mode="after")
     def _milestones_fit(self) -> Self:
@@ -82,81 +81,82 @@ class OptimizationConfig(Config):
         if len(self.scheduler_milestones) != expected:
             raise ValueError(
                 f"{len(self.scheduler)} schedulers need {expected} scheduler_milestones, "
-                f"not {len(self.scheduler_milestones)}; give the steps at which the next one takes over"
+                f"not {len(self.scheduler_milestones)}; list the steps after which the next scheduler starts"
             )
         return self
 
 
-class DynamicBatchingConfig(Config):
-    """Micro-batches of rows of similar length, as many as fit a token budget (padding counted)."""
+class TokenBudgetConfig(Config):
+    """Micro-batches filled up to a token budget."""
 
     enabled: bool = False
-    """Use it for training and scoring."""
+    """Whether to use it, for training and scoring."""
     train_mb_tokens: PositiveInt = 4096
-    """Most tokens, padding included, in a training micro-batch."""
+    """Maximum tokens per training micro-batch, padding included."""
     logprob_mb_tokens: PositiveInt = 8192
-    """The same for scoring."""
+    """Maximum tokens per scoring micro-batch, padding included."""
+
+
+class DynamicBatchingConfig(TokenBudgetConfig):
+    """Padded micro-batches of rows of similar length, up to a token budget."""
+
     sequence_length_round: PositiveInt = 8
-    """Padded lengths are rounded up to a multiple of this."""
+    """Round padded lengths up to a multiple of this."""
 
 
-class SequencePackingConfig(Config):
-    """Micro-batches without padding: rows laid end to end, as many as fit a token budget."""
+class SequencePackingConfig(TokenBudgetConfig):
+    """Micro-batches of concatenated rows, without padding, up to a token budget."""
 
     enabled: bool = True
-    """Use it for training and scoring."""
-    train_mb_tokens: PositiveInt = 4096
-    """Most tokens in a training micro-batch."""
-    logprob_mb_tokens: PositiveInt = 8192
-    """The same for scoring."""
+    """Whether to use it, for training and scoring."""
 
 
 class DTensorConfig(Config):
-    """How `DTensorPolicyWorker` lays a model over several ranks; what these sizes leave is data parallel."""
+    """Parallelism over several ranks; ranks beyond tensor and context parallel groups are data parallel."""
 
     enabled: bool = True
-    """Use `DTensorPolicyWorker`; otherwise `FSDP1PolicyWorker`, which is data parallel only."""
+    """Use `DTensorPolicyWorker` (FSDP2); if false, `FSDP1PolicyWorker`, which is data parallel only."""
     tensor_parallel_size: PositiveInt = 1
-    """Ranks that share every layer."""
+    """Ranks over which every layer is split."""
     context_parallel_size: PositiveInt = 1
-    """Ranks that share the tokens of every row."""
+    """Ranks over which the tokens of every row are split."""
     sequence_parallel: bool = False
-    """Between layers, tensor parallel ranks hold different tokens instead of copies of all."""
+    """Split activations between layers over tensor parallel ranks along the sequence, instead of replicating them."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer in host memory and bring weights to the device as they are needed."""
+    """Keep weights, gradients and optimizer in host memory; copy weights to the device when needed."""
     activation_checkpointing: bool = False
-    """Keep only the inputs of layers for the backward pass and compute the rest again."""
+    """Keep only layer inputs for the backward pass and recompute the other activations."""
     custom_parallel_plan: str | None = None
-    """Import path of a tensor parallel plan, for a model that brings none."""
+    """Import path of a tensor parallel plan, for a model without its own plan."""
 
 
 class PolicyConfig(OptimizationConfig):
-    """A language model that is trained, scored and sampled from."""
+    """A language model to train, score and sample from."""
 
     model_name: str = "embedded"
-    """A Hugging Face model folder on disk, or `embedded` (tiny, warm-started), or `embedded-untrained`."""
+    """Path of a Hugging Face model folder, or `embedded` (tiny, warm-started), or `embedded-untrained`."""
     tokenizer: str | None = None
-    """Folder of the tokenizer; by default that of the model."""
+    """Path of the tokenizer folder; by default the model's."""
     pad_token: str | None = None
-    """The token that pads; by default the tokenizer's own or, where it names none, its end-of-sequence token."""
+    """Padding token; by default the tokenizer's or, if it has none, its end-of-sequence token."""
     trust_remote_code: bool = False
-    """Run Python code that lies in the model folder."""
+    """Run Python code from the model folder."""
     train_global_batch_size: PositiveInt | None = None
-    """Rows of one optimizer step, over all ranks; by default all rows of a `train` call, so one step a call."""
+    """Rows per optimizer step, over all ranks; by default all rows of a `train` call, so one step per call."""
     train_micro_batch_size: PositiveInt = 32
-    """Rows that run at a time in training when neither dynamic batching nor packing is on."""
+    """Rows per training micro-batch when both dynamic batching and packing are off."""
     logprob_batch_size: PositiveInt = 64
-    """The same for scoring."""
+    """Rows per scoring micro-batch when both dynamic batching and packing are off."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
-    """The model over several ranks."""
+    """Parallelism over several ranks."""
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
-    """Rows of similar length together, up to a token budget."""
+    """Batch rows of similar length, up to a token budget."""
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
-    """No padding at all, up to a token budget."""
+    """Concatenate rows without padding, up to a token budget."""
     recompute_head: bool = False
-    """Keep no logits for the backward pass: least memory, at the price of evaluating the head twice."""
+    """Recompute logits in the backward pass: uses the least memory, but evaluates the head twice."""
     generation: GenerationConfig = GenerationConfig()
-    """How completions are sampled; its temperature holds for scoring and training too."""
+    """How completions are sampled; its temperature applies to scoring and training too."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> PolicyConfig:
@@ -165,26 +165,10 @@ class PolicyConfig(OptimizationConfig):
                 "dynamic_batching.enabled and sequence_packing.enabled are both true; turn one of them off "
                 "(packing needs no padding and is usually faster)"
             )
-        self._check_parallelism()
-        return self
-
-    def check_generates(self) -> None:
-        """Refuse a policy whose own workers cannot complete prompts.
-
-        Raises:
-            ConfigError: since each holds some tokens of a row.
-        """
-        if self.dtensor_cfg.sequence_parallel:
-            raise ConfigError(
-                "policy.dtensor_cfg.sequence_parallel=true shares the tokens of rows, but generation adds single ones; "
-                "turn it off where the policy generates, or set policy.generation.placement=separate"
-            )
-
-    def _check_parallelism(self) -> None:
         parallel = self.dtensor_cfg
         if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
             raise ValueError(
-                "dtensor_cfg.sequence_parallel=true with tensor_parallel_size=1 has no ranks to share tokens; "
+                "dtensor_cfg.sequence_parallel=true has no effect with tensor_parallel_size=1; "
                 "raise tensor_parallel_size, or turn it off"
             )
         for name, is_on in (
@@ -193,6 +177,7 @@ class PolicyConfig(OptimizationConfig):
         ):
             if is_on and self.sequence_packing.enabled:
                 raise ValueError(
-                    f"dtensor_cfg.{name} splits rows over ranks, which packed rows are not made for; "
+                    f"dtensor_cfg.{name} splits rows over ranks, which sequence packing does not support; "
                     "set sequence_packing.enabled=false (and dynamic_batching.enabled=true)"
                 )
+        return self

@@ -1,8 +1,8 @@
-"""The policy worker on FSDP2 and DTensor: data, context, tensor and sequence parallel. One rank is not wrapped."""
+"""The policy worker on FSDP2 and DTensor: data, context, tensor and sequence parallel. A single rank is not wrapped."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,16 +16,24 @@ from lucidrl.distributed.mesh import Layout, RankMesh
 from lucidrl.models import context_parallel
 from lucidrl.models.context_parallel import ContextParallel
 from lucidrl.models.fsdp_internals import drop_waiting_gradients, kept_after_forward, part_of_whole, reset_roots
-from lucidrl.models.loading import DTYPES, decoder_layers
+from lucidrl.models.loading import decoder_layers
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.policy.config import PolicyConfig
-from lucidrl.models.policy.sharding import FullTensors, Sharding, give_memory, norm_over_ranks, with_logprobs
+from lucidrl.models.policy.sharding import (
+    FullTensors,
+    Sharding,
+    Unit,
+    local_shard,
+    materialize,
+    mixed_precision,
+    with_logprobs,
+)
 from lucidrl.models.policy.worker import PolicyWorker
 from lucidrl.models.tensor_parallel import apply_tensor_parallel
 
 
 class DTensorPolicyWorker(PolicyWorker):
-    """One rank of a policy whose parameters are DTensors, sharded over data and context parallel ranks."""
+    """One rank of a policy with DTensor parameters, sharded over data and context parallel ranks."""
 
     create_context_parallel_ctx = staticmethod(context_parallel.create_context_parallel_ctx)
     train_context = staticmethod(context_parallel.train_context)
@@ -51,16 +59,14 @@ class DTensorPolicyWorker(PolicyWorker):
             context=ContextParallel(mesh.cp_group) if mesh.cp_group is not None else None,
             length_multiple=mesh.layout.tp if parallel.sequence_parallel else 1,
         )
-        sharding = FSDP2Sharding(scorer, mesh, DTYPES[self.config.precision], parallel.cpu_offload)
-        give_memory(model, torch.device("cpu") if parallel.cpu_offload else self.device, self.device)
-        return sharding
+        return FSDP2Sharding(scorer, mesh, self.config)
 
 
 @contextmanager
 def unshard_fsdp2_model(model: nn.Module) -> Generator[None, None, None]:
-    """Gather the parameters of all FSDP2 modules; sharded again afterwards, also on an exception.
+    """Context in which all FSDP2 modules are unsharded; they are resharded on exit, even after an exception.
 
-    Inside, the modules may be called in parts: forward passes leave the parameters gathered.
+    Submodules can be called directly: forward passes do not reshard.
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     with kept_after_forward(modules):
@@ -79,65 +85,55 @@ def unshard_fsdp2_model(model: nn.Module) -> Generator[None, None, None]:
 def get_cpu_state_dict(
     state_generator: Iterable[tuple[str, torch.Tensor | DTensor]], pin_memory: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Copies of this rank's parts in CPU memory; nothing is shared with what they were made from.
+    """Copy this rank's shards to CPU memory.
 
     Args:
-        pin_memory: for fast copies to a GPU. Where there is none, memory is as it always is.
+        pin_memory: pin the copies, for fast transfers to a GPU; ignored without a GPU.
     """
     pin_memory = pin_memory and torch.cuda.is_available()
     copies = {}
     for name, tensor in state_generator:
-        part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        copy = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=pin_memory)
-        copies[name] = copy.copy_(part.detach(), non_blocking=pin_memory)
+        shard = local_shard(tensor)
+        copy = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=pin_memory)
+        copies[name] = copy.copy_(shard.detach(), non_blocking=pin_memory)
     if pin_memory:
         torch.cuda.synchronize()
     return copies
 
 
 def offload_policy(device: torch.device) -> CPUOffloadPolicy:
-    """Weights wait in host memory: pinned where they travel to a GPU, so that copies overlap with computing."""
+    """Keep weights in host memory; pinned if the device is a GPU, so that copies overlap with computation."""
     return CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
 
 class FSDP2Sharding(Sharding):
-    """Each decoder layer is one unit of gathering; embedding, final norm and head are the root's.
+    """Wraps each decoder layer; embedding, final norm and head belong to the root.
 
     Args:
-        model: its parameters are sharded in place. They may be on the meta device.
-        compute_dtype: what forward and backward run in; parameters and gradients are exchanged and kept as they are.
+        model: on the meta device; sharded in place and allocated, uninitialised.
     """
 
-    def __init__(self, model: LogprobModel, mesh: RankMesh, compute_dtype: torch.dtype, cpu_offload: bool = False):
-        self.model = self.root = model
-        self.mesh = mesh
-        dtype = next(model.parameters()).dtype
+    def __init__(self, model: LogprobModel, mesh: RankMesh, config: PolicyConfig):
+        super().__init__(model, mesh)
+        self.root = model
+        offloads = config.dtensor_cfg.cpu_offload
         options: dict[str, Any] = {
             "mesh": mesh.sharding_mesh,
-            # Also at the root: what is swapped or loaded into the shards must be what the next pass gathers.
+            # At the root too: the next forward pass must gather weights that were swapped or loaded in between.
             "reshard_after_forward": True,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=compute_dtype if compute_dtype != dtype else None,
-                reduce_dtype=dtype if compute_dtype != dtype else None,
-                cast_forward_inputs=False,
-            ),
-            "offload_policy": offload_policy(mesh.device) if cpu_offload else OffloadPolicy(),
+            "mp_policy": MixedPrecisionPolicy(**mixed_precision(model, config)),
+            "offload_policy": offload_policy(mesh.device) if offloads else OffloadPolicy(),
         }
         for layer in decoder_layers(model.model):
             fully_shard(layer, **options)
         fully_shard(model, **options)
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._modules:
-            # Losses are normalised by global counts: gradients are added up, and plainly, which every back end can.
+            # Losses are normalised by global counts, so gradients are summed. Gloo has no other reduction.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        assert isinstance(tensor, DTensor)
-        return tensor.to_local()
+        materialize(model.model, torch.device("cpu") if offloads else mesh.device, mesh.device)
+        self.units = self._unit_per_parameter()
 
     @contextmanager
     def accumulating(self, is_last: bool) -> Iterator[None]:
@@ -146,59 +142,27 @@ class FSDP2Sharding(Sharding):
             module.set_is_last_backward(is_last)
         try:
             yield
-        except BaseException:
-            self._forget_pass()
+        except BaseException:  # drop all state of this pass and of earlier micro-batches
+            self._modules[0].reset_iter_state()  # the root resets all modules below it
+            drop_waiting_gradients(self._modules)
             raise
-
-    def total_norm(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        parameters = self.parameters()
-        # What tensor parallel ranks hold copies of counts once.
-        copies = [1 if _is_tensor_parallel(parameter) else self.mesh.layout.tp for parameter in parameters]
-        return norm_over_ranks(gradients, copies, self.local(parameters[0]).device, self.mesh.world)
 
     def gathered(self) -> AbstractContextManager[None]:
         return unshard_fsdp2_model(self.model)
 
-    def full_tensors(
-        self, parts: Sequence[torch.Tensor], names: Collection[str] | None = None, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for (name, parameter), part in zip(self._named_parameters(), parts, strict=True):
-            if names is not None and name not in names:
-                continue
-            whole = DTensor.from_local(
-                part.to(dtype or part.dtype),
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            yield name, whole.full_tensor()
+    def _gather(self, unit: Unit, shard: torch.Tensor, names: Sequence[str]) -> Iterable[tuple[str, torch.Tensor]]:
+        parameter = unit.parameter
+        assert isinstance(parameter, DTensor)
+        full = DTensor.from_local(
+            shard,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        return [(names[0], full.full_tensor())]
 
-    def gather_order(self) -> list[str]:
-        return list(self.shapes())
-
-    def parts_of(self, full: FullTensors) -> Iterator[torch.Tensor]:
-        for name, parameter in self._named_parameters():
-            yield full(name)[part_of_whole(parameter)]
-
-    def shapes(self) -> dict[str, list[int]]:
-        return {name: list(parameter.shape) for name, parameter in self._named_parameters()}
-
-    def _forget_pass(self) -> None:
-        """Leave nothing of a pass that failed, nor of the micro-batches before it."""
-        self._modules[0].reset_iter_state()  # of the root, and all below it
-        drop_waiting_gradients(self._modules)
-
-    def _named_parameters(self) -> Iterator[tuple[str, DTensor]]:
-        for name, parameter in self.model.model.named_parameters():
-            if parameter.requires_grad:
-                assert isinstance(parameter, DTensor)
-                yield name, parameter
-
-
-def _is_tensor_parallel(parameter: nn.Parameter) -> bool:
-    """Whether tensor parallel ranks hold different parts of it."""
-    assert isinstance(parameter, DTensor)
-    # One axis is FSDP's. The other, if there is one, may also replicate (norms within attention heads).
-    return len(parameter.placements) == 2 and parameter.placements[1].is_shard()
+    def shard_of(self, unit: Unit, full: FullTensors) -> torch.Tensor:
+        assert isinstance(unit.parameter, DTensor)
+        return full(unit.names[0])[part_of_whole(unit.parameter)]

@@ -1,4 +1,4 @@
-"""What a policy gives back."""
+"""Results of a policy, and options of its workers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class LogprobOutputSpec(TypedDict):
-    """Scores of a batch."""
+    """Log-probabilities of a batch."""
 
     logprobs: torch.Tensor
-    """[B, T] float32; position i belongs to token i, position 0 and padding hold 0."""
+    """[B, T] float32; position i is for token i, position 0 and padding are 0."""
 
 
 class ReferenceLogprobOutputSpec(TypedDict):
-    """Scores of a batch under the reference policy."""
+    """Log-probabilities of a batch under the reference policy."""
 
     reference_logprobs: torch.Tensor
     """[B, T] float32, laid out as `logprobs`."""
@@ -24,23 +24,23 @@ class ReferenceLogprobOutputSpec(TypedDict):
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What a worker may be told beside its config."""
+    """Options of a worker beside its config."""
 
     seed: int = 0
-    """Of the weights of an untrained model, and of draws."""
+    """For the weights of an untrained model, and for sampling."""
     timeout_s: float = 600.0
-    """Longest that a rank waits for the others in one exchange."""
+    """Timeout of one collective between ranks."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What one call of `train` did."""
+    """Result of one `train` call."""
 
     loss: float
-    """Mean over the call's optimizer steps of the globally normalised loss."""
+    """Globally normalised loss, averaged over the optimizer steps of the call."""
     grad_norm: float
     """Of the last optimizer step, before clipping."""
     metrics: dict[str, float]
     """The loss function's metrics, reduced as it declared."""
     num_skipped_steps: int
-    """Optimizer steps left out because gradients were NaN or infinite."""
+    """Optimizer steps skipped because gradients were NaN or infinite."""

@@ -1,7 +1,6 @@
-"""Weights and optimizer put away into host memory, to free an accelerator for others for a while.
+"""Offload weights and optimizer state to host memory, to free the accelerator for other processes.
 
-On a CPU everything is in host memory already and stays where it is; what is away is remembered all the same, so that a
-call that is missing on a GPU is missed on a laptop too.
+On a CPU nothing moves, but the state is tracked all the same: a missing reload fails on a laptop as it does on a GPU.
 """
 
 from __future__ import annotations
@@ -10,35 +9,28 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lucidrl.errors import ConfigError
 from lucidrl.models.optim import PolicyOptimizer
-from lucidrl.models.policy.sharding import Sharding
-
-
-def _is_on_accelerator(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "cpu"
+from lucidrl.models.policy.sharding import Sharding, local_shard
 
 
 class HostMemory:
-    """Takes the memory of tensors, not the tensors: whoever else holds them finds them again when it is brought back.
-
-    An optimizer, a reference policy or a profiler that holds on to a model's weights keeps holding the same ones.
+    """Offloads the storage of tensors; the tensor objects stay valid, so an optimizer or a profiler may hold them.
 
     Args:
-        takes: which tensors have to be put away; the others stay.
+        takes: selects the tensors to offload; the others stay.
     """
 
-    def __init__(self, takes: Callable[[torch.Tensor], bool] = _is_on_accelerator) -> None:
+    def __init__(self, takes: Callable[[torch.Tensor], bool] = lambda tensor: not tensor.is_cpu) -> None:
         self._takes = takes
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-        """By the identity of the memory, which views of it share: the memory itself, and the bytes it had."""
+        """Address of a storage, which its views share → the storage and a host copy of its bytes."""
 
-    def put_away(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy the tensors' memory to the host and free it; what is away already stays so."""
+    def offload(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy storages to the host and free them; skips tensors that are already offloaded."""
         taken = []
-        for tensor in map(_local, tensors):
+        for tensor in (local_shard(tensor.detach()) for tensor in tensors):
             storage = tensor.untyped_storage()
             if storage.nbytes() == 0 or not self._takes(tensor):
                 continue
@@ -50,88 +42,86 @@ class HostMemory:
         for storage in taken:
             storage.resize_(0)
         if taken and torch.cuda.is_available():
-            torch.cuda.empty_cache()  # others on this device are to have it
+            torch.cuda.empty_cache()  # for other processes on this device
 
-    def bring_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Undo `put_away` for those of the tensors that are away."""
+    def reload(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Undo `offload`; skips tensors that are not offloaded."""
         copies = []
-        for tensor in map(_local, tensors):
+        for tensor in (local_shard(tensor.detach()) for tensor in tensors):
             storage, copy = self._copies.pop(tensor.untyped_storage()._cdata, (None, None))
             if storage is not None and copy is not None:
                 storage.resize_(copy.nbytes)
                 _bytes_of(tensor).copy_(copy, non_blocking=True)
                 copies.append(copy)
-        _wait_for_copies()  # before the copies' memory is given to others
+        _wait_for_copies()  # before the host copies are freed
 
 
 class Offload:
-    """What of a worker is away: its optimizer, or its weights too."""
+    """Offloads and reloads one worker's optimizer and weights, and knows where they are."""
 
-    def __init__(self, sharding: Sharding, optimizer: PolicyOptimizer | None, device: torch.device):
+    def __init__(self, sharding: Sharding, optimizer: PolicyOptimizer | None):
+        self.optimizer = optimizer
         self.host_memory = HostMemory()
-        self._sharding = sharding
-        self._optimizer = optimizer
-        self._device = device
-        self._are_weights_away = self._is_optimizer_away = False
+        self._sharding, self._device = sharding, sharding.mesh.device
+        self._are_weights_offloaded = self._is_optimizer_offloaded = False
 
-    def put_optimizer_away(self) -> None:
-        """Gradients are dropped."""
-        if self._optimizer is not None:
-            self._optimizer.zero_grad()
-            self.host_memory.put_away(self._optimizer.own_tensors())
-        self._is_optimizer_away = True
+    def offload_optimizer(self) -> None:
+        """Drop gradients and offload the optimizer's tensors."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+            self.host_memory.offload(self.optimizer.own_tensors())
+        self._is_optimizer_offloaded = True
 
-    def put_weights_away(self) -> None:
-        self.host_memory.put_away(self._weights())
-        self._are_weights_away = True
+    def offload_weights(self) -> None:
+        self.host_memory.offload(self._weights())
+        self._are_weights_offloaded = True
 
-    def bring_optimizer_back(self) -> None:
-        if self._optimizer is not None:
-            self.host_memory.bring_back(self._optimizer.own_tensors())
-        self._is_optimizer_away = False
+    def reload_optimizer(self) -> None:
+        if self.optimizer is not None:
+            self.host_memory.reload(self.optimizer.own_tensors())
+        self._is_optimizer_offloaded = False
 
-    def bring_weights_back(self) -> None:
-        self.host_memory.bring_back(self._weights())
-        self._are_weights_away = False
+    def reload_weights(self) -> None:
+        self.host_memory.reload(self._weights())
+        self._are_weights_offloaded = False
 
     def check_weights(self, what: str) -> None:
-        """Refuse work on weights that are away."""
-        if self._are_weights_away:
+        """Raise ConfigError if the weights are offloaded; `what` names the call."""
+        if self._are_weights_offloaded:
             raise ConfigError(
-                f"{what} needs the weights, which offload_after_refit put into host memory; "
+                f"{what} needs the weights, which offload_after_refit moved to host memory; "
                 "call prepare_for_lp_inference or prepare_for_training first"
             )
 
     def optimizer_for(self, what: str) -> PolicyOptimizer:
-        """The optimizer, which has to be there and at hand."""
-        if self._optimizer is None:
-            raise ConfigError("this policy was made with init_optimizer=False; it can score but not train")
-        self.check_optimizer(what)
-        return self._optimizer
-
-    def check_optimizer(self, what: str) -> None:
-        """Refuse work on an optimizer that is away."""
+        """Return the optimizer; raise ConfigError if there is none or if it is offloaded."""
         self.check_weights(what)
-        if self._is_optimizer_away:
+        if self.optimizer is None:
             raise ConfigError(
-                f"{what} needs the optimizer, which offload_before_refit put into host memory; "
+                f"{what} needs an optimizer, but this policy was created with init_optimizer=False; "
+                "create it with one, or omit optimizer_path to save or load the weights alone"
+            )
+        if self._is_optimizer_offloaded:
+            raise ConfigError(
+                f"{what} needs the optimizer, which offload_before_refit moved to host memory; "
                 "call prepare_for_training first"
             )
+        return self.optimizer
 
     def move(self, tensors: Iterable[torch.Tensor], device: str | torch.device) -> None:
-        """Put tensors away if the device is the host, bring them back if it is the worker's own.
+        """Offload tensors if `device` is the host, reload them if it is the worker's device.
 
         Raises:
             ConfigError: for any other device.
         """
         kind = torch.device(device).type
         if kind == self._device.type:
-            self.host_memory.bring_back(tensors)
+            self.host_memory.reload(tensors)
         elif kind == "cpu":
-            self.host_memory.put_away(tensors)
+            self.host_memory.offload(tensors)
         else:
             raise ConfigError(
-                f"device={str(device)!r} is neither the host nor this worker's {self._device.type}; give one of the two"
+                f"device={str(device)!r} is neither the host nor this worker's {self._device.type}; use one of the two"
             )
 
     def _weights(self) -> list[torch.Tensor]:
@@ -139,20 +129,14 @@ class Offload:
 
 
 def tensors_of(model: nn.Module) -> list[torch.Tensor]:
-    """A model's parameters, their gradients and its buffers."""
+    """Return a model's parameters, their gradients and its buffers."""
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return [*parameters, *gradients, *model.buffers()]
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All memory behind a tensor."""
+    """View the whole storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

@@ -1,4 +1,4 @@
-"""`Policy`: what algorithms hold. It gives each worker its share of the work and puts the results together."""
+"""`Policy`: the driver's handle on policy workers. It splits rows over ranks and merges their results."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from lucidrl.utils.config import validate
 from lucidrl.utils.nsys import POLICY, profile_request
 
 WEIGHTS, OPTIMIZER = "policy", "optimizer"
-"""Folders of a checkpoint; the first is a complete Hugging Face model with its tokenizer."""
+"""Folders of a checkpoint; the first is a complete Hugging Face model with tokenizer."""
 
 
 def worker_class_of(config: PolicyConfig) -> type[PolicyWorker]:
-    """The kind of worker that a config asks for."""
+    """Return the worker class that a config selects."""
     return DTensorPolicyWorker if config.dtensor_cfg.enabled else FSDP1PolicyWorker
 
 
 class Policy:
-    """A policy on one or many ranks; also the generator of its own samples.
+    """A policy on one or more ranks; also the generator of its own samples.
 
-    Rows are shared out over data parallel ranks, in order; ranks of one context or tensor parallel group get the same.
+    Data parallel ranks get consecutive shares of the rows; ranks of a context or tensor parallel group get the same.
 
     Args:
-        cluster: how many workers there are; by default one, in this process.
-        log_dir: where several workers write their logs.
+        cluster: number and placement of workers; by default one, in this process.
+        log_dir: folder for the logs of several workers.
 
     Other arguments are those of `PolicyWorker`.
     """
 
     num_replaced = 0
-    """As of a generator: none of its workers is ever replaced."""
+    """Of the generator interface: a policy never restarts a single worker."""
 
     def __init__(
         self,
@@ -62,15 +62,15 @@ class Policy:
         init_reference_model: bool = True,
         seed: int = 0,
     ):
-        profile_request()  # refused now if it makes no sense, and not when the first step begins
+        profile_request()  # raises now if invalid, not in the first step
         config = validate(PolicyConfig, config)
         cluster = cluster or ClusterConfig()
         worker_class = worker_class_of(config)
         self.layout = worker_class.layout_of(config, cluster.num_workers)
         self.policy_version = 0
-        """Version of the weights, as whoever trains them counts."""
+        """Version of the weights, set by the training loop."""
         self.is_ahead = False
-        """Whether the weights have changed since they were given that version."""
+        """Whether the weights have changed since `policy_version` was set."""
         self._gbs = config.train_global_batch_size
         self._seed, self._num_calls = seed, 0
         self._has_optimizer = init_optimizer
@@ -79,18 +79,18 @@ class Policy:
             "init_optimizer": init_optimizer,
             "init_reference_model": init_reference_model,
             "seed": seed,
-            # Ranks wait for each other in a start too. The deadlines themselves are the group's business.
+            # Collectives run during the start too; the group enforces the two timeouts themselves.
             "timeout_s": max(cluster.start_timeout_s, cluster.call_timeout_s),
         }
         self.group = WorkerGroup(
             worker_class, (config, tokenizer), options, cluster=cluster, log_dir=log_dir, name=POLICY
         )
         self.places: list[Place] = self.group.run_all("report_place")
-        device = "GPU" if self.places[0].device.startswith("GPU") else "CPU"  # theirs: a driver may have none
-        self._arrangement = f"{worker_class.__name__} {self.layout} on {device}"
+        device = "GPU" if self.places[0].device.startswith("GPU") else "CPU"  # the workers': the driver may have none
+        self._layout_name = f"{worker_class.__name__} {self.layout} on {device}"
 
     def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction, eval_mode: bool = False) -> TrainResult:
-        """One pass over the rows; see `PolicyWorker.train`. In `eval_mode` they are one global batch."""
+        """Make one pass over the rows; see `PolicyWorker.train`. With `eval_mode`, they are one global batch."""
         gbs = data.size if eval_mode else self._gbs or data.size
         self.is_ahead |= not eval_mode
         with span("train"):
@@ -104,17 +104,14 @@ class Policy:
         )
 
     def with_scores(self, data: BatchedDataDict[Any], *, previous: bool, reference: bool) -> BatchedDataDict[Any]:
-        """Add the columns `prev_logprobs` and `reference_policy_logprobs`, where asked for."""
+        """Add the columns `prev_logprobs` (if `previous`) and `reference_policy_logprobs` (if `reference`)."""
         if not (previous or reference):
             return data
         scored: BatchedDataDict[Any] = BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")})
         with span("score"):
             shards = self._shards(scored, None)
-            for name, is_wanted, of_reference in (
-                ("prev_logprobs", previous, False),
-                ("reference_policy_logprobs", reference, True),
-            ):
-                if is_wanted:
+            for name, of_reference in (("prev_logprobs", False), ("reference_policy_logprobs", True)):
+                if reference if of_reference else previous:
                     results = self.group.run_each("scorer.logprobs", [(shard, None, of_reference) for shard in shards])
                     data[name] = torch.cat([part["logprobs"] for part in self._by_data_rank(results)])
         return data
@@ -123,7 +120,7 @@ class Policy:
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt with the current weights; see `GenerationDatumSpec` and `GenerationOutputSpec`."""
-        if self.layout.dp > 1:  # one rank alone counts its calls itself, also over a resume
+        if self.layout.dp > 1:  # a single rank counts its own calls, across resumes too
             data = with_draw_keys(data, self._seed, self._num_calls)
         self._num_calls += 1
         results = self.group.run_each("generator.generate", [(shard, greedy) for shard in self._shards(data, None)])
@@ -133,59 +130,59 @@ class Policy:
         return output
 
     def check(self) -> None:
-        """Raise, as the next call would, if a worker has died; for whoever waits long for something else."""
+        """Raise WorkerError if a worker has exited; for long waits between calls."""
         self.group.check()
 
     def update_weights(self, version: int) -> None:
-        """Samples are made by the weights that are trained, so this only notes their version."""
+        """Set the version; the policy generates with the trained weights, so there is nothing to send."""
         self.policy_version, self.is_ahead = version, False
 
     def save(self, folder: Path) -> None:
-        """Write weights, tokenizer and optimizer, if there is one, below a checkpoint's folder."""
+        """Write weights, tokenizer and optimizer (if any) into a checkpoint folder."""
         self.begin_save(folder)
         self.finish_save()
 
     def begin_save(self, folder: Path, *, weights_only: bool = False) -> None:
-        """Copy what `save` writes, or all of it but the optimizer, and write it while training goes on."""
+        """Copy the tensors of `save`, without the optimizer if `weights_only`, and write them in the background."""
         weights, optimizer = str(folder / WEIGHTS), None if weights_only else self._optimizer_path(folder)
         self.group.run_all("checkpoints.begin", weights, optimizer, weights)
 
     def is_save_written(self) -> bool:
-        """Whether all workers have written what was begun."""
+        """Return whether all workers have finished writing."""
         return all(self.group.run_all("checkpoints.is_written"))
 
     def finish_save(self) -> dict[Path, FileDigest]:
-        """Wait until all is on disk; the files that are large, and what they have to be."""
+        """Wait until all files are on disk; return their digests."""
         written = self.group.run_all("checkpoints.finish")
         return {path: digest for files in written for path, digest in files.items()}
 
     def load(self, folder: Path) -> None:
-        """Take weights and optimizer from a checkpoint's folder, which was verified when it was found."""
+        """Load weights and optimizer from a verified checkpoint folder."""
         self.is_ahead = True
         self.group.run_all("checkpoints.load", str(folder / WEIGHTS), self._optimizer_path(folder), verify=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The arrangement of the ranks, and what each keeps beside weights and optimizer; plain values."""
-        return {"layout": self._arrangement, "ranks": self.group.run_all("state_dict")}
+        """Return the layout, and each rank's state beside weights and optimizer, as plain values."""
+        return {"layout": self._layout_name, "ranks": self.group.run_all("state_dict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give every rank back what it kept; on another layout only what is the same on all, and no random state."""
+        """Restore every rank's state; on another layout only rank 0's, without random state."""
         ranks = state["ranks"]
-        if state["layout"] != self._arrangement:
+        if state["layout"] != self._layout_name:
             common = {name: value for name, value in ranks[0].items() if name != "process"}
             ranks = [common] * self.group.size
         self.group.run_each("load_state_dict", [(rank,) for rank in ranks])
 
     def start_gpu_profiling(self) -> None:
-        """Let those workers record that are asked to; see `lucidrl.utils.nsys`."""
+        """Start recording on the selected workers; see `lucidrl.utils.nsys`."""
         self.group.start_gpu_profiling()
 
     def stop_gpu_profiling(self) -> None:
-        """Let them write what they recorded; harmless if they did not."""
+        """Stop recording and write the traces, if any."""
         self.group.stop_gpu_profiling()
 
     def shutdown(self) -> None:
-        """End the workers; may be called twice."""
+        """Stop the workers; may be called twice."""
         self.group.shutdown()
 
     def __enter__(self) -> Self:
@@ -198,7 +195,7 @@ class Policy:
         return str(folder / OPTIMIZER) if self._has_optimizer else None
 
     def _shards(self, data: BatchedDataDict[Any], gbs: int | None) -> list[BatchedDataDict[Any]]:
-        """The rows of each rank: its data parallel rank's share of every global batch."""
+        """Return the rows of each rank: its data parallel share of every global batch."""
         if self.layout.dp == 1:
             return [data] * self.layout.size
         plan = shard_plan(data.size, self.layout.dp, gbs, allow_uneven=True)
@@ -206,5 +203,5 @@ class Policy:
         return [shares[self.layout.data_rank(rank)] for rank in range(self.layout.size)]
 
     def _by_data_rank(self, results: Sequence[Any]) -> Sequence[Any]:
-        """One result for each data parallel rank, in order; the ranks that share its rows return the same."""
+        """Return one result per data parallel rank, in order; ranks with the same rows return the same."""
         return results[:: self.layout.cp * self.layout.tp]

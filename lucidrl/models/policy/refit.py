@@ -1,8 +1,7 @@
-"""Weights on their way out of a policy: one stream of whole tensors, whoever asks for them.
+"""Exports a policy's weights as one stream of full tensors.
 
-Within one machine they are packed, bucket by bucket, into memory that receivers open; `memory_pools` says when it is
-written again. To other machines they are broadcast by the first rank; the others only take part in putting the tensors
-together.
+Generators on the same node read them from shared memory, bucket by bucket (`memory_pools` says when it is reused).
+Generators on other nodes receive a broadcast from rank 0; the other ranks only take part in the gathering.
 """
 
 from __future__ import annotations
@@ -12,135 +11,145 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lucidrl.distributed.memory_pools import pool_for
+from lucidrl.distributed.rendezvous import free_port
 from lucidrl.distributed.weight_buckets import Bucket, BucketHandle, TensorInfo, checksum_of, digest_of, free_bytes
-from lucidrl.distributed.weight_group import TIMEOUT_S, WeightGroup
+from lucidrl.distributed.weight_group import TIMEOUT_S, WeightGroup, problem_of
 from lucidrl.errors import RefitError
 from lucidrl.models.loading import DTYPES
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.introspection import device_id
+from lucidrl.models.policy.offload import Offload
 from lucidrl.models.policy.sharding import Sharding
 from lucidrl.profiling.spans import span
 
-IpcHandles = dict[str, tuple[bool, BucketHandle]]
-"""Id of a device → (packed, where the weights are); see `device_id`."""
-
-TensorForms = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Name → (shape, dtype), in the order in which the weights are broadcast."""
-
 
 class WeightExport:
-    """The weights of a policy as others get them: Hugging Face names, configured precision, tied ones once.
+    """Sends weights under Hugging Face names, in the configured precision, tied ones once.
 
-    Every rank has to make every call that gathers tensors (`stream`, `ipc_handles`, `broadcast`, `checksum`), since
-    each holds a part of them.
+    `stream`, `ipc_handles`, `broadcast` and `checksum` gather tensors: call them on every rank.
 
     Args:
-        config: weights travel in its precision (sharded half-precision policies keep a higher one), and in buckets of
-            the size that it sets.
-        device: what this rank computes on.
-        local_rank: number of this rank on its machine.
+        config: sets the precision and the bucket size.
+        local_rank: rank of this worker on its node.
     """
 
-    def __init__(self, sharding: Sharding, config: PolicyConfig, device: torch.device, local_rank: int):
-        self._sharding, self._device = sharding, device
+    def __init__(self, sharding: Sharding, offload: Offload, config: PolicyConfig, local_rank: int):
+        self._sharding, self._offload = sharding, offload
+        self._device = device = sharding.mesh.device
         self._dtype = DTYPES[config.precision]
         self._bucket_bytes = config.generation.refit_bucket_mb << 20
-        self._device_id = device_id(device, local_rank)
-        # CPU ranks of a machine share its memory: one copy of the weights is enough for all receivers.
+        self.device_id = device_id(device, local_rank)
+        # CPU ranks of a node share its memory: one copy of the weights serves all receivers.
         self._is_writer = device.type == "cuda" or local_rank == 0
-        shapes = sharding.shapes()
-        self._infos = {name: TensorInfo(name, tuple(shapes[name]), self._dtype) for name in sharding.gather_order()}
+        names = [name for unit in sharding.units for name in unit.names]
+        self._infos = {name: TensorInfo(name, tuple(sharding.shapes[name]), self._dtype) for name in names}
         self._version, self._verify = 0, False
-        self._parts: list[torch.Tensor] | None = None
-        """What this rank holds of the weights, from `prepare_for_ipc` on."""
+        self._shards: list[torch.Tensor] | None = None
+        """This rank's weights; set by `prepare_for_ipc`."""
         self._memory = pool_for(device)
         self._packed: set[str] = set()
-        """Names that have been packed in this refit."""
+        """Names packed in this refit."""
         self._is_collective = False
         self._group: WeightGroup | None = None
-        """On the first rank, which sends for all."""
+        """Rank 0 only, which sends for all."""
 
     def infos(self) -> list[TensorInfo]:
-        """What the stream gives, in its order."""
+        """Return name, shape and dtype of every tensor of `stream`, in order."""
         return list(self._infos.values())
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole tensors, one at a time."""
+        """Yield names and full tensors, one at a time."""
         return self._sharding.full_weights(self._dtype)
 
     def checksum(self) -> str:
-        """The same as that of a receiver with the same weights."""
+        """Return a checksum that equals the checksum of a receiver with the same weights."""
         return checksum_of(self.stream())
 
     def set_header(self, version: int, verify: bool) -> None:
-        """What the next buckets say about themselves: the version of the weights and, if asked, their digest."""
+        """Set the policy version of the next buckets, and whether they carry a digest."""
         self._version, self._verify = version, verify
 
     @span("refit")
     def prepare_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """Begin a refit: names and sizes of all weights, and the bytes that buckets on their way may take together."""
-        self._parts = self._sharding.local_weights()
+        """Start a refit; return (name, bytes) of all weights, and the bytes available for buckets in flight."""
+        self._offload.check_weights("prepare_weights_for_ipc")
+        self._shards = self._sharding.local_weights()
         self._begin_refit()
         free = free_bytes(self._device) + self._memory.spare_bytes()
         return [(info.name, info.size_bytes) for info in self.infos()], float(free)
 
     @span("refit")
-    def ipc_handles(self, keys: Sequence[str]) -> IpcHandles:
-        """Packs the named weights into one bucket; ranks that need not write give nothing."""
-        parts, bucket = self._prepared_parts(keys), self._bucket_of(keys)
-        stream = self._sharding.full_tensors(parts, set(keys), self._dtype)
+    def ipc_handles(self, keys: Sequence[str]) -> dict[str, tuple[bool, BucketHandle]]:
+        """Pack the named weights into one bucket; return device id → (True, handle), or {} on ranks that skip it."""
+        self._offload.check_weights("get_weights_ipc_handles")
+        if self._shards is None:
+            raise RefitError(
+                f"get_weights_ipc_handles was called for {len(keys)} weights before prepare_weights_for_ipc; call that "
+                "first, on every rank: it lists the weights"
+            )
+        bucket = self._bucket_of(keys)
+        stream = self._sharding.full_tensors(self._shards, set(keys), self._dtype)
         if not self._is_writer:
-            for _ in stream:  # the others gather with this rank
+            for _ in stream:  # takes part in the gathering
                 pass
             return {}
-        if self._packed & set(keys):  # whoever asks again for the same starts over, also without preparing anew
+        if self._packed & set(keys):  # a repeated request restarts the refit
             self._begin_refit()
         self._packed |= set(keys)
         memory = self._memory.take(bucket.size_bytes)
         bucket.pack((tensor for _, tensor in stream), memory.tensor)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # another process does not wait for this one's streams
+            torch.cuda.synchronize(self._device)  # other processes do not wait for this one's streams
         digest = digest_of(memory.tensor[: bucket.size_bytes]) if self._verify else None
-        return {self._device_id: (True, BucketHandle(bucket, memory.handle, self._version, digest))}
+        return {self.device_id: (True, BucketHandle(bucket, memory.handle, self._version, digest))}
 
     def _begin_refit(self) -> None:
         self._memory.begin()
         self._packed = set()
 
     def join_collective(self, ip: str, port: int, world_size: int, timeout_s: float = TIMEOUT_S) -> None:
-        """Meet the generators, which join at the same time; a group that was joined before is left.
+        """Join the generators' weight group, after leaving an earlier one; generators join at the same time.
 
-        The first rank meets them on behalf of all. Arguments are those of `WeightGroup.join`.
+        Only rank 0 joins. For arguments, see `WeightGroup.join`.
         """
         self._leave_collective()
         if self._sharding.mesh.rank == 0:
             self._group = WeightGroup.join(ip, port, 0, world_size, self._device, timeout_s)
         self._is_collective = True
 
-    def info_for_collective(self) -> TensorForms:
-        """What receivers have to be told once, before the first broadcast."""
-        return {info.name: (info.shape, info.dtype) for info in self.infos()}
+    def offer_port(self, ip: str) -> int | None:
+        """Return, on rank 0, a free port of the node for `join_collective`."""
+        return free_port(ip) if self._sharding.mesh.rank == 0 else None
+
+    def try_join(self, ip: str, port: int, world_size: int, timeout_s: float) -> str | None:
+        """`join_collective`, but return the text of a RefitError: the driver can restart generators and retry."""
+        return problem_of(lambda: self.join_collective(ip, port, world_size, timeout_s))
+
+    def try_broadcast(self) -> str | None:
+        """`broadcast`, but return the text of a RefitError, as `try_join`."""
+        return problem_of(self.broadcast)
 
     @span("refit")
     def broadcast(self) -> None:
-        """Send all weights to the generators, which have to receive at the same time."""
+        """Send all weights to the generators, which receive at the same time."""
+        self._offload.check_weights("broadcast_weights_for_collective")
         if not self._is_collective:
             raise RefitError(
-                "weights were to be broadcast before init_collective; call that first, on every rank, while the "
-                "generators join"
+                "broadcast_weights_for_collective was called before init_collective; call that first, on every rank, "
+                "while the generators join"
             )
         stream = self.stream()
         try:
             if self._group is not None:
                 self._group.send(stream, self.infos(), self._bucket_bytes, self._version, self._verify)
         finally:
-            for _ in stream:  # the ranks gather together, also when the first one does not send, or cannot
+            for _ in stream:  # all ranks must finish gathering, even if rank 0 fails to send
                 pass
 
     def close(self) -> None:
-        """Free the memory of buckets and leave the generators; both have to be prepared anew. May be called twice."""
+        """Free bucket memory and leave the weight group; may be called twice."""
         self._leave_collective()
-        self._parts = None
+        self._shards = None
         self._memory.close()
 
     def _leave_collective(self) -> None:
@@ -149,22 +158,14 @@ class WeightExport:
             self._group.close()
             self._group = None
 
-    def _prepared_parts(self, keys: Sequence[str]) -> list[torch.Tensor]:
-        if self._parts is None:
-            raise RefitError(
-                f"handles of {len(keys)} weights were asked for before prepare_weights_for_ipc; call that first, on "
-                "every rank: it lists the weights that there are"
-            )
-        return self._parts
-
     def _bucket_of(self, keys: Sequence[str]) -> Bucket:
         if unknown := [key for key in keys if key not in self._infos]:
             raise RefitError(
-                f"there is no weight {unknown[0]!r} in this policy ({len(unknown)} of {len(keys)} keys are unknown); "
-                "ask for names that prepare_weights_for_ipc listed"
+                f"this policy has no weight {unknown[0]!r} ({len(unknown)} of {len(keys)} keys are unknown); "
+                "use names from prepare_weights_for_ipc"
             )
-        asked = set(keys)
-        infos = [info for name, info in self._infos.items() if name in asked]
+        wanted = set(keys)
+        infos = [info for name, info in self._infos.items() if name in wanted]
         if not infos:
-            raise RefitError("handles of no weights were asked for; give at least one name")
+            raise RefitError("get_weights_ipc_handles was called without keys; pass at least one name")
         return Bucket.of(infos)

@@ -1,15 +1,18 @@
-"""How rows are cut into global batches and micro-batches, as a policy's config says."""
+"""Splits rows into global batches and micro-batches, as configured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed import ProcessGroup
+import torch
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.batching import Plan, dynamic_plan, fixed_plan, inverse_permutation, packed_plan
-from lucidrl.distributed.collectives import gather_over
+from lucidrl.distributed.collectives import gather_over, largest_over
+from lucidrl.distributed.columns import ColumnKind
+from lucidrl.distributed.mesh import RankMesh
 from lucidrl.errors import DataError
 from lucidrl.models.policy.config import PolicyConfig
 
@@ -17,33 +20,38 @@ _SCORED_COLUMNS = ("input_ids", "input_lengths")
 _TRAINED_COLUMNS = (*_SCORED_COLUMNS, "sample_mask", "token_mask")
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward pass."""
+
+    rows: BatchedDataDict[Any]
+    is_real: bool
+    """False for a placeholder that keeps this rank in lock-step with the others."""
+    is_last: bool
+
+
 class RowPlans:
-    """Which rows of a rank run together.
+    """Plans global batches and micro-batches of one rank."""
 
-    Args:
-        dp_group: the ranks that work on different rows.
-    """
-
-    def __init__(self, config: PolicyConfig, dp_group: ProcessGroup | None):
-        self._config = config
-        self._dp_group = dp_group
+    def __init__(self, config: PolicyConfig, mesh: RankMesh):
+        self._config, self._mesh = config, mesh
         self.are_packed = config.sequence_packing.enabled
-        """Rows of a micro-batch lie end to end instead of padded."""
+        """Rows of a micro-batch are concatenated instead of padded."""
+        self._budget = config.sequence_packing if self.are_packed else config.dynamic_batching
         dynamic = config.dynamic_batching
-        self.sequence_length_round = dynamic.sequence_length_round if dynamic.enabled else 1
-        """Padded lengths are multiples of this."""
+        self._length_multiple = dynamic.sequence_length_round if dynamic.enabled else 1
 
     def global_batches(self, data: BatchedDataDict[Any], gbs: int | None) -> list[BatchedDataDict[Any]]:
-        """This rank's share of each global batch.
+        """Return this rank's share of each global batch.
 
         Args:
-            gbs: rows of one, over all ranks; by default as configured, or all rows.
+            gbs: rows per global batch, over all ranks; by default as configured, or all rows.
 
         Raises:
-            DataError: if a column is missing, a length is impossible, or the rows do not split.
+            DataError: if a column is missing, a length is invalid, or the rows do not split evenly.
         """
         _check_rows(data, _TRAINED_COLUMNS, "train")
-        sizes = gather_over(data.size, self._dp_group)
+        sizes = gather_over(data.size, self._mesh.dp_group)
         rows = gbs or self._config.train_global_batch_size or sum(sizes)
         number = sum(sizes) // rows if rows else 0
         if number == 0 or sum(sizes) % rows:
@@ -53,53 +61,69 @@ class RowPlans:
             )
         if any(size % number for size in sizes):
             raise DataError(
-                f"shards of {sizes} rows do not split into {number} global batches; "
+                f"ranks with {sizes} rows cannot form {number} global batches; "
                 "give every rank the same share of each (see shard_by_batch_size)"
             )
         share = data.size // number
         return [data.slice(start, start + share) for start in range(0, share * number, share or 1)] or [data] * number
 
     def for_training(self, data: BatchedDataDict[Any], mbs: int | None) -> Plan:
-        """Micro-batches of one global batch: of `mbs` rows if that is given, otherwise as configured."""
-        config = self._config
-        packed, dynamic = config.sequence_packing.train_mb_tokens, config.dynamic_batching.train_mb_tokens
-        return self._plan(data, mbs, config.train_micro_batch_size, packed, dynamic)
+        """Plan the micro-batches of one global batch; `mbs` (rows per micro-batch) overrides the config."""
+        return self._plan(data, mbs, self._config.train_micro_batch_size, self._budget.train_mb_tokens)
 
     def for_scoring(self, data: BatchedDataDict[Any], mbs: int | None) -> tuple[Plan, list[int]]:
-        """The same for scoring, and the permutation that puts the results back in order.
+        """Plan micro-batches for scoring; also return the permutation that restores row order.
 
         Raises:
-            DataError: if a column is missing, or a length is impossible.
+            DataError: if a column is missing or a length is invalid.
         """
         _check_rows(data, _SCORED_COLUMNS, "get_logprobs")
-        config = self._config
-        packed, dynamic = config.sequence_packing.logprob_mb_tokens, config.dynamic_batching.logprob_mb_tokens
-        plan = self._plan(data, mbs, config.logprob_batch_size, packed, dynamic)
+        plan = self._plan(data, mbs, self._config.logprob_batch_size, self._budget.logprob_mb_tokens)
         return plan, inverse_permutation([row for group in plan for row in group])
 
-    def _plan(
-        self, data: BatchedDataDict[Any], mbs: int | None, num_rows: int, packed_tokens: int, dynamic_tokens: int
-    ) -> Plan:
-        if mbs is not None:
-            return fixed_plan(data.size, mbs)
+    def micro_batches(self, data: BatchedDataDict[Any], plan: Plan) -> Iterator[MicroBatch]:
+        """Yield the planned micro-batches, then placeholders until this rank has as many as any other.
+
+        Ranks gather weights from each other, so all must make the same number of forward passes.
+        """
+        rounds, number = largest_over(len(plan), self._mesh.world), 0
+        for number, rows in enumerate(data.microbatches(plan, length_multiple=self._length_multiple), start=1):
+            yield MicroBatch(rows, is_real=True, is_last=number == rounds)
+        for missing in range(number + 1, rounds + 1):
+            yield MicroBatch(_empty_row(data), is_real=False, is_last=missing == rounds)
+
+    def _plan(self, data: BatchedDataDict[Any], mbs: int | None, num_rows: int, num_tokens: int) -> Plan:
+        if mbs is not None or not self._budget.enabled:
+            return fixed_plan(data.size, num_rows if mbs is None else mbs)
         lengths = data["input_lengths"].tolist()
         if self.are_packed:
-            return packed_plan(lengths, packed_tokens)
-        if self._config.dynamic_batching.enabled:
-            return dynamic_plan(lengths, dynamic_tokens, length_multiple=self.sequence_length_round)
-        return fixed_plan(data.size, num_rows)
+            return packed_plan(lengths, num_tokens)
+        return dynamic_plan(lengths, num_tokens, length_multiple=self._length_multiple)
 
 
 def _check_rows(data: BatchedDataDict[Any], needed: Sequence[str], method: str) -> None:
-    """Refuse a batch that `method` cannot work on."""
+    """Raise DataError for a batch that `method` cannot use."""
     if missing := [name for name in needed if name not in data]:
         raise DataError(
-            f"the batch has no {', '.join(missing)}; {method} needs {', '.join(needed)}: add what is missing"
+            f"the batch has no {', '.join(missing)}; {method} needs {', '.join(needed)}: add the missing columns"
         )
     width = data["input_ids"].shape[1]
     for row, length in enumerate(data["input_lengths"].tolist()):
         if not 0 <= length <= width:
             raise DataError(
-                f"row {row} has input_lengths={length}, but its input_ids have room for {width} tokens; "
-                f"give the number of its tokens, from 0 to {width}, or wider input_ids"
+                f"row {row} has input_lengths={length}, but its input_ids hold {width} tokens; "
+                f"set it to the number of its tokens, from 0 to {width}, or widen input_ids"
             )
+
+
+def _empty_row(like: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    """Return one fully masked row of one token, with the columns of `like`."""
+    columns: dict[str, Any] = {}
+    for name in like:
+        value, is_token = like[name], like.kind(name) is ColumnKind.TOKEN
+        if isinstance(value, torch.Tensor):
+            columns[name] = value.new_zeros(1, *((1, *value.shape[2:]) if is_token else value.shape[1:]))
+        else:
+            columns[name] = [None]
+    columns["input_lengths"] = like["input_lengths"].new_ones(1)
+    return BatchedDataDict(columns, kinds={name: like.kind(name) for name in like})

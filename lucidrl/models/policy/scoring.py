@@ -1,6 +1,6 @@
-"""Log-probabilities of rows, under the current weights or those of the reference policy.
+"""Log-probabilities of rows under the current weights or the reference policy.
 
-The reference policy is the weights that a run started from, exchanged with the current ones while they are scored.
+The reference policy is the weights that a run started from; scoring swaps them in for a moment.
 """
 
 from __future__ import annotations
@@ -13,107 +13,96 @@ import torch
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.batching import round_up
-from lucidrl.distributed.collectives import largest_over
 from lucidrl.errors import ConfigError
 from lucidrl.models.policy.interfaces import LogprobOutputSpec
 from lucidrl.models.policy.offload import Offload
 from lucidrl.models.policy.row_plans import RowPlans
 from lucidrl.models.policy.sharding import Sharding
-from lucidrl.models.policy.training import with_empty_rounds
 from lucidrl.profiling.spans import span
 
-Copy = tuple[torch.Tensor, torch.Tensor]
-"""Target and source."""
 _BUFFER_ELEMENTS = 1 << 22
 _COPIES_PER_PIECE = 3
 
 
 class Scorer:
-    """Scores this rank's rows, micro-batch by micro-batch, in step with the other ranks.
+    """Scores this rank's rows, in lock-step with the other ranks.
 
     Args:
-        offload: knows whether the weights are where they can be used.
-        has_reference: keep the current weights as the reference policy.
+        has_reference: keep a copy of the current weights as the reference policy.
     """
 
-    def __init__(
-        self, sharding: Sharding, row_plans: RowPlans, offload: Offload, device: torch.device, *, has_reference: bool
-    ):
-        self._sharding, self._row_plans, self._offload, self._device = sharding, row_plans, offload, device
+    def __init__(self, sharding: Sharding, row_plans: RowPlans, offload: Offload, *, has_reference: bool):
+        self._sharding, self._row_plans, self._offload = sharding, row_plans, offload
         self._reference = ReferencePolicy(sharding.local_weights()) if has_reference else None
 
     @torch.no_grad()
     def logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, of_reference: bool = False
     ) -> BatchedDataDict[LogprobOutputSpec]:
-        """See `PolicyWorker.get_logprobs`; the results are on the CPU, in the order of the rows."""
+        """See `PolicyWorker.get_logprobs`; results are on the CPU, in row order."""
         with self.reference_swapped_in() if of_reference else nullcontext(), span("logprobs"):
             self._offload.check_weights("get_logprobs")
             plan, order = self._row_plans.for_scoring(data, micro_batch_size)
-            rounds = largest_over(len(plan), self._sharding.mesh.world)
-            micro_batches = data.microbatches(plan, length_multiple=self._row_plans.sequence_length_round)
-            nothing = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
+            device = self._sharding.mesh.device
+            unscored = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
             scored = []
-            for micro, is_real in with_empty_rounds(micro_batches, data, rounds):
-                tokens, lengths = micro["input_ids"].to(self._device), micro["input_lengths"].to(self._device)
+            for micro in self._row_plans.micro_batches(data, plan):
+                tokens, lengths = micro.rows["input_ids"].to(device), micro.rows["input_lengths"].to(device)
                 outputs = self._sharding.root(tokens, lengths, packed=self._row_plans.are_packed)
-                if is_real:
-                    missing = nothing.shape[1] - outputs.logprobs.shape[1]
+                if micro.is_real:
+                    missing = unscored.shape[1] - outputs.logprobs.shape[1]
                     scored.append(torch.nn.functional.pad(outputs.logprobs.float().cpu(), (0, missing)))
-            result: BatchedDataDict[LogprobOutputSpec] = BatchedDataDict(
-                {"logprobs": torch.cat(scored) if scored else nothing}
-            )
-            result.reorder_data(order)
-            return result
+            return BatchedDataDict({"logprobs": torch.cat(scored)[order] if scored else unscored})
 
     @contextmanager
     def reference_swapped_in(self) -> Iterator[None]:
-        """Inside, the model is the reference policy."""
+        """Context in which the model has the reference weights."""
         self._offload.check_weights("use_reference_model")
         if self._reference is None:
-            raise ConfigError("this policy was made with init_reference_model=False; it has no reference policy to use")
+            raise ConfigError(
+                "this policy has no reference model, because it was created with init_reference_model=False; "
+                "create it with init_reference_model=True"
+            )
         with span("reference"), self._reference.swapped_in():
             yield
 
 
 class ReferencePolicy:
-    """Holds a copy of a model's weights, in pinned memory where the model is on an accelerator.
+    """Holds a copy of a model's weights in host memory (pinned for a GPU) and swaps it in.
 
-    The two are exchanged piece by piece through one small buffer: no second copy of the model is ever made. All copies
-    there and back are one list, and how many are done is counted after each. A copy can be made again as long as the
-    next has not begun, so that an exchange that was interrupted, wherever that was, can always go on.
+    A small buffer swaps the two piece by piece, so there is never a third copy of the model. All copies, in and out,
+    form one list with a counter of completed ones. Each copy is idempotent until the next one starts, so an
+    interrupted swap can always continue.
 
     Args:
-        weights: the memory that the model computes with; it stays the same memory.
+        weights: the tensors that the model computes with; swapped in place.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]):
         kept = [_host_copy(tensor) for tensor in weights]
-        buffers: dict[torch.dtype, torch.Tensor] = {}
-        for tensor in kept:
-            size = min(tensor.numel(), _BUFFER_ELEMENTS)
-            known = buffers.get(tensor.dtype)
-            if known is None or known.numel() < size:
-                buffers[tensor.dtype] = torch.empty(size, dtype=tensor.dtype, pin_memory=tensor.is_pinned())
-        pieces = [
-            _exchange(ours, theirs, buffers[theirs.dtype][: theirs.numel()])
-            for whole, copy in zip(weights, kept, strict=True)
-            for ours, theirs in zip(_pieces(whole), _pieces(copy), strict=True)
-        ]
+        largest = min(max((tensor.numel() for tensor in kept), default=0), _BUFFER_ELEMENTS)
+        is_pinned = any(tensor.is_pinned() for tensor in kept)
+        dtypes = {tensor.dtype for tensor in kept}
+        buffers = {dtype: torch.empty(largest, dtype=dtype, pin_memory=is_pinned) for dtype in dtypes}
+        pieces = []
+        for whole, copy in zip(weights, kept, strict=True):
+            for ours, theirs in zip(_pieces(whole), _pieces(copy), strict=True):
+                buffer = buffers[theirs.dtype][: theirs.numel()]
+                pieces.append([(buffer, ours), (ours, theirs), (theirs, buffer)])  # (target, source) of each copy
         self._num_copies_in = _COPIES_PER_PIECE * len(pieces)
         self._copies = [copy for piece in (*pieces, *reversed(pieces)) for copy in piece]
         self._num_done = 0
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, the model has the reference weights; afterwards, also on an exception, its own again.
+        """Context in which the model has the reference weights; restored on exit, even after an exception.
 
-        Inside another one nothing changes.
+        Nested contexts change nothing.
         """
         if self._num_done == self._num_copies_in:
             yield
             return
-        self._restore()  # what an error in an earlier restoring left undone
+        self._restore()  # completes an earlier restore that failed
         try:
             try:
                 self._copy_until(self._num_copies_in)
@@ -121,14 +110,14 @@ class ReferencePolicy:
             finally:
                 self._restore()
         finally:
-            self._restore()  # does nothing, unless an interruption came before the other one could begin
+            self._restore()  # only has an effect if an interrupt prevented the first one
 
     def _restore(self) -> None:
-        """Give the model its own weights, however far the exchange has come; interruptions come after that."""
+        """Swap the model's own weights back from any state; a KeyboardInterrupt is raised afterwards."""
         try:
             if self._num_done < self._num_copies_in:
                 self._copy_until(round_up(self._num_done, _COPIES_PER_PIECE))
-                # Pieces go back in reverse order. Those that never came need not go.
+                # Pieces go back in reverse order; skip those that were never swapped in.
                 self._num_done = len(self._copies) - self._num_done
             self._copy_until(len(self._copies))
             self._num_done = 0
@@ -142,11 +131,6 @@ class ReferencePolicy:
             target, source = self._copies[self._num_done]
             target.copy_(source)
             self._num_done += 1
-
-
-def _exchange(ours: torch.Tensor, theirs: torch.Tensor, buffer: torch.Tensor) -> list[Copy]:
-    """The copies that exchange two tensors."""
-    return [(buffer, ours), (ours, theirs), (theirs, buffer)]
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Training: each global batch is one optimizer step, of micro-batches whose losses are normalised by global counts.
+"""Training: one optimizer step per global batch; losses of micro-batches are normalised by global counts.
 
 Steps with NaN or infinite gradients are skipped.
 """
@@ -6,7 +6,7 @@ Steps with NaN or infinite gradients are skipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -14,8 +14,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.collectives import gather_over, largest_over, sum_over
-from lucidrl.distributed.columns import ColumnKind
+from lucidrl.distributed.collectives import gather_over, sum_over
 from lucidrl.errors import TrainingError
 from lucidrl.losses.interfaces import LossFunction, TokenOutputs, valid_token_mask
 from lucidrl.losses.reductions import Max, Mean, Metrics, Min, Sum, reduce_metrics
@@ -26,205 +25,173 @@ from lucidrl.profiling.spans import span
 
 
 @dataclass
-class StepOutcome:
-    """What the micro-batches of one global batch gave."""
+class StepResult:
+    """Results of one global batch on this rank."""
 
     global_valid_seqs: torch.Tensor
     global_valid_toks: torch.Tensor
     losses: list[torch.Tensor] = field(default_factory=list)
-    """Each micro-batch's share of the loss; they add up to it."""
+    """Share of each micro-batch; they sum to the loss."""
     parts: list[tuple[Metrics, torch.Tensor]] = field(default_factory=list)
-    """Metrics and number of valid samples of each micro-batch."""
+    """(Metrics, number of valid samples) per micro-batch."""
     names: list[list[Any]] = field(default_factory=list)
-    """What the rows of each micro-batch are called, to name them when something is wrong with them."""
+    """Sample ids (column `idx`) per micro-batch, for errors."""
     grad_norm: float = 0.0
-    """Before clipping; 0 if nothing was trained."""
-    is_skipped: bool = False
-    """The gradients were NaN or infinite, and the weights are as before."""
+    """Before clipping; 0 in evaluation."""
+
+    @property
+    def is_skipped(self) -> bool:
+        """Gradients were NaN or infinite; the weights did not change."""
+        return not math.isfinite(self.grad_norm)
 
     def add(self, loss: torch.Tensor, metrics: Metrics, micro: BatchedDataDict[Any]) -> None:
-        """Note what a micro-batch gave."""
         self.losses.append(loss.detach())
         self.parts.append((metrics, micro["sample_mask"].sum()))
         self.names.append(list(micro["idx"]) if "idx" in micro else ["unnamed"] * micro.size)
 
     @property
     def loss(self) -> torch.Tensor:
-        """In float64, whatever the model computes in: ranks without a micro-batch add theirs to that of the others."""
+        """Sum of the shares, in float64 on every rank, including ranks without a micro-batch."""
         zero = torch.zeros_like(self.global_valid_toks, dtype=torch.float64)
         return sum(self.losses, start=zero)
 
-    def plain_parts(self) -> list[tuple[Metrics, float]]:
-        """`parts` in plain numbers, which can be sent to other ranks."""
+    def metrics_as_floats(self) -> list[tuple[Metrics, float]]:
+        """`parts` with Python numbers, which can be sent to other ranks."""
         return [
-            ({name: _in_numbers(metric) for name, metric in metrics.items()}, float(num_valid_samples))
+            ({name: _as_floats(metric) for name, metric in metrics.items()}, float(num_valid_samples))
             for metrics, num_valid_samples in self.parts
         ]
 
     def suspects(self) -> list[Any]:
-        """The rows of micro-batches whose loss is not finite; none if only gradients are not."""
+        """Samples of micro-batches with a NaN or infinite loss; empty if only gradients are not finite."""
         bad = [names for names, loss in zip(self.names, self.losses, strict=True) if not torch.isfinite(loss)]
         return [name for names in bad for name in names]
 
 
 class Training:
-    """Makes optimizer steps of this rank's rows, in step with the other ranks.
+    """Makes optimizer steps from this rank's rows, in lock-step with the other ranks.
 
     Args:
-        max_nonfinite_steps: this many skipped steps in a row end the training.
+        max_nonfinite_steps: raise TrainingError after this many consecutive skipped steps.
     """
 
-    def __init__(self, sharding: Sharding, row_plans: RowPlans, device: torch.device, max_nonfinite_steps: int):
-        self._sharding = sharding
-        self._row_plans = row_plans
-        self._device = device
+    def __init__(self, sharding: Sharding, row_plans: RowPlans, max_nonfinite_steps: int):
+        self._sharding, self._row_plans = sharding, row_plans
         self._max_nonfinite_steps = max_nonfinite_steps
         self.nonfinite_steps_in_a_row = 0
 
     def step(
         self, batch: BatchedDataDict[Any], loss_fn: LossFunction, optimizer: PolicyOptimizer | None, mbs: int | None
-    ) -> StepOutcome:
-        """Forward and backward through this rank's share of a global batch, then one step of the optimizer.
+    ) -> StepResult:
+        """Run forward and backward on this rank's share of a global batch, then one optimizer step.
 
         Args:
-            optimizer: None evaluates only.
+            optimizer: None to evaluate only.
             mbs: rows per micro-batch; by default as configured.
         """
-        # Rows that are masked out as a whole take no part in the loss, and cost nothing.
-        batch = batch.select_indices(batch["sample_mask"].nonzero()[:, 0]).to(self._device)
+        # Skip fully masked rows: they do not contribute to the loss.
+        batch = batch.select_indices(batch["sample_mask"].nonzero()[:, 0])
         plan, mesh = self._row_plans.for_training(batch, mbs), self._sharding.mesh
-        micro_batches = batch.microbatches(plan, length_multiple=self._row_plans.sequence_length_round)
-        # All ranks make the same number of forward passes, because they gather weights from each other.
-        rounds = largest_over(len(plan), mesh.world)
+        batch = batch.to(mesh.device)
         counts = (
             sum_over(batch["sample_mask"].sum(), mesh.dp_group),
             sum_over(valid_token_mask(batch).sum(), mesh.dp_group),
         )
-        outcome = StepOutcome(*counts)
+        result = StepResult(*counts)
         scale = self._sharding.gradient_scale * (optimizer.loss_scale if optimizer is not None else 1.0)
         try:
             with torch.set_grad_enabled(optimizer is not None):
-                for number, (micro, is_real) in enumerate(with_empty_rounds(micro_batches, batch, rounds)):
-                    with self._sharding.accumulating(is_last=number == rounds - 1):
+                for micro in self._row_plans.micro_batches(batch, plan):
+                    with self._sharding.accumulating(micro.is_last):
                         with span("forward"):
                             outputs = self._sharding.root(
-                                micro["input_ids"],
-                                micro["input_lengths"],
+                                micro.rows["input_ids"],
+                                micro.rows["input_lengths"],
                                 loss_fn.needs,
-                                selected=valid_token_mask(micro),
+                                selected=valid_token_mask(micro.rows),
                                 packed=self._row_plans.are_packed,
                             )
-                            if is_real:
-                                loss, metrics = loss_fn(_as_declared(outputs, loss_fn), micro, *counts)
-                                outcome.add(loss, metrics, micro)
+                            if micro.is_real:
+                                loss, metrics = loss_fn(_declared_outputs(outputs, loss_fn), micro.rows, *counts)
+                                result.add(loss, metrics, micro.rows)
                             else:
-                                loss = _nothing(outputs)
+                                loss = _zero_loss(outputs)
                         if optimizer is not None:
                             with span("backward"):
                                 (loss * scale).backward()
             if optimizer is not None:
-                self._update(optimizer, outcome)
+                self._update(optimizer, result)
         except BaseException:
             if optimizer is not None:
-                optimizer.zero_grad()  # some of the gradient may be there
+                optimizer.zero_grad()  # drop a partial gradient
             raise
-        return outcome
+        return result
 
-    def _update(self, optimizer: PolicyOptimizer, outcome: StepOutcome) -> None:
-        """Step, and count a skipped step; too many in a row end the training. All ranks see the same norm."""
+    def _update(self, optimizer: PolicyOptimizer, result: StepResult) -> None:
+        """Step; raise TrainingError after too many consecutive skipped steps. All ranks see the same norm."""
         loss_scale = optimizer.loss_scale
         with span("optimizer"):
-            outcome.grad_norm = optimizer.step()
-        outcome.is_skipped = not math.isfinite(outcome.grad_norm)
-        if not outcome.is_skipped:
+            result.grad_norm = optimizer.step()
+        if not result.is_skipped:
             self.nonfinite_steps_in_a_row = 0
             return
-        suspects = self._names_of_all_ranks(outcome.suspects())
-        # With finite losses, gradients may only have been scaled up too far; a smaller scale is found within few steps.
+        suspects = self._over_all_ranks(result.suspects())
+        # With finite losses the loss scale may just be too large; the optimizer lowers it within a few steps.
         if suspects or optimizer.loss_scale >= loss_scale:
             self.nonfinite_steps_in_a_row += 1
         if self.nonfinite_steps_in_a_row >= self._max_nonfinite_steps:
-            named = suspects or self._names_of_all_ranks([name for names in outcome.names for name in names])
+            named = suspects or self._over_all_ranks([name for names in result.names for name in names])
             raise TrainingError(
                 f"gradients were NaN or infinite in {self.nonfinite_steps_in_a_row} optimizer steps in a row "
                 f"(last in samples {', '.join(map(str, named[:8]))}); lower the learning rate or look at those samples"
             )
 
-    def _names_of_all_ranks(self, names: list[Any]) -> list[Any]:
-        """Each once; ranks may work on the same rows."""
+    def _over_all_ranks(self, names: list[Any]) -> list[Any]:
+        """Gather names from all ranks, without duplicates (ranks may share rows)."""
         gathered = gather_over(names, self._sharding.mesh.world)
         return list(dict.fromkeys(name for of_rank in gathered for name in of_rank))
 
 
-def merged_outcomes(outcomes: Sequence[StepOutcome], rate: float, dp_group: ProcessGroup | None) -> dict[str, Any]:
-    """The numbers of a `train` call.
-
-    Returns:
-        What `PolicyWorker.train` documents, but for `rank`.
-    """
+def merged_results(results: Sequence[StepResult], rate: float, dp_group: ProcessGroup | None) -> dict[str, Any]:
+    """Return what `PolicyWorker.train` documents, except `rank`."""
     per_micro_batch: dict[str, list[float]] = {}
     own_parts: list[tuple[Metrics, float]] = []
-    for outcome in outcomes:
+    for result in results:
         common = {
             "lr": rate,
-            "global_valid_seqs": float(outcome.global_valid_seqs),
-            "global_valid_toks": float(outcome.global_valid_toks),
+            "global_valid_seqs": float(result.global_valid_seqs),
+            "global_valid_toks": float(result.global_valid_toks),
         }
-        for metrics, num_valid_samples in outcome.plain_parts():
+        for metrics, num_valid_samples in result.metrics_as_floats():
             own_parts.append((metrics, num_valid_samples))
             values: dict[str, Any] = {name: getattr(metric, "value", metric) for name, metric in metrics.items()}
             for name, value in {**values, **common, "num_valid_samples": num_valid_samples}.items():
                 per_micro_batch.setdefault(name, []).append(value)
     parts = [part for rank_parts in gather_over(own_parts, dp_group) for part in rank_parts]
-    losses = torch.stack([outcome.loss for outcome in outcomes])
+    losses = torch.stack([result.loss for result in results])
     return {
         "global_loss": sum_over(losses, dp_group).cpu(),
         "all_mb_metrics": per_micro_batch,
         "metrics": reduce_metrics(parts) | {"lr": rate},
-        "grad_norm": torch.tensor(outcomes[-1].grad_norm, dtype=torch.float64),
-        "num_skipped_steps": sum(outcome.is_skipped for outcome in outcomes),
+        "grad_norm": torch.tensor(results[-1].grad_norm, dtype=torch.float64),
+        "num_skipped_steps": sum(result.is_skipped for result in results),
     }
 
 
-def with_empty_rounds(
-    micro_batches: Iterator[BatchedDataDict[Any]], like: BatchedDataDict[Any], rounds: int
-) -> Iterator[tuple[BatchedDataDict[Any], bool]]:
-    """The micro-batches, then empty ones until there are `rounds`; and whether each is a real one."""
-    number = 0
-    for micro in micro_batches:
-        yield micro, True
-        number += 1
-    for _ in range(number, rounds):
-        yield _empty_row(like), False
-
-
-def _empty_row(like: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    """One row of a single token that counts nowhere, with the columns of `like`."""
-    columns: dict[str, Any] = {}
-    for name in like:
-        value, is_token = like[name], like.kind(name) is ColumnKind.TOKEN
-        if isinstance(value, torch.Tensor):
-            columns[name] = value.new_zeros(1, *((1, *value.shape[2:]) if is_token else value.shape[1:]))
-        else:
-            columns[name] = [None]
-    columns["input_lengths"] = like["input_lengths"].new_ones(1)
-    return BatchedDataDict(columns, kinds={name: like.kind(name) for name in like})
-
-
-def _in_numbers(metric: Any) -> Any:
+def _as_floats(metric: Any) -> Any:
     if not isinstance(metric, Sum | Mean | Min | Max):
         return float(metric)
     numbers: dict[str, Any] = {field.name: float(getattr(metric, field.name)) for field in fields(metric)}
     return replace(metric, **numbers)
 
 
-def _nothing(outputs: TokenOutputs) -> torch.Tensor:
-    """A loss of 0 that reaches all that was computed; the loss function is not asked about rows that do not exist."""
+def _zero_loss(outputs: TokenOutputs) -> torch.Tensor:
+    """Return a loss of 0 that depends on all outputs, for an empty micro-batch: backward must run on every rank."""
     computed = [getattr(outputs, field.name) for field in fields(outputs)]
     return torch.stack([tensor.sum() for tensor in computed if tensor is not None]).sum() * 0.0
 
 
-def _as_declared(outputs: TokenOutputs, loss_fn: LossFunction) -> TokenOutputs | torch.Tensor:
+def _declared_outputs(outputs: TokenOutputs, loss_fn: LossFunction) -> TokenOutputs | torch.Tensor:
     if loss_fn.needs == {"logits"}:
         assert outputs.logits is not None
         return outputs.logits

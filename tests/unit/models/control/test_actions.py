@@ -1,4 +1,4 @@
-"""Action heads: their probabilities are those of torch's distributions, and envs get what they take."""
+"""Action heads: probabilities equal those of torch's distributions; env actions have the right form."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_continuous_logprobs_and_entropy_are_those_of_independent_normals(batch)
     torch.testing.assert_close(head.entropy(outputs), expected.entropy())
 
 
-def test_draws_have_the_probabilities_that_are_told():
+def test_samples_follow_the_reported_probabilities():
     head, outputs = DiscreteHead(DiscreteActions(3)), torch.tensor([0.0, 1.0, 2.0]).expand(20_000, 3)
     frequencies = torch.bincount(head.sample(outputs), minlength=3) / 20_000
     torch.testing.assert_close(frequencies, outputs[0].softmax(-1), atol=0.015, rtol=0)
@@ -51,14 +51,14 @@ def test_draws_have_the_probabilities_that_are_told():
     assert float(drawn.std()) == pytest.approx(0.5, abs=0.02)
 
 
-def test_outputs_that_are_not_finite_end_in_a_sentence():
-    with pytest.raises(TrainingError, match=r"cannot choose an action.*policy\.optimizer\.kwargs\.lr"):
+def test_nonfinite_outputs_raise_a_training_error():
+    with pytest.raises(TrainingError, match=r"cannot sample an action.*policy\.optimizer\.kwargs\.lr"):
         DiscreteHead(DiscreteActions(2)).sample(torch.tensor([[0.0, torch.nan]]))
 
 
-def test_discrete_actions_are_one_hot_and_the_likeliest_has_the_largest_output():
+def test_discrete_actions_are_one_hot_and_the_mode_has_the_largest_output():
     head = DiscreteHead(DiscreteActions(3))
-    latent = head.likeliest(torch.tensor([[0.0, 5.0, 1.0], [2.0, 1.0, 0.0]]))
+    latent = head.mode(torch.tensor([[0.0, 5.0, 1.0], [2.0, 1.0, 0.0]]))
     assert head.action(latent).tolist() == [[0, 1, 0], [1, 0, 0]]
     assert head.action(latent).dtype == torch.int64
 
@@ -69,13 +69,13 @@ def test_continuous_actions_are_in_units_of_the_range_and_clipped_to_it():
     assert head.action(latent).tolist() == [[5.0, 1.0], [0.0, 2.0]]
 
 
-def test_without_limits_actions_are_the_numbers_themselves():
+def test_without_limits_actions_are_the_latent_actions():
     head = ContinuousHead(box([-torch.inf, 0.0], [torch.inf, torch.inf]), initial_std=1.0)
     assert head.action(torch.tensor([[1e6, -3.0]])).tolist() == [[1e6, 0.0]]
 
 
 @pytest.mark.parametrize("shape", [(), (2, 3)])
-def test_continuous_actions_have_the_shape_that_the_env_takes(shape):
+def test_continuous_actions_have_the_shape_of_the_action_space(shape):
     head = ContinuousHead(ContinuousActions(-torch.ones(shape), torch.ones(shape)), initial_std=1.0)
     outputs = torch.zeros(5, head.num_inputs)
     assert head.action(head.sample(outputs)).shape == (5, *shape)

@@ -1,4 +1,4 @@
-"""Policy and critic: they act, learn apart from each other, skip what is not finite, and come back from disk."""
+"""Policy and critic: acting, separate training, skipped nonfinite steps, saving and loading."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(policy: ControlPolicy, frames: Frames, **options):
 
 
 @pytest.mark.parametrize("actions", [DiscreteActions(2), PENDULUM])
-def test_a_fresh_policy_is_undecided_whatever_it_sees(actions):
+def test_a_fresh_policy_is_close_to_uniform_for_every_observation(actions):
     policy = make_policy(actions)
     frames = make_frames(policy, 500)
     if isinstance(actions, DiscreteActions):
@@ -56,14 +56,14 @@ def test_a_fresh_policy_is_undecided_whatever_it_sees(actions):
     assert float(policy.greedy(frames.observations).float().abs().max()) <= 1
 
 
-def test_scores_of_what_was_just_drawn_are_those_it_was_drawn_with():
+def test_scores_of_sampled_actions_equal_their_sample_logprobs():
     for actions in (DiscreteActions(4), PENDULUM):
         policy = make_policy(actions, shape=(2, 3))
         frames = make_frames(policy, shape=(2, 3))
         torch.testing.assert_close(policy.score(frames).logprobs, frames.logprobs)
 
 
-def test_one_epoch_makes_one_step_for_each_minibatch_and_both_networks_learn():
+def test_one_epoch_makes_one_step_per_minibatch_and_trains_both_networks():
     policy = make_policy()
     before = weights_of(policy)
     result = train(policy, make_frames(policy), num_epochs=1)
@@ -84,7 +84,7 @@ def test_the_learning_rate_of_each_role_follows_its_own_schedule():
     assert [metrics["critic_learning_rate"] for metrics in rates] == pytest.approx([3e-4] * 3)
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_counted_for_that_role_alone():
+def test_a_nonfinite_step_is_skipped_and_counted_for_that_role_only():
     policy = make_policy()
     frames = make_frames(policy, 16)
     before = weights_of(policy)
@@ -95,7 +95,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted_for_that_role_alone():
     assert changed == {name for name in before if name.startswith("critic.")}
 
 
-def test_too_many_of_them_in_a_row_end_the_training_and_name_the_role():
+def test_too_many_consecutive_skipped_steps_raise_and_name_the_role():
     policy = make_policy(critic={"max_nonfinite_steps": 3})
     frames = make_frames(policy)
     frames.value_targets[:] = torch.inf
@@ -103,7 +103,7 @@ def test_too_many_of_them_in_a_row_end_the_training_and_name_the_role():
         train(policy, frames)
 
 
-def test_what_is_counted_in_a_row_starts_over_with_a_good_step_and_survives_a_resume():
+def test_the_skip_counter_resets_after_a_good_step_and_survives_a_resume():
     policy = make_policy(critic={"max_nonfinite_steps": 2})
     good = make_frames(policy, 16)
     bad = replace(good, value_targets=torch.full((16,), torch.inf))
@@ -115,7 +115,7 @@ def test_what_is_counted_in_a_row_starts_over_with_a_good_step_and_survives_a_re
         train(resumed, bad, num_epochs=1)
 
 
-def test_every_epoch_goes_over_all_frames_in_another_order():
+def test_every_epoch_shuffles_all_frames():
     policy = make_policy()
     frames = make_frames(policy)
     seen: list[torch.Tensor] = []
@@ -131,7 +131,7 @@ def test_every_epoch_goes_over_all_frames_in_another_order():
     assert not first.equal(second)
 
 
-def test_an_optimizer_that_does_not_exist_is_named_with_its_role():
+def test_an_unknown_optimizer_is_named_with_its_role():
     with pytest.raises(ConfigError, match=r"critic\.optimizer\.name='torch\.optim\.Adm'"):
         make_policy(critic={"optimizer": {"name": "torch.optim.Adm"}})
 
@@ -140,12 +140,12 @@ def save(policy: ControlPolicy, root) -> CheckpointManager:
     manager = CheckpointManager(root)
     pending = manager.begin(1)
     policy.begin_save(pending.folder)
-    train(policy, make_frames(policy))  # what is saved is what was there when it began
+    train(policy, make_frames(policy))  # the save holds the state at its start
     pending.commit(policy.finish_save())
     return manager
 
 
-def test_a_loaded_policy_goes_on_to_the_bit(tmp_path):
+def test_a_loaded_policy_resumes_bit_exactly(tmp_path):
     policy = make_policy(PENDULUM)
     train(policy, make_frames(policy))
     saved, state = weights_of(policy), policy.state_dict()

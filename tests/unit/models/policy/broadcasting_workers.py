@@ -19,16 +19,13 @@ class KilledInBroadcast(DTensorPolicyWorker):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._num_broadcasts = 0
-        self._whole_stream, self.export.stream = self.export.stream, self._stream  # type: ignore[method-assign]
-
-    def broadcast_weights_for_collective(self) -> None:
-        self._num_broadcasts += 1
-        super().broadcast_weights_for_collective()
+        self._full_stream, self.export.stream = self.export.stream, self._stream  # type: ignore[method-assign]
 
     def _stream(self, *args: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        weights = list(self._whole_stream(*args))
+        self._num_broadcasts += 1
+        weights = list(self._full_stream(*args))
         for number, (name, tensor) in enumerate(weights):
             if self._num_broadcasts == 2 and number == len(weights) - 1:
-                time.sleep(0.3)  # what was sent arrives
+                time.sleep(0.3)  # let the sent tensors arrive
                 os.kill(os.getpid(), signal.SIGKILL)
             yield name, tensor

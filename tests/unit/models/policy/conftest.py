@@ -1,4 +1,4 @@
-"""Workers on tiny models, and the ways to cut a batch into micro-batches."""
+"""Workers on tiny models, and all ways to split a batch into micro-batches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_worker(tiny_model, tokenizer) -> Callable[..., PolicyWorker]:
 
 @pytest.fixture(params=BATCHINGS)
 def batching(request) -> dict[str, Any]:
-    """The config fields of each way to cut a batch into micro-batches."""
+    """Config fields of each way to split a batch into micro-batches."""
     return BATCHINGS[request.param]
 
 

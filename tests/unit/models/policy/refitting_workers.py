@@ -11,7 +11,7 @@ from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 
 
 class KilledWhilePacking(DTensorPolicyWorker):
-    """Is killed when it is asked for one more bucket than it may pack."""
+    """Is killed at the call for one bucket more than it may pack."""
 
     buckets_left: int | None = None
 

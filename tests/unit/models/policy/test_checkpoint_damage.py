@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints are refused with file and reason, and before any weight is changed."""
+"""Damaged and hostile checkpoints are refused, naming file and reason, before any weight changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lucidrl.models.policy.policy import Policy
 
 @pytest.fixture
 def checkpoint(tiny_model, tokenizer, make_rows, tmp_path) -> Path:
-    """One that a run has committed."""
+    """A committed checkpoint of a run."""
     policy = Policy(PolicyConfig(model_name=tiny_model("llama")), tokenizer)
     policy.train(make_rows(), NLLLoss())
     manager = CheckpointManager(tmp_path / "checkpoints")
@@ -34,7 +34,7 @@ def checkpoint(tiny_model, tokenizer, make_rows, tmp_path) -> Path:
 
 @pytest.fixture
 def refuses(make_worker, weights_of):
-    """Check that a fresh worker refuses a checkpoint and stays as it is; gives the message."""
+    """Check that a fresh worker refuses a checkpoint and does not change; return the message."""
     worker = make_worker()
     before = weights_of(worker)
 
@@ -89,7 +89,7 @@ def test_damage_of_a_folder_without_a_manifest_is_found_by_its_headers(checkpoin
     assert Path(name).name in refuses(checkpoint)
 
 
-def test_what_a_run_has_verified_is_not_hashed_again(checkpoint, make_worker):
+def test_verified_files_are_not_hashed_again(checkpoint, make_worker):
     flip_a_bit(checkpoint / "policy" / "model.safetensors")
     make_worker().checkpoints.load(str(checkpoint / "policy"), str(checkpoint / "optimizer"), verify=False)
 
@@ -118,11 +118,11 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_structure_of_the_optimizer_is_refused(checkpoint, refuses, case):
-    change, complaint = HOSTILE[case]
+    change, message = HOSTILE[case]
     edit(checkpoint / "optimizer" / "optimizer.json", change)
     (checkpoint / "manifest.json").unlink()
     write_manifest(checkpoint)
-    assert re.search(complaint, refuses(checkpoint))
+    assert re.search(message, refuses(checkpoint))
 
 
 class Canary:
@@ -172,7 +172,7 @@ def test_no_pickle_in_any_file_is_ever_executed(checkpoint, make_worker, tmp_pat
     assert refused > 2 * len(originals)
 
 
-def test_only_what_was_saved_before_is_replaced(make_worker, tmp_path):
+def test_only_folders_of_an_earlier_save_are_replaced(make_worker, tmp_path):
     worker, folder = make_worker(), tmp_path / "weights"
     worker.save_checkpoint(str(folder))
     worker.save_checkpoint(str(folder))
@@ -184,16 +184,16 @@ def test_only_what_was_saved_before_is_replaced(make_worker, tmp_path):
         worker.save_checkpoint(str(step / "policy"))
     for taken in (folder, foreign, tmp_path / "run" / "step_1"):
         before = sorted(taken.rglob("*"))
-        with pytest.raises(CheckpointError, match="holds something else than save_checkpoint wrote"):
+        with pytest.raises(CheckpointError, match="holds files that save_checkpoint did not write"):
             worker.save_checkpoint(str(taken))
         assert sorted(taken.rglob("*")) == before
 
 
-def test_weights_that_are_no_floating_point_numbers_are_refused(make_worker, tmp_path):
+def test_integer_weights_are_refused(make_worker, tmp_path):
     worker = make_worker()
     worker.save_checkpoint(str(tmp_path / "weights"))
     (tmp_path / "weights" / "manifest.json").unlink()
     file = tmp_path / "weights" / "model.safetensors"
     save_file({name: tensor.to(torch.int8) for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(CheckpointError, match=r"is of torch\.int8, which weights never are"):
+    with pytest.raises(CheckpointError, match=r"is torch\.int8, but weights are floating point"):
         worker.load_checkpoint(str(tmp_path / "weights"))

@@ -1,4 +1,4 @@
-"""What any layout of ranks saves, any other goes on from: the same tensors, to the bit, whoever saves them again."""
+"""Every layout resumes from the checkpoints of every other layout, bit-exactly."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def train_and_save(kind: str, rows: Rows, folder: str, precision: str = "bfloat1
 
 
 def load_and_save(kinds: list[str], source: str, target: str) -> None:
-    """Workers of each kind, which trained something else before, pass a checkpoint on."""
+    """Load a checkpoint in workers of each kind, trained on other rows before, and save it again."""
     for kind in kinds:
         worker = make_worker(kind, model_name="embedded-untrained")
         worker.load_checkpoint(f"{source}/weights", f"{source}/optimizer")
@@ -110,7 +110,7 @@ def test_transformers_reads_what_two_ranks_wrote_one_file_each(two_ranks, rows, 
 
 
 def save_in_the_background(rows: Rows, folder: str) -> list[int]:
-    """The same state saved at once, and while the training goes on; the bytes that were announced."""
+    """Save the same state blocking and in the background; return announced and written bytes."""
     worker = make_worker("dp2")
     train(worker, rows)
     worker.save_checkpoint(f"{folder}/now/weights", f"{folder}/now/optimizer")
@@ -121,7 +121,7 @@ def save_in_the_background(rows: Rows, folder: str) -> list[int]:
     return [size_bytes, sum(path.stat().st_size for path in digests)]
 
 
-def test_a_background_save_is_the_blocking_one_to_the_byte_though_training_goes_on(two_ranks, rows, tmp_path):
+def test_a_background_save_during_training_equals_a_blocking_save(two_ranks, rows, tmp_path):
     for announced, written in two_ranks(save_in_the_background, rows, str(tmp_path)):
         assert announced == written > 0
     files = [path for path in (tmp_path / "now").rglob("*") if path.is_file() and path.name != "manifest.json"]
@@ -131,9 +131,9 @@ def test_a_background_save_is_the_blocking_one_to_the_byte_though_training_goes_
 
 
 def refusals(folder: str, kind: str, fail_on_rank: int | None) -> list[str]:
-    """What each kind of call says on this rank; the weights have to stay as they were."""
+    """Return this rank's error of each kind of call; the weights must not change."""
     worker = make_worker(kind)
-    before = [parameter.detach().clone() for parameter in worker.sharding.parameters()]
+    before = [weights.clone() for weights in worker.sharding.local_weights()]
     messages = []
 
     def attempt(call, *args):
@@ -153,13 +153,12 @@ def refusals(folder: str, kind: str, fail_on_rank: int | None) -> list[str]:
     finally:
         checkpoint_module.open_tensors = open_files
     attempt(worker.save_checkpoint, f"{folder}/foreign")
-    for parameter, was in zip(worker.sharding.parameters(), before, strict=True):
-        assert torch.equal(worker.sharding.local(parameter.detach()), worker.sharding.local(was))
+    assert all(map(torch.equal, worker.sharding.local_weights(), before))
     return messages
 
 
 @pytest.mark.parametrize("fail_on_rank", [None, 0, 1])
-def test_all_ranks_refuse_alike_what_one_cannot_read_or_write(two_ranks, rows, tmp_path, fail_on_rank):
+def test_all_ranks_raise_the_error_of_the_rank_that_failed(two_ranks, rows, tmp_path, fail_on_rank):
     train_and_save("alone", rows, str(tmp_path))
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.tex").touch()
@@ -169,7 +168,7 @@ def test_all_ranks_refuse_alike_what_one_cannot_read_or_write(two_ranks, rows, t
     first, second = two_ranks(refusals, str(tmp_path), "fsdp1", fail_on_rank)
     assert first == second
     assert ("its content does not match its SHA-256" if fail_on_rank is None else f"rank {fail_on_rank}") in first[0]
-    assert "foreign exists and holds something else" in first[1]
+    assert "foreign exists and holds files that save_checkpoint did not write" in first[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign", "optimizer", "weights"]
 
 
@@ -182,14 +181,14 @@ def save_with_adafactor(rows: Rows, folder: str) -> str:
     return str(refused.value)
 
 
-def test_optimizer_state_that_ranks_cannot_put_together_is_refused(two_ranks, rows, tmp_path):
+def test_optimizer_state_that_cannot_be_gathered_is_refused(two_ranks, rows, tmp_path):
     for message in two_ranks(save_with_adafactor, rows, str(tmp_path)):
-        assert "which several ranks can neither put together nor share" in message
+        assert "which cannot be gathered from several ranks" in message
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]
 
 
 def fill_the_disk(folder: str) -> str:
-    """Rank 1's disk is full while it writes; what this rank hears."""
+    """Fill rank 1's disk while it writes; return this rank's error."""
     worker = make_worker("dp2")
     write = writer_module.TensorFile.write
 

@@ -1,4 +1,4 @@
-"""A broadcast brings the policy's weights, from however many ranks, to generators that are not among these."""
+"""A broadcast sends the policy's weights, from any number of ranks, to separate generators."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 class Kept:
-    """A sink that keeps a copy of what it is given."""
+    """A sink that keeps copies of the tensors it receives."""
 
     def begin(self, version):
         self.version, self.weights = version, {}
@@ -52,7 +52,7 @@ def receive_from_policy(port: int, announcement: Path, sink: Kept) -> None:
 
 
 def broadcast_from_ranks(kind, options, port, announcement):
-    """On a rank: send the weights, slightly changed since they were loaded; returns their checksum and precision."""
+    """On a rank: change the weights and send them; return checksum and precision."""
     worker = kind(PolicyConfig(**options), embedded_tokenizer(), init_optimizer=False, init_reference_model=False)
     worker._add_noise_to_weights()
     worker.init_collective("127.0.0.1", port, 2)
@@ -61,7 +61,7 @@ def broadcast_from_ranks(kind, options, port, announcement):
         part = announcement.with_suffix(".part")
         part.write_bytes(pickle.dumps(info))
         part.rename(announcement)
-    worker.set_refit_header(7, True)
+    worker.export.set_header(7, True)
     worker.broadcast_weights_for_collective()
     checksum = worker.export.checksum()
     worker.export.close()
@@ -76,7 +76,7 @@ def broadcast_from_ranks(kind, options, port, announcement):
         (FSDP1PolicyWorker, {"precision": "bfloat16", "dtensor_cfg": {"enabled": False}}),
     ],
 )
-def test_the_first_of_many_ranks_sends_what_all_hold(two_ranks, tiny_model, tmp_path, kind, changes):
+def test_rank_0_sends_the_shards_of_all_ranks(two_ranks, tiny_model, tmp_path, kind, changes):
     options = {"model_name": tiny_model("llama"), **changes}
     port, announcement, sink = free_port(), tmp_path / "info", Kept()
     thread = threading.Thread(target=receive_from_policy, args=(port, announcement, sink))
@@ -113,15 +113,18 @@ def test_a_sender_killed_in_the_middle_leaves_the_generator_its_version(tiny_mod
     ):
         policy.run_all("_add_noise_to_weights")
         generator.update_weights(1)
-        checksum, answers = checksums(generator), generator.generate(rows, greedy=True)
+        checksum, completions = (
+            checksums(generator),
+            generator.generate(rows, greedy=True),
+        )
         policy.run_all("_add_noise_to_weights")
         start = time.monotonic()
-        with pytest.raises(WorkerError, match=r"ended by SIGKILL.*in send_weights") as error:
+        with pytest.raises(WorkerError, match=r"ended by SIGKILL.*in export.try_broadcast") as error:
             generator.update_weights(2)
         assert time.monotonic() - start < 60
         assert "a generator reported meanwhile: " in error.value.__notes__[0]
         assert checksums(generator) == checksum
-        assert generator.generate(rows, greedy=True)["output_ids"].equal(answers["output_ids"])
+        assert generator.generate(rows, greedy=True)["output_ids"].equal(completions["output_ids"])
         assert generator.policy_version == 1
 
 

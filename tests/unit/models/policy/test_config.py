@@ -1,4 +1,4 @@
-"""What a policy config accepts, and what it refuses in one sentence."""
+"""Valid and invalid policy configs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_one_scheduler_need_not_be_a_list():
 
 
 @pytest.mark.parametrize(
-    ("fields", "complaint"),
+    ("fields", "message"),
     [
         (
             {"dynamic_batching": {"enabled": True}},
@@ -42,6 +42,6 @@ def test_one_scheduler_need_not_be_a_list():
         ({"learning_rate": 1}, "unknown key learning_rate"),
     ],
 )
-def test_what_is_wrong_is_refused_with_its_value(fields, complaint):
-    with pytest.raises(ConfigError, match=complaint):
+def test_invalid_values_are_named_in_the_error(fields, message):
+    with pytest.raises(ConfigError, match=message):
         validate(PolicyConfig, fields)

@@ -1,4 +1,4 @@
-"""Bad gradients, failing losses and unusable batches: nothing is changed by them, and the message names the cause."""
+"""Nonfinite gradients, failing losses and invalid batches change nothing; the error names the cause."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 
 class NaNLoss(NLLLoss):
-    """Not a number where the named samples are in the micro-batch."""
+    """NaN for micro-batches with the named samples."""
 
     def __init__(self, *names: str):
         self.names = set(names)
@@ -62,7 +62,7 @@ def test_too_many_skipped_steps_in_a_row_name_the_samples(make_worker, named_row
     bad = NaNLoss("sample-5")
     for _ in range(2):
         worker.train(named_rows, bad)
-    worker.train(named_rows, NaNLoss())  # starts the count again
+    worker.train(named_rows, NaNLoss())  # resets the counter
     before = weights_of(worker)
     for _ in range(2):
         worker.train(named_rows, bad)
@@ -84,7 +84,7 @@ class FailingLoss(NLLLoss):
 
 
 @pytest.mark.parametrize("precision", ["float64", "bfloat16"])
-def test_a_loss_that_fails_leaves_no_trace(make_worker, make_rows, weights_of, precision):
+def test_a_loss_that_raises_changes_nothing(make_worker, make_rows, weights_of, precision):
     options = {
         "optimizer": ADAMW,
         "precision": precision,
@@ -119,18 +119,18 @@ def test_a_batch_that_cannot_be_scored_is_refused(make_worker, make_rows, missin
 
 
 @pytest.mark.parametrize("length", [17, -1])
-def test_lengths_that_the_columns_have_no_room_for_are_refused(make_worker, make_rows, batching, length):
+def test_lengths_beyond_the_width_of_the_columns_are_refused(make_worker, make_rows, batching, length):
     rows, worker = make_rows(), make_worker(**batching)
     rows["input_lengths"][2] = length
     for call in (worker.get_logprobs, lambda rows: worker.train(rows, NLLLoss())):
         with pytest.raises(
-            DataError, match=rf"row 2 has input_lengths={length}, but .* room for 16 tokens; give .* from 0 to 16"
+            DataError, match=rf"row 2 has input_lengths={length}, but .* hold 16 tokens; set .* from 0 to 16"
         ):
             call(rows)
 
 
 @pytest.mark.parametrize(("count", "gbs"), [(8, 3), (4, 8), (0, 4)])
-def test_rows_that_do_not_make_whole_global_batches_are_refused(make_worker, make_rows, count, gbs):
+def test_rows_that_do_not_fill_global_batches_are_refused(make_worker, make_rows, count, gbs):
     with pytest.raises(DataError, match=f"{count} rows do not split into global batches of {gbs}"):
         make_worker().train(make_rows().slice(0, count), NLLLoss(), gbs=gbs)
 
@@ -161,14 +161,14 @@ def make_on_ranks(kind: type[PolicyWorker], precision: str) -> PolicyWorker:
 
 
 def trained_on(worker: PolicyWorker, rows: BatchedDataDict[Any]) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Loss, gradient norm and whole weights of one step."""
+    """Return loss, gradient norm and full weights of one step."""
     result = worker.train(rows, NLLLoss())
     weights = {name: tensor.clone() for name, tensor in worker.sharding.full_weights()}
     return float(result["global_loss"]), float(result["grad_norm"]), weights
 
 
 def train_past_an_error(kind: type[PolicyWorker], precision: str, in_backward: bool, rows: dict[str, Any]) -> bool:
-    """Whether a worker whose loss raised in the third of four micro-batches goes on like one whose loss did not."""
+    """Return whether a worker whose loss raised in micro-batch 3 of 4 then trains like one without an error."""
     failed, fine = make_on_ranks(kind, precision), make_on_ranks(kind, precision)
     own = BatchedDataDict(rows).chunk(failed.rank, 2)
     with pytest.raises(RuntimeError, match="this loss fails"):
@@ -180,7 +180,7 @@ def train_past_an_error(kind: type[PolicyWorker], precision: str, in_backward: b
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("precision", slow_except(["float64", "bfloat16"], "bfloat16"))
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loss_that_raises_on_ranks_leaves_nothing_behind(two_ranks, named_rows, kind, precision, in_backward):
+def test_a_loss_that_raises_on_ranks_changes_nothing(two_ranks, named_rows, kind, precision, in_backward):
     assert two_ranks(train_past_an_error, kind, precision, in_backward, named_rows.get_dict()) == [True, True]
 
 
@@ -191,7 +191,7 @@ def train_with_all_rows_on_rank_0(kind: type[PolicyWorker], precision: str, rows
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_without_rows_takes_part_all_the_same(two_ranks, named_rows, kind, precision):
+def test_a_rank_without_rows_joins_the_collectives(two_ranks, named_rows, kind, precision):
     rows, tolerance = named_rows.get_dict(), 1e-9 if precision == "float64" else 5e-5
     loss, grad_norm, weights = train_with_all_rows_on_rank_0(kind, precision, rows)
     for result in two_ranks(train_with_all_rows_on_rank_0, kind, precision, rows):

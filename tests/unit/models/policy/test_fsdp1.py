@@ -1,4 +1,4 @@
-"""FSDP1 on two ranks: generates, saves and fails as one rank does. That it trains and scores alike is in test_ranks."""
+"""FSDP1 on two ranks generates, saves and fails like one rank. For training and scoring, see test_ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rows(make_rows) -> dict[str, Any]:
 
 
 class NaNLoss(NLLLoss):
-    """Not a number for micro-batches with the named rows."""
+    """NaN for micro-batches with the named rows."""
 
     def __init__(self, *names: str):
         self.names = set(names)
@@ -70,7 +70,7 @@ class NaNLoss(NLLLoss):
 
 
 def prompts() -> dict[str, Any]:
-    """The rows of the first of two ranks end at stop strings of their own; some of the second go on for longer."""
+    """Rank 0's rows end at per-row stop strings; some rows of rank 1 are longer."""
     texts = ["12+30=", "7+8=", "12+30=", "40+41=", "3+3=", "25+50="]
     ids = [render_prompt(embedded_tokenizer(), [{"role": "user", "content": text}]) for text in texts]
     width = max(map(len, ids))
@@ -83,7 +83,7 @@ def prompts() -> dict[str, Any]:
 
 
 def completed(greedy: bool, precision: str, temperature: float) -> dict[str, Any]:
-    """What this rank generates, what it then scores, and the dtype it generated in."""
+    """Return this rank's completions, their scores, and the dtype of generation."""
     generation = {"max_new_tokens": 8, "temperature": temperature}
     worker = make_worker(precision=precision, generation=generation)
     output = worker.generate(own_share(worker, prompts()), greedy)
@@ -105,19 +105,19 @@ def test_generation_on_two_ranks_is_that_of_one(two_ranks, greedy):
         for row in range(3):
             tokens = slice(0, int(lengths[row]))
             assert torch.equal(result["output_ids"][row, tokens], alone["output_ids"][mine][row, tokens])
-    # The ranks made different numbers of steps.
+    # The ranks decoded different numbers of tokens.
     first, second = alone["generation_lengths"].split(3)
     assert first.max() < second.max()
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.4)])
-def test_generated_tokens_are_scored_as_they_were_drawn(two_ranks, precision, tolerance):
+def test_scoring_matches_the_logprobs_of_generation(two_ranks, precision, tolerance):
     for result in two_ranks(completed, False, precision, 0.7):
         position = torch.arange(result["output_ids"].shape[1])
         start = result["unpadded_sequence_lengths"] - result["generation_lengths"]
-        is_answer = (position >= start[:, None]) & (position < result["unpadded_sequence_lengths"][:, None])
-        assert not result["logprobs"][~is_answer].any()
-        difference = (result["logprobs"] - result["scored"])[is_answer].abs()
+        is_completion = (position >= start[:, None]) & (position < result["unpadded_sequence_lengths"][:, None])
+        assert not result["logprobs"][~is_completion].any()
+        difference = (result["logprobs"] - result["scored"])[is_completion].abs()
         assert difference.max() < tolerance
         assert difference.mean() < tolerance / 8
         assert str(result["dtype"]) == f"torch.{precision}"
@@ -135,7 +135,7 @@ def generate_a_prompt_that_is_too_long(rows: dict[str, Any]) -> bool:
     return torch.equal(worker.get_logprobs(own_share(worker, rows))["logprobs"], before)
 
 
-def test_generation_that_fails_on_one_rank_leaves_the_model_as_it_was(two_ranks, rows):
+def test_a_failed_generation_on_one_rank_does_not_change_the_model(two_ranks, rows):
     assert two_ranks(generate_a_prompt_that_is_too_long, rows) == [True, True]
 
 
@@ -143,7 +143,7 @@ def test_generation_that_fails_on_one_rank_leaves_the_model_as_it_was(two_ranks,
 
 
 def trained(steps: int, rows: dict[str, Any], load: str | None, save: str | None, precision: str) -> Tensors:
-    """The whole weights after some steps, between a checkpoint and another."""
+    """Return full weights after some steps between two checkpoints."""
     loaded = {"weights_path": f"{load}/weights", "optimizer_path": f"{load}/optimizer"} if load else {}
     worker = make_worker(precision=precision, **loaded)
     for _ in range(steps):
@@ -153,7 +153,7 @@ def trained(steps: int, rows: dict[str, Any], load: str | None, save: str | None
     return weights_of(worker)
 
 
-def test_one_rank_goes_on_from_what_two_ranks_saved(two_ranks, rows, tmp_path):
+def test_one_rank_resumes_a_checkpoint_of_two_ranks(two_ranks, rows, tmp_path):
     folder = str(tmp_path)
     saved, _ = two_ranks(trained, 2, rows, None, folder, "float64")
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float64)
@@ -161,7 +161,7 @@ def test_one_rank_goes_on_from_what_two_ranks_saved(two_ranks, rows, tmp_path):
     assert_close(trained(1, rows, folder, None, "float64"), trained(3, rows, None, None, "float64"))
 
 
-def test_two_ranks_go_on_from_what_one_rank_saved(two_ranks, rows, tmp_path):
+def test_two_ranks_resume_a_checkpoint_of_one_rank(two_ranks, rows, tmp_path):
     folder = str(tmp_path)
     saved = trained(2, rows, None, folder, "float64")
     for loaded in two_ranks(trained, 0, rows, folder, None, "float64"):
@@ -171,8 +171,8 @@ def test_two_ranks_go_on_from_what_one_rank_saved(two_ranks, rows, tmp_path):
         assert_close(resumed, expected)
 
 
-def test_two_ranks_in_half_precision_go_on_to_the_bit(two_ranks, rows, tmp_path):
-    """The weights in the checkpoint are rounded; the optimizer's are not."""
+def test_two_ranks_in_half_precision_resume_bit_exactly(two_ranks, rows, tmp_path):
+    """Weights in the checkpoint are rounded; master weights are not."""
     folder = str(tmp_path)
     two_ranks(trained, 2, rows, None, folder, "bfloat16")
     saved = open_tensors(tmp_path / "weights", "model")
@@ -222,7 +222,7 @@ def test_half_precision_gradients_of_many_micro_batches_add_up_in_float32(two_ra
         assert often == pytest.approx(once, rel=1e-6)
 
 
-# What a rank holds
+# Shards
 
 
 def start_where_only_rank_0_may_read() -> tuple[int, int, set[torch.dtype]]:
@@ -242,9 +242,9 @@ def start_where_only_rank_0_may_read() -> tuple[int, int, set[torch.dtype]]:
     return sum(parameter.numel() for parameter in parameters), total, {parameter.dtype for parameter in parameters}
 
 
-def test_a_rank_reads_no_weights_but_rank_0_and_holds_half_of_them_in_float32(two_ranks):
+def test_only_rank_0_reads_weights_and_each_rank_holds_half_in_float32(two_ranks):
     for held, total, dtypes in two_ranks(start_where_only_rank_0_may_read):
-        assert 0 <= held - total / 2 <= 5  # five units, each filled up to an even size
+        assert 0 <= held - total / 2 <= 5  # five units, each padded to an even size
         assert dtypes == {torch.float32}
 
 

@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks: what is sharded and how, gathering, copies, generation. That it trains alike is in test_ranks."""
+"""FSDP2 on two ranks: sharding, gathering, copies, generation. For training, see test_ranks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def make_worker(precision: str = "float64", **options: Any) -> DTensorPolicyWork
     return DTensorPolicyWorker(config, embedded_tokenizer(), init_reference_model=False)
 
 
-# What is sharded
+# Sharding
 
 
 def units(cpu_offload: bool) -> dict[str, bool]:
-    """Name of every module that is gathered by itself → whether it waits in host memory."""
+    """Return the name of every FSDP module → whether it is offloaded to host memory."""
     model = make_worker(dtensor_cfg={"cpu_offload": cpu_offload}).model
     return {
         name: isinstance(group.offload_policy, CPUOffloadPolicy)
@@ -55,11 +55,11 @@ def test_layers_are_gathered_one_by_one_and_the_rest_with_the_root(two_ranks, cp
 def matrices_split_by(plan: str | None) -> set[str]:
     worker = make_worker(dtensor_cfg={"tensor_parallel_size": 2, "custom_parallel_plan": plan})
     layer = worker.model.model.model.layers[0]
-    # Those that are not lie over FSDP's axis alone.
+    # The others have FSDP's axis only.
     return {name.split(".")[1] for name, weight in layer.named_parameters() if len(weight.placements) == 2}
 
 
-def test_a_plan_of_the_users_own_splits_what_it_names(two_ranks):
+def test_a_custom_plan_splits_the_modules_it_names(two_ranks):
     mlp = {"gate_proj", "up_proj", "down_proj"}
     assert two_ranks(matrices_split_by, "tests.unit.models.policy.test_fsdp2.MLP_ONLY") == [mlp] * 2
     assert two_ranks(matrices_split_by, None) == [mlp | {"q_proj", "k_proj", "v_proj", "o_proj"}] * 2
@@ -93,7 +93,7 @@ class Fragile(nn.Linear):
 
 
 def sharded_model() -> tuple[nn.Sequential, torch.Tensor]:
-    """Its first layer stays gathered after a forward pass, the second and the root do not; and an input."""
+    """Return a model whose first layer stays gathered after a forward pass, and an input."""
     torch.manual_seed(0)
     model = nn.Sequential(Fragile(4, 4), Fragile(4, 4), nn.Linear(4, 4))
     mesh = init_device_mesh("cpu", (2,))
@@ -115,7 +115,7 @@ def gather_and_leave(how: str) -> None:
         with unshard_fsdp2_model(model):
             assert are_sharded(model) == [False] * 3
             torch.testing.assert_close(model[2](model[1](model[0](input))), expected)
-            assert are_sharded(model) == [False] * 3  # also after parts of it were called
+            assert are_sharded(model) == [False] * 3  # after submodules were called, too
             if how == "by an exception":
                 raise RuntimeError("outside of a layer")
             model[1].fails = how == "by an exception in a forward pass"
@@ -136,8 +136,8 @@ def gather_and_leave(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["at the end", "by an exception", "by an exception in a forward pass"])
-def test_a_gathered_model_is_sharded_again_however_it_is_left(two_ranks, how):
-    """And as it was: each module gathers, keeps and lets go of its weights as before; a change of them is seen."""
+def test_a_gathered_model_is_resharded_after_every_exit(two_ranks, how):
+    """Each module gathers and reshards as before, and uses changed weights."""
     two_ranks(gather_and_leave, how)
 
 
@@ -159,7 +159,7 @@ def copies_and_shards(pin_memory: bool) -> None:
 
 @pytest.mark.parametrize("pin_memory", [False, True])
 def test_copies_of_shards_share_nothing_with_them(two_ranks, pin_memory):
-    """Where there is no GPU to pin memory for, it is not pinned."""
+    """Without a GPU, memory is not pinned."""
     two_ranks(copies_and_shards, pin_memory)
 
 
@@ -184,7 +184,7 @@ def generated(parallel: dict[str, Any], greedy: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("axis", ["tensor_parallel_size", "context_parallel_size"])
-def test_ranks_that_share_rows_generate_what_one_rank_does(two_ranks, axis, greedy):
+def test_ranks_with_the_same_rows_generate_like_one_rank(two_ranks, axis, greedy):
     alone = generated({}, greedy)
     for result in two_ranks(generated, {axis: 2}, greedy):
         for name in ("output_ids", "generation_lengths", "unpadded_sequence_lengths"):
@@ -200,7 +200,7 @@ def generate_with_sequence_parallel() -> str:
 
 def test_generation_with_sequence_parallel_is_refused(two_ranks):
     sentence = (
-        "policy.dtensor_cfg.sequence_parallel=true shares the tokens of rows, but generation adds single ones; "
-        "turn it off where the policy generates, or set policy.generation.placement=separate"
+        "policy.dtensor_cfg.sequence_parallel=true splits the tokens of a row over ranks, but generation adds one "
+        "token at a time; turn it off, or set policy.generation.placement=separate"
     )
     assert two_ranks(generate_with_sequence_parallel) == [sentence] * 2

@@ -1,4 +1,4 @@
-"""A worker tells the truth about its memory, device and weights, and its profiles can be opened."""
+"""A worker reports its memory, device and weights correctly, and writes readable traces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUTS = {"dp2": {}, "tp2": {"tensor_parallel_size": 2}}
 
 
 def megabytes(number: int) -> torch.Tensor:
-    """Memory of its own, in use at once and returned to the system when it is freed; the heap may reuse what it has."""
+    """Allocate memory outside the heap: resident at once, returned to the system when freed."""
     return torch.frombuffer(mmap.mmap(-1, number << 20), dtype=torch.uint8).fill_(1)
 
 
@@ -48,14 +48,14 @@ def score(worker: DTensorPolicyWorker) -> torch.Tensor:
     return worker.get_logprobs(rows)["logprobs"]
 
 
-def test_a_worker_that_answers_is_alive(worker):
+def test_a_worker_is_alive(worker):
     assert worker.is_alive() is True
 
 
 # Memory
 
 
-def test_allocated_memory_follows_what_the_process_holds(worker):
+def test_allocated_memory_follows_the_process(worker):
     before = worker.get_gpu_info()["memory_allocated_mb"]
     held = megabytes(50)
     during = worker.get_gpu_info()["memory_allocated_mb"]
@@ -65,7 +65,7 @@ def test_allocated_memory_follows_what_the_process_holds(worker):
     assert after == pytest.approx(before, abs=SLACK_MB)
 
 
-def test_the_peak_remembers_what_was_freed_until_it_is_reset(worker):
+def test_the_peak_includes_freed_memory_until_it_is_reset(worker):
     worker.reset_peak_memory_stats()
     before = worker.get_gpu_info()
     assert before["memory_peak_mb"] == pytest.approx(before["memory_allocated_mb"], abs=SLACK_MB)
@@ -75,7 +75,7 @@ def test_the_peak_remembers_what_was_freed_until_it_is_reset(worker):
     assert worker.get_gpu_info()["memory_peak_mb"] == pytest.approx(before["memory_peak_mb"], abs=SLACK_MB)
 
 
-def test_where_the_systems_peak_cannot_be_restarted_only_growth_past_it_is_exact(monkeypatch, tmp_path):
+def test_without_a_kernel_reset_only_growth_past_the_old_peak_is_exact(monkeypatch, tmp_path):
     memory = ProcessMemory()
     memory.reset_peak()
     megabytes(100)
@@ -123,7 +123,7 @@ def test_on_cuda_the_numbers_are_those_of_torchs_allocator_in_megabytes(monkeypa
 # Device
 
 
-def test_a_cpu_device_id_is_the_same_at_every_start_and_another_for_every_local_rank_and_host(worker, monkeypatch):
+def test_a_cpu_device_id_is_stable_and_unique_per_local_rank_and_host(worker, monkeypatch):
     own = worker.report_device_id()
     assert own == device_id(torch.device("cpu"), 0)
     assert own.startswith("CPU-")
@@ -150,7 +150,7 @@ def test_the_state_dict_is_the_hugging_face_models_own(make_worker, architecture
 
 
 def assert_noisy(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every weight moved, and by N(0, 0.01); returns the noise."""
+    """Check that every weight moved by N(0, 0.01); return the noise."""
     noise = {name: (after[name] - before[name]).double() for name in before}
     for name, values in noise.items():
         assert values.count_nonzero() > 0.99 * values.numel(), name
@@ -168,7 +168,7 @@ def test_noise_moves_every_weight_and_the_optimizer_follows(make_worker, weights
     noisy = weights_of(worker)
     if precision == "float32":
         assert_noisy(before, noisy)
-    worker.optimizer.step()  # without gradients it only writes its own copies back, where it has any
+    worker.optimizer.step()  # without gradients it only writes master weights back, if any
     for name, weights in weights_of(worker).items():
         assert torch.equal(weights, noisy[name]), name
         assert not torch.equal(weights, before[name]), name
@@ -189,11 +189,11 @@ def test_noise_of_equal_shapes_and_of_two_calls_differs(make_worker, weights_of)
 
 
 def noisy_weights(parallel: dict[str, Any]) -> dict[str, Any]:
-    """Whole weights before and after noise, what this rank holds of them, and what it says of itself."""
+    """Return full weights before and after noise, this rank's shards, and its reports."""
     config = PolicyConfig(model_name="embedded", precision="float32", dtensor_cfg=parallel)
     worker = DTensorPolicyWorker(config, embedded_tokenizer(), init_reference_model=False, seed=1)
     before = {name: tensor.clone() for name, tensor in worker.sharding.full_weights()}
-    torch.manual_seed(40 + worker.rank)  # rank 0's alone decides
+    torch.manual_seed(40 + worker.rank)  # only rank 0's seed matters
     worker._add_noise_to_weights()
     return {
         "before": before,
@@ -231,7 +231,7 @@ def test_noise_leaves_the_copies_of_tensor_parallel_ranks_equal(two_ranks):
         assert torch.equal(first["parts"][name], second["parts"][name]), name
 
 
-def test_each_of_two_ranks_tells_its_own_place_and_holds_its_own_part(two_ranks):
+def test_each_of_two_ranks_reports_its_device_and_holds_its_shards(two_ranks):
     results = two_ranks(noisy_weights, LAYOUTS["dp2"])
     for rank, result in enumerate(results):
         assert (result["info"]["rank"], result["info"]["world_size"]) == (rank, 2)
@@ -255,7 +255,7 @@ def test_the_trace_holds_the_operators_of_a_forward_pass(worker, traces):
     assert {"aten::embedding", "aten::linear", "logprobs"} <= names
 
 
-def test_a_worker_whose_name_is_not_asked_for_does_not_record(worker, traces, monkeypatch):
+def test_a_worker_that_is_not_selected_does_not_record(worker, traces, monkeypatch):
     monkeypatch.setattr(nsys, "NRL_NSYS_WORKER_PATTERNS", "policy-1,*generation*")
     monkeypatch.setattr(nsys, "NRL_NSYS_PROFILE_STEP_RANGE", "1:2")
     worker.start_gpu_profiling()

@@ -1,6 +1,6 @@
-"""What was put away into host memory comes back to the bit, and is missed while it is away.
+"""Offloaded weights and optimizer reload bit-exactly; calls that need them fail while they are offloaded.
 
-A CPU has nothing to put away, so these tests let it take the memory of CPU tensors: everything else is as on a GPU.
+These tests offload CPU tensors as if they were on a GPU.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ LAYOUTS = [(DTensorPolicyWorker, {}), (DTensorPolicyWorker, TP), (FSDP1PolicyWor
 
 
 def make_worker(kind: type[PolicyWorker], options: dict[str, Any]) -> PolicyWorker:
-    """Takes the memory of CPU tensors, as if the CPU were an accelerator."""
+    """Return a worker that offloads CPU tensors as if the CPU were an accelerator."""
     worker = kind(PolicyConfig(**ADAMW, **options), embedded_tokenizer(), seed=1)
     worker.offload.host_memory = HostMemory(takes=lambda tensor: True)
     return worker
 
 
 def bytes_held(worker: PolicyWorker) -> tuple[int, int]:
-    """Of weights and buffers, and of the optimizer's own tensors."""
-    weights = [worker.sharding.local(parameter.detach()) for parameter in worker.sharding.parameters()]
+    """Return the bytes of weights and buffers, and of the optimizer's tensors."""
+    weights = worker.sharding.local_weights()
     optimizer = worker.optimizer.own_tensors() if worker.optimizer is not None else []
     return tuple(  # type: ignore[return-value]
         sum(tensor.untyped_storage().nbytes() for tensor in tensors)
@@ -46,7 +46,7 @@ def bytes_held(worker: PolicyWorker) -> tuple[int, int]:
 
 
 def state_of(worker: PolicyWorker) -> list[torch.Tensor]:
-    weights = [worker.sharding.local(parameter.detach()) for parameter in worker.sharding.parameters()]
+    weights = worker.sharding.local_weights()
     assert worker.optimizer is not None
     return [tensor.clone() for tensor in (*weights, *worker.optimizer.own_tensors())]
 
@@ -62,7 +62,7 @@ def recording(profiled: bool) -> AbstractContextManager[Any]:
 
 
 def round_trip(kind: type[PolicyWorker], options: dict[str, Any], rows: dict[str, Any], profiled: bool) -> list[bool]:
-    """Train, put everything away and bring it back as around a refit, train again; beside a worker that did not."""
+    """Train, offload and reload as in a refit, train again; compare with a worker that did not offload."""
     moved, stayed = make_worker(kind, options), make_worker(kind, options)
     data = BatchedDataDict(rows)
     with recording(profiled):
@@ -96,14 +96,14 @@ def rows(make_rows) -> dict[str, Any]:
 
 @pytest.mark.parametrize("profiled", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_round_trip_leaves_weights_optimizer_and_the_next_step_as_they_were(rows, precision, profiled):
+def test_a_round_trip_preserves_weights_optimizer_and_the_next_step(rows, precision, profiled):
     claims = round_trip(DTensorPolicyWorker, {"precision": precision}, rows, profiled)
     assert claims == [True] * len(claims)
 
 
 @pytest.mark.parametrize("profiled", slow_except([False, True], False))
 @pytest.mark.parametrize(("kind", "layout"), LAYOUTS, ids=["fsdp2", "tp", "fsdp1"])
-def test_on_two_ranks_too(two_ranks, rows, kind, layout, profiled):
+def test_a_round_trip_on_two_ranks(two_ranks, rows, kind, layout, profiled):
     for claims in two_ranks(round_trip, kind, {"precision": "bfloat16", **layout}, rows, profiled):
         assert claims == [True] * len(claims)
 
@@ -148,7 +148,7 @@ def test_another_device_is_refused():
         worker.move_to_device(worker.model, "meta")
 
 
-def test_work_on_what_is_away_is_refused_on_every_device(make_rows, tmp_path):
+def test_calls_that_need_offloaded_tensors_are_refused_on_every_device(make_rows, tmp_path):
     worker = DTensorPolicyWorker(PolicyConfig(), embedded_tokenizer())
     data = make_rows()
     worker.offload_before_refit()

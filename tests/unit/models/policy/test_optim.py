@@ -1,4 +1,4 @@
-"""The optimizer: clipping that clips, steps that are skipped whole, master weights, loss scale, schedules."""
+"""The optimizer: clipping, skipped steps, master weights, loss scale, schedules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parameters_of(*values: list[float], dtype: torch.dtype = torch.float32) -> l
 
 
 def give_gradients(parameters: list[nn.Parameter], *gradients: list[float]) -> None:
-    """By a backward pass, as a model does."""
+    """Set gradients by a backward pass, as a model does."""
     products = (
         (parameter * torch.tensor(gradient, dtype=parameter.dtype)).sum()
         for parameter, gradient in zip(parameters, gradients, strict=True)
@@ -70,7 +70,7 @@ def test_a_step_with_a_bad_gradient_changes_nothing(dtype, bad):
     after = optimizer.state_dict()["optimizer"]["state"][0]
     assert all(torch.equal(after[key], value) for key, value in state.items())
     give_gradients(parameters, [1.0, 1.0], [1.0])
-    assert optimizer.step() == pytest.approx(3**0.5)  # the bad gradient is gone
+    assert optimizer.step() == pytest.approx(3**0.5)  # the bad gradient was dropped
 
 
 def test_master_weights_collect_updates_too_small_for_half_precision():
@@ -144,7 +144,7 @@ def test_state_survives_a_round_trip_to_the_bit(dtype):
 
 
 def float16_optimizer(dtype: torch.dtype = torch.float16) -> tuple[list[nn.Parameter], PolicyOptimizer]:
-    """float16 parameters are those of a single rank, float32 ones those of many."""
+    """A single rank has float16 parameters, several ranks have float32."""
     parameters = parameters_of([0.0, 0.0], dtype=dtype)
     return parameters, PolicyOptimizer(parameters, sgd(precision="float16", max_grad_norm=None))
 
@@ -198,7 +198,7 @@ def test_the_loss_scale_and_its_good_steps_survive_a_round_trip():
 
 
 class SteepLoss(NLLLoss):
-    """Finite, with gradients that may not be."""
+    """A finite loss whose gradients may overflow."""
 
     def __init__(self, factor: float):
         self.factor = factor
@@ -263,7 +263,7 @@ def test_several_schedulers_follow_each_other_at_their_milestones():
 
 
 @pytest.mark.parametrize(
-    ("fields", "complaint"),
+    ("fields", "message"),
     [
         ({"optimizer": {"name": "torch.optim.Adamw"}}, r"policy\.optimizer\.name='torch\.optim\.Adamw' cannot be"),
         ({"optimizer": {"name": "no_such_package.Adam"}}, r"policy\.optimizer\.name='no_such_package\.Adam' cannot"),
@@ -277,8 +277,8 @@ def test_several_schedulers_follow_each_other_at_their_milestones():
         ),
     ],
 )
-def test_bad_paths_and_arguments_are_config_errors(fields, complaint):
-    with pytest.raises(ConfigError, match=complaint):
+def test_bad_paths_and_arguments_are_config_errors(fields, message):
+    with pytest.raises(ConfigError, match=message):
         PolicyOptimizer(parameters_of([1.0]), PolicyConfig(**fields))
 
 
@@ -332,5 +332,5 @@ def test_a_schedule_too_short_for_the_step_it_is_resumed_at_is_a_config_error():
     saved = optimizer(10)
     for _ in range(5):
         saved.schedule()
-    with pytest.raises(ConfigError, match=r"policy\.scheduler does not reach step 5"):
+    with pytest.raises(ConfigError, match=r"policy\.scheduler fails before step 5"):
         optimizer(3).load_state_dict(copy.deepcopy(saved.state_dict()))

@@ -1,4 +1,4 @@
-"""The driver's handle: what it takes, and what it tells the workers."""
+"""The driver's handle: its arguments, and its calls of the workers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ def test_a_mapping_with_an_unknown_key_is_refused(tokenizer):
 
 
 @pytest.mark.parametrize(("start", "call"), [(120.0, 4.0), (4.0, 120.0)])
-def test_ranks_wait_for_each_other_as_long_as_the_longer_of_the_deadlines(monkeypatch, tokenizer, start, call):
-    """While rank 0 reads the weights the others wait for it, however short a call may be."""
-    told: list[dict[str, Any]] = []
+def test_collectives_have_the_longer_of_the_two_timeouts(monkeypatch, tokenizer, start, call):
+    """Other ranks wait while rank 0 reads the weights, even if call_timeout_s is short."""
+    passed: list[dict[str, Any]] = []
     group = SimpleNamespace(run_all=lambda method: [Place("node", "127.0.0.1", "CPU-node-0")])
-    monkeypatch.setattr(policy_module, "WorkerGroup", lambda kind, args, options, **rest: told.append(options) or group)
+    monkeypatch.setattr(
+        policy_module, "WorkerGroup", lambda kind, args, options, **rest: passed.append(options) or group
+    )
     Policy({}, tokenizer, cluster=ClusterConfig(num_workers=2, start_timeout_s=start, call_timeout_s=call))
-    assert [options["timeout_s"] for options in told] == [120.0]
+    assert [options["timeout_s"] for options in passed] == [120.0]
 
 
 def test_a_policy_without_an_optimizer_is_saved_and_loaded_without_one(tiny_model, tokenizer, make_rows, tmp_path):
@@ -57,7 +59,7 @@ def test_a_policy_without_an_optimizer_is_saved_and_loaded_without_one(tiny_mode
     assert (tmp_path / "scored" / weights).read_bytes() == (tmp_path / "trained" / weights).read_bytes()
 
 
-def test_a_new_version_of_the_weights_is_known_without_a_call_of_the_workers(monkeypatch, tiny_model, tokenizer):
+def test_setting_the_policy_version_calls_no_worker(monkeypatch, tiny_model, tokenizer):
     prompts = BatchedDataDict({"input_ids": torch.full((2, 3), 7), "input_lengths": torch.full((2,), 3)})
     config = {"model_name": tiny_model("llama"), "generation": {"max_new_tokens": 1}}
     with Policy(config, tokenizer, init_optimizer=False, init_reference_model=False) as policy:
@@ -68,10 +70,10 @@ def test_a_new_version_of_the_weights_is_known_without_a_call_of_the_workers(mon
 
 
 @pytest.mark.slow
-def test_rows_with_one_prompt_draw_for_themselves_on_whichever_rank(tiny_model, tokenizer):
+def test_rows_with_the_same_prompt_sample_differently_on_any_rank(tiny_model, tokenizer):
     rows = BatchedDataDict({"input_ids": torch.full((4, 3), 7), "input_lengths": torch.full((4,), 3)})
     config = {"model_name": tiny_model("llama"), "generation": {"max_new_tokens": 8}}
     two = ClusterConfig(num_workers=2, num_threads=1)
     with Policy(config, tokenizer, cluster=two, init_optimizer=False, init_reference_model=False) as policy:
-        answers = policy.generate(rows)["output_ids"]
-    assert len({tuple(row) for row in answers.tolist()}) == 4
+        completions = policy.generate(rows)["output_ids"]
+    assert len({tuple(row) for row in completions.tolist()}) == 4

@@ -1,4 +1,4 @@
-"""What a rank keeps beside its checkpoint: with it the rank goes on to the bit, without any item of it elsewhere."""
+"""A rank's state beside its checkpoint: with it a rank resumes bit-exactly, without any item of it it does not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 
 
 class BrokenLoss(NLLLoss):
-    """Gives gradients that are NaN."""
+    """A loss with NaN gradients."""
 
     def __call__(self, *args: Any) -> Any:
         loss, metrics = super().__call__(*args)
@@ -43,19 +43,19 @@ def rows() -> BatchedDataDict[Any]:
 
 
 def second_half(worker: PolicyWorker) -> list[Any]:
-    """What a rank does after the moment at which its state was taken."""
-    answers = worker.generate(BatchedDataDict({"input_ids": IDS, "input_lengths": torch.tensor([4, 4])}))
+    """Return what a rank computes after its state was saved."""
+    completions = worker.generate(BatchedDataDict({"input_ids": IDS, "input_lengths": torch.tensor([4, 4])}))
     try:
         worker.train(rows(), BrokenLoss())
         ending = "went on"
     except TrainingError as error:
         ending = str(error)
     losses = [worker.train(rows(), NLLLoss())["global_loss"].tolist() for _ in range(2)]
-    return [answers["output_ids"].tolist(), ending, losses]
+    return [completions["output_ids"].tolist(), ending, losses]
 
 
 def with_and_without_each_item(folder: Path) -> dict[str, Any]:
-    """Outcomes of the second half by what was left out of the rank's state; "" is nothing."""
+    """Results of the second half by the item that was removed from the state; "" removes none."""
     worker = DTensorPolicyWorker(CONFIG, embedded_tokenizer(), seed=1)
     fresh = worker.state_dict()
     worker.generate(BatchedDataDict({"input_ids": IDS, "input_lengths": torch.tensor([4, 4])}))
@@ -100,7 +100,7 @@ def test_every_item_of_a_ranks_state_is_read(two_ranks, tmp_path):
         assert [item for item, outcome in outcomes.items() if item and outcome == outcomes[""]] == ["unbroken"]
 
 
-def test_alone_a_worker_leaves_the_random_state_to_its_process(tmp_path):
+def test_a_single_worker_leaves_the_random_state_to_its_process(tmp_path):
     outcomes = with_and_without_each_item(tmp_path)
     assert set(outcomes) == {"unbroken", "", "nonfinite_steps_in_a_row", "generator_calls"}
     for item in ("nonfinite_steps_in_a_row", "generator_calls"):
@@ -111,7 +111,7 @@ def test_alone_a_worker_leaves_the_random_state_to_its_process(tmp_path):
 @pytest.mark.parametrize(
     ("parallel", "are_equal"), [({}, False), ({"tensor_parallel_size": 2}, True), ({"context_parallel_size": 2}, True)]
 )
-def test_ranks_draw_the_same_exactly_if_they_work_on_the_same_rows(two_ranks, parallel, are_equal):
+def test_ranks_sample_the_same_only_with_the_same_rows(two_ranks, parallel, are_equal):
     def states() -> Any:
         packing = {"enabled": not parallel}
         config = PolicyConfig(dtensor_cfg=parallel, sequence_packing=packing)
@@ -121,7 +121,7 @@ def test_ranks_draw_the_same_exactly_if_they_work_on_the_same_rows(two_ranks, pa
     assert all((first[name] == second[name]) == are_equal for name in ("python", "numpy", "torch"))
 
 
-def test_on_another_layout_counts_go_on_and_random_states_do_not():
+def test_another_layout_restores_counters_but_not_random_states():
     with Policy(CONFIG, embedded_tokenizer(), seed=1) as policy:
         seed_everything(7)
         process = {"random": random_state(), "num_threads": 2}

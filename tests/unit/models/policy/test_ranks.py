@@ -33,7 +33,7 @@ KINDS = [DTensorPolicyWorker, FSDP1PolicyWorker]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 TOLERANCE = {"float64": 1e-9, "float32": 5e-5}
 FLOAT32_ULP = 1e-6
-"""Log-probabilities are float32 in any case: a difference in the last digit of a float64 may round them apart."""
+"""Log-probabilities are always float32: equal float64 values up to the last digit may round differently."""
 
 
 def own_rows(worker: PolicyWorker, rows: dict[str, Any]) -> BatchedDataDict[Any]:
@@ -43,12 +43,12 @@ def own_rows(worker: PolicyWorker, rows: dict[str, Any]) -> BatchedDataDict[Any]
     return data.slice(start, start + share)
 
 
-def whole_weights(worker: PolicyWorker) -> dict[str, torch.Tensor]:
+def gathered_weights(worker: PolicyWorker) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in worker.sharding.full_weights()}
 
 
 def three_steps(kind: type[PolicyWorker], options: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
-    """Train this rank's share of the rows three times; what that gave, whole, on every rank."""
+    """Train three times on this rank's share of the rows; return the full results on every rank."""
     worker = kind(PolicyConfig(**options), embedded_tokenizer(), seed=1)
     own = own_rows(worker, rows)
     loss_fn = ClippedPGLoss(ClippedPGConfig(entropy_coefficient=0.01, kl_coefficient=0.1), on_policy=False)
@@ -62,7 +62,7 @@ def three_steps(kind: type[PolicyWorker], options: dict[str, Any], rows: dict[st
         "losses": torch.cat([result["global_loss"] for result in results]),
         "grad_norms": torch.stack([result["grad_norm"] for result in results]),
         "metrics": results[-1]["metrics"],
-        "weights": whole_weights(worker),
+        "weights": gathered_weights(worker),
         "data_rank": worker.mesh.layout.data_rank(worker.rank),
         **scored,
     }
@@ -100,7 +100,7 @@ def rows():
 
 @pytest.fixture(scope="module")
 def one_rank(rows):
-    """What one rank gives with some options; remembered."""
+    """Return a cached function: the results of one rank with some options."""
     known: dict[str, dict[str, Any]] = {}
 
     def run(options: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def test_half_precision_trains_float32_weights_and_learns_as_float32_does(two_ra
     exact = one_rank({**options, "precision": "float32"})
     ranks = two_ranks(three_steps, DTensorPolicyWorker, options, rows)
     for result in (*ranks, one_rank(options)):
-        # The first step only: rounding differs, and the second one starts from where it led.
+        # Only the first step: later steps start from differently rounded weights.
         torch.testing.assert_close(result["losses"][0], exact["losses"][0], rtol=0.05, atol=0.02, check_dtype=False)
         torch.testing.assert_close(result["grad_norms"][0], exact["grad_norms"][0], rtol=0.05, atol=0.02)
     assert {weights.dtype for result in ranks for weights in result["weights"].values()} == {torch.float32}
@@ -201,7 +201,7 @@ def test_architectures(two_ranks, one_rank, rows, tiny_model, architecture, para
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["dp2", "tp2"])
 def test_gemma(two_ranks, one_rank, rows, save_model, parallel):
-    """The first of its kind; it scales its embeddings, and its norms have weights around 0."""
+    """Gemma 1 scales its embeddings, and its norm weights are near 0."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     folder = save_model(GemmaConfig(vocab_size=len(embedded_tokenizer()), **sizes, **heads, initializer_range=0.3))
@@ -225,7 +225,7 @@ def test_fsdp1_on_four_ranks(four_ranks, one_rank, rows):
     check(four_ranks, one_rank, rows, kind=FSDP1PolicyWorker, **FIXED)
 
 
-# How they get there
+# Communication and memory
 
 
 def make_worker(kind: type[PolicyWorker], **options: Any) -> PolicyWorker:
@@ -233,7 +233,7 @@ def make_worker(kind: type[PolicyWorker], **options: Any) -> PolicyWorker:
 
 
 class Exchanges(TorchDispatchMode):
-    """Notes the dtype of each gradient that ranks exchange."""
+    """Records the dtype of each gradient that ranks reduce."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,14 +253,14 @@ def exchanged(kind: type[PolicyWorker], precision: str, mbs: int, rows: dict[str
 
 
 @every_kind
-def test_gradients_are_exchanged_once_a_step_however_many_micro_batches_there_are(two_ranks, rows, kind):
+def test_gradients_are_reduced_once_per_step_for_any_number_of_micro_batches(two_ranks, rows, kind):
     layers_and_rest = 4 + 1
     assert two_ranks(exchanged, kind, "float64", 1, rows) == [[torch.float64] * layers_and_rest] * 2
 
 
 @every_kind
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_half_precision_gradients_are_exchanged_in_float32(two_ranks, rows, kind, precision):
+def test_half_precision_gradients_are_reduced_in_float32(two_ranks, rows, kind, precision):
     for dtypes in two_ranks(exchanged, kind, precision, 4, rows):
         assert set(dtypes) == {torch.float32}
 
@@ -282,7 +282,7 @@ def test_activation_checkpointing_computes_every_layer_twice(two_ranks, rows, ki
 
 
 class WatchingLoss(NLLLoss):
-    """Notes whether there is a graph to go back through."""
+    """Records whether there is an autograd graph."""
 
     def __init__(self) -> None:
         self.has_graph: set[bool] = set()
@@ -305,7 +305,7 @@ def test_evaluation_keeps_nothing_for_a_backward_pass(two_ranks, rows, kind):
 
 
 class NaNLoss(NLLLoss):
-    """Not a number where the named row is in the micro-batch."""
+    """NaN for micro-batches with the named row."""
 
     def __init__(self, name: str):
         self.name = name
@@ -316,11 +316,11 @@ class NaNLoss(NLLLoss):
 
 
 def train_with_a_nan(kind: type[PolicyWorker], options: dict[str, Any], rows: dict[str, Any]) -> tuple[int, bool, str]:
-    """Skipped steps of the first call, whether it left the weights alone, and how the second one ended."""
+    """Return skipped steps of the first call, whether weights are unchanged, and the error of the second call."""
     worker = make_worker(kind, max_nonfinite_steps=2, train_micro_batch_size=1, **options)
-    before = whole_weights(worker)
+    before = gathered_weights(worker)
     result = worker.train(own_rows(worker, rows), NaNLoss("row 5"))
-    after = whole_weights(worker)
+    after = gathered_weights(worker)
     is_same = all(torch.equal(after[name], tensor) for name, tensor in before.items())
     with pytest.raises(TrainingError) as raised:
         worker.train(own_rows(worker, rows), NaNLoss("row 5"))
@@ -329,7 +329,7 @@ def train_with_a_nan(kind: type[PolicyWorker], options: dict[str, Any], rows: di
 
 @every_kind
 @pytest.mark.parametrize("precision", ["float64", "float16"])
-def test_a_nan_on_one_rank_skips_the_step_on_all_and_its_sample_is_named_by_all(two_ranks, rows, kind, precision):
+def test_a_nan_on_one_rank_skips_the_step_and_all_ranks_name_its_sample(two_ranks, rows, kind, precision):
     for num_skipped, is_same, message in two_ranks(train_with_a_nan, kind, {"precision": precision}, rows):
         assert (num_skipped, is_same) == (1, True)
         assert "in 2 optimizer steps in a row (last in samples row 5);" in message

@@ -1,4 +1,4 @@
-"""The reference policy takes the model's place for a while, and always gives it back."""
+"""The reference weights are swapped in, and the policy's weights are always restored."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_reference_is_the_model_as_loaded_not_the_checkpoint(trained_worker,
     assert torch.equal(resumed.get_logprobs(rows)["logprobs"], trained_worker.get_logprobs(rows)["logprobs"])
 
 
-def test_own_weights_come_back(trained_worker, weights_of):
+def test_own_weights_are_restored(trained_worker, weights_of):
     own = weights_of(trained_worker)
     for _ in range(2):
         with trained_worker.use_reference_model():
@@ -52,7 +52,7 @@ def test_own_weights_come_back(trained_worker, weights_of):
         assert same(weights_of(trained_worker), own)
 
 
-def test_own_weights_come_back_after_an_exception(trained_worker, weights_of):
+def test_own_weights_are_restored_after_an_exception(trained_worker, weights_of):
     own = weights_of(trained_worker)
     with pytest.raises(RuntimeError, match="inside"), trained_worker.use_reference_model():
         raise RuntimeError("inside")
@@ -70,7 +70,7 @@ def test_inside_another_swap_nothing_changes(trained_worker, weights_of):
 
 
 class Swap:
-    """Weights in several pieces, of two dtypes, that have changed since they became a reference."""
+    """Weights in several pieces, of two dtypes, changed since the reference copy."""
 
     def __init__(self) -> None:
         self.weights = [torch.arange(10.0).view(5, 2), torch.arange(3.0), torch.arange(5.0, dtype=torch.float64)]
@@ -92,7 +92,7 @@ def _small_pieces(monkeypatch):
 
 
 def run_interrupted(swap: Swap, line: int) -> int:
-    """Swap in and out with a KeyboardInterrupt before the numbered line that is run for it; how many were run."""
+    """Swap in and out with a KeyboardInterrupt before the given line; return the number of executed lines."""
     num_run = 0
 
     def trace(frame, event, arg):
@@ -117,7 +117,7 @@ def run_interrupted(swap: Swap, line: int) -> int:
 
 
 @pytest.mark.usefixtures("_small_pieces")
-def test_an_interruption_at_any_line_leaves_the_policy_its_weights():
+def test_an_interrupt_at_any_line_keeps_the_policys_weights():
     num_lines = run_interrupted(Swap(), 0)
     assert num_lines > 100
     for line in range(1, num_lines + 1):
@@ -128,7 +128,7 @@ def test_an_interruption_at_any_line_leaves_the_policy_its_weights():
 
 @pytest.mark.usefixtures("_small_pieces")
 @pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
-def test_a_second_interruption_while_restoring_leaves_them_too(monkeypatch, is_done):
+def test_a_second_interrupt_while_restoring_keeps_them_too(monkeypatch, is_done):
     copy, num_copies = torch.Tensor.copy_, len(Swap().policy._copies)
     for first, second in combinations(range(num_copies), 2):
         swap, numbers = Swap(), count()
@@ -148,7 +148,7 @@ def test_a_second_interruption_while_restoring_leaves_them_too(monkeypatch, is_d
 
 
 @pytest.mark.usefixtures("_small_pieces")
-def test_copies_that_go_on_failing_lose_nothing(monkeypatch):
+def test_repeated_copy_errors_lose_no_weights(monkeypatch):
     for num_good in range(len(Swap().policy._copies)):
         swap, copy, numbers = Swap(), torch.Tensor.copy_, count()
 
@@ -165,7 +165,7 @@ def test_copies_that_go_on_failing_lose_nothing(monkeypatch):
         swap.assert_whole()
 
 
-def test_training_goes_on_after_the_exchange(trained_worker, make_worker, make_rows, weights_of):
+def test_training_continues_after_the_swap(trained_worker, make_worker, make_rows, weights_of):
     undisturbed = make_worker(**SGD)
     undisturbed.train(make_rows(), NLLLoss())
     trained_worker.get_reference_policy_logprobs(make_rows())
@@ -174,7 +174,7 @@ def test_training_goes_on_after_the_exchange(trained_worker, make_worker, make_r
     assert same(weights_of(trained_worker), weights_of(undisturbed))
 
 
-def test_a_policy_without_reference_says_so(make_worker, make_rows):
+def test_a_policy_without_reference_raises(make_worker, make_rows):
     worker = make_worker(init_reference_model=False)
     with pytest.raises(ConfigError, match="init_reference_model=False; it has no reference policy"):
         worker.get_reference_policy_logprobs(make_rows())

@@ -1,4 +1,4 @@
-"""A refit over shared memory brings a policy's weights, whole versions only, to a generator in another process."""
+"""A refit over shared memory sends complete versions of a policy's weights to a generator process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def checksums(generator: SeparateGenerator) -> list[str]:
 
 
 def policy_of(workers: WorkerGroup) -> Any:
-    """What a generator needs of a policy, for workers of another class than `Policy` starts."""
+    """Return the attributes of a `Policy` that a generator needs, for workers of another class."""
     return SimpleNamespace(
         group=workers,
         places=workers.run_all("report_place"),
@@ -67,18 +67,18 @@ def policy_of(workers: WorkerGroup) -> Any:
     )
 
 
-# From many ranks
+# Several ranks
 
 
 def refit_between_ranks(kind, options, bucket_bytes):
-    """On a rank: take all weights out of the first rank's memory; checksums of the policy and of what was taken."""
+    """On a rank: receive all weights from rank 0's memory; return checksums of policy and receiver."""
     worker = kind(PolicyConfig(**options), embedded_tokenizer(), **NO_TRAINING)
     worker._add_noise_to_weights()
     model = load_model(worker.config.model_name, DTYPES[worker.config.precision])
     device_id = gather_over(worker.report_device_id(), worker.mesh.world)[0]
     receiver = WeightReceiver(model, device_id)
     receiver.begin(3)
-    worker.set_refit_header(3, True)
+    worker.export.set_header(3, True)
     worker.prepare_weights_for_ipc()
     for bucket in plan_buckets(worker.export.infos(), bucket_bytes):
         handles = worker.get_weights_ipc_handles([info.name for info in bucket.tensors])
@@ -102,7 +102,7 @@ def refit_between_ranks(kind, options, bucket_bytes):
     ],
     ids=["fsdp2", "tp", "fsdp1"],
 )
-def test_whole_weights_come_from_many_ranks(two_ranks, tiny_model, kind, parallel, precision, model):
+def test_full_weights_come_from_several_ranks(two_ranks, tiny_model, kind, parallel, precision, model):
     options = {"model_name": tiny_model(model), "precision": precision, "dtensor_cfg": parallel}
     results = two_ranks(refit_between_ranks, kind, options, 4000)  # buckets end within layers
     expected = results[0][0]
@@ -131,13 +131,13 @@ def generator(policy, config):
 
 @pytest.fixture
 def worker(policy):
-    """The policy's one rank, which is in this process."""
+    """The policy's single rank, in this process."""
     return policy.group._worker
 
 
 @pytest.fixture
 def refit(generator, policy):
-    """Change the policy and bring that to the generator."""
+    """Change the policy's weights and send them to the generator."""
 
     def run() -> None:
         policy.group.run_all("_add_noise_to_weights")
@@ -151,26 +151,26 @@ def test_before_the_first_refit_a_generator_has_the_weights_that_the_policy_star
     assert checksums(generator) == [worker.export.checksum()]
 
 
-def test_greedy_answers_are_those_of_a_model_loaded_from_the_saved_weights(generator, policy, worker, refit, tmp_path):
+def test_greedy_completions_equal_those_of_the_saved_weights(generator, policy, worker, refit, tmp_path):
     refit()
     assert checksums(generator) == [worker.export.checksum()]
     policy.group.run_all("save_checkpoint", str(tmp_path))
     saved = LogprobModel(load_model(str(tmp_path), torch.float32), temperature=1.0)
     expected = BuiltinGenerator(saved, embedded_tokenizer(), worker.config.generation).generate(prompts(), greedy=True)
-    answers = generator.generate(prompts(), greedy=True)
-    assert torch.equal(answers["output_ids"], expected["output_ids"])
-    assert torch.equal(answers["logprobs"], expected["logprobs"])
-    assert answers["policy_versions"].tolist() == [generator.policy_version] * 4
+    completions = generator.generate(prompts(), greedy=True)
+    assert torch.equal(completions["output_ids"], expected["output_ids"])
+    assert torch.equal(completions["logprobs"], expected["logprobs"])
+    assert completions["policy_versions"].tolist() == [generator.policy_version] * 4
 
 
-def test_weights_in_use_are_never_written_whatever_becomes_of_later_refits(make_worker):
+def test_a_later_refit_never_overwrites_weights_in_use(make_worker):
     num_open = num_open_memories(os.getpid())
     worker = make_worker(init_optimizer=False)
     receiver = WeightReceiver(load_model(worker.config.model_name, torch.float32), worker.report_device_id())
     for version in range(1, 7):
         worker._add_noise_to_weights()
         before = receiver.checksum()
-        worker.set_refit_header(version, True)
+        worker.export.set_header(version, True)
         sizes, _ = worker.prepare_weights_for_ipc()
         receiver.begin(version)
         for name, _ in sizes:
@@ -179,12 +179,12 @@ def test_weights_in_use_are_never_written_whatever_becomes_of_later_refits(make_
         if version % 3:  # every third one is interrupted
             receiver.commit(version)
             assert receiver.checksum() == worker.export.checksum() != before
-    # Memory of two versions, open and mapped at either end: that of interrupted ones was used again.
+    # Two versions, open and mapped at both ends: memory of interrupted refits was reused.
     assert num_open_memories(os.getpid()) - num_open == 2 * 2 * 2 * len(sizes)
     worker.shutdown()
 
 
-def test_a_changed_bucket_is_refused_and_the_version_before_goes_on(generator, worker, refit, monkeypatch):
+def test_a_corrupt_bucket_is_refused_and_the_old_version_stays(generator, worker, refit, monkeypatch):
     before, version = checksums(generator), generator.policy_version
     pack = worker.get_weights_ipc_handles
 
@@ -204,7 +204,7 @@ def test_a_changed_bucket_is_refused_and_the_version_before_goes_on(generator, w
     assert checksums(generator) == [worker.export.checksum()] != before
 
 
-def test_fifty_refits_leave_nothing_behind(generator, refit):
+def test_fifty_refits_leak_no_memory(generator, refit):
     processes = psutil.Process(), psutil.Process(generator.pool.workers[0].process.pids[0])
 
     def counts() -> list[tuple[int, int]]:
@@ -223,26 +223,26 @@ def test_fifty_refits_leave_nothing_behind(generator, refit):
     assert not [name for name in os.listdir("/dev/shm") if NAME_PREFIX in name]
 
 
-def test_memory_that_became_too_small_is_given_back(make_worker):
+def test_memory_that_is_too_small_is_freed(make_worker):
     before = num_open_memories(os.getpid())
     worker = make_worker(init_optimizer=False, precision="bfloat16")
     receiver = WeightReceiver(load_model(worker.config.model_name, torch.bfloat16), worker.report_device_id())
     for version, bucket_bytes in enumerate((2000, 2000, 10_000, 10_000, 10_000)):
-        worker.set_refit_header(version, False)
+        worker.export.set_header(version, False)
         worker.prepare_weights_for_ipc()
         receiver.begin(version)
         buckets = plan_buckets(worker.export.infos(), bucket_bytes)
         for bucket in buckets:
             receiver.take(worker.get_weights_ipc_handles([info.name for info in bucket.tensors]))
         receiver.commit(version)
-    # Two versions at either end, each bucket open and mapped.
+    # Two versions at both ends, each bucket open and mapped.
     assert num_open_memories(os.getpid()) - before == 2 * 2 * 2 * len(buckets)
     worker.shutdown()
     del receiver
     assert num_open_memories(os.getpid()) == before
 
 
-def test_asking_for_the_same_weights_again_takes_no_more_memory(make_worker):
+def test_a_repeated_request_uses_no_more_memory(make_worker):
     worker = make_worker(init_optimizer=False)
     worker.prepare_weights_for_ipc()
     handles = [worker.get_weights_ipc_handles(["model.norm.weight"]) for _ in range(2)]
@@ -253,14 +253,17 @@ def test_asking_for_the_same_weights_again_takes_no_more_memory(make_worker):
 
 
 @pytest.mark.slow
-def test_a_policy_killed_between_buckets_leaves_the_version_before_whole(config):
+def test_a_policy_killed_between_buckets_leaves_the_old_version_complete(config):
     with (
         WorkerGroup(KilledWhilePacking, (config, embedded_tokenizer()), NO_TRAINING, own_processes=True) as workers,
         SeparateGenerator(policy_of(workers), config, embedded_tokenizer()) as generator,
     ):
         workers.run_all("_add_noise_to_weights")
         generator.update_weights(1)
-        before, answers = checksums(generator), generator.generate(prompts(), greedy=True)
+        before, completions = (
+            checksums(generator),
+            generator.generate(prompts(), greedy=True),
+        )
         assert before == workers.run_all("checksum")
         workers.run_all("_add_noise_to_weights")
         workers.run_all("die_after", 2)
@@ -269,26 +272,26 @@ def test_a_policy_killed_between_buckets_leaves_the_version_before_whole(config)
         assert generator.policy_version == 1
         assert checksums(generator) == before
         again = generator.generate(prompts(), greedy=True)
-        assert torch.equal(again["output_ids"], answers["output_ids"])
+        assert torch.equal(again["output_ids"], completions["output_ids"])
         assert again["policy_versions"].unique().tolist() == [1]
 
 
-# What is asked wrongly
+# Invalid calls
 
 
-def test_handles_need_preparing_and_names_that_exist(make_worker):
+def test_handles_need_a_prepared_refit_and_known_names(make_worker):
     worker = make_worker(init_optimizer=False)
-    with pytest.raises(RefitError, match="asked for before prepare_weights_for_ipc; call that first, on every rank"):
+    with pytest.raises(RefitError, match="weights before prepare_weights_for_ipc; call that first, on every rank"):
         worker.get_weights_ipc_handles(["model.norm.weight"])
     worker.prepare_weights_for_ipc()
-    with pytest.raises(RefitError, match=r"no weight 'lm_head\.weight' in this policy \(1 of 2 keys are unknown\)"):
+    with pytest.raises(RefitError, match=r"no weight 'lm_head\.weight' \(1 of 2 keys are unknown\)"):
         worker.get_weights_ipc_handles(["model.norm.weight", "lm_head.weight"])  # it is tied
-    with pytest.raises(RefitError, match="handles of no weights"):
+    with pytest.raises(RefitError, match="called without keys; pass at least one name"):
         worker.get_weights_ipc_handles([])
     worker.shutdown()
 
 
-def test_sizes_are_those_of_whole_tensors_in_the_configured_precision(make_worker):
+def test_sizes_are_of_full_tensors_in_the_configured_precision(make_worker):
     worker = make_worker("llama_untied", precision="bfloat16", init_optimizer=False)
     sizes, free_bytes = worker.prepare_weights_for_ipc()
     weights = dict(worker.model.model.named_parameters())
@@ -296,7 +299,7 @@ def test_sizes_are_those_of_whole_tensors_in_the_configured_precision(make_worke
     assert sum(size for _, size in sizes) < free_bytes <= psutil.virtual_memory().total
 
 
-def test_handles_are_for_the_device_of_the_policy_and_say_that_they_are_packed(make_worker):
+def test_handles_name_the_policys_device_and_are_packed(make_worker):
     worker = make_worker(init_optimizer=False)
     worker.prepare_weights_for_ipc()
     ((device, (is_packed, handle)),) = worker.get_weights_ipc_handles(["model.norm.weight"]).items()

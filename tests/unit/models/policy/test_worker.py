@@ -1,4 +1,4 @@
-"""The worker trains as a bare PyTorch loop would, however the batch is cut, and scores what it trains."""
+"""The worker trains like a bare PyTorch loop for every way of batching, and scoring matches training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], toler
 
 
 def bare_loop(folder: str, optimizer_config: dict[str, Any], global_batches) -> tuple[Any, list[float], float]:
-    """Model, losses and last gradient norm of plain training, row by row."""
+    """Return model, losses and last gradient norm of a bare loop, row by row."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
     optimizer_class = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer_config["name"][12:].lower()]
     optimizer = optimizer_class(model.parameters(), **optimizer_config["kwargs"])
@@ -84,14 +84,14 @@ def test_the_call_can_set_the_micro_batch_size(make_worker, make_rows, weights_o
     close(weights_of(workers[1]), weights_of(workers[2]))
 
 
-def test_the_call_sets_the_micro_batch_size_whatever_is_configured(make_worker, make_rows, weights_of, batching):
+def test_the_call_overrides_the_configured_micro_batches(make_worker, make_rows, weights_of, batching):
     worker, other = make_worker(**EXACT, **batching), make_worker(**EXACT)
     assert len(worker.train(make_rows(), NLLLoss(), mbs=3)["all_mb_metrics"]["nll"]) == 3
     other.train(make_rows(), NLLLoss())
     close(weights_of(worker), weights_of(other))
 
 
-def test_the_call_sets_the_number_of_rows_that_are_scored_together(make_worker, make_rows, batching):
+def test_the_call_sets_the_rows_per_scoring_micro_batch(make_worker, make_rows, batching):
     worker, rows, sizes = make_worker(precision="float64", **batching), make_rows(), []
     expected = worker.get_logprobs(rows)["logprobs"]
     worker.model.register_forward_pre_hook(lambda model, args: sizes.append(len(args[0])))
@@ -121,14 +121,14 @@ def test_result_has_the_documented_entries(make_worker, make_rows):
 
 
 def test_the_reported_rate_is_the_one_that_was_used(make_worker, make_rows):
-    """The schedule advances once a call, not once an optimizer step."""
+    """The schedule advances once per call, not once per optimizer step."""
     halving = {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.5}}
     worker = make_worker(**EXACT, scheduler=halving)
     rates = [worker.train(make_rows(), NLLLoss(), gbs=4)["metrics"]["lr"] for _ in range(3)]
     assert rates == pytest.approx([0.1, 0.05, 0.025])
 
 
-def test_rows_that_are_masked_out_change_nothing(make_worker, make_rows, weights_of, batching):
+def test_masked_rows_change_nothing(make_worker, make_rows, weights_of, batching):
     rows = make_rows()
     rows["sample_mask"][[2, 3]] = 0
     others = rows.select_indices([0, 1, 4, 5, 6, 7])
@@ -138,7 +138,7 @@ def test_rows_that_are_masked_out_change_nothing(make_worker, make_rows, weights
     close(weights_of(first), weights_of(second))
 
 
-def test_a_batch_without_a_valid_row_does_no_harm(make_worker, make_rows, weights_of):
+def test_a_batch_without_a_valid_row_changes_nothing(make_worker, make_rows, weights_of):
     rows = make_rows()
     rows["sample_mask"][:4] = 0
     worker = make_worker(**EXACT)
@@ -149,7 +149,7 @@ def test_a_batch_without_a_valid_row_does_no_harm(make_worker, make_rows, weight
     assert worker.train(rows, NLLLoss(), gbs=4)["global_loss"].isfinite().all()
 
 
-def test_rows_of_one_token_have_nothing_to_learn(make_worker, make_rows, weights_of, batching):
+def test_rows_of_one_token_change_nothing(make_worker, make_rows, weights_of, batching):
     worker = make_worker(**EXACT, **batching)
     before = weights_of(worker)
     result = worker.train(make_rows(lengths=(1, 1, 1)), NLLLoss())
@@ -188,7 +188,7 @@ def test_temperature_is_part_of_the_policy(make_worker, make_rows):
     assert (cold["logprobs"] - hot["logprobs"]).abs().max() > 0.1
 
 
-def test_scores_come_back_in_the_order_of_the_rows(make_worker, make_rows, batching):
+def test_scores_are_in_row_order(make_worker, make_rows, batching):
     rows = make_rows()
     worker = make_worker(precision="float64", **batching)
     together = worker.get_logprobs(rows)["logprobs"]
@@ -203,14 +203,14 @@ def test_scores_come_back_in_the_order_of_the_rows(make_worker, make_rows, batch
     assert (together[:, 1:] < 0).sum() == (rows["input_lengths"] - 1).sum()
 
 
-def test_scoring_keeps_no_graph_and_takes_no_rows(make_worker, make_rows):
+def test_scoring_keeps_no_graph_and_accepts_an_empty_batch(make_worker, make_rows):
     worker = make_worker()
     assert not worker.get_logprobs(make_rows())["logprobs"].requires_grad
     assert worker.get_logprobs(make_rows().slice(0, 0))["logprobs"].shape == (0, 16)
 
 
 def test_dropout_is_off_everywhere(make_worker, make_rows):
-    worker = make_worker("gpt2_learned_positions")  # its config asks for dropout
+    worker = make_worker("gpt2_learned_positions")  # its config enables dropout
     rows = make_rows()
     scores = worker.get_logprobs(rows)["logprobs"]
     assert torch.equal(worker.get_logprobs(rows)["logprobs"], scores)
@@ -235,7 +235,7 @@ def test_evaluation_changes_nothing(make_worker, make_rows, weights_of, batching
     assert not worker.model.training
 
 
-def test_evaluation_gives_the_loss_that_training_would(make_worker, make_rows):
+def test_evaluation_returns_the_loss_of_training(make_worker, make_rows):
     worker = make_worker(**EXACT)
     evaluated = worker.train(make_rows(), NLLLoss(), eval_mode=True)["global_loss"]
     assert torch.equal(evaluated, worker.train(make_rows(), NLLLoss())["global_loss"])
@@ -247,11 +247,11 @@ def test_without_optimizer_a_worker_scores_and_evaluates_but_does_not_train(make
     assert worker.train(make_rows(), NLLLoss(), eval_mode=True)["metrics"]["lr"] == 0.0
     worker.save_checkpoint(str(tmp_path))
     worker.load_checkpoint(str(tmp_path))
-    with pytest.raises(ConfigError, match="init_optimizer=False; it can score but not train"):
+    with pytest.raises(ConfigError, match=r"train needs an optimizer, but .* init_optimizer=False; create it with one"):
         worker.train(make_rows(), NLLLoss())
 
 
-def test_gradients_are_gone_after_a_step(make_worker, make_rows):
+def test_gradients_are_dropped_after_a_step(make_worker, make_rows):
     for precision in ("float32", "bfloat16"):
         worker = make_worker(precision=precision)
         worker.train(make_rows(), NLLLoss())
@@ -259,7 +259,7 @@ def test_gradients_are_gone_after_a_step(make_worker, make_rows):
 
 
 class BareLogitsLoss:
-    """Negative log-likelihood as a loss that takes logits writes it."""
+    """Negative log-likelihood from logits."""
 
     loss_type = LossType.TOKEN_LEVEL
     needs = frozenset({"logits"})
@@ -300,12 +300,12 @@ def test_bfloat16_trains_on_float32_masters(make_worker, make_rows, weights_of):
         assert torch.equal(parameter, master.to(torch.bfloat16))
 
 
-def test_names_class_and_rank(make_worker):
+def test_the_repr_names_class_and_rank(make_worker):
     assert repr(make_worker()) == "DTensorPolicyWorker[rank=0]"
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_the_ratio_is_one_to_a_millionth_for_sampled_answers_cut_alike(make_worker, temperature):
+def test_the_ratio_is_one_to_a_millionth_for_completions_in_equal_micro_batches(make_worker, temperature):
     worker = make_worker(
         "embedded",
         precision="float32",
