@@ -17,7 +17,8 @@ from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.ray_launch import check_can_be_placed, is_to_be_started
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.envs.text.hosts import EnvHost, prompts_of, start_first_worker, start_host
+from lucidrl.envs.text.hosts import EnvHost, start_first_worker, start_host
+from lucidrl.envs.text.registry import split_prompts
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.placement import check_nodes, generator_nodes, generator_numbering
@@ -76,7 +77,8 @@ class TextInputs:
     @cached_property
     def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
         """Prompts to train on, and all held-out ones."""
-        return prompts_of(self._host, self._config.env)
+        env = self._config.env
+        return split_prompts(self._host.prompts() if env.prompts_file is None else None, env)
 
     @cached_property
     def validated(self) -> list[int]:

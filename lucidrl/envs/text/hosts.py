@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import queue
+import asyncio
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from lucidrl.data.datasets import Prompt
 from lucidrl.distributed.config import ClusterConfig
@@ -17,76 +16,20 @@ from lucidrl.distributed.workers.interfaces import Arguments, Hosting
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.interfaces import EnvRequest, TextEnv
-from lucidrl.envs.text.registry import make_env, split_prompts
+from lucidrl.envs.text.registry import make_env
 from lucidrl.envs.text.worker import EnvState, EnvWorker, Outcome, Scored
 from lucidrl.errors import ConfigError, EnvironmentFailure, LostWorkerError
 from lucidrl.utils.watching import wait_watching
 
 Calls = Sequence[Sequence[EnvRequest]]
-"""Of one worker, made concurrently."""
+"""Calls of one worker, made concurrently."""
 
+_GRACE_S = 2.0
+"""How long after the timeout of its calls a worker may take to reply before it counts as lost."""
 _CLOSE_TIMEOUT_S = 0.5
 
-T = TypeVar("T")
 
-
-class EnvHost(ABC):
-    """The workers of an environment."""
-
-    name: str
-    """What errors call the environment."""
-    num_workers: int
-
-    @property
-    @abstractmethod
-    def num_restarts(self) -> int:
-        """Restarts of workers so far."""
-
-    @abstractmethod
-    def prompts(self) -> Sequence[Prompt] | None:
-        """The environment's own; None if it brings none."""
-
-    @abstractmethod
-    def score(
-        self, calls: Mapping[int, Calls], timeout_s: float, grace_s: float, watch: Callable[[], None]
-    ) -> dict[int, list[list[Outcome]] | LostWorkerError]:
-        """Let workers score their calls, all at the same time.
-
-        Args:
-            calls: by number of the worker.
-            timeout_s: timeout of a call; one that awaits is cancelled then.
-            grace_s: how much longer a worker may take to answer; one that does not is lost.
-            watch: see `wait_watching`.
-
-        Returns:
-            Outcomes of every request of every call, or how the worker was lost.
-        """
-
-    @abstractmethod
-    def restart_lost(self) -> None:
-        """Restart lost workers; they continue from the state after their last scored calls.
-
-        Raises:
-            LucidError: if that is not possible, or was done too often.
-        """
-
-    @abstractmethod
-    def states(self) -> list[EnvState]:
-        """Of every worker."""
-
-    @abstractmethod
-    def load_states(self, states: Sequence[EnvState]) -> None:
-        """Continue from states, one for each worker."""
-
-    def move_logs(self, folder: Path) -> None:  # noqa: B027 - what runs in the driver has no log
-        """Write the workers' logs to another folder from now on."""
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """End the workers; may be called twice."""
-
-
-class WorkersHost(EnvHost):
+class WorkersHost:
     """The environment in worker processes.
 
     Args:
@@ -105,8 +48,8 @@ class WorkersHost(EnvHost):
         self.name, self.num_workers = config.name, config.num_workers
         self._start_timeout_s = cluster.start_timeout_s
         self._states: dict[int, EnvState] = {}
-        if self.num_workers == 1:
-            cluster = _on_this_machine(cluster)
+        if self.num_workers == 1:  # on this machine
+            cluster = ClusterConfig(num_threads=cluster.num_threads, start_timeout_s=cluster.start_timeout_s)
         make = partial(make_env, config.name, config.kwargs)
         hosting = Hosting(
             role="environment worker",
@@ -141,9 +84,11 @@ class WorkersHost(EnvHost):
 
     @property
     def num_restarts(self) -> int:
+        """Restarts of workers so far."""
         return self._pool.restarts.total
 
     def prompts(self) -> Sequence[Prompt] | None:
+        """The environment's own; None if it brings none."""
         try:
             return self._pool.submit(0, "prompts", timeout_s=self._start_timeout_s).result()
         except ConfigError as error:  # one sentence, without where its worker's output is
@@ -154,10 +99,21 @@ class WorkersHost(EnvHost):
             raise ConfigError(f"{self.name}.prompts {what}; fix it, or set env.prompts_file") from error
 
     def score(
-        self, calls: Mapping[int, Calls], timeout_s: float, grace_s: float, watch: Callable[[], None]
+        self, calls: Mapping[int, Calls], timeout_s: float, watch: Callable[[], None]
     ) -> dict[int, list[list[Outcome]] | LostWorkerError]:
+        """Let workers score their calls, all at the same time.
+
+        Args:
+            calls: by number of the worker.
+            timeout_s: timeout of a call; one that awaits is cancelled then. A worker that does not reply soon after is
+                lost.
+            watch: see `wait_watching`.
+
+        Returns:
+            Outcomes of every request of every call, or how the worker was lost.
+        """
         futures = {
-            number: self._pool.submit(number, "score", of_worker, timeout_s, timeout_s=timeout_s + grace_s)
+            number: self._pool.submit(number, "score", of_worker, timeout_s, timeout_s=timeout_s + _GRACE_S)
             for number, of_worker in calls.items()
         }
         try:
@@ -168,12 +124,20 @@ class WorkersHost(EnvHost):
             raise
 
     def restart_lost(self) -> None:
+        """Restart lost workers; they continue from the state after their last scored calls.
+
+        Raises:
+            LucidError: if that is not possible, or was done too often.
+        """
         self._pool.restart_lost()
 
     def states(self) -> list[EnvState]:
+        """Of every worker."""
         return [self._states[number] for number in range(self.num_workers)]
 
     def load_states(self, states: Sequence[EnvState]) -> None:
+        """Continue from states, one for each worker."""
+
         def load(worker: PoolWorker) -> None:
             worker.run("load_state", states[worker.number])
             self._states[worker.number] = worker.run("state")
@@ -181,9 +145,11 @@ class WorkersHost(EnvHost):
         self._pool.each(load)
 
     def move_logs(self, folder: Path) -> None:
+        """Write the workers' logs to another folder from now on."""
         self._pool.move_logs(folder)
 
     def shutdown(self) -> None:
+        """End the workers; may be called twice."""
         self._pool.shutdown()
 
     def _bring_state(self, worker: PoolWorker) -> None:
@@ -197,14 +163,17 @@ class WorkersHost(EnvHost):
             scored = future.result()
         except LostWorkerError as loss:
             return loss
-        assert scored.state is not None
         self._states[number] = scored.state
         self._pool.workers[number].succeeded()
         return scored.outcomes
 
 
-class DriverHost(EnvHost):
-    """The environment in this process, in a thread of its own: code that blocks cannot be interrupted."""
+class DriverHost:
+    """The environment in this process, with the methods of `WorkersHost`.
+
+    Its event loop has a daemon thread, so a call that blocks delays neither the timeout nor the exit of the
+    interpreter; but it cannot be interrupted.
+    """
 
     num_workers = 1
     num_restarts = 0
@@ -212,23 +181,26 @@ class DriverHost(EnvHost):
     def __init__(self, env: TextEnv) -> None:
         self.name = type(env).__name__
         self._worker = EnvWorker(lambda: env, self.name)
-        self._thread = _DaemonThread(f"{self.name}-environment")
+        self._loop = self._worker.loop.get_loop()
+        self._thread = threading.Thread(target=self._run_loop, name=f"{self.name}-environment", daemon=True)
+        self._thread.start()
         self._is_blocked = False
 
     def prompts(self) -> Sequence[Prompt] | None:
         return self._worker.prompts()
 
     def score(
-        self, calls: Mapping[int, Calls], timeout_s: float, grace_s: float, watch: Callable[[], None]
+        self, calls: Mapping[int, Calls], timeout_s: float, watch: Callable[[], None]
     ) -> dict[int, list[list[Outcome]] | LostWorkerError]:
-        (of_worker,) = calls.values()
-        future = self._thread.submit(lambda: self._worker.score(of_worker, timeout_s))
-        if wait_watching([future], watch, timeout_s=timeout_s + grace_s):
+        if self._loop.is_closed():
+            raise RuntimeError("the EnvRunner is closed; make a new one to step the environment")
+        future = asyncio.run_coroutine_threadsafe(self._worker.score_calls(calls[0], timeout_s), self._loop)
+        if wait_watching([future], watch, timeout_s=timeout_s + _GRACE_S):
             self._is_blocked = True
-            loss = LostWorkerError(f"its thread in the driver is still busy after {timeout_s + grace_s:g} s")
+            loss = LostWorkerError(f"its thread in the driver is still busy after {timeout_s + _GRACE_S:g} s")
             loss.timed_out = True
             return {0: loss}
-        return {0: future.result().outcomes}
+        return {0: future.result()}
 
     def restart_lost(self) -> None:
         if self._is_blocked:
@@ -243,44 +215,20 @@ class DriverHost(EnvHost):
     def load_states(self, states: Sequence[EnvState]) -> None:
         self._worker.load_state(states[0])
 
+    def move_logs(self, folder: Path) -> None:
+        """The driver has no log."""
+
     def shutdown(self) -> None:
-        self._thread.close(self._worker.shutdown, timeout_s=0 if self._is_blocked else _CLOSE_TIMEOUT_S)
+        with suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(0 if self._is_blocked else _CLOSE_TIMEOUT_S)
+
+    def _run_loop(self) -> None:
+        self._loop.run_forever()
+        self._worker.shutdown()
 
 
-class _DaemonThread:
-    """Runs one function after the other; never keeps the interpreter from exiting."""
-
-    def __init__(self, name: str) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, function: Callable[[], T]) -> Future[T]:
-        if self._is_closed:
-            raise RuntimeError("the EnvRunner is closed; make a new one to step the environment")
-        future: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._work.put(work)
-        return future
-
-    def close(self, last: Callable[[], None], timeout_s: float) -> None:
-        """Run a last function and end; may be called twice."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._work.put(last)
-            self._work.put(None)
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
+EnvHost = WorkersHost | DriverHost
 
 
 def start_host(
@@ -311,23 +259,9 @@ def start_first_worker(config: EnvConfig, cluster: ClusterConfig, seed: int = 0)
     return host
 
 
-def prompts_of(host: EnvHost, config: EnvConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and validation prompts: of `prompts_file` if given, otherwise the environment's own.
-
-    Raises:
-        ConfigError: if there are no prompts.
-        DataError: if they cannot be used.
-    """
-    return split_prompts(host.prompts() if config.prompts_file is None else None, config)
-
-
 def _check_state_is_kept(config: EnvConfig, state: EnvState) -> None:
     if config.num_workers > 1 and state.env is not None:
         raise ConfigError(
             f"env.num_workers={config.num_workers} needs an environment that keeps nothing, but {config.name} has a "
-            "state_dict, and every worker would have a state of its own; set env.num_workers=1, or take state_dict out"
+            "state_dict, and every worker would have its own state; set env.num_workers=1, or take state_dict out"
         )
-
-
-def _on_this_machine(cluster: ClusterConfig) -> ClusterConfig:
-    return ClusterConfig(num_threads=cluster.num_threads, start_timeout_s=cluster.start_timeout_s)

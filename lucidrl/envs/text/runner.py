@@ -15,13 +15,10 @@ from lucidrl.distributed.workers.outcomes import RemoteTraceback
 from lucidrl.envs.text.config import OnError
 from lucidrl.envs.text.hosts import DriverHost, EnvHost
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, TextEnv
-from lucidrl.envs.text.worker import Cause, EnvState, Failure
+from lucidrl.envs.text.worker import Cause, EnvState, Outcome
 from lucidrl.errors import CheckpointError, EnvironmentFailure, LostWorkerError, WorkerError
 
 logger = logging.getLogger(__name__)
-
-_GRACE_S = 2.0
-"""How long after the timeout of its calls a worker may take to answer before it is killed."""
 
 Rows = Sequence[int]
 """Of the requests of a step."""
@@ -31,23 +28,22 @@ Rows = Sequence[int]
 class _Failed:
     """A sample that has no step result."""
 
-    failure: Failure
+    cause: Cause
+    what: str
+    """A verb with its object; the subject is the environment's `step`."""
     rows: Rows
-    """Samples of the call, of which any may be the reason."""
-    loss: LostWorkerError | None = None
-    """How its worker was lost."""
-
-
-@dataclass(frozen=True)
-class _Lost:
-    """Calls that a worker was busy with when it was lost."""
-
-    calls: Sequence[Rows]
-    error: LostWorkerError
+    """Samples of the call, or of all calls of a lost worker; any of them may be the reason."""
+    error: RemoteTraceback | LostWorkerError | None
 
     @property
-    def rows(self) -> list[int]:
-        return [row for call in self.calls for row in call]
+    def is_shared(self) -> bool:
+        """Whether another sample may be the reason."""
+        return len(self.rows) > 1
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its worker was lost, perhaps because of another sample."""
+        return self.is_shared and isinstance(self.error, LostWorkerError)
 
 
 class EnvRunner:
@@ -101,18 +97,17 @@ class EnvRunner:
                 environment raises it, or its workers were lost too often.
         """
         found: dict[int, EnvReply | _Failed] = {}
-        lost = self._ask(requests, _even_chunks(range(len(requests)), self._max_concurrency), found)
+        exited = self._call(requests, _even_chunks(range(len(requests)), self._max_concurrency), found)
         # A worker that exits may be a victim of its machine: its calls are sent once more as they were.
-        exited = [call for loss in lost if not loss.error.timed_out for call in loss.calls]
-        lost = [loss for loss in lost if loss.error.timed_out] + self._ask(requests, exited, found)
+        self._call(requests, exited, found)
         if self._on_error == "drop":
-            for rows in _batches(_shared_failures(found), self._max_concurrency):
-                lost += self._ask(requests, [[row] for row in rows], found)
+            shared = [row for row, failed in _failures(found).items() if failed.is_shared and not failed.is_suspect]
+            self._retry_alone(requests, shared, self._max_concurrency, found)
         self._raise_first(requests, found)
-        self._find_reasons(requests, lost, found)
-        for failed in (found[row] for row in range(len(requests))):
-            if isinstance(failed, _Failed):
-                self._count_dropped(requests, failed)
+        suspects = [row for row, failed in _failures(found).items() if failed.is_suspect]
+        self._retry_alone(requests, _spread(suspects), self._host.num_workers, found)
+        for failed in _failures(found).values():
+            self._count_dropped(requests, failed)
         return [reply if isinstance(reply := found[row], EnvReply) else None for row in range(len(requests))]
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,10 +157,10 @@ class EnvRunner:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _ask(
+    def _call(
         self, requests: Sequence[EnvRequest], calls: Sequence[Rows], found: dict[int, EnvReply | _Failed]
-    ) -> list[_Lost]:
-        """Make calls concurrently, each worker its share; adds to what was found, and returns what was lost."""
+    ) -> list[Rows]:
+        """Make calls concurrently, each worker its share; adds to `found`, and returns calls of workers that exited."""
         if not calls:
             return []
         self._restart_lost()
@@ -173,20 +168,27 @@ class EnvRunner:
         messages = {
             number: [[requests[row] for row in call] for call in share] for number, share in shares.items() if share
         }
-        answers = self._host.score(messages, self._timeout_s, _GRACE_S, self._watch)
-        lost = []
-        for number, answer in answers.items():
-            if isinstance(answer, LostWorkerError):
-                lost.append(_Lost(shares[number], answer))
+        exited: list[Rows] = []
+        self._lost = []
+        for number, outcomes in self._host.score(messages, self._timeout_s, self._watch).items():
+            if isinstance(outcomes, LostWorkerError):
+                rows = [row for call in shares[number] for row in call]
+                found |= dict.fromkeys(rows, self._lost_with(outcomes, rows))
+                self._lost += [requests[row] for row in rows]
+                exited += [] if outcomes.timed_out else shares[number]
                 continue
-            for call, outcomes in zip(shares[number], answer, strict=True):
-                for row, outcome in zip(call, outcomes, strict=True):
-                    if isinstance(outcome, Failure):
-                        found[row] = _Failed(outcome, call if outcome.is_of_call else [row])
-                    else:
-                        found[row] = outcome
-        self._lost = [requests[row] for loss in lost for row in loss.rows]
-        return lost
+            for call, of_call in zip(shares[number], outcomes, strict=True):
+                for row, outcome in zip(call, of_call, strict=True):
+                    found[row] = _result(row, call, outcome)
+        return exited
+
+    def _retry_alone(
+        self, requests: Sequence[EnvRequest], rows: Rows, num_concurrent: int, found: dict[int, EnvReply | _Failed]
+    ) -> None:
+        """Retry each sample in its own call; if a worker is lost with a single one, that is the reason."""
+        for start in range(0, len(rows), num_concurrent):
+            self._call(requests, [[row] for row in rows[start : start + num_concurrent]], found)
+            self._raise_first(requests, found)
 
     def _restart_lost(self) -> None:
         try:
@@ -196,49 +198,31 @@ class EnvRunner:
                 f"{self._host.name}.step lost its worker ({_named(self._lost)}): {error}"
             ) from error
 
-    def _find_reasons(
-        self, requests: Sequence[EnvRequest], lost: Sequence[_Lost], found: dict[int, EnvReply | _Failed]
-    ) -> None:
-        """Retry samples of lost workers alone, to find those that the workers were lost for."""
-        suspects: list[int] = []
-        for loss in lost:
-            if len(loss.rows) == 1:
-                found[loss.rows[0]] = self._failed(loss)
-            else:
-                suspects += _spread(loss.rows)
-        self._raise_first(requests, found)
-        for rows in _batches(suspects, self._host.num_workers):
-            for loss in self._ask(requests, [[row] for row in rows], found):
-                found[loss.rows[0]] = self._failed(loss)
-            self._raise_first(requests, found)
-
-    def _failed(self, loss: _Lost) -> _Failed:
-        if loss.error.timed_out:
+    def _lost_with(self, loss: LostWorkerError, rows: Rows) -> _Failed:
+        if loss.timed_out:
             what = f"exceeded its timeout of {self._timeout_s:g} s and blocked its worker"
-            return _Failed(Failure("deadline", what), loss.rows, loss.error)
-        return _Failed(Failure("exited", "ended its worker"), loss.rows, loss.error)
+            return _Failed("deadline", what, rows, loss)
+        return _Failed("exited", "ended its worker", rows, loss)
 
     def _raise_first(self, requests: Sequence[EnvRequest], found: Mapping[int, EnvReply | _Failed]) -> None:
-        """Raise the failure of the first sample that has one, unless such samples are dropped."""
-        failed = next((found[row] for row in sorted(found) if isinstance(found[row], _Failed)), None)
-        if isinstance(failed, _Failed) and self._on_error == "fail":
+        """Raise the failure of the first sample that has one for certain, unless such samples are dropped."""
+        failed = next((failed for failed in _failures(found).values() if not failed.is_suspect), None)
+        if failed is not None and self._on_error == "fail":
             remedy = "fix the environment, or leave such samples out with env.on_error=drop"
-            cause = failed.loss or (RemoteTraceback(failed.failure.trace) if failed.failure.trace else None)
-            detail = f": {failed.loss}" if failed.loss is not None else ""
-            raise EnvironmentFailure(f"{self._described(requests, failed)}; {remedy}{detail}") from cause
+            detail = f": {failed.error}" if isinstance(failed.error, LostWorkerError) else ""
+            raise EnvironmentFailure(f"{self._described(requests, failed)}; {remedy}{detail}") from failed.error
 
     def _count_dropped(self, requests: Sequence[EnvRequest], failed: _Failed) -> None:
-        cause = failed.failure.cause
-        if cause not in self.counts:
+        if failed.cause not in self.counts:
             logger.warning(
                 "%s; the sample is dropped, and later ones with this cause are only counted",
                 self._described(requests, failed),
             )
-        self.counts[cause] += 1
+        self.counts[failed.cause] += 1
 
     def _described(self, requests: Sequence[EnvRequest], failed: _Failed) -> str:
         of_call = [requests[row] for row in failed.rows]
-        return f"{self._host.name}.step {failed.failure.what} ({_named(of_call)}, turn {of_call[0].turn})"
+        return f"{self._host.name}.step {failed.what} ({_named(of_call)}, turn {of_call[0].turn})"
 
 
 def _named(requests: Sequence[EnvRequest]) -> str:
@@ -247,19 +231,22 @@ def _named(requests: Sequence[EnvRequest]) -> str:
     return f"{'sample' if len(ids) == 1 else 'samples'} {shown}"
 
 
-def _shared_failures(found: Mapping[int, EnvReply | _Failed]) -> list[int]:
-    """Samples of calls that failed as a whole, and had others."""
-    return [row for row, failed in sorted(found.items()) if isinstance(failed, _Failed) and len(failed.rows) > 1]
+def _result(row: int, call: Rows, outcome: Outcome) -> EnvReply | _Failed:
+    if isinstance(outcome, EnvReply):
+        return outcome
+    error = RemoteTraceback(outcome.trace) if outcome.trace else None
+    return _Failed(outcome.cause, outcome.what, call if outcome.is_of_call else [row], error)
+
+
+def _failures(found: Mapping[int, EnvReply | _Failed]) -> dict[int, _Failed]:
+    """By row, in order."""
+    return {row: failed for row, failed in sorted(found.items()) if isinstance(failed, _Failed)}
 
 
 def _spread(rows: Rows) -> list[int]:
     """The rows in another order: neighbours are often samples of one prompt, and fail in a row."""
     stride = math.isqrt(len(rows))
     return [row for start in range(stride) for row in rows[start::stride]]
-
-
-def _batches(rows: Rows, size: int) -> list[Rows]:
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def _even_chunks(rows: Rows, max_chunks: int) -> list[Rows]:

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 from lucidrl.data.datasets import Prompt
 from lucidrl.distributed.workers.outcomes import describe_error
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, PromptSource, StatefulEnv, TextEnv
-from lucidrl.errors import CheckpointError, ConfigError, EnvironmentFailure, LucidError
+from lucidrl.errors import CheckpointError, ConfigError, EnvironmentFailure
 
 T = TypeVar("T")
 
@@ -28,6 +28,8 @@ Cause = Literal["raised", "deadline", "exited", "bad_reply", "bad_reward"]
 
 LARGEST_REWARD = 3.4028234663852886e38
 """What float32 holds: batches of rewards are float32 tensors."""
+_USER_ERRORS = (Exception, SystemExit, GeneratorExit)
+"""What user code raises; KeyboardInterrupt is Ctrl-C."""
 _RANDOM_STREAM = 1 << 20
 """Of the random generators of environment worker 0; ranks and the driver have the streams below."""
 
@@ -63,8 +65,7 @@ class Scored:
     """Outcomes of every request of every call, and the state afterwards."""
 
     outcomes: list[list[Outcome]]
-    state: EnvState | None
-    """None in the driver, where the environment outlives its calls."""
+    state: EnvState
 
 
 class EnvWorker:
@@ -84,13 +85,8 @@ class EnvWorker:
             from lucidrl.utils.random_state import seed_everything
 
             seed_everything(seed, _RANDOM_STREAM + number)
-        try:
-            self._env = make()
-        except LucidError:
-            raise
-        except BaseException as error:  # KeyboardInterrupt too, which is not the user's: workers ignore Ctrl-C
-            raise ConfigError(f"{name} cannot be made: {describe_error(error).summary}; fix its constructor") from error
-        self._loop = asyncio.Runner(loop_factory=_new_loop)
+        self._env = make()
+        self.loop = asyncio.Runner(loop_factory=_new_loop)
 
     def prompts(self) -> list[Prompt] | None:
         """The environment's own; None if it brings none.
@@ -102,9 +98,7 @@ class EnvWorker:
             return None
         try:
             prompts = list(self._env.prompts())
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and not self._is_isolated:
-                raise  # Ctrl-C; worker processes ignore it
+        except _USER_ERRORS as error:
             raise ConfigError(f"{self._name}.prompts raised {describe_error(error).summary}; fix it") from error
         for prompt in prompts:
             if not isinstance(prompt, Prompt):
@@ -112,18 +106,17 @@ class EnvWorker:
         return prompts
 
     def score(self, calls: Sequence[Sequence[EnvRequest]], timeout_s: float) -> Scored:
-        """Make all calls concurrently, each with a timeout.
+        """Run `score_calls` in a worker process."""
+        outcomes = self.loop.run(self.score_calls(calls, timeout_s))
+        return Scored([_sendable(of_call) for of_call in outcomes], self.state())
 
-        A call that awaits is cancelled at its timeout. One that blocks keeps this method from returning: whoever calls
-        it has to end the process.
+    async def score_calls(self, calls: Sequence[Sequence[EnvRequest]], timeout_s: float) -> list[list[Outcome]]:
+        """Make all calls concurrently; a call that awaits is cancelled at its timeout, one that blocks is not.
 
         Raises:
             EnvironmentFailure: if the environment raises it: it cannot go on as a whole.
         """
-        outcomes = self._loop.run(self._score(calls, timeout_s))
-        if not self._is_isolated:
-            return Scored(outcomes, None)
-        return Scored([_sendable(of_call) for of_call in outcomes], self.state())
+        return await asyncio.gather(*(self._call(call, timeout_s) for call in calls))
 
     def state(self) -> EnvState:
         """What the environment and the process keep.
@@ -135,7 +128,7 @@ class EnvWorker:
         if isinstance(self._env, StatefulEnv):
             try:
                 env = json.dumps(self._env.state_dict())
-            except (Exception, SystemExit, GeneratorExit) as error:
+            except _USER_ERRORS as error:
                 raise EnvironmentFailure(
                     f"{self._name}.state_dict gives no state that can be saved ({describe_error(error).summary}); "
                     "return numbers, strings, None, and lists and dictionaries of these"
@@ -156,7 +149,7 @@ class EnvWorker:
             assert isinstance(self._env, StatefulEnv)
             try:
                 self._env.load_state_dict(json.loads(state.env))
-            except (Exception, SystemExit, GeneratorExit) as error:
+            except _USER_ERRORS as error:
                 raise CheckpointError(
                     f"{self._name}.load_state_dict raised {describe_error(error).summary}; "
                     "resume with the environment it was saved with"
@@ -168,10 +161,7 @@ class EnvWorker:
 
     def shutdown(self) -> None:
         """Cancel what runs and close the event loop."""
-        self._loop.close()
-
-    async def _score(self, calls: Sequence[Sequence[EnvRequest]], timeout_s: float) -> list[list[Outcome]]:
-        return await asyncio.gather(*(self._call(call, timeout_s) for call in calls))
+        self.loop.close()
 
     async def _call(self, call: Sequence[EnvRequest], timeout_s: float) -> list[Outcome]:
         timeout = asyncio.timeout(timeout_s)

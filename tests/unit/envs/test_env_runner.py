@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucidrl.envs.text import runner as runner_module
+from lucidrl.envs.text import hosts
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.envs.text.runner import EnvRunner, _even_chunks, _spread
 from lucidrl.errors import CheckpointError, EnvironmentFailure, WorkerError
@@ -24,7 +24,7 @@ from lucidrl.errors import CheckpointError, EnvironmentFailure, WorkerError
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch):
-    monkeypatch.setattr(runner_module, "_GRACE_S", 0.5)
+    monkeypatch.setattr(hosts, "_GRACE_S", 0.5)
 
 
 def make_requests(*answers):

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.envs.text import runner as runner_module
+from lucidrl.envs.text import hosts
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.hosts import WorkersHost, start_host
 from lucidrl.envs.text.runner import EnvRunner
@@ -22,7 +22,7 @@ JUDGE, COUNTING = "tests.unit.envs.judges:Judge", "tests.unit.envs.judges:Counti
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch):
-    monkeypatch.setattr(runner_module, "_GRACE_S", 1.0)
+    monkeypatch.setattr(hosts, "_GRACE_S", 1.0)
 
 
 @pytest.fixture(scope="module")
