@@ -1,8 +1,11 @@
-"""Several envs as one, stepped in processes of their own."""
+"""Several envs as one, stepped in worker processes."""
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import util
 from typing import Any
 
 import numpy as np
@@ -13,11 +16,15 @@ from lucidrl.distributed.workers.interfaces import StartMethod
 from lucidrl.distributed.workers.process import num_cores
 from lucidrl.envs.arrays import Arrays, Frame, copy_rows
 from lucidrl.envs.creator import EnvFactory, env_creators
-from lucidrl.envs.process_set import EnvProcessSet
-from lucidrl.envs.processes import EnvProcess
+from lucidrl.envs.process_main import RESET, SEED, STEP, STEP_AND_RESET, spin_time_s
+from lucidrl.envs.process_memory import rows_like, share
+from lucidrl.envs.processes import EnvProcess, wait_any
 from lucidrl.envs.stacked import StackedEnv
-from lucidrl.errors import ConfigError
+from lucidrl.errors import ConfigError, EnvironmentFailure
 from lucidrl.profiling.ranges import profiled
+
+_CLOSE_GRACE_S = 0.5
+"""How long processes may take to close their envs before they are killed."""
 
 
 class ParallelEnv(StackedEnv):
@@ -38,6 +45,10 @@ class ParallelEnv(StackedEnv):
         step_timeout_s: deadline of every step and reset.
         start_timeout_s: deadline of the start.
         device: of the TensorDicts at the edge.
+
+    Attributes:
+        processes: each serves a block of neighbouring envs, as equal in size as can be.
+        rows: shared memory with a row for each env.
 
     Raises:
         ConfigError: if a factory returns no env, or envs with different specs.
@@ -65,21 +76,62 @@ class ParallelEnv(StackedEnv):
         for name, seconds in (("step_timeout_s", step_timeout_s), ("start_timeout_s", start_timeout_s)):
             if not seconds > 0:
                 raise ConfigError(f"{name}={seconds} leaves no time for anything; give seconds above 0")
-        self.processes = EnvProcessSet(
-            creators,
-            num_processes,
-            start_method=start_method,
-            start_timeout_s=start_timeout_s,
-            step_timeout_s=step_timeout_s,
-        )
+        self.processes: list[EnvProcess] = []
+        self._ended: str | None = None
+        # Also runs at exit, before multiprocessing waits for processes to end; `atexit` runs too late, and not at all
+        # in processes of multiprocessing.
+        self._end_processes = util.Finalize(self, _end, (self.processes,), exitpriority=0)
+        bounds = [num_workers * number // num_processes for number in range(num_processes + 1)]
         try:
-            super().__init__(self.processes.specs, device=device)
-            self.rows = self.processes.share_memory(self)
+            for first, stop in itertools.pairwise(bounds):
+                process = EnvProcess(
+                    creators[first:stop],
+                    first,
+                    num_workers,
+                    start_method=start_method,
+                    start_timeout_s=start_timeout_s,
+                    step_timeout_s=step_timeout_s,
+                    spin_s=spin_time_s(num_processes),
+                )
+                self.processes.append(process)
+            _finish(self.processes)
+            super().__init__([specs for process in self.processes for specs in process.specs], device=device)
+            self.rows = share(rows_like(self, num_workers), [process.connection for process in self.processes])
+            for process in self.processes:
+                process.share(self.rows)
         except BaseException:
-            self.processes.kill("did not start")
+            self.kill("did not start")
             raise
 
-    # Ranges of its own, so that a trace tells waiting for processes from stepping here.
+    def run(self, command: bytes, processes: Sequence[EnvProcess] | None = None) -> None:
+        """Start the same in all processes, or in some, and wait until they have done it.
+
+        Raises:
+            EnvironmentFailure: if one fails, or all have ended before. All have ended then: without one of them, the
+                others are of no use.
+        """
+        if self._ended:
+            raise EnvironmentFailure(f"the env processes have ended: {self._ended}; make another ParallelEnv")
+        processes = self.processes if processes is None else processes
+        try:
+            for process in processes:
+                process.start(command)
+            _finish(processes)
+        except EnvironmentFailure as failure:
+            self.kill(str(failure))
+            raise
+        except BaseException:  # Ctrl-C for instance; the processes are in the middle of something
+            self.kill("the driver was interrupted while they were at work")
+            raise
+
+    def kill(self, why: str) -> None:
+        """End all processes now."""
+        for process in self.processes:
+            process.kill()
+        self._ended = self._ended or why
+        self._end_processes()
+
+    # Separate ranges, so that a trace tells waiting for processes from stepping here.
 
     @profiled("ParallelEnv.step_and_maybe_reset")
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
@@ -92,30 +144,30 @@ class ParallelEnv(StackedEnv):
     @profiled("ParallelEnv._reset")
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
         self.rows.mask[...] = True if mask is None else mask
-        picked = [process for process in self.processes.members if self.rows.mask[process.rows].any()]
-        self.processes.run(EnvProcess.start_reset, picked)
+        self.run(RESET, [process for process in self.processes if self.rows.mask[process.rows].any()])
         copy_rows(self.rows.root.observation, out.observation, mask)
 
     @profiled("ParallelEnv._step")
     def _step_into(self, actions: Arrays, out: Frame) -> None:
         copy_rows(actions, self.rows.actions)
-        self.processes.run(EnvProcess.start_step)
+        self.run(STEP)
         _copy(self.rows.next, out)
 
     @profiled("ParallelEnv._step")
     def _step_and_reset_into(self, actions: Arrays, next_: Frame, root: Frame) -> None:
         copy_rows(actions, self.rows.actions)
-        self.processes.run(EnvProcess.start_step_and_reset)
+        self.run(STEP_AND_RESET)
         _copy(self.rows.next, next_)
         copy_rows(self.rows.root.observation, root.observation)
         root.clear_flags()
 
     def _set_seed(self, seed: int) -> None:
         self.rows.seeds[...] = self.seeds_of_envs(seed)
-        self.processes.run(EnvProcess.start_set_seed)
+        self.run(SEED)
 
     def _close(self) -> None:
-        self.processes.close()
+        self._ended = self._ended or "they were closed"
+        self._end_processes()
 
 
 def _copy(source: Frame, target: Frame) -> None:
@@ -124,3 +176,24 @@ def _copy(source: Frame, target: Frame) -> None:
     target.done[...] = source.done
     target.terminated[...] = source.terminated
     target.truncated[...] = source.truncated
+
+
+def _finish(processes: Sequence[EnvProcess]) -> None:
+    pending = list(processes)
+    while pending:
+        for process in wait_any(pending):
+            process.finish()
+            pending.remove(process)
+
+
+def _end(processes: list[EnvProcess]) -> None:
+    """Let processes close their envs; those that take too long are killed."""
+    for process in processes:
+        process.end()
+    until = time.monotonic() + _CLOSE_GRACE_S
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.reap()

@@ -18,7 +18,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -31,53 +30,56 @@ from lucidrl.distributed.workers.process import num_cores
 from lucidrl.envs.process_memory import EnvRows, receive_shared, rows_like
 from lucidrl.envs.serial import SerialEnv
 
-RESET, STEP, STEP_AND_RESET, SEED = b"r", b"s", b"a", b"d"
+RESET = b"r"
+"""Begin new episodes in `root`, in the rows that `mask` picks."""
+STEP = b"s"
+"""Take `actions` and write into `next`."""
+STEP_AND_RESET = b"a"
+"""Take `actions`, write into `next`, and into `root` what the next action is decided on."""
+SEED = b"d"
+"""Take `seeds`."""
 DONE, FAILED = b".", b"!"
 
 _SPIN_S = 50e-6
 
 
-@dataclass(frozen=True)
-class EnvProcessSettings:
-    """What the driver decides about an env process."""
+def serve(
+    connection: socket.socket,
+    creators: bytes,
+    first_index: int,
+    num_all_envs: int,
+    environment: Mapping[str, str],
+    die_with_starting_thread: bool,
+    spin_s: float,
+) -> None:
+    """Make the envs, send their specs, then carry out commands until the driver closes the connection.
 
-    first_index: int
-    """Of the envs that it serves, among all."""
-    num_all_envs: int
-    creators: bytes
-    """One `EnvCreator` for each env, by cloudpickle."""
-    environment: Mapping[str, str]
-    """Variables of the driver: a fork server has those of the moment when it started."""
-    die_with_starting_thread: bool
-    spin_s: float
-
-
-def serve(connection: socket.socket, settings: EnvProcessSettings) -> None:
-    """Make the envs, send their specs, then carry out commands until the driver closes the connection."""
+    Args:
+        creators: one `EnvCreator` for each env, by cloudpickle.
+        first_index: of the envs, among all.
+        environment: variables of the driver; a fork server has those of the moment when it started.
+        die_with_starting_thread: see `end_with_driver`.
+    """
     leave_signals_to_driver()
-    end_with_driver(settings.die_with_starting_thread)
+    end_with_driver(die_with_starting_thread)
     # When the driver asks where this process hangs, the text takes the place of the answer that is overdue.
     faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=False)
     os.environ.clear()
-    os.environ.update(settings.environment)
+    os.environ.update(environment)
     torch.set_num_threads(1)
     with suppress(EOFError, OSError):  # the driver closed the connection, or is gone
         try:
-            envs = _make_envs(settings)
+            factories = cloudpickle.loads(creators)
+            envs = SerialEnv(len(factories), factories, first_index=first_index)
             specs = cloudpickle.dumps(envs.specs_of_envs)  # a spec may be of a class that only the program knows
         except BaseException as error:  # SystemExit too: the driver learns of everything, and ends this process
             _tell(connection, FAILED, describe_error(error))
             return
         with envs:
             _tell(connection, DONE, specs)
-            mine = slice(settings.first_index, settings.first_index + envs.num_envs)
-            rows = receive_shared(rows_like(envs, settings.num_all_envs), connection).part(mine)
-            _carry_out(connection, envs, rows, settings.spin_s)
-
-
-def _make_envs(settings: EnvProcessSettings) -> SerialEnv:
-    creators = cloudpickle.loads(settings.creators)
-    return SerialEnv(len(creators), creators, first_index=settings.first_index)
+            mine = slice(first_index, first_index + envs.num_envs)
+            rows = receive_shared(rows_like(envs, num_all_envs), connection).part(mine)
+            _carry_out(connection, envs, rows, spin_s)
 
 
 def _carry_out(connection: socket.socket, envs: SerialEnv, rows: EnvRows, spin_s: float) -> None:

@@ -42,6 +42,10 @@ class EnvRows:
         """Some of the rows; writing to them writes here."""
         return self.map(lambda array: array[rows])
 
+    def arrays(self) -> list[np.ndarray]:
+        frames = [*self.next.arrays().values(), *self.root.arrays().values()]
+        return [*self.actions.values(), *frames, self.mask, self.seeds, self.at_work]
+
     def map(self, function: Callable[[np.ndarray], np.ndarray]) -> EnvRows:
         return EnvRows(
             {key: function(array) for key, array in self.actions.items()},
@@ -62,7 +66,7 @@ def rows_like(env: StackedEnv, num_envs: int) -> EnvRows:
 
 def share(rows: EnvRows, connections: list[socket.socket]) -> EnvRows:
     """The same arrays in memory that is sent over the connections, for `receive_shared` at their other ends."""
-    descriptor = _nameless_file(_size_bytes(rows))
+    descriptor = _nameless_file(sum(map(_size_bytes, rows.arrays())))
     try:
         for connection in connections:
             socket.send_fds(connection, [b"m"], [descriptor])
@@ -97,28 +101,17 @@ def _nameless_file(size_bytes: int) -> int:
 
 
 def _mapped(rows: EnvRows, descriptor: int) -> EnvRows:
-    memory = mmap.mmap(descriptor, _size_bytes(rows))
+    memory = mmap.mmap(descriptor, 0)  # all of the file
     used = 0
 
     def place(array: np.ndarray) -> np.ndarray:
         nonlocal used
         placed: np.ndarray = np.ndarray(array.shape, array.dtype, memory, used)
-        used += _room(array)
+        used += _size_bytes(array)
         return placed
 
     return rows.map(place)
 
 
-def _size_bytes(rows: EnvRows) -> int:
-    sizes: list[int] = []
-
-    def count(array: np.ndarray) -> np.ndarray:
-        sizes.append(_room(array))
-        return array
-
-    rows.map(count)
-    return sum(sizes)
-
-
-def _room(array: np.ndarray) -> int:
+def _size_bytes(array: np.ndarray) -> int:
     return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import signal
@@ -21,17 +20,7 @@ from lucidrl.distributed.workers.outcomes import Raised, RemoteTraceback
 from lucidrl.distributed.workers.process import ChildProcess, pickled
 from lucidrl.envs.creator import EnvCreator
 from lucidrl.envs.failures import env_failure
-from lucidrl.envs.process_main import (
-    DONE,
-    FAILED,
-    RESET,
-    SEED,
-    STEP,
-    STEP_AND_RESET,
-    EnvProcessSettings,
-    serve,
-    wait_readable,
-)
+from lucidrl.envs.process_main import DONE, FAILED, RESET, SEED, STEP, STEP_AND_RESET, serve, wait_readable
 from lucidrl.envs.process_memory import EnvRows
 from lucidrl.envs.stacked import EnvSpecs
 from lucidrl.errors import LucidError
@@ -39,6 +28,7 @@ from lucidrl.errors import LucidError
 PRELOAD = ("lucidrl.envs.process_main", "gymnasium")
 """What takes long to import and most env processes need."""
 
+_PHASES = {RESET: "reset", STEP: "step", STEP_AND_RESET: "step", SEED: "seeding"}
 _LIVENESS_POLL_S = 0.2
 _MESSAGE_DEADLINE_S = 5.0
 _STACK_DEADLINE_S = 0.2
@@ -47,8 +37,8 @@ _STACK_DEADLINE_S = 0.2
 class EnvProcess(ChildProcess):
     """A process with the envs that `creators` make, which are rows from `first_index` on of shared arrays.
 
-    It does one thing at a time: the start at first, then what `start_...` asks for. Meanwhile the driver may do
-    anything else; `wait_any` tells which processes are ready, and `finish` takes the end of what they did.
+    It does one thing at a time: the start at first, then what `start` asks for. Meanwhile the driver may do anything
+    else; `wait_any` tells which processes are ready, and `finish` takes the end of what they did.
 
     Args:
         num_all_envs: how many rows the shared arrays have.
@@ -81,19 +71,12 @@ class EnvProcess(ChildProcess):
         self._is_seeded = False
         # A fork server has a single thread; the driver may have several, of which only the main one lives as long.
         from_main_thread = start_method == "forkserver" or threading.current_thread() is threading.main_thread()
-        settings = EnvProcessSettings(
-            first_index,
-            num_all_envs,
-            pickled("the env factory", list(creators)),
-            dict(os.environ),
-            from_main_thread,
-            spin_s,
-        )
+        factories = pickled("the env factory", list(creators))
         self._begin("start", start_timeout_s)
         with theirs:  # its only other holder is the process, so that the connection ends with it
             super().__init__(
                 serve,
-                (theirs, settings),
+                (theirs, factories, first_index, num_all_envs, dict(os.environ), from_main_thread, spin_s),
                 name=f"env process {first_index}",
                 start_method=start_method,
                 imports_main=False,
@@ -105,22 +88,14 @@ class EnvProcess(ChildProcess):
         """Tell which of the shared arrays are its own."""
         self._shared = rows.part(self.rows)
 
-    def start_reset(self) -> None:
-        """Begin new episodes in `root`, in the rows that `mask` picks."""
-        self._ask(RESET, "reset")
-
-    def start_step(self) -> None:
-        """Take `actions` and write into `next`."""
-        self._ask(STEP, "step")
-
-    def start_step_and_reset(self) -> None:
-        """Take `actions`, write into `next`, and into `root` what the next action is decided on."""
-        self._ask(STEP_AND_RESET, "step")
-
-    def start_set_seed(self) -> None:
-        """Take `seeds`."""
-        self._is_seeded = True
-        self._ask(SEED, "seeding")
+    def start(self, command: bytes) -> None:
+        """Let the process carry out a command of `process_main`; does not wait."""
+        assert self._shared is not None
+        self._shared.at_work[0] = 0
+        self._is_seeded = self._is_seeded or command == SEED
+        self._begin(_PHASES[command], self._step_timeout_s)
+        with suppress(OSError):  # a process that is gone is found so by whoever waits for it
+            self.connection.send(command)
 
     def finish(self) -> None:
         """Take the end of what was started; the process is ready for that, says `wait_any`.
@@ -154,13 +129,6 @@ class EnvProcess(ChildProcess):
         """Leave nothing behind after `kill`."""
         super().reap()
         self.connection.close()
-
-    def _ask(self, command: bytes, phase: str) -> None:
-        assert self._shared is not None
-        self._shared.at_work[0] = 0
-        self._begin(phase, self._step_timeout_s)
-        with suppress(OSError):  # a process that is gone is found so by whoever waits for it
-            self.connection.send(command)
 
     def _begin(self, phase: str, timeout_s: float) -> None:
         self._phase, self._timeout_s = phase, timeout_s
@@ -218,24 +186,18 @@ class EnvProcess(ChildProcess):
         return text.decode(errors="replace")
 
 
-def wait_any(processes: Sequence[EnvProcess], timeout_s: float = math.inf) -> list[EnvProcess]:
-    """Those that are ready to `finish`, because they are done, gone or late; waits until there is one.
-
-    Args:
-        timeout_s: after that the list is empty.
-    """
+def wait_any(processes: Sequence[EnvProcess]) -> list[EnvProcess]:
+    """Those that are ready to `finish`, because they are done, gone or late; waits until there is one."""
     poll = select.poll()
     by_descriptor = {process.connection.fileno(): process for process in processes}
     for descriptor in by_descriptor:
         poll.register(descriptor, select.POLLIN)
     now = time.monotonic()
-    until = now + timeout_s
     # In short waits: a process that a dead one started may keep its connection open.
     while True:
-        remaining_s = min(until, *(process.deadline for process in processes)) - now
+        remaining_s = min(process.deadline for process in processes) - now
         if ready := wait_readable(poll, max(0.0, min(remaining_s, _LIVENESS_POLL_S)), processes[0].spin_s):
             return [by_descriptor[descriptor] for descriptor in ready]
         now = time.monotonic()
-        failed = [process for process in processes if process.has_ended or process.deadline <= now]
-        if failed or until <= now:
+        if failed := [process for process in processes if process.has_ended or process.deadline <= now]:
             return failed

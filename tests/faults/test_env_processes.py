@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from lucidrl.envs import ParallelEnv
+from lucidrl.envs.process_main import RESET
 from lucidrl.errors import EnvironmentFailure
 from tests.faults.processes import wait_until_gone
 from tests.tiers import slow_except
@@ -100,7 +101,7 @@ def test_a_process_that_is_killed_or_stopped_from_outside_is_told(number, step_t
     for _ in range(REPETITIONS):
         env = ParallelEnv(2, healthy, num_processes=2, step_timeout_s=step_timeout_s)
         env.reset()
-        os.kill(env.processes.members[1].pid, number)
+        os.kill(env.processes[1].pid, number)
         failure, seconds = step_until_it_fails(env)
         assert re.match(rf"env 1 \(never seeded, action \[0, 0\]\) failed in its step: .*{what}", str(failure))
         assert seconds < 30
@@ -132,8 +133,8 @@ def test_a_start_that_fails_is_told(code, what):
 def test_a_busy_env_does_not_keep_anyone_from_closing():
     env = ParallelEnv(2, one_faulty(2, 0, "hang", in_reset=True), num_processes=2)
     env.rows.mask[...] = True
-    for process in env.processes.members:
-        process.start_reset()
+    for process in env.processes:
+        process.start(RESET)
     begun = time.monotonic()
     env.close()
     assert time.monotonic() - begun < 30
@@ -142,7 +143,7 @@ def test_a_busy_env_does_not_keep_anyone_from_closing():
 def test_processes_map_no_memory_that_has_a_name():
     with ParallelEnv(2, healthy, num_processes=2) as env:
         env.reset()
-        for process in env.processes.members:
+        for process in env.processes:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
             assert "lucidrl-envs (deleted)" in maps
             assert "/dev/shm" not in maps
@@ -158,7 +159,7 @@ class OfThisScript(Faulty):
 
 fault = sys.argv[1] if sys.argv[1:] else None
 env = ParallelEnv(2, [OfThisScript, lambda: OfThisScript(fault, in_reset=True)], num_processes=2)
-print(*(process.pid for process in env.processes.members), flush=True)
+print(*(process.pid for process in env.processes), flush=True)
 """
 
 

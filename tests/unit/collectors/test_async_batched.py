@@ -419,7 +419,7 @@ def test_an_env_that_fails_is_named_and_everything_ends():
 def test_an_env_process_that_is_killed_or_stopped_is_told(number, what):
     collector = AsyncBatchedCollector([Walk] * 2, frames_per_batch=50, total_frames=10**6, step_timeout_s=0.5)
     collector.next()
-    os.kill(collector._envs.env.processes.members[1].pid, number)
+    os.kill(collector._envs.env.processes[1].pid, number)
     begun = time.monotonic()
     with pytest.raises(EnvironmentFailure, match=rf"env 1 .*{what}"):
         list(collector)
