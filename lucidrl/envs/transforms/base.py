@@ -6,14 +6,15 @@ Shapes: B the env's batch size (none for a single env).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from lucidrl.envs.arrays import Arrays, Frame, Key
 from lucidrl.envs.failures import checked_array
-from lucidrl.envs.specs import Composite, Spec, Unbounded
+from lucidrl.envs.specs import Bounded, Composite, Spec, Unbounded
+from lucidrl.envs.specs.spec import torch_dtype_of
 from lucidrl.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -242,3 +243,14 @@ def as_keys(keys: Keys) -> tuple[Key, ...]:
 def rows_of(array: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
     """The rows that the mask picks, or all."""
     return array if mask is None else array[mask]
+
+
+def mapped_spec(spec: Spec, function: Callable[[np.ndarray], np.ndarray]) -> Spec:
+    """The spec of `function(value)`, which grows, or falls, with every element of the value."""
+    limits = (spec.low, spec.high) if isinstance(spec, Bounded) else (spec.zero(), spec.zero())
+    with np.errstate(all="ignore"):  # infinite limits may overflow or become NaN
+        first, second = (function(limit.cpu().numpy()) for limit in limits)
+    dtype = torch_dtype_of(first.dtype)
+    if not isinstance(spec, Bounded) or np.isnan(first).any() or np.isnan(second).any():
+        return Unbounded(first.shape, dtype, spec.device)
+    return Bounded(np.minimum(first, second), np.maximum(first, second), first.shape, dtype, spec.device)

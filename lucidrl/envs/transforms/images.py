@@ -13,8 +13,7 @@ import torch
 from torch.nn import functional
 
 from lucidrl.envs.specs import Spec
-from lucidrl.envs.transforms.base import Keys, Transform
-from lucidrl.envs.transforms.specs import mapped_spec
+from lucidrl.envs.transforms.base import Keys, Transform, mapped_spec
 from lucidrl.errors import ConfigError
 
 # How bright a person sees red, green and blue (ITU-R BT.601).

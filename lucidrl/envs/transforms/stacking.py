@@ -10,8 +10,7 @@ import torch
 
 from lucidrl.envs.arrays import Arrays, Frame, Key
 from lucidrl.envs.specs import Bounded, Composite, Spec, Unbounded
-from lucidrl.envs.transforms.base import Keys, Transform, rows_of
-from lucidrl.envs.transforms.specs import mapped_spec
+from lucidrl.envs.transforms.base import Keys, Transform, mapped_spec, rows_of
 from lucidrl.errors import ConfigError
 
 if TYPE_CHECKING:
