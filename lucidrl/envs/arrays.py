@@ -6,6 +6,7 @@ Shapes: B the env's batch size (none for a single env).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,35 +18,25 @@ Arrays = dict[Key, np.ndarray]
 FLAGS = ("done", "terminated", "truncated")
 
 
+@dataclass(slots=True, eq=False)
 class Frame:
-    """One moment of an env, as it stands after a reset or a step; all arrays are [*B, *shape] and of a fixed dtype.
+    """One moment of an env, after a reset or a step; all arrays are [*B, *shape] and of a fixed dtype.
 
-    Whoever makes a frame may keep it and have it written again and again. An env that works on parts of it, or that
-    wraps another env, keeps what it derives from a frame in `derived`, under a key of its own, so that a frame which
-    comes again costs nothing.
+    A frame may be written many times. An env that works on parts of it, or that wraps another env, caches what it
+    derives from the frame in `derived`, under a unique key.
     """
 
-    __slots__ = ("derived", "done", "observation", "reward", "terminated", "truncated")
-
-    def __init__(
-        self,
-        observation: Arrays,
-        reward: np.ndarray,
-        done: np.ndarray,
-        terminated: np.ndarray,
-        truncated: np.ndarray,
-    ):
-        self.observation = observation
-        """By key; everything the env tells beside reward and flags."""
-        self.reward = reward
-        """[*B, 1] float32; of no meaning after a reset."""
-        self.done = done
-        """[*B, 1] bool: terminated or truncated."""
-        self.terminated = terminated
-        """[*B, 1] bool: the episode came to its own end."""
-        self.truncated = truncated
-        """[*B, 1] bool: the episode was cut off."""
-        self.derived: dict[Any, Any] = {}
+    observation: Arrays
+    """All entries but reward and flags, by key."""
+    reward: np.ndarray
+    """[*B, 1] float32; of no meaning after a reset."""
+    done: np.ndarray
+    """[*B, 1] bool: terminated or truncated."""
+    terminated: np.ndarray
+    """[*B, 1] bool: the episode came to its own end."""
+    truncated: np.ndarray
+    """[*B, 1] bool: the episode was cut off."""
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def arrays(self) -> Arrays:
         """All of them by key; observation entries first."""
@@ -66,8 +57,14 @@ class Frame:
         """The same frame on other arrays, such as views of these."""
         return Frame.of({key: function(array) for key, array in self.arrays().items()})
 
-    def row(self, index: int) -> Frame:
-        """The part of env `index`; writing to it writes here."""
+    def rows(self) -> list[Frame]:
+        """A frame for each env of the first batch dim; writing to it writes here."""
+        rows = self.derived.get("rows")
+        if rows is None:
+            rows = self.derived["rows"] = [self._row(index) for index in range(len(self.reward))]
+        return rows
+
+    def _row(self, index: int) -> Frame:
         return self.map(lambda array: array[index, ...])  # the dots make a view of a single number too
 
     def clear_flags(self, mask: np.ndarray | None = None) -> None:
@@ -77,6 +74,11 @@ class Frame:
                 flags.fill(False)
             else:
                 flags[mask] = False
+
+
+def path_of(key: Key) -> tuple[str, ...]:
+    """The names that lead to an entry."""
+    return (key,) if isinstance(key, str) else key
 
 
 def copy_rows(source: Arrays, target: Arrays, mask: np.ndarray | None = None) -> None:

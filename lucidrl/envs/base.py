@@ -6,7 +6,6 @@ Shapes: B the env's batch size (none for a single env), T time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -16,10 +15,9 @@ from tensordict import TensorDict, TensorDictBase
 from lucidrl.envs.arrays import FLAGS, Arrays, Frame, Key, copy_rows
 from lucidrl.envs.policies import as_policy
 from lucidrl.envs.recorder import Recorder
-from lucidrl.envs.results import checked_entries, write_step
 from lucidrl.envs.specs import Categorical, Composite, Spec, Unbounded
 from lucidrl.envs.specs.spec import cast_exactly
-from lucidrl.envs.tensordicts import arrays_of, tensordict_of
+from lucidrl.envs.tensordicts import arrays_of, checked_entries, tensordict_of, write_step
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.profiling.ranges import profiled
 
@@ -182,9 +180,7 @@ class EnvBase:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -62,7 +62,7 @@ def _check_episode(env: EnvBase, seed: int) -> list[TensorDictBase]:
     steps: list[TensorDictBase] = []
     for _ in range(_MOST_STEPS):
         stepped = env.rand_action(root.clone())
-        _check_entries(stepped, env.action_leaves(), "rand_action()", exactly=False)
+        _check_entries(stepped, env.action_leaves(), "rand_action()")
         step = env.step(stepped)
         _check_next(env, step, "step()")
         if steps:
@@ -96,7 +96,7 @@ def _check_partial_reset(env: EnvBase) -> None:
     mask.view(-1)[0] = True
     asked = _root_of(env, moved).set("_reset", mask)
     result = env.reset(asked.clone())
-    _check_entries(result, env.observation_leaves(), "a partial reset", exactly=False)
+    _check_entries(result, env.observation_leaves(), "a partial reset")
     remedy = "a reset may write only the rows that its mask picks"
     _check_equal(result[~mask], asked[~mask], list(env.observation_leaves()), "in rows not to be reset", remedy)
     for name in FLAGS:
@@ -105,7 +105,7 @@ def _check_partial_reset(env: EnvBase) -> None:
 
 
 def _check_root(env: EnvBase, root: TensorDictBase, call: str) -> None:
-    _check_entries(root, {**env.observation_leaves(), **env.done_spec.leaves()}, call, batch_size=env.batch_size)
+    _check_entries(root, {**env.observation_leaves(), **env.done_spec.leaves()}, call, env.batch_size)
     for name in FLAGS:
         if root[name].any():
             raise DataError(f"{name!r} is True in what {call} gave; expected False: a new episode is not done")
@@ -115,7 +115,7 @@ def _check_next(env: EnvBase, step: TensorDictBase, call: str) -> None:
     if step.get("next", None) is None:
         raise DataError(f"{call} gave no 'next'; it must write there what came of the action")
     leaves = {**env.observation_leaves(), "reward": env.reward_spec, **env.done_spec.leaves()}
-    _check_entries(step["next"], leaves, call, batch_size=env.batch_size)
+    _check_entries(step["next"], leaves, call, env.batch_size)
     done, terminated, truncated = (step["next", name] for name in FLAGS)
     if not torch.equal(done, terminated | truncated):
         raise DataError(
@@ -125,19 +125,14 @@ def _check_next(env: EnvBase, step: TensorDictBase, call: str) -> None:
 
 
 def _check_entries(
-    tensordict: TensorDictBase,
-    leaves: Mapping[Key, Spec],
-    call: str,
-    *,
-    exactly: bool = True,
-    batch_size: torch.Size | None = None,
+    tensordict: TensorDictBase, leaves: Mapping[Key, Spec], call: str, batch_size: torch.Size | None = None
 ) -> None:
-    """Every entry is there and in its spec; with `exactly`, there is no other one."""
+    """Every entry is there and in its spec; with `batch_size`, there is no other one."""
     there = set(tensordict.keys(include_nested=True, leaves_only=True))
     for key in leaves:
         if key not in there:
             raise DataError(f"{call} gave no {key!r}, which the specs have; it gave {_names(there)}")
-    if exactly and (extra := there - set(leaves)):
+    if batch_size is not None and (extra := there - set(leaves)):
         raise DataError(f"{call} gave {_names(extra)}, which the specs do not have; add a spec or leave it out")
     if batch_size is not None and tensordict.batch_size != batch_size:
         raise DataError(f"{call} gave batch size {list(tensordict.batch_size)}; expected {list(batch_size)}")

@@ -8,7 +8,7 @@ from typing import Any
 import cloudpickle
 
 from lucidrl.envs.base import EnvBase
-from lucidrl.envs.failures import describe, env_failure
+from lucidrl.envs.failures import env_failure
 from lucidrl.errors import ConfigError, LucidError
 
 EnvFactory = Callable[..., EnvBase]
@@ -70,7 +70,7 @@ def make_env(creator: EnvCreator, index: int) -> EnvBase:
         error.add_note(f"raised by the factory of env {index}")
         raise
     except Exception as error:
-        raise env_failure(index, None, "start", None, describe(error)) from error
+        raise env_failure(index, None, "start", None, error) from error
     if not isinstance(env, EnvBase):
         what = "None" if env is None else f"a {type(env).__name__}"
         raise ConfigError(

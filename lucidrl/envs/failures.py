@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lucidrl.envs.arrays import Key
+from lucidrl.envs.arrays import Key, path_of
 from lucidrl.errors import EnvironmentFailure
 
 _MOST_VALUES = 8
@@ -19,27 +19,22 @@ def env_failure(
     seed: int | None,
     phase: str,
     actions: Mapping[Key, np.ndarray] | None,
-    happened: str,
+    happened: str | Exception,
 ) -> EnvironmentFailure:
-    """One sentence on who failed where and with what; its cause is for the caller to chain.
+    """One sentence on which env failed where and with what; the caller chains the cause.
 
     Args:
         index: of the env among several; None for a single one.
         phase: "step" or "reset".
         actions: of that env alone, if it was given any.
-        happened: what the env did, such as the type and the message of its exception.
+        happened: what the env did, or raised.
     """
+    if isinstance(happened, Exception) and not isinstance(happened, EnvironmentFailure):
+        happened = f"{type(happened).__name__}: {happened}"
     who = "the env" if index is None else f"env {index}"
     known = [f"seed {seed}" if seed is not None else "never seeded"]
-    known += [f"{_path(key)} {_values(array)}" for key, array in (actions or {}).items()]
+    known += [f"{'/'.join(path_of(key))} {_values(array)}" for key, array in (actions or {}).items()]
     return EnvironmentFailure(f"{who} ({', '.join(known)}) failed in its {phase}: {happened}")
-
-
-def describe(error: BaseException) -> str:
-    """Type and message, as `happened` in `env_failure`; an error of ours speaks for itself."""
-    if isinstance(error, EnvironmentFailure):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
 
 
 def checked_array(what: Key, value: Any, expected: np.ndarray) -> np.ndarray:
@@ -51,15 +46,10 @@ def checked_array(what: Key, value: Any, expected: np.ndarray) -> np.ndarray:
     """
     array = np.asarray(value)
     if array.shape != expected.shape:
-        raise EnvironmentFailure(
-            f"{_path(what)} has shape {list(array.shape)}, but its spec says {list(expected.shape)}; "
-            "mend the env or its spec"
-        )
+        raise _misfit(what, "shape", list(array.shape), list(expected.shape))
     if array.dtype != expected.dtype:
         if isinstance(value, np.ndarray | np.generic) or not np.can_cast(array.dtype, expected.dtype, "same_kind"):
-            raise EnvironmentFailure(
-                f"{_path(what)} has dtype {array.dtype}, but its spec says {expected.dtype}; mend the env or its spec"
-            )
+            raise _misfit(what, "dtype", array.dtype, expected.dtype)
         array = array.astype(expected.dtype)
     return array
 
@@ -79,8 +69,9 @@ def checked_reward(value: Any) -> float:
     return reward
 
 
-def _path(key: Key) -> str:
-    return key if isinstance(key, str) else "/".join(key)
+def _misfit(key: Key, what: str, found: Any, expected: Any) -> EnvironmentFailure:
+    name = "/".join(path_of(key))
+    return EnvironmentFailure(f"{name} has {what} {found}, but its spec says {expected}; mend the env or its spec")
 
 
 def _values(array: np.ndarray) -> str:

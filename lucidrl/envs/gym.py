@@ -10,7 +10,7 @@ import torch
 
 from lucidrl.envs.arrays import FLAGS, Arrays, Frame
 from lucidrl.envs.base import MAX_SEED, EnvBase
-from lucidrl.envs.failures import checked_array, checked_reward, describe, env_failure
+from lucidrl.envs.failures import checked_array, checked_reward, env_failure
 from lucidrl.envs.gym_spaces import codec_of, observation_codec
 from lucidrl.envs.specs import Bounded, Composite, Spec, Unbounded
 from lucidrl.envs.specs.spec import torch_dtype_of
@@ -88,7 +88,7 @@ class GymEnv(EnvBase):
         if not self.batch_size:
             self._members[0].reset_into(out)
             return
-        for index, row in enumerate(self._rows_of(out)):
+        for index, row in enumerate(out.rows()):
             if mask is None or mask[index]:
                 try:
                     self._members[index].reset_into(row)
@@ -100,23 +100,16 @@ class GymEnv(EnvBase):
         if not self.batch_size:
             self._members[0].step_into(actions, out)
             return
-        for index, row in enumerate(self._rows_of(out)):
+        for index, row in enumerate(out.rows()):
             own = {key: array[index] for key, array in actions.items()}
             try:
                 self._members[index].step_into(own, row)
             except Exception as error:
                 raise self._failure(index, "step", own, error) from error
 
-    def _rows_of(self, frame: Frame) -> list[Frame]:
-        """The frame of every env; frames come again and again, so they are kept."""
-        rows = frame.derived.get(self)
-        if rows is None:
-            rows = frame.derived[self] = [frame.row(index) for index in range(len(self._members))]
-        return rows
-
     def _failure(self, index: int, phase: str, actions: Arrays | None, error: Exception) -> EnvironmentFailure:
         seed = None if self.seed is None else (self.seed + index) % (MAX_SEED + 1)
-        return env_failure(index, seed, phase, actions, describe(error))
+        return env_failure(index, seed, phase, actions, error)
 
     def _set_seed(self, seed: int) -> None:
         for index, member in enumerate(self._members):
@@ -229,7 +222,9 @@ def _pixel_spec(env: gymnasium.Env) -> Spec:
     try:
         pixels: Any = env.render()
     except Exception as error:
-        raise ConfigError(f"from_pixels needs an env that draws; this one raised {describe(error)}") from error
+        raise ConfigError(
+            f"from_pixels needs an env that draws; this one raised {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(pixels, np.ndarray) or pixels.ndim != 3 or pixels.dtype != np.uint8:
         raise ConfigError(f"from_pixels needs a picture of uint8 [height, width, colour]; the env drew {pixels!r:.80}")
     return Bounded(0, 255, pixels.shape, torch.uint8)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lucidrl.envs.arrays import Arrays, Key
+from lucidrl.envs.arrays import Arrays, Key, path_of
 from lucidrl.envs.failures import checked_array
 from lucidrl.envs.specs import (
     Binary,
@@ -63,7 +63,7 @@ def observation_codec(space: Space, categorical: bool) -> tuple[Codec, Composite
     from gymnasium import spaces
 
     if isinstance(space, spaces.Dict):
-        entries = DictCodec((), space, categorical)
+        entries = _dict_codec((), space, categorical)
         return entries, entries.spec
     codec = codec_of("observation", space, categorical)
     return codec, Composite(observation=codec.spec)
@@ -82,24 +82,25 @@ def codec_of(key: Key, space: Space, categorical: bool) -> Codec:
 
     match space:
         case spaces.Box():
-            return ArrayCodec(key, _box_spec(space))
+            return _ArrayCodec(key, _box_spec(space))
         case spaces.MultiBinary():
-            return ArrayCodec(key, Binary(shape=space.shape))
+            return _ArrayCodec(key, Binary(shape=space.shape))
         case spaces.Discrete():
             return _IndexCodec(key, space) if categorical else _OneHotCodec(key, space)
         case spaces.MultiDiscrete():
             return _MultiIndexCodec(key, space) if categorical else _MultiOneHotCodec(key, space)
         case spaces.Dict():
-            return DictCodec(key, space, categorical)
+            return _dict_codec(key, space, categorical)
         case spaces.Tuple():
-            return _TupleCodec(key, space, categorical)
+            parts = dict(enumerate(space.spaces))
+            return _NestedCodec(key, parts, lambda values: tuple(value for _, value in values), categorical)
     raise ConfigError(
         f"{key!r} has the space {space}, which has no spec; wrap the env so that it uses Box, Discrete, "
         "MultiDiscrete, MultiBinary, Dict and Tuple"
     )
 
 
-class ArrayCodec(Codec):
+class _ArrayCodec(Codec):
     """Values that are arrays already, or numbers."""
 
     def __init__(self, key: Key, spec: Spec) -> None:
@@ -189,50 +190,37 @@ class _MultiOneHotCodec(Codec):
         return (np.array(indices).reshape(self._space.shape) + self._space.start).astype(self._space.dtype)
 
 
-class DictCodec(Codec):
-    """Values by name."""
+class _NestedCodec(Codec):
+    """Values by name, or by place in a tuple."""
 
     spec: Composite
 
-    def __init__(self, key: Key, space: Any, categorical: bool) -> None:
-        if unnamed := [name for name in space.spaces if not isinstance(name, str)]:
-            raise ConfigError(f"{space} has the key {unnamed[0]!r}; entries have names, so let its keys be text")
-        self._codecs = {name: codec_of(_below(key, name), part, categorical) for name, part in space.spaces.items()}
-        self.spec = Composite({name: codec.spec for name, codec in self._codecs.items()})
+    def __init__(self, key: Key, parts: Mapping[Any, Any], make: Callable[[Iterable[Any]], Any], categorical: bool):
+        self._codecs = {name: codec_of(_below(key, str(name)), part, categorical) for name, part in parts.items()}
+        self._make = make
+        self.spec = Composite({str(name): codec.spec for name, codec in self._codecs.items()})
 
     def write(self, value: Any, arrays: Arrays) -> None:
-        if not isinstance(value, Mapping) or value.keys() != self._codecs.keys():
-            got = f"the keys {sorted(map(str, value))}" if isinstance(value, Mapping) else f"a {type(value).__name__}"
-            raise EnvironmentFailure(
-                f"the env gave {got}, but its space has {sorted(self._codecs)}; mend the env or its space"
-            )
+        parts = dict(enumerate(value)) if isinstance(value, tuple | list) else value
+        if not isinstance(parts, Mapping) or parts.keys() != self._codecs.keys():
+            got = f"the keys {sorted(map(str, parts))}" if isinstance(parts, Mapping) else f"a {type(value).__name__}"
+            expected = sorted(map(str, self._codecs))
+            raise EnvironmentFailure(f"the env gave {got}, but its space has {expected}; mend the env or its space")
         for name, codec in self._codecs.items():
-            codec.write(value[name], arrays)
+            codec.write(parts[name], arrays)
 
-    def read(self, arrays: Mapping[Key, np.ndarray]) -> dict[str, Any]:
-        return {name: codec.read(arrays) for name, codec in self._codecs.items()}
+    def read(self, arrays: Mapping[Key, np.ndarray]) -> Any:
+        return self._make((name, codec.read(arrays)) for name, codec in self._codecs.items())
 
 
-class _TupleCodec(Codec):
-    def __init__(self, key: Key, space: Any, categorical: bool) -> None:
-        self._codecs = [codec_of(_below(key, str(i)), part, categorical) for i, part in enumerate(space.spaces)]
-        self.spec = Composite({str(i): codec.spec for i, codec in enumerate(self._codecs)})
-
-    def write(self, value: Any, arrays: Arrays) -> None:
-        if not isinstance(value, tuple | list) or len(value) != len(self._codecs):
-            got = f"{len(value)} values" if isinstance(value, tuple | list) else f"a {type(value).__name__}"
-            raise EnvironmentFailure(
-                f"the env gave {got}, but its space is a tuple of {len(self._codecs)}; mend the env or its space"
-            )
-        for codec, part in zip(self._codecs, value, strict=True):
-            codec.write(part, arrays)
-
-    def read(self, arrays: Mapping[Key, np.ndarray]) -> tuple[Any, ...]:
-        return tuple(codec.read(arrays) for codec in self._codecs)
+def _dict_codec(key: Key, space: Any, categorical: bool) -> _NestedCodec:
+    if unnamed := [name for name in space.spaces if not isinstance(name, str)]:
+        raise ConfigError(f"{space} has the key {unnamed[0]!r}; entries have names, so let its keys be text")
+    return _NestedCodec(key, space.spaces, dict, categorical)
 
 
 def _below(key: Key, name: str) -> Key:
-    path = (*((key,) if isinstance(key, str) else key), name)
+    path = (*path_of(key), name)
     return path if len(path) > 1 else name
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -22,19 +23,22 @@ if TYPE_CHECKING:
 Tensors = Mapping[Key, torch.Tensor]
 
 
-class ArrayPolicy(Protocol):
-    """How envs ask a policy."""
+@dataclass(frozen=True)
+class ArrayPolicy:
+    """A policy as envs call it."""
 
     in_keys: Sequence[Key]
     """Entries of the root that it reads; only they need be given."""
+    call: Callable[[Tensors], Tensors]
+    """From entries of the root, each [*B, ...], to the actions under the env's action keys and further outputs, such as
+    log-probabilities and values."""
 
     def __call__(self, observation: Tensors) -> Tensors:
-        """From entries of the root, each [*B, ...], to the actions under the env's action keys and whatever else is
-        put out, such as log-probabilities and values."""
+        return self.call(observation)
 
 
 def as_policy(policy: Any, env: EnvBase, device: torch.device | None = None) -> ArrayPolicy:
-    """How to ask a policy.
+    """How to call a policy.
 
     - A TensorDict module reads and writes a TensorDict; its `out_keys` are kept.
     - Any other `nn.Module` is called with the observation, or with observations by the names of its parameters, and
@@ -45,20 +49,22 @@ def as_policy(policy: Any, env: EnvBase, device: torch.device | None = None) -> 
     Args:
         device: where the policy computes; by default where it is fed from, the CPU.
     """
-    ask: ArrayPolicy
     if policy is None:
-        ask = _AtRandom(env)
+        adapted = _at_random(env)
     elif isinstance(policy, TensorDictModuleBase):
-        ask = _OnTensorDicts(policy, env, kept=set(policy.out_keys))
+        adapted = _on_tensordicts(policy, env, kept=set(policy.out_keys))
     elif isinstance(policy, nn.Module):
-        ask = _OnObservations(policy, env)
+        adapted = _on_observations(policy, env)
     elif callable(policy):
-        ask = _OnTensorDicts(policy, env, kept=None)
+        adapted = _on_tensordicts(policy, env, kept=None)
     else:
-        raise ConfigError(
-            f"policy is {policy!r}; give a TensorDict module, a module on the observation, a callable, or None"
-        )
-    return ask if device is None or device.type == "cpu" else _OnDevice(ask, device)
+        raise ConfigError(f"policy is {policy!r}; give a TensorDict module, another module, a callable, or None")
+    if device is None or device.type == "cpu":
+        return adapted
+    return ArrayPolicy(
+        adapted.in_keys,
+        lambda observation: adapted.call({key: value.to(device) for key, value in observation.items()}),
+    )
 
 
 def check_is_tensor(key: Key, value: Any) -> None:
@@ -91,63 +97,41 @@ def check_actions(env: EnvBase, taken: Arrays, given: Tensors, rows: Any = ...) 
             )
 
 
-class _AtRandom:
-    in_keys: Sequence[Key] = ()
-
-    def __init__(self, env: EnvBase):
-        self._env = env
-
-    def __call__(self, observation: Tensors) -> Tensors:
-        actions = self._env.new_actions()
-        self._env.sample_actions(actions)
+def _at_random(env: EnvBase) -> ArrayPolicy:
+    def call(observation: Tensors) -> Tensors:
+        actions = env.new_actions()
+        env.sample_actions(actions)
         return {key: torch.from_numpy(array) for key, array in actions.items()}
 
+    return ArrayPolicy((), call)
 
-class _OnTensorDicts:
-    """Feeds a TensorDict; `kept` are the entries to keep, None for all new ones."""
 
-    def __init__(self, policy: Callable[[TensorDictBase], Any], env: EnvBase, kept: set[Any] | None):
-        self._policy, self._kept = policy, kept
-        self._num_batch_dims, self._action_keys = len(env.batch_size), env.action_keys
-        self.in_keys: Sequence[Key] = list(env.observation_leaves())
+def _on_tensordicts(policy: Callable[[TensorDictBase], Any], env: EnvBase, kept: set[Any] | None) -> ArrayPolicy:
+    """Calls with a TensorDict; `kept` are the entries to keep, None for all new ones."""
+    num_batch_dims, action_keys = len(env.batch_size), env.action_keys
 
-    def __call__(self, observation: Tensors) -> Tensors:
+    def call(observation: Tensors) -> Tensors:
         some = next(iter(observation.values()))
-        # Of those that are asked for, which need not be all envs.
-        batch_size = some.shape[: self._num_batch_dims]
-        result = self._policy(tensordict_of(observation, batch_size, some.device))
-        if not isinstance(result, TensorDictBase):
-            return _outputs(result, self._action_keys, self._policy)
-        entries = dict(result.items(include_nested=True, leaves_only=True))
-        if self._kept is not None:
-            entries = {key: value for key, value in entries.items() if key in self._kept}
-        outputs = {key: value for key, value in entries.items() if key not in observation}
-        return _outputs(outputs, self._action_keys, self._policy)
+        # The batch need not have all envs.
+        result = policy(tensordict_of(observation, some.shape[:num_batch_dims], some.device))
+        if isinstance(result, TensorDictBase):
+            entries = dict(result.items(include_nested=True, leaves_only=True))
+            names = (entries.keys() if kept is None else entries.keys() & kept) - observation.keys()
+            result = {key: value for key, value in entries.items() if key in names}
+        return _outputs(result, action_keys, policy)
+
+    return ArrayPolicy(list(env.observation_leaves()), call)
 
 
-class _OnObservations:
+def _on_observations(module: nn.Module, env: EnvBase) -> ArrayPolicy:
     """Calls a module with tensors."""
+    action_keys, in_keys = env.action_keys, _inputs_of(module, list(env.observation_leaves()))
 
-    def __init__(self, module: nn.Module, env: EnvBase):
-        self._module, self._action_keys = module, env.action_keys
-        self.in_keys: Sequence[Key] = _inputs_of(module, list(env.observation_leaves()))
+    def call(observation: Tensors) -> Tensors:
+        result = module(*[observation[key] for key in in_keys])
+        return _outputs(result, action_keys, module)
 
-    def __call__(self, observation: Tensors) -> Tensors:
-        result = self._module(*[observation[key] for key in self.in_keys])
-        if type(result) is torch.Tensor and len(self._action_keys) == 1:
-            return {self._action_keys[0]: result}
-        return _outputs(result, self._action_keys, self._module)
-
-
-class _OnDevice:
-    """Carries observations to a device, and outputs back when they are stored."""
-
-    def __init__(self, ask: ArrayPolicy, device: torch.device):
-        self._ask, self._device = ask, device
-        self.in_keys = ask.in_keys
-
-    def __call__(self, observation: Tensors) -> Tensors:
-        return self._ask({key: value.to(self._device) for key, value in observation.items()})
+    return ArrayPolicy(in_keys, call)
 
 
 def _inputs_of(module: nn.Module, keys: list[Key]) -> list[Key]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from lucidrl.envs.arrays import FLAGS, Arrays, Key, copy_rows
+from lucidrl.envs.arrays import FLAGS, Arrays, Key, copy_rows, path_of
 from lucidrl.envs.policies import ArrayPolicy, check_actions, check_is_tensor, other_dtype
 from lucidrl.envs.tensordicts import quick_view, tensordict_of
 from lucidrl.errors import DataError
@@ -62,7 +62,7 @@ class Recorder:
             self.reset()
         self._outputs: dict[Key, Any] = dict(self._actions)
         self._dtypes: dict[Key, torch.dtype] = {}  # in which the policy gave them
-        ask = self._as_range(policy.__call__)
+        ask = self._as_range(policy.call)
         inputs = [(key, self._root.observation[key]) for key in policy.in_keys]
         with torch.no_grad():
             for time in range(num_frames):
@@ -97,7 +97,7 @@ class Recorder:
             **{key: self._taken(stored) for key, stored in self._outputs.items()},
         }
         for key, stored in self._nexts.items():
-            entries[("next", *((key,) if isinstance(key, str) else key))] = self._taken(stored)
+            entries[("next", *path_of(key))] = self._taken(stored)
         return tensordict_of(entries, batch, None)
 
     def _make_room(self, num_frames: int) -> None:

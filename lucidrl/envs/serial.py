@@ -11,7 +11,7 @@ import torch
 
 from lucidrl.envs.arrays import Arrays, Frame
 from lucidrl.envs.creator import EnvFactory, env_creators, make_env
-from lucidrl.envs.failures import describe, env_failure
+from lucidrl.envs.failures import env_failure
 from lucidrl.envs.stacked import EnvSpecs, StackedEnv
 from lucidrl.errors import EnvironmentFailure
 from lucidrl.profiling.ranges import profiled
@@ -57,7 +57,7 @@ class SerialEnv(StackedEnv):
 
     @profiled("SerialEnv._reset")
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
-        rows = self._rows(out)
+        rows = out.rows()
         picked = range(self.num_envs) if mask is None else np.flatnonzero(mask.reshape(self.num_envs, -1).any(axis=1))
         try:
             for index in picked:
@@ -69,7 +69,7 @@ class SerialEnv(StackedEnv):
 
     @profiled("SerialEnv._step")
     def _step_into(self, actions: Arrays, out: Frame) -> None:
-        at_work, rows = self.at_work, self._rows(out)
+        at_work, rows = self.at_work, out.rows()
         try:
             for index, env in enumerate(self._envs):
                 at_work[0] = index
@@ -86,13 +86,7 @@ class SerialEnv(StackedEnv):
             for env in self._envs:
                 closing.callback(env.close)
 
-    def _rows(self, frame: Frame) -> list[Frame]:
-        rows = frame.derived.get(self)
-        if rows is None:
-            rows = frame.derived[self] = [frame.row(index) for index in range(self.num_envs)]
-        return rows
-
     def _failure(self, phase: str, actions: Arrays | None, error: Exception) -> EnvironmentFailure:
         row = int(self.at_work[0])
         row_actions = {key: array[row, ...] for key, array in (actions or {}).items()}
-        return env_failure(self._first_index + row, self._envs[row].seed, phase, row_actions, describe(error))
+        return env_failure(self._first_index + row, self._envs[row].seed, phase, row_actions, error)

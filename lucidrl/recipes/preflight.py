@@ -208,7 +208,8 @@ def check_placement(generation: GenerationConfig, env: EnvConfig, cluster: Clust
         check_nodes(generation, cluster)
     if not cluster.uses_ray:
         return
-    check_can_be_placed(cluster, generators, lambda ids: generator_nodes(generation, ids), env.num_spread_workers)
+    num_env_workers = env.num_workers if env.num_workers > 1 else 0  # a single one stays on the driver's machine
+    check_can_be_placed(cluster, generators, lambda ids: generator_nodes(generation, ids), num_env_workers)
     if generators and generation.nodes == "other" and is_to_be_started(cluster):
         raise ConfigError(
             "policy.generation.nodes=other asks for nodes beside those of the policy's workers, but a Ray that is "

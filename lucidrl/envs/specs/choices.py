@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +13,15 @@ from lucidrl.errors import ConfigError
 
 
 class _Indices(Spec):
-    """Indices, each below a number of its own."""
+    """Indices, each below its count; the counts broadcast to the spec's shape."""
 
-    @property
-    @abstractmethod
-    def _counts(self) -> int | np.ndarray:
-        """Broadcasts to the spec's shape."""
+    def __init__(self, counts: int | np.ndarray, shape: Shape, dtype: torch.dtype, device: Device) -> None:
+        super().__init__(shape, dtype, device)
+        self._counts = counts
+        try:
+            cast_exactly(np.asarray(counts) - 1, self.numpy_dtype)
+        except ValueError as error:
+            raise ConfigError(f"{self} has more choices than its dtype has numbers; choose a larger one") from error
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return np.asarray(rng.integers(self._counts, size=tuple(self.shape)), self.numpy_dtype)
@@ -27,24 +29,13 @@ class _Indices(Spec):
     def _allows(self, array: np.ndarray) -> bool:
         return bool((array >= 0).all() and (array < self._counts).all())
 
-    def _check_dtype(self) -> None:
-        try:
-            cast_exactly(np.asarray(self._counts) - 1, self.numpy_dtype)
-        except ValueError as error:
-            raise ConfigError(f"{self} has more choices than its dtype has numbers; choose a larger one") from error
-
 
 class Categorical(_Indices):
     """One of `n` choices, as its index from 0."""
 
     def __init__(self, n: int, shape: Shape = (), dtype: torch.dtype = torch.int64, device: Device = None) -> None:
-        super().__init__(shape, dtype, device)
         self.n = _checked_count(n)
-        self._check_dtype()
-
-    @property
-    def _counts(self) -> int:
-        return self.n
+        super().__init__(self.n, shape, dtype, device)
 
     def _limits(self) -> dict[str, Any]:
         return {"n": self.n}
@@ -62,14 +53,9 @@ class MultiCategorical(_Indices):
         self, nvec: Any, shape: Shape | None = None, dtype: torch.dtype = torch.int64, device: Device = None
     ) -> None:
         self.nvec = _checked_counts(nvec)
-        super().__init__(self.nvec.shape if shape is None else shape, dtype, device)
+        super().__init__(self.nvec, self.nvec.shape if shape is None else shape, dtype, device)
         if self.shape[len(self.shape) - self.nvec.ndim :] != self.nvec.shape:
             raise ConfigError(f"shape={list(self.shape)} must end in that of nvec, {list(self.nvec.shape)}")
-        self._check_dtype()
-
-    @property
-    def _counts(self) -> np.ndarray:
-        return self.nvec
 
     def _limits(self) -> dict[str, Any]:
         return {"nvec": self.nvec}

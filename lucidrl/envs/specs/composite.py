@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from lucidrl.envs.arrays import Key
+from lucidrl.envs.arrays import Key, path_of
 from lucidrl.envs.specs.spec import Device, Shape, Spec, as_shape
 from lucidrl.errors import ConfigError
 
@@ -36,20 +36,10 @@ class Composite(MutableMapping[Key, Any]):
         found: dict[Key, Spec] = {}
         for name, spec in self._entries.items():
             if isinstance(spec, Composite):
-                found |= {(name, *_path(key)): leaf for key, leaf in spec.leaves().items()}
+                found |= {(name, *path_of(key)): leaf for key, leaf in spec.leaves().items()}
             else:
                 found[name] = spec
         return found
-
-    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> list[Key]:  # type: ignore[override]
-        """Names of the entries, with `include_nested` also those within them, as paths."""
-        keys: list[Key] = []
-        for name, spec in self._entries.items():
-            if isinstance(spec, Spec) or not leaves_only:
-                keys.append(name)
-            if include_nested and isinstance(spec, Composite):
-                keys += [(name, *_path(key)) for key in spec.keys(True, leaves_only)]
-        return keys
 
     def rand(self) -> TensorDict:
         """Random values of all entries; `torch.manual_seed` decides them."""
@@ -65,11 +55,6 @@ class Composite(MutableMapping[Key, Any]):
         return all(
             isinstance(value := values[key], torch.Tensor) and spec.is_in(value) for key, spec in self.leaves().items()
         )
-
-    def encode(self, values: Mapping[str, Any]) -> TensorDict:
-        """All entries encoded, from values by name."""
-        encoded = {name: spec.encode(values[name]) for name, spec in self._entries.items()}
-        return TensorDict(encoded, batch_size=self.shape)
 
     def expand(self, *shape: int | Shape) -> Composite:
         """The same specs with further leading dims; `shape` is the new shape of the Composite."""
@@ -93,13 +78,13 @@ class Composite(MutableMapping[Key, Any]):
         )
 
     def __getitem__(self, key: Key) -> Any:
-        name, *rest = _path(key)
+        name, *rest = path_of(key)
         if name not in self._entries or (rest and not isinstance(self._entries[name], Composite)):
             raise KeyError(f"no spec for {key!r}; there is {', '.join(map(repr, self.leaves())) or 'none'}")
         return self._entries[name][tuple(rest)] if rest else self._entries[name]  # type: ignore[index]
 
     def __setitem__(self, key: Key, spec: Any) -> None:
-        name, *rest = _path(key)
+        name, *rest = path_of(key)
         if rest:
             nested = self._entries.setdefault(name, Composite(shape=self.shape))
             if not isinstance(nested, Composite):
@@ -118,7 +103,7 @@ class Composite(MutableMapping[Key, Any]):
         self._entries[name] = spec
 
     def __delitem__(self, key: Key) -> None:
-        *parents, name = _path(key)
+        *parents, name = path_of(key)
         del (self[tuple(parents)] if parents else self)._entries[name]
 
     def __iter__(self) -> Iterator[Key]:
@@ -145,7 +130,3 @@ class Composite(MutableMapping[Key, Any]):
             for name, spec in self._entries.items()
         }
         return TensorDict(values, batch_size=self.shape)
-
-
-def _path(key: Key) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else key

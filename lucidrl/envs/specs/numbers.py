@@ -20,8 +20,10 @@ class Unbounded(Spec):
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         if self.dtype.is_floating_point:
             return np.asarray(rng.standard_normal(self.shape), self.numpy_dtype)
-        low, high = (0, 1) if self.dtype == torch.bool else _range_of(self.numpy_dtype)
-        return _integers_between(rng, low, high, self)
+        if self.dtype == torch.bool:
+            return _integers_between(rng, 0, 1, self)
+        limits = np.iinfo(self.numpy_dtype)
+        return _integers_between(rng, limits.min, limits.max, self)
 
     def _allows(self, array: np.ndarray) -> bool:
         return not np.isnan(array).any()
@@ -83,11 +85,6 @@ class Bounded(Spec):
 def _integers_between(rng: np.random.Generator, low: Any, high: Any, spec: Spec) -> np.ndarray:
     drawn: Any = rng.integers(low, high, size=tuple(spec.shape), dtype=spec.numpy_dtype.type, endpoint=True)
     return np.asarray(drawn, spec.numpy_dtype)
-
-
-def _range_of(dtype: np.dtype) -> tuple[int, int]:
-    limits = np.iinfo(dtype)
-    return int(limits.min), int(limits.max)
 
 
 def _half_open(rng: np.random.Generator, low: np.ndarray, high: np.ndarray) -> np.ndarray:

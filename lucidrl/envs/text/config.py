@@ -52,11 +52,6 @@ class EnvConfig(Config):
             return ":" in self.name or self.num_workers > 1
         return self.isolation == "process"
 
-    @property
-    def num_spread_workers(self) -> int:
-        """Workers that Ray places if the cluster uses Ray; a single worker stays on the driver's machine."""
-        return self.num_workers if self.num_workers > 1 else 0
-
     @model_validator(mode="before")
     @classmethod
     def _reads_old_name(cls, content: Any) -> Any:

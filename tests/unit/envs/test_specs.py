@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 
 from lucidrl.envs.specs import (
     Binary,
@@ -214,9 +213,7 @@ def composite():
 
 def test_a_composite_lists_its_leaves_by_path(composite):
     assert list(composite.leaves()) == ["place", ("hand", "grip"), ("hand", "arm", "angle")]
-    assert composite.keys() == ["place", "hand"]
-    assert composite.keys(True) == ["place", "hand", ("hand", "grip"), ("hand", "arm"), ("hand", "arm", "angle")]
-    assert composite.keys(True, True) == list(composite.leaves())
+    assert list(composite) == ["place", "hand"]
     assert ("hand", "arm", "angle") in composite
     assert ("hand", "leg") not in composite
     assert ("place", "x") not in composite
@@ -249,12 +246,6 @@ def test_a_composite_is_changed_by_path_and_its_clone_with_it_is_not(composite):
         clone["place", "x"] = Unbounded()
     with pytest.raises(KeyError, match="there is 'place'"):
         clone["foot"]
-
-
-def test_a_composite_encodes_values_by_name():
-    spec = Composite(move=OneHot(3), speed={"x": Unbounded((1,))})
-    encoded = spec.encode({"move": 1, "speed": {"x": 2.0}})
-    assert (encoded == TensorDict({"move": torch.tensor([0, 1, 0]), "speed": {"x": torch.tensor([2.0])}})).all()
 
 
 def test_a_nested_composite_keeps_its_further_dims_when_expanded():
