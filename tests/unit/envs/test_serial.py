@@ -136,7 +136,7 @@ def test_frames_that_come_again_are_cut_into_rows_once():
     env = SerialEnv(2, Faulty)
     frame, actions = env.new_frame(), env.new_actions()
     env.reset_into(frame)
-    derived = frame.derived[env]
+    derived = frame.rows()
     env.step_into(actions, frame)
-    assert frame.derived[env] is derived
+    assert frame.rows() is derived
     assert np.shares_memory(derived[1].reward, frame.reward)
