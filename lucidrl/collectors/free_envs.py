@@ -72,7 +72,7 @@ class FreeEnvs:
                 raise EnvironmentFailure("the envs were closed in the middle of a step; make others") from None
             self._stepping.clear()
             is_theirs = isinstance(error, EnvironmentFailure)
-            self.env.kill(str(error) if is_theirs else "the driver was interrupted while they were at work")
+            self.env.kill(str(error) if is_theirs else "the driver was interrupted while they were busy")
             raise
 
     def settle(self) -> None:

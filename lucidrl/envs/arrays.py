@@ -1,4 +1,4 @@
-"""The arrays that an environment writes into: made once, written every step.
+"""The arrays that an environment writes into: allocated once, written in every step.
 
 Shapes: B the env's batch size (none for a single env).
 """
@@ -29,17 +29,17 @@ class Frame:
     observation: Arrays
     """All entries but reward and flags, by key."""
     reward: np.ndarray
-    """[*B, 1] float32; of no meaning after a reset."""
+    """[*B, 1] float32; undefined after a reset."""
     done: np.ndarray
     """[*B, 1] bool: terminated or truncated."""
     terminated: np.ndarray
-    """[*B, 1] bool: the episode came to its own end."""
+    """[*B, 1] bool: the episode reached a final state."""
     truncated: np.ndarray
     """[*B, 1] bool: the episode was cut off."""
     derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def arrays(self) -> Arrays:
-        """All of them by key; observation entries first."""
+        """All arrays by key; observation entries first."""
         return {**self.observation, "reward": self.reward, **self.flags()}
 
     def flags(self) -> Arrays:
@@ -54,11 +54,11 @@ class Frame:
         return cls(rest, reward, *flags)
 
     def map(self, function: Callable[[np.ndarray], np.ndarray]) -> Frame:
-        """The same frame on other arrays, such as views of these."""
+        """A frame of other arrays, such as views of these."""
         return Frame.of({key: function(array) for key, array in self.arrays().items()})
 
     def rows(self) -> list[Frame]:
-        """A frame for each env of the first batch dim; writing to it writes here."""
+        """A view for each env of the first batch dim."""
         rows = self.derived.get("rows")
         if rows is None:
             rows = self.derived["rows"] = [self._row(index) for index in range(len(self.reward))]
@@ -68,7 +68,7 @@ class Frame:
         return self.map(lambda array: array[index, ...])  # the dots make a view of a single number too
 
     def clear_flags(self, mask: np.ndarray | None = None) -> None:
-        """Nothing is done, in the envs that the mask [*B] picks, or in all."""
+        """Set all flags to False, in the envs of the mask [*B] or in all."""
         for flags in (self.done, self.terminated, self.truncated):
             if mask is None:
                 flags.fill(False)
@@ -82,7 +82,7 @@ def path_of(key: Key) -> tuple[str, ...]:
 
 
 def copy_rows(source: Arrays, target: Arrays, mask: np.ndarray | None = None) -> None:
-    """Copy what both have, in the envs that the mask [*B] picks, or in all."""
+    """Copy the entries of `target`, in the envs of the mask [*B] or in all."""
     for key, array in target.items():
         if mask is None:
             array[...] = source[key]

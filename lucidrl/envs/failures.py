@@ -1,4 +1,4 @@
-"""What is said when an environment fails, or gives something that does not fit its specs."""
+"""Errors of environments that fail or return values outside their specs."""
 
 from __future__ import annotations
 
@@ -19,30 +19,29 @@ def env_failure(
     seed: int | None,
     phase: str,
     actions: Mapping[Key, np.ndarray] | None,
-    happened: str | Exception,
+    reason: str | Exception,
 ) -> EnvironmentFailure:
-    """One sentence on which env failed where and with what; the caller chains the cause.
+    """The error that names env, seed and action; the caller chains the cause.
 
     Args:
         index: of the env among several; None for a single one.
-        phase: "step" or "reset".
-        actions: of that env alone, if it was given any.
-        happened: what the env did, or raised.
+        phase: such as "step" or "reset".
+        actions: of that env alone.
+        reason: what the env did or raised.
     """
-    if isinstance(happened, Exception) and not isinstance(happened, EnvironmentFailure):
-        happened = f"{type(happened).__name__}: {happened}"
+    if isinstance(reason, Exception) and not isinstance(reason, EnvironmentFailure):
+        reason = f"{type(reason).__name__}: {reason}"
     who = "the env" if index is None else f"env {index}"
     known = [f"seed {seed}" if seed is not None else "never seeded"]
     known += [f"{'/'.join(path_of(key))} {_values(array)}" for key, array in (actions or {}).items()]
-    return EnvironmentFailure(f"{who} ({', '.join(known)}) failed in its {phase}: {happened}")
+    return EnvironmentFailure(f"{who} ({', '.join(known)}) failed in its {phase}: {reason}")
 
 
 def checked_array(what: Key, value: Any, expected: np.ndarray) -> np.ndarray:
-    """The value as an array that can be written over `expected`.
+    """The value as an array with the shape and dtype of `expected`.
 
     Raises:
-        EnvironmentFailure: if it is of another shape, or an array or number of another dtype. What has no dtype, such
-            as a list or a Python number, is converted, unless that would lose something.
+        EnvironmentFailure: for another shape or dtype. Lists and Python numbers are cast if the kind stays the same.
     """
     array = np.asarray(value)
     if array.shape != expected.shape:
@@ -55,23 +54,23 @@ def checked_array(what: Key, value: Any, expected: np.ndarray) -> np.ndarray:
 
 
 def checked_reward(value: Any) -> float:
-    """The reward as a number.
+    """The reward as a float.
 
     Raises:
-        EnvironmentFailure: if it is none, or not finite.
+        EnvironmentFailure: if it is not a finite number.
     """
     try:
         reward = float(value)
     except (TypeError, ValueError) as error:
-        raise EnvironmentFailure(f"the reward is {value!r}, but a number is needed; mend the env") from error
+        raise EnvironmentFailure(f"the reward is {value!r}, not a number; fix the env") from error
     if not math.isfinite(reward):
-        raise EnvironmentFailure(f"the reward is {reward}, but learning needs finite ones; mend the env")
+        raise EnvironmentFailure(f"the reward is {reward}; rewards must be finite: fix the env")
     return reward
 
 
 def _misfit(key: Key, what: str, found: Any, expected: Any) -> EnvironmentFailure:
     name = "/".join(path_of(key))
-    return EnvironmentFailure(f"{name} has {what} {found}, but its spec says {expected}; mend the env or its spec")
+    return EnvironmentFailure(f"{name} has {what} {found}, but its spec says {expected}; fix the env or its spec")
 
 
 def _values(array: np.ndarray) -> str:

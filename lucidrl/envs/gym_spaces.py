@@ -1,7 +1,4 @@
-"""Gymnasium's spaces: their specs, and how their values are written to arrays and read from them.
-
-A codec is made once for a space and a key, so that a step only moves values.
-"""
+"""Codecs between values of gymnasium spaces and arrays; made once per space, so a step only copies values."""
 
 from __future__ import annotations
 
@@ -33,33 +30,30 @@ if TYPE_CHECKING:
 
 
 class Codec(ABC):
-    """Between the values of one space and arrays.
-
-    Attributes:
-        spec: of a single value.
-    """
+    """Converts values of one space to and from arrays."""
 
     spec: Spec | Composite
+    """Of a single value."""
 
     @abstractmethod
     def write(self, value: Any, arrays: Arrays) -> None:
-        """Write what an env gave.
+        """Write a value that an env returned.
 
         Raises:
-            EnvironmentFailure: if it is no value of the space, as far as shape, dtype and choices tell.
+            EnvironmentFailure: if shape, dtype or choice do not fit the space.
         """
 
     @abstractmethod
     def read(self, arrays: Mapping[Key, np.ndarray]) -> Any:
-        """What an env is given; it shares no memory with the arrays.
+        """Read a value for an env; it shares no memory with the arrays.
 
         Raises:
-            DataError: if the arrays hold no choice of the space.
+            DataError: if the arrays do not hold a choice of the space.
         """
 
 
 def observation_codec(space: Space, categorical: bool) -> tuple[Codec, Composite]:
-    """The codec of all that is observed, and its spec: a Dict space gives entries, any other one "observation"."""
+    """The codec of the observation and its spec; a space other than Dict is the entry "observation"."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Dict):
@@ -70,13 +64,13 @@ def observation_codec(space: Space, categorical: bool) -> tuple[Codec, Composite
 
 
 def codec_of(key: Key, space: Space, categorical: bool) -> Codec:
-    """The codec of a space for the entry `key`; Dict and Tuple spaces have entries below it.
+    """The codec of the entry `key`; Dict and Tuple spaces have entries below it.
 
     Args:
         categorical: discrete values are indices; otherwise they are one-hot vectors.
 
     Raises:
-        ConfigError: for a kind of space that has no spec.
+        ConfigError: for a space without a spec.
     """
     from gymnasium import spaces
 
@@ -94,14 +88,12 @@ def codec_of(key: Key, space: Space, categorical: bool) -> Codec:
         case spaces.Tuple():
             parts = dict(enumerate(space.spaces))
             return _NestedCodec(key, parts, lambda values: tuple(value for _, value in values), categorical)
-    raise ConfigError(
-        f"{key!r} has the space {space}, which has no spec; wrap the env so that it uses Box, Discrete, "
-        "MultiDiscrete, MultiBinary, Dict and Tuple"
-    )
+    supported = "Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple"
+    raise ConfigError(f"{key!r} has the unsupported space {space}; wrap the env to use {supported}")
 
 
 class _ArrayCodec(Codec):
-    """Values that are arrays already, or numbers."""
+    """Arrays and numbers."""
 
     def __init__(self, key: Key, spec: Spec) -> None:
         self.spec = spec
@@ -145,7 +137,7 @@ class _OneHotCodec(Codec):
     def read(self, arrays: Mapping[Key, np.ndarray]) -> int:
         values = arrays[self._key].tolist()
         try:
-            return values.index(1) + self._start  # several times faster than argmax, and sees that there is a one
+            return values.index(1) + self._start  # faster than argmax, and raises if there is no one
         except ValueError:
             raise _no_one_hot(self._key, values) from None
 
@@ -166,7 +158,7 @@ class _MultiIndexCodec(Codec):
 
 
 class _MultiOneHotCodec(Codec):
-    """A space of several dims is one flat vector."""
+    """A space of several dims becomes one flat vector."""
 
     def __init__(self, key: Key, space: Any) -> None:
         counts = space.nvec.reshape(-1)
@@ -205,7 +197,7 @@ class _NestedCodec(Codec):
         if not isinstance(parts, Mapping) or parts.keys() != self._codecs.keys():
             got = f"the keys {sorted(map(str, parts))}" if isinstance(parts, Mapping) else f"a {type(value).__name__}"
             expected = sorted(map(str, self._codecs))
-            raise EnvironmentFailure(f"the env gave {got}, but its space has {expected}; mend the env or its space")
+            raise EnvironmentFailure(f"the env returned {got}, but its space has {expected}; fix the env or its space")
         for name, codec in self._codecs.items():
             codec.write(parts[name], arrays)
 
@@ -215,7 +207,7 @@ class _NestedCodec(Codec):
 
 def _dict_codec(key: Key, space: Any, categorical: bool) -> _NestedCodec:
     if unnamed := [name for name in space.spaces if not isinstance(name, str)]:
-        raise ConfigError(f"{space} has the key {unnamed[0]!r}; entries have names, so let its keys be text")
+        raise ConfigError(f"{space} has the key {unnamed[0]!r}; use strings as keys")
     return _NestedCodec(key, space.spaces, dict, categorical)
 
 
@@ -232,28 +224,24 @@ def _box_spec(space: Any) -> Spec:
 
 
 def _index(key: Key, value: Any, space: Any) -> int:
-    """Place of what an env chose among the values of a Discrete space."""
+    """Index of a value of a Discrete space."""
     try:
         index = operator.index(value) - int(space.start)
     except TypeError:
-        raise EnvironmentFailure(f"{key!r} is {value!r}, but its space is {space}; mend the env") from None
+        raise EnvironmentFailure(f"{key!r} is {value!r}, but its space is {space}; fix the env") from None
     if not 0 <= index < space.n:
-        raise EnvironmentFailure(f"{key!r} is {value}, which is not in its space {space}; mend the env or its space")
+        raise EnvironmentFailure(f"{key!r} is {value}, which is not in its space {space}; fix the env or its space")
     return index
 
 
 def _indices(key: Key, value: Any, space: Any) -> np.ndarray:
-    """The same for every part of a MultiDiscrete space."""
+    """Indices of a value of a MultiDiscrete space."""
     indices = checked_array(key, value, space.nvec) - space.start
     if (indices < 0).any() or (indices >= space.nvec).any():
-        raise EnvironmentFailure(
-            f"{key!r} is {np.asarray(value).tolist()}, which is not in its space {space}; mend the env or its space"
-        )
+        values = np.asarray(value).tolist()
+        raise EnvironmentFailure(f"{key!r} is {values}, which is not in its space {space}; fix the env or its space")
     return indices
 
 
 def _no_one_hot(key: Key, values: list[float]) -> DataError:
-    return DataError(
-        f"{key!r} is {values}, which is no one-hot vector; let the policy give one, or make the env with "
-        "categorical_action_encoding=True"
-    )
+    return DataError(f"{key!r} is {values}, not a one-hot vector; fix it, or set categorical_action_encoding=True")

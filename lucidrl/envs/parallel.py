@@ -28,32 +28,32 @@ _CLOSE_GRACE_S = 0.5
 
 
 class ParallelEnv(StackedEnv):
-    """Envs that step in other processes at the same time; env i is row i of every entry. It does what a `SerialEnv` of
-    the same envs does, to the bit.
+    """Envs that step in worker processes at the same time; env i is row i of every entry.
+
+    The results equal those of a `SerialEnv` of the same envs bit by bit.
 
         with ParallelEnv(8, lambda: GymEnv("CartPole-v1")) as env:
             env.rollout(100)
 
     Args:
-        num_workers: how many envs.
-        create_env_fn: makes an env, in the process where it will step; or a list with one function for each.
-        create_env_kwargs: what it is called with; or a list for each.
-        num_processes: how many processes share the envs; by default as many as there are cores, at most one for each
-            env.
-        start_method: of the processes. "forkserver" is fast and safe; "spawn" starts each from nothing; "fork" is the
+        num_workers: number of envs.
+        create_env_fn: makes an env, in its worker process; or a list with a function per env.
+        create_env_kwargs: arguments of the function; or a list per env.
+        num_processes: processes that share the envs; by default one per core, at most one per env.
+        start_method: of the processes. "forkserver" is fast and safe; "spawn" starts a new interpreter; "fork" is the
             fastest, and unsafe in a program with threads.
-        step_timeout_s: deadline of every step and reset.
-        start_timeout_s: deadline of the start.
-        device: of the TensorDicts at the edge.
+        step_timeout_s: timeout of every step and reset.
+        start_timeout_s: timeout of the start.
+        device: of the TensorDicts.
 
     Attributes:
-        processes: each serves a block of neighbouring envs, as equal in size as can be.
-        rows: shared memory with a row for each env.
+        processes: each runs a block of neighbouring envs; the blocks differ in size by at most one.
+        rows: shared memory with a row per env.
 
     Raises:
-        ConfigError: if a factory returns no env, or envs with different specs.
-        EnvironmentFailure: here and in every call, if an env raises or its process dies or misses the deadline; with
-            index, seed, action and, as its cause, the traceback of the process. All processes have ended then.
+        ConfigError: if a factory does not return an env, or the specs of the envs differ.
+        EnvironmentFailure: here and in every call, if an env raises, or its process exits or times out; names index,
+            seed and action, and chains the traceback of the process. All processes have exited by then.
     """
 
     def __init__(
@@ -75,11 +75,10 @@ class ParallelEnv(StackedEnv):
             raise ConfigError(f"num_processes={num_processes} is not between 1 and num_workers={num_workers}")
         for name, seconds in (("step_timeout_s", step_timeout_s), ("start_timeout_s", start_timeout_s)):
             if not seconds > 0:
-                raise ConfigError(f"{name}={seconds} leaves no time for anything; give seconds above 0")
+                raise ConfigError(f"{name}={seconds} must be above 0")
         self.processes: list[EnvProcess] = []
         self._ended: str | None = None
-        # Also runs at exit, before multiprocessing waits for processes to end; `atexit` runs too late, and not at all
-        # in processes of multiprocessing.
+        # Runs at exit too, before multiprocessing joins processes; `atexit` runs later, and not in child processes.
         self._end_processes = util.Finalize(self, _end, (self.processes,), exitpriority=0)
         bounds = [num_workers * number // num_processes for number in range(num_processes + 1)]
         try:
@@ -104,14 +103,13 @@ class ParallelEnv(StackedEnv):
             raise
 
     def run(self, command: bytes, processes: Sequence[EnvProcess] | None = None) -> None:
-        """Start the same in all processes, or in some, and wait until they have done it.
+        """Run a command of `process_main` in all processes, or in some, and wait for it.
 
         Raises:
-            EnvironmentFailure: if one fails, or all have ended before. All have ended then: without one of them, the
-                others are of no use.
+            EnvironmentFailure: if one fails or the processes have exited before. All processes are killed.
         """
         if self._ended:
-            raise EnvironmentFailure(f"the env processes have ended: {self._ended}; make another ParallelEnv")
+            raise EnvironmentFailure(f"the env processes have exited: {self._ended}; make another ParallelEnv")
         processes = self.processes if processes is None else processes
         try:
             for process in processes:
@@ -120,18 +118,18 @@ class ParallelEnv(StackedEnv):
         except EnvironmentFailure as failure:
             self.kill(str(failure))
             raise
-        except BaseException:  # Ctrl-C for instance; the processes are in the middle of something
-            self.kill("the driver was interrupted while they were at work")
+        except BaseException:  # such as Ctrl-C: the processes are in the middle of a step
+            self.kill("the driver was interrupted while they were busy")
             raise
 
-    def kill(self, why: str) -> None:
-        """End all processes now."""
+    def kill(self, reason: str) -> None:
+        """Kill all processes; later calls raise with the reason."""
         for process in self.processes:
             process.kill()
-        self._ended = self._ended or why
+        self._ended = self._ended or reason
         self._end_processes()
 
-    # Separate ranges, so that a trace tells waiting for processes from stepping here.
+    # Separate ranges: a trace shows which time is waiting for processes.
 
     @profiled("ParallelEnv.step_and_maybe_reset")
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
@@ -166,7 +164,7 @@ class ParallelEnv(StackedEnv):
         self.run(SEED)
 
     def _close(self) -> None:
-        self._ended = self._ended or "they were closed"
+        self._ended = self._ended or "closed"
         self._end_processes()
 
 
@@ -187,7 +185,7 @@ def _finish(processes: Sequence[EnvProcess]) -> None:
 
 
 def _end(processes: list[EnvProcess]) -> None:
-    """Let processes close their envs; those that take too long are killed."""
+    """Let processes close their envs and exit; kill those that take too long."""
     for process in processes:
         process.end()
     until = time.monotonic() + _CLOSE_GRACE_S

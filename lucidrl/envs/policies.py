@@ -1,4 +1,4 @@
-"""What may act in an env, and how it is asked."""
+"""Adapters that let envs call a policy of any kind."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ArrayPolicy:
     """A policy as envs call it."""
 
     in_keys: Sequence[Key]
-    """Entries of the root that it reads; only they need be given."""
+    """Entries of the root that it reads."""
     call: Callable[[Tensors], Tensors]
-    """From entries of the root, each [*B, ...], to the actions under the env's action keys and further outputs, such as
+    """Maps entries of the root, each [*B, ...], to actions by the env's action keys, and further outputs such as
     log-probabilities and values."""
 
     def __call__(self, observation: Tensors) -> Tensors:
@@ -38,7 +38,7 @@ class ArrayPolicy:
 
 
 def as_policy(policy: Any, env: EnvBase, device: torch.device | None = None) -> ArrayPolicy:
-    """How to call a policy.
+    """Adapt a policy.
 
     - A TensorDict module reads and writes a TensorDict; its `out_keys` are kept.
     - Any other `nn.Module` is called with the observation, or with observations by the names of its parameters, and
@@ -47,7 +47,7 @@ def as_policy(policy: Any, env: EnvBase, device: torch.device | None = None) -> 
     - None acts at random.
 
     Args:
-        device: where the policy computes; by default where it is fed from, the CPU.
+        device: where the policy computes; by default the CPU.
     """
     if policy is None:
         adapted = _at_random(env)
@@ -68,33 +68,31 @@ def as_policy(policy: Any, env: EnvBase, device: torch.device | None = None) -> 
 
 
 def check_is_tensor(key: Key, value: Any) -> None:
-    """Refuse an output of a policy that is none, when it comes for the first time."""
+    """Raise DataError for an output of a policy that is not a tensor."""
     if not isinstance(value, torch.Tensor):
-        raise DataError(f"the policy gave {key!r} as a {type(value).__name__}; every output must be a tensor")
+        raise DataError(f"the policy returned {key!r} as a {type(value).__name__}; every output must be a tensor")
 
 
 def other_dtype(key: Key, dtype: torch.dtype, before: torch.dtype) -> DataError:
-    """For an output that would not be kept as it is."""
-    return DataError(f"the policy gave {key!r} as {dtype}, but as {before} before; every step must give the same")
+    """The error for an output whose dtype changes."""
+    return DataError(f"the policy returned {key!r} as {dtype}, but as {before} before; keep one dtype")
 
 
 def check_actions(env: EnvBase, taken: Arrays, given: Tensors, rows: Any = ...) -> None:
-    """Refuse actions that are not of the env's kind; the first ones tell whether a policy and an env speak of the same.
+    """Raise DataError for actions outside the action spec; checking the first ones of a policy is enough.
 
-    Numbers beyond their bounds are the env's to clip, as Gaussian policies rely on.
+    Numbers beyond their bounds pass: the env clips them, as Gaussian policies rely on.
 
     Args:
-        taken: what the env is about to act on.
-        given: what the policy gave for those `rows` of it.
+        taken: actions as the env gets them.
+        given: actions of the policy for those `rows`.
     """
     for key, spec in env.action_leaves().items():
         action = given[key].cpu()
         is_rounded = not spec.dtype.is_floating_point and not (torch.from_numpy(taken[key][rows]) == action).all()
         if is_rounded or not (isinstance(spec, Bounded) or spec.contains(taken[key])):
-            raise DataError(
-                f"the policy's {key!r} is {action.reshape(-1)[:8].tolist()}, which is not in {spec}; "
-                "let it give what the env takes"
-            )
+            values = action.reshape(-1)[:8].tolist()
+            raise DataError(f"the policy's {key!r} is {values}, which is not in {spec}; fix the policy")
 
 
 def _at_random(env: EnvBase) -> ArrayPolicy:
@@ -107,12 +105,12 @@ def _at_random(env: EnvBase) -> ArrayPolicy:
 
 
 def _on_tensordicts(policy: Callable[[TensorDictBase], Any], env: EnvBase, kept: set[Any] | None) -> ArrayPolicy:
-    """Calls with a TensorDict; `kept` are the entries to keep, None for all new ones."""
+    """Calls with a TensorDict; keeps the outputs in `kept`, None for all new entries."""
     num_batch_dims, action_keys = len(env.batch_size), env.action_keys
 
     def call(observation: Tensors) -> Tensors:
         some = next(iter(observation.values()))
-        # The batch need not have all envs.
+        # A batch may have a part of the envs.
         result = policy(tensordict_of(observation, some.shape[:num_batch_dims], some.device))
         if isinstance(result, TensorDictBase):
             entries = dict(result.items(include_nested=True, leaves_only=True))
@@ -135,7 +133,7 @@ def _on_observations(module: nn.Module, env: EnvBase) -> ArrayPolicy:
 
 
 def _inputs_of(module: nn.Module, keys: list[Key]) -> list[Key]:
-    """The observations that a module is called with: the only one there is, or those that its parameters name."""
+    """The observations to call a module with: the only one, or those that its parameters name."""
     parameters = inspect.signature(module.forward).parameters.values()
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p.name for p in plain if p.name in keys]
@@ -147,8 +145,8 @@ def _inputs_of(module: nn.Module, keys: list[Key]) -> list[Key]:
     if "observation" in keys and len(needed) <= 1:
         return ["observation"]
     raise ConfigError(
-        f"{type(module).__name__}.forward({', '.join(needed)}) does not say which of the observations "
-        f"{', '.join(map(str, keys))} it takes; name its parameters after them, or give a TensorDict module"
+        f"the parameters of {type(module).__name__}.forward({', '.join(needed)}) do not name observations of the env "
+        f"({', '.join(map(str, keys))}); rename them, or give a TensorDict module"
     )
 
 
@@ -160,7 +158,5 @@ def _outputs(result: Any, action_keys: list[Key], policy: Any) -> Tensors:
         name = getattr(policy, "__name__", type(policy).__name__)
         nothing = "nothing" if isinstance(result, Mapping) else f"a {type(result).__name__}"
         got = ", ".join(map(str, entries)) or nothing
-        raise ConfigError(
-            f"the policy {name} gave no {missing[0]!r}, but {got}; it must write what the env takes under that key"
-        )
+        raise ConfigError(f"the policy {name} returned {got}, but no {missing[0]!r}; write the action under that key")
     return entries

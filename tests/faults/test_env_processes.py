@@ -85,7 +85,7 @@ def test_a_faulty_env_is_named_in_time_and_everything_ends(fault):
         assert seconds < 30
         if trace is not None:
             assert re.search(trace, str(failure.__cause__))
-        with pytest.raises(EnvironmentFailure, match="the env processes have ended: env 3"):
+        with pytest.raises(EnvironmentFailure, match="the env processes have exited: env 3"):
             env.reset()
         begun = time.monotonic()
         env.close()

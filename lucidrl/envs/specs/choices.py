@@ -1,4 +1,4 @@
-"""Specs of choices: as indices, as one-hot vectors, and switches."""
+"""Specs of choices: indices, one-hot vectors and switches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Indices(Spec):
         try:
             cast_exactly(np.asarray(counts) - 1, self.numpy_dtype)
         except ValueError as error:
-            raise ConfigError(f"{self} has more choices than its dtype has numbers; choose a larger one") from error
+            raise ConfigError(f"{self} has more choices than its dtype has numbers; use a larger dtype") from error
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return np.asarray(rng.integers(self._counts, size=tuple(self.shape)), self.numpy_dtype)
@@ -45,8 +45,8 @@ class MultiCategorical(_Indices):
     """Several choices, each as its index.
 
     Args:
-        nvec: how many there are to choose from, for each; of any shape.
-        shape: by default that of `nvec`, else one that ends in it.
+        nvec: numbers of choices, of any shape.
+        shape: ends in the shape of `nvec`, which is the default.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class MultiCategorical(_Indices):
         self.nvec = _checked_counts(nvec)
         super().__init__(self.nvec, self.nvec.shape if shape is None else shape, dtype, device)
         if self.shape[len(self.shape) - self.nvec.ndim :] != self.nvec.shape:
-            raise ConfigError(f"shape={list(self.shape)} must end in that of nvec, {list(self.nvec.shape)}")
+            raise ConfigError(f"shape={list(self.shape)} must end in the shape of nvec, {list(self.nvec.shape)}")
 
     def _limits(self) -> dict[str, Any]:
         return {"nvec": self.nvec}
@@ -73,7 +73,7 @@ class _OneHots(Spec):
         self._starts = np.cumsum(counts) - counts
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
-        # numpy draws below one number several times faster than below an array of them
+        # numpy samples faster below one number than below an array
         below = self._counts if len(self._counts) > 1 else self.shape[-1]
         return self._one_hot(rng.integers(below, size=(*self.shape[:-1], len(self._counts))))
 
@@ -83,7 +83,7 @@ class _OneHots(Spec):
         return bool((np.add.reduceat(array, self._starts, axis=-1, dtype=np.int64) == 1).all())
 
     def _one_hot(self, indices: np.ndarray) -> np.ndarray:
-        """The vectors for [..., blocks] indices, each within its block."""
+        """The vectors of [..., blocks] indices."""
         array = np.zeros(self.shape, self.numpy_dtype)
         rows = array.reshape(-1, self.shape[-1])
         rows[np.arange(len(rows))[:, None], (indices + self._starts).reshape(len(rows), -1)] = 1
@@ -97,7 +97,7 @@ class _OneHots(Spec):
 
 
 class OneHot(_OneHots):
-    """One of `n` choices, as a vector with a one at its place and zeros elsewhere."""
+    """One of `n` choices, as a one-hot vector."""
 
     def __init__(
         self, n: int, shape: Shape | None = None, dtype: torch.dtype = torch.int64, device: Device = None
@@ -113,11 +113,11 @@ class OneHot(_OneHots):
 
 
 class MultiOneHot(_OneHots):
-    """Several choices as one vector: a one-hot vector for each, one after the other.
+    """Several choices, as concatenated one-hot vectors.
 
     Args:
-        nvec: how many there are to choose from, for each.
-        shape: by default the sum of `nvec`, else one that ends in it.
+        nvec: numbers of choices.
+        shape: ends in the sum of `nvec`, which is the default.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class MultiOneHot(_OneHots):
     ) -> None:
         self.nvec = _checked_counts(nvec)
         if self.nvec.ndim != 1:
-            raise ConfigError(f"nvec has shape {list(self.nvec.shape)}; give a flat list of numbers of choices")
+            raise ConfigError(f"nvec has shape {list(self.nvec.shape)}; give a flat list")
         super().__init__(self.nvec, shape, dtype, device)
 
     def _encode(self, value: np.ndarray) -> np.ndarray:
@@ -143,7 +143,7 @@ class Binary(Spec):
     """Switches: zeros and ones.
 
     Args:
-        n: how many, in one dim; None leaves it to `shape`.
+        n: number of switches in the last dim; not needed with `shape`.
         shape: by default (n,).
     """
 
@@ -156,11 +156,11 @@ class Binary(Spec):
     ) -> None:
         if shape is None:
             if n is None:
-                raise ConfigError("a Binary spec needs its size; give n or shape")
+                raise ConfigError("a Binary spec needs a size; give n or shape")
             shape = (_checked_count(n),)
         super().__init__(shape, dtype, device)
         if n is not None and self.shape[-1:] != (n,):
-            raise ConfigError(f"shape={list(self.shape)} must end in n={n}; leave one of them out")
+            raise ConfigError(f"shape={list(self.shape)} must end in n={n}; give one of them")
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return np.asarray(rng.integers(2, size=tuple(self.shape)), self.numpy_dtype)
@@ -171,12 +171,12 @@ class Binary(Spec):
 
 def _checked_count(n: int) -> int:
     if n < 1:
-        raise ConfigError(f"n={n} leaves nothing to choose from; give at least 1")
+        raise ConfigError(f"n={n} must be at least 1")
     return int(n)
 
 
 def _checked_counts(nvec: Any) -> np.ndarray:
     counts = as_array(nvec).astype(np.int64)
     if counts.ndim == 0 or counts.size == 0 or (counts < 1).any():
-        raise ConfigError(f"nvec={nvec!r} must be a list of numbers of choices, each at least 1")
+        raise ConfigError(f"nvec={nvec!r} must be a list of numbers, each at least 1")
     return counts

@@ -1,4 +1,4 @@
-"""Specs of numbers: any at all, or between limits."""
+"""Specs of numbers: unbounded, or between limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lucidrl.errors import ConfigError
 
 
 class Unbounded(Spec):
-    """Any numbers. Random ones are normally distributed, or uniform over all of an integer dtype."""
+    """Any numbers. Samples are normally distributed, or uniform over the range of an integer dtype."""
 
     def __init__(self, shape: Shape = (), dtype: torch.dtype = torch.float32, device: Device = None) -> None:
         super().__init__(shape, dtype, device)
@@ -30,9 +30,9 @@ class Unbounded(Spec):
 
 
 class Bounded(Spec):
-    """Numbers between two limits that are allowed themselves; a limit may be infinite.
+    """Numbers between two inclusive limits, which may be infinite.
 
-    Random ones are uniform between the limits, exponentially distributed from a single one, normally without any.
+    Samples are uniform between finite limits, exponential from a single one, normal without any.
 
     Args:
         low: number or array that broadcasts to `shape`.
@@ -50,9 +50,9 @@ class Bounded(Spec):
             for limit in (low, high):
                 np.broadcast_to(limit, self.shape)
         except ValueError as error:
-            raise ConfigError(f"low={short(low)} and high={short(high)} make no spec: {error}") from error
+            raise ConfigError(f"low={short(low)}, high={short(high)}: {error}") from error
         if not (self._low <= self._high).all():
-            raise ConfigError(f"low={short(low)} is not below high={short(high)}; give low <= high everywhere")
+            raise ConfigError(f"low={short(low)} is above high={short(high)}; give low <= high everywhere")
 
     @property
     def low(self) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Bounded(Spec):
         low, high = self._low.astype(np.float64), self._high.astype(np.float64)
         if np.isfinite(low).all() and np.isfinite(high).all():
             share = rng.random(self.shape)
-            values = low * (1 - share) + high * share  # the difference itself may be more than a float64 holds
+            values = low * (1 - share) + high * share  # high - low may overflow
         else:
             values = _half_open(rng, np.broadcast_to(low, self.shape), np.broadcast_to(high, self.shape))
         return np.asarray(np.clip(values, low, high), self.numpy_dtype)
@@ -94,6 +94,6 @@ def _half_open(rng: np.random.Generator, low: np.ndarray, high: np.ndarray) -> n
     values = np.where(has_low, low + distance, values)
     values = np.where(has_high, high - distance, values)
     between = rng.random(low.shape)
-    with np.errstate(invalid="ignore"):  # infinite limits make NaN, which is not taken
+    with np.errstate(invalid="ignore"):  # infinite limits give NaN, which is not used
         inside = low * (1 - between) + high * between
     return np.where(has_low & has_high, inside, values)

@@ -1,4 +1,4 @@
-"""Transforms: what stands between an env and whoever steps it."""
+"""Transforms of observations, rewards, actions and flags of an env."""
 
 from lucidrl.envs.transforms.base import Compose, Transform
 from lucidrl.envs.transforms.counting import InitTracker, RewardSum, StepCounter, TimeLimit

@@ -1,4 +1,4 @@
-"""Transforms that count over an episode: steps, rewards, its beginning, its length."""
+"""Transforms that count over an episode: steps, rewards, start, length."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _EpisodeEntry(Transform):
         self._key, self._spec, self._at_reset = key, spec, at_reset
 
     def prepare(self, env: EnvBase) -> None:
-        # The entry as of the last step: others may write to the frame that holds it.
+        # A copy of the last value: others may write to the frame.
         self._last = np.full((*env.batch_size, 1), self._at_reset, self._spec.numpy_dtype)
 
     def reset(self, source: Frame, target: Frame, mask: np.ndarray | None) -> None:
@@ -47,7 +47,7 @@ class StepCounter(_EpisodeEntry):
     """Adds the number of steps since the reset, int64 [*B, 1].
 
     Args:
-        max_steps: truncates episodes at this length; None lets them go on.
+        max_steps: truncates episodes at this length; None does not.
         step_count_key: name of the entry.
     """
 
@@ -61,7 +61,7 @@ class StepCounter(_EpisodeEntry):
 
     def step(self, source: Frame, target: Frame) -> None:
         count = target.observation[self._key]
-        # Neither in place nor with a Python number: both cost numpy three times as much.
+        # In place, or with a Python number, numpy takes three times as long.
         np.add(self._last, self._one, count)
         self._last[...] = count
         if self.max_steps is not None:
@@ -69,7 +69,7 @@ class StepCounter(_EpisodeEntry):
 
 
 class TimeLimit(Transform):
-    """Truncates episodes after `max_steps`, and tells nothing more than that."""
+    """Truncates episodes after `max_steps`; adds no entry."""
 
     def __init__(self, max_steps: int):
         super().__init__()
@@ -99,7 +99,7 @@ class RewardSum(_EpisodeEntry):
 
 
 class InitTracker(_EpisodeEntry):
-    """Adds whether an episode is at its beginning, bool [*B, 1]: True after a reset, False after a step."""
+    """Adds whether an episode starts, bool [*B, 1]: True after a reset, False after a step."""
 
     def __init__(self, init_key: Key = "is_init"):
         super().__init__(init_key, Categorical(2, (1,), torch.bool), at_reset=True)
@@ -115,5 +115,5 @@ def _truncate(frame: Frame, where: np.ndarray) -> None:
 
 def _checked_max_steps(max_steps: int) -> int:
     if max_steps < 1:
-        raise ConfigError(f"max_steps={max_steps} leaves no step to an episode; give at least 1")
+        raise ConfigError(f"max_steps={max_steps} must be at least 1")
     return max_steps

@@ -1,4 +1,4 @@
-"""Transforms that put values together: of several moments, or of several entries."""
+"""Transforms that concatenate values of several frames or entries."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ _Value = TypeVar("_Value", np.ndarray, torch.Tensor)
 
 
 class CatFrames(Transform):
-    """Puts the last `N` values of an entry side by side, the newest last.
+    """Concatenates the last `N` values of an entry, the newest last.
 
     Args:
-        N: how many.
-        dim: along which they are put, counted from the end: -3 for the channels of an image, -1 for a vector.
-        padding: what stands for moments before the reset: "same" the first value, "constant" `padding_value`.
+        dim: counted from the end: -3 for the channels of an image, -1 for a vector.
+        padding: values before the reset: "same" repeats the first value, "constant" uses `padding_value`.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class CatFrames(Transform):
     ):
         super().__init__(in_keys, out_keys)
         if N < 1:
-            raise ConfigError(f"N={N} leaves nothing to put together; give at least 1")
+            raise ConfigError(f"N={N} must be at least 1")
         if dim >= 0:
             raise ConfigError(f"dim={dim} would depend on the env's batch size; count from the end, such as -1")
         if padding not in ("same", "constant"):
@@ -51,7 +50,7 @@ class CatFrames(Transform):
         for key in self.in_keys:
             shape = env.observation_leaves()[key].shape
             if len(shape) - len(env.batch_size) < -self.dim:
-                raise ConfigError(f"dim={self.dim} is not one of {key!r}, which has shape {list(shape)}")
+                raise ConfigError(f"dim={self.dim} is not a dim of {key!r}, which has shape {list(shape)}")
             self._latest[key] = self._repeated(env.new_frame().observation[key])
 
     def reset(self, source: Frame, target: Frame, mask: np.ndarray | None) -> None:
@@ -84,25 +83,25 @@ class CatFrames(Transform):
         return np.concatenate([value] * self.N, axis=self.dim)
 
     def _cut(self, values: np.ndarray, start: int, size: int) -> np.ndarray:
-        """A view of that part along `dim`."""
+        """A view of `size` values along `dim`."""
         index: tuple[Any, ...] = (..., slice(start, start + size), *(slice(None),) * (-self.dim - 1))
         return values[index]
 
 
 class CatTensors(Transform):
-    """Puts several entries side by side in one.
+    """Concatenates several entries in one.
 
     Args:
-        in_keys: in this order; what is a single number counts as one of size 1.
+        in_keys: in this order; a scalar has size 1.
         out_key: name of the new entry, which may be one of `in_keys`.
-        dim: along which they are put, counted from the end.
-        del_keys: whether to remove the entries that are put together.
+        dim: counted from the end.
+        del_keys: whether to remove the `in_keys`.
     """
 
     def __init__(self, in_keys: Keys, out_key: Key = "observation_vector", dim: int = -1, del_keys: bool = True):
         super().__init__(in_keys)
         if not self.in_keys:
-            raise ConfigError("in_keys is empty; name the entries to be put together")
+            raise ConfigError("in_keys is empty; name the entries to concatenate")
         if dim >= 0:
             raise ConfigError(f"dim={dim} would depend on the env's batch size; count from the end, such as -1")
         self.out_keys = (out_key,)
@@ -118,7 +117,7 @@ class CatTensors(Transform):
         target.observation[self._key][... if mask is None else mask] = np.concatenate(values, self.dim)
 
     def step(self, source: Frame, target: Frame) -> None:
-        # Into an array of the dtype that torch gives several: float32 and int64 make float32.
+        # The dtype follows torch: float32 and int64 give float32.
         np.concatenate(self._values(source.observation), self.dim, out=target.observation[self._key])
 
     def transform_observation_spec(self, spec: Composite) -> Composite:
@@ -134,7 +133,7 @@ class CatTensors(Transform):
             like = torch.cat(self._values({key: part.zero() for key, part in parts.items()}), self.dim)
         except (RuntimeError, IndexError) as error:
             shapes = ", ".join(f"{key!r} {list(part.shape)}" for key, part in parts.items())
-            raise ConfigError(f"CatTensors cannot put {shapes} together along dim={self.dim}: {error}") from error
+            raise ConfigError(f"CatTensors cannot concatenate {shapes} along dim={self.dim}: {error}") from error
         bounded = {key: part for key, part in parts.items() if isinstance(part, Bounded)}
         if len(bounded) < len(parts):
             return Unbounded(like.shape, like.dtype, like.device)

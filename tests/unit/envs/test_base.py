@@ -164,7 +164,7 @@ def test_a_step_without_an_action_names_what_is_there():
 def test_an_action_of_another_shape_is_refused():
     env = Walk((2,))
     root = env.reset().set("action", torch.zeros(2, 3, dtype=torch.int64))
-    with pytest.raises(DataError, match=r"action has shape \[2, 3\]; the env takes \[2, 2\]"):
+    with pytest.raises(DataError, match=r"action has shape \[2, 3\]; the env needs \[2, 2\]"):
         env.step(root)
 
 
@@ -172,7 +172,7 @@ def test_an_action_of_another_dtype_is_taken_if_it_means_the_same():
     env = Walk()
     root = env.reset()
     env.step(root.set("action", torch.tensor([0.0, 1.0])))
-    with pytest.raises(DataError, match=r"the env takes action as OneHot.*: .* cannot be written as int64"):
+    with pytest.raises(DataError, match=r"action does not fit OneHot.*: .* cannot be written as int64"):
         env.step(root.set("action", torch.tensor([0.3, 1.7])))
 
 
@@ -219,7 +219,7 @@ class Wrong(Countdown):
         ({"left": torch.zeros(2, 1)}, "left has dtype float32, but its spec says int64"),
         ({"left": None}, "Wrong has no entry 'left'; it has reward, terminated"),
         ({"reward": torch.tensor([[0.0], [torch.nan]])}, r"the reward is \[0.0, nan\], but learning needs finite"),
-        ({"terminated": None}, "Wrong gave neither 'done' nor 'terminated' in a step"),
+        ({"terminated": None}, "Wrong returned neither 'done' nor 'terminated' from a step"),
         ({"done": ALL, "truncated": ~ALL}, "Wrong is 'done', but neither 'terminated' nor 'truncated'"),
     ],
 )

@@ -178,7 +178,7 @@ def test_closing_twice_is_fine_and_later_calls_say_so():
     env.close()
     env.close()
     assert not any(map(psutil.pid_exists, pids))
-    with pytest.raises(EnvironmentFailure, match="the env processes have ended: they were closed; make another"):
+    with pytest.raises(EnvironmentFailure, match="the env processes have exited: closed; make another"):
         env.reset()
 
 
@@ -197,7 +197,7 @@ def test_after_an_interrupt_no_half_done_step_is_taken_for_the_next_one():
     with pytest.raises(KeyboardInterrupt):
         env.reset()
     assert not any(map(psutil.pid_exists, pids))
-    with pytest.raises(EnvironmentFailure, match="have ended: the driver was interrupted while they were at work"):
+    with pytest.raises(EnvironmentFailure, match="have exited: the driver was interrupted while they were busy"):
         env.reset()
 
 
@@ -242,10 +242,10 @@ def test_processes_can_be_asked_one_by_one():
     [
         ({"num_processes": 3}, "num_processes=3 is not between 1 and num_workers=2"),
         ({"num_processes": 0}, "num_processes=0 is not between 1 and num_workers=2"),
-        ({"step_timeout_s": 0}, "step_timeout_s=0 leaves no time for anything; give seconds above 0"),
-        ({"start_timeout_s": math.nan}, "start_timeout_s=nan leaves no time for anything; give seconds above 0"),
+        ({"step_timeout_s": 0}, "step_timeout_s=0 must be above 0"),
+        ({"start_timeout_s": math.nan}, "start_timeout_s=nan must be above 0"),
         ({"start_method": "thread"}, "start_method='thread' is not one of forkserver, spawn, fork"),
-        ({"create_env_fn": lambda: None}, "the factory of env [01] returned None, but an EnvBase is needed"),
+        ({"create_env_fn": lambda: None}, "the factory of env [01] returned None; return an EnvBase"),
         ({"create_env_fn": [Walk, Countdown]}, "env 1 has observation_spec .*, but env 0 has"),
         ({"create_env_kwargs": {"lock": threading.Lock()}}, "cannot be sent to a process"),
     ],

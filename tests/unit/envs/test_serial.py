@@ -95,7 +95,7 @@ def test_tensordict_envs_can_be_stacked():
 
 
 def test_envs_that_differ_are_told_apart():
-    with pytest.raises(ConfigError, match=r"env 1 has batch_size .*\[2\].*, but env 0 has .*; envs whose frames"):
+    with pytest.raises(ConfigError, match=r"env 1 has batch_size .*\[2\].*, but env 0 has .*; make them equal"):
         SerialEnv(2, Walk, create_env_kwargs=[{}, {"batch_size": (2,)}])
     with pytest.raises(ConfigError, match=r"env 2 has observation_spec .*left.*, but env 0 has .*observation"):
         SerialEnv(3, [Walk, Walk, Countdown])

@@ -168,13 +168,13 @@ def test_what_cannot_be_encoded_is_refused_with_value_and_spec(spec, value):
         (lambda: Categorical(257, dtype=torch.uint8), "more choices than its dtype has numbers"),
         (lambda: MultiCategorical([2, 3], dtype=torch.bool), "more choices than its dtype has numbers"),
         (lambda: OneHot(3, (4,)), "must end in 3"),
-        (lambda: MultiCategorical([2, 3], (3,)), "must end in that of nvec"),
+        (lambda: MultiCategorical([2, 3], (3,)), "must end in the shape of nvec"),
         (lambda: MultiCategorical([2, 0]), "each at least 1"),
         (lambda: MultiOneHot([[2, 3]]), "flat list"),
         (lambda: Binary(), "give n or shape"),
         (lambda: Binary(2, (3,)), "must end in n=2"),
         (lambda: Composite(a=3), "'a' is a int"),
-        (lambda: Composite(a=Unbounded((3,)), shape=(2,)), "begin with that; expand it"),
+        (lambda: Composite(a=Unbounded((3,)), shape=(2,)), r"expand it to the Composite\'s shape=\[2\]"),
     ],
 )
 def test_specs_that_mean_nothing_are_refused(make, complaint):

@@ -63,7 +63,7 @@ def test_episodes_are_truncated_at_the_limit_each_by_its_own_count(transform):
     np.testing.assert_array_equal(truncated[2], counted)
     np.testing.assert_array_equal(done, terminated | truncated)
     begun = np.where(done, 0, steps["next", "hour"])[:, :-1]
-    np.testing.assert_array_equal(steps["hour"][:, 1:], begun, "whoever ended an episode, the env begins a new one")
+    np.testing.assert_array_equal(steps["hour"][:, 1:], begun, "the env starts a new episode after each end")
 
 
 def test_the_lower_of_two_limits_counts():
@@ -90,7 +90,7 @@ def test_a_reset_of_some_envs_leaves_the_counts_of_others():
 
 @pytest.mark.parametrize("transform", [StepCounter, TimeLimit])
 def test_a_limit_without_steps_is_refused(transform):
-    with pytest.raises(ConfigError, match="max_steps=0 leaves no step"):
+    with pytest.raises(ConfigError, match="max_steps=0 must be at least 1"):
         transform(max_steps=0)
 
 

@@ -256,12 +256,12 @@ def test_a_transform_belongs_to_one_env():
     ("make", "complaint"),
     [
         (lambda: ObservationNorm(0, 1, ["obs"]), "reads 'obs', but the env has .*'observation'"),
-        (lambda: Compose(StepCounter(), StepCounter()), "would write 'step_count', which the env has already"),
+        (lambda: Compose(StepCounter(), StepCounter()), "writes 'step_count', which the env already has"),
         (Compose, "Compose is empty"),
-        (lambda: "StepCounter", "is no transform"),
+        (lambda: "StepCounter", "is not a transform"),
         (lambda: Transform(["observation"], ["a", "b"]), "reads 1 entries, but out_keys has 2"),
-        (lambda: Transform(["reward"], ["gain"]), "a reward can only stay the reward"),
-        (lambda: DoubleToFloat(in_keys_inv=["torque"]), "changes the action 'torque', but the env takes 'action'"),
+        (lambda: Transform(["reward"], ["gain"]), "a reward keeps its key"),
+        (lambda: DoubleToFloat(in_keys_inv=["torque"]), "changes the action 'torque', but the env has 'action'"),
     ],
 )
 def test_keys_that_do_not_fit_are_told(make, complaint):

@@ -77,12 +77,12 @@ def test_limits_are_put_side_by_side_where_all_have_them():
     [
         (lambda: CatFrames(0, -1, ["observation"]), "N=0"),
         (lambda: CatFrames(2, 0, ["observation"]), "dim=0 would depend"),
-        (lambda: CatFrames(2, -2, ["observation"]), "dim=-2 is not one of 'observation'"),
+        (lambda: CatFrames(2, -2, ["observation"]), "dim=-2 is not a dim of 'observation'"),
         (lambda: CatFrames(2, -1, ["observation"], padding="zeros"), "'same' or 'constant'"),
         (lambda: CatTensors([]), "in_keys is empty"),
         (lambda: CatTensors(["wide", "hour"], dim=0), "dim=0 would depend"),
-        (lambda: CatTensors(["wide", "pixels"]), "cannot put 'wide' "),
-        (lambda: CatTensors(["wide", ("sky", "cloud")], "observation"), "which the env has already"),
+        (lambda: CatTensors(["wide", "pixels"]), "cannot concatenate 'wide' "),
+        (lambda: CatTensors(["wide", ("sky", "cloud")], "observation"), "which the env already has"),
     ],
 )
 def test_what_cannot_be_put_together_is_refused(make, complaint):

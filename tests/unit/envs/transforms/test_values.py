@@ -133,14 +133,14 @@ def test_resized_images_do_not_depend_on_their_neighbours(interpolation):
 @pytest.mark.parametrize(
     ("transform", "complaint"),
     [
-        (lambda: GrayScale(), "put that before it"),
-        (lambda: Resize(4), "put that before it"),
+        (lambda: GrayScale(), "put ToTensorImage before it"),
+        (lambda: Resize(4), "put ToTensorImage before it"),
         (lambda: Compose(ToTensorImage(), GrayScale(), GrayScale()), "1 channels"),
-        (lambda: ToTensorImage(["observation"]), "it takes uint8 images"),
+        (lambda: ToTensorImage(["observation"]), "it needs uint8 images"),
         (lambda: Resize(0), "w=0"),
         (lambda: Resize(4, interpolation="cubic"), "nearest, bilinear, bicubic or area"),
         (lambda: RewardScaling(0, 0), "scale=0"),
-        (lambda: RewardClipping(1, 1), "clamp_min=1 is not below clamp_max=1"),
+        (lambda: RewardClipping(1, 1), "clamp_min=1 must be below clamp_max=1"),
         (lambda: DoubleToFloat(["observation"]), "'observation', which is torch.float32"),
     ],
 )
