@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from lucidrl.envs.arrays import FLAGS, Arrays, Frame, Key, copy_rows
+from lucidrl.envs.failures import at_least_one
 from lucidrl.envs.policies import as_policy
 from lucidrl.envs.recorder import Recorder
 from lucidrl.envs.specs import Categorical, Composite, Spec, Unbounded
@@ -138,9 +139,7 @@ class EnvBase:
             break_when_any_done: stop at the first end of an episode; otherwise reset there.
             auto_reset: start with a reset; otherwise with the root `tensordict`.
         """
-        if max_steps < 1:
-            raise ConfigError(f"max_steps={max_steps} must be at least 1")
-        recorder = Recorder(self, max_steps, "EnvBase.policy")
+        recorder = Recorder(self, at_least_one("max_steps", max_steps), "EnvBase.policy")
         if auto_reset:
             recorder.reset()
         elif tensordict is None:

@@ -8,7 +8,7 @@ from typing import Any
 import cloudpickle
 
 from lucidrl.envs.base import EnvBase
-from lucidrl.envs.failures import env_failure
+from lucidrl.envs.failures import at_least_one, env_failure
 from lucidrl.errors import ConfigError, LucidError
 
 EnvFactory = Callable[..., EnvBase]
@@ -45,8 +45,7 @@ def env_creators(
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
 ) -> list[EnvCreator]:
     """A creator per env, from one factory or one per env, with arguments for all or per env."""
-    if num_workers < 1:
-        raise ConfigError(f"num_workers={num_workers} must be at least 1")
+    at_least_one("num_workers", num_workers)
     functions = _one_each(num_workers, "create_env_fn", create_env_fn)
     arguments = _one_each(num_workers, "create_env_kwargs", create_env_kwargs)
     return [EnvCreator(function, kwargs) for function, kwargs in zip(functions, arguments, strict=True)]

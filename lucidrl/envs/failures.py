@@ -1,4 +1,4 @@
-"""Errors of environments that fail or return values outside their specs."""
+"""Errors of environments that fail or return values outside their specs, and of their arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lucidrl.envs.arrays import Key, path_of
-from lucidrl.errors import EnvironmentFailure
+from lucidrl.errors import ConfigError, EnvironmentFailure
 
 _MOST_VALUES = 8
 
@@ -35,6 +35,13 @@ def env_failure(
     known = [f"seed {seed}" if seed is not None else "never seeded"]
     known += [f"{'/'.join(path_of(key))} {_values(array)}" for key, array in (actions or {}).items()]
     return EnvironmentFailure(f"{who} ({', '.join(known)}) failed in its {phase}: {reason}")
+
+
+def at_least_one(name: str, value: int) -> int:
+    """The value of an argument; raises ConfigError if it is below 1."""
+    if value < 1:
+        raise ConfigError(f"{name}={value} must be at least 1")
+    return int(value)
 
 
 def checked_array(what: Key, value: Any, expected: np.ndarray) -> np.ndarray:

@@ -10,8 +10,8 @@ import torch
 
 from lucidrl.envs.arrays import FLAGS, Arrays, Frame
 from lucidrl.envs.base import MAX_SEED, EnvBase
-from lucidrl.envs.failures import checked_array, checked_reward, env_failure
-from lucidrl.envs.gym_spaces import codec_of, observation_codec
+from lucidrl.envs.failures import at_least_one, checked_array, checked_reward, env_failure
+from lucidrl.envs.gym_spaces import codec_of
 from lucidrl.envs.specs import Bounded, Composite, Spec, Unbounded
 from lucidrl.envs.specs.spec import torch_dtype_of
 from lucidrl.errors import ConfigError, EnvironmentFailure
@@ -63,8 +63,7 @@ class GymEnv(EnvBase):
         **kwargs: Any,
     ) -> None:
         for name, number in (("num_envs", num_envs), ("frame_skip", frame_skip)):
-            if number is not None and number < 1:
-                raise ConfigError(f"{name}={number} must be at least 1, or None")
+            at_least_one(name, 1 if number is None else number)
         super().__init__(device=device, batch_size=() if num_envs is None else (num_envs,))
         members = _members(env, num_envs, kwargs, from_pixels)
         self._members = [
@@ -133,6 +132,8 @@ class _Member:
         info_keys: Mapping[str, Spec] | Collection[str],
         frame_skip: int,
     ) -> None:
+        import gymnasium
+
         self.env = env
         self.next_seed: int | None = None
         """For the next reset only."""
@@ -144,7 +145,9 @@ class _Member:
         self._observes_pixels = observes_pixels
         self._info_keys = list(info_keys)
 
-        state, state_spec = observation_codec(env.observation_space, categorical)
+        is_dict = isinstance(env.observation_space, gymnasium.spaces.Dict)
+        state = codec_of(() if is_dict else "observation", env.observation_space, categorical)
+        state_spec: Any = state.spec if is_dict else Composite(observation=state.spec)
         self._write_state = state.write if observes_state else None
         parts = [state_spec] if observes_state else []
         if observes_pixels or (info_keys and not isinstance(info_keys, Mapping)):

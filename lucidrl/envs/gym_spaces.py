@@ -52,19 +52,8 @@ class Codec(ABC):
         """
 
 
-def observation_codec(space: Space, categorical: bool) -> tuple[Codec, Composite]:
-    """The codec of the observation and its spec; a space other than Dict is the entry "observation"."""
-    from gymnasium import spaces
-
-    if isinstance(space, spaces.Dict):
-        entries = _dict_codec((), space, categorical)
-        return entries, entries.spec
-    codec = codec_of("observation", space, categorical)
-    return codec, Composite(observation=codec.spec)
-
-
 def codec_of(key: Key, space: Space, categorical: bool) -> Codec:
-    """The codec of the entry `key`; Dict and Tuple spaces have entries below it.
+    """The codec of the entry `key`; Dict and Tuple spaces have entries below it, with the key () at the top.
 
     Args:
         categorical: discrete values are indices; otherwise they are one-hot vectors.
@@ -84,7 +73,9 @@ def codec_of(key: Key, space: Space, categorical: bool) -> Codec:
         case spaces.MultiDiscrete():
             return _MultiIndexCodec(key, space) if categorical else _MultiOneHotCodec(key, space)
         case spaces.Dict():
-            return _dict_codec(key, space, categorical)
+            if unnamed := [name for name in space.spaces if not isinstance(name, str)]:
+                raise ConfigError(f"{space} has the key {unnamed[0]!r}; use strings as keys")
+            return _NestedCodec(key, space.spaces, dict, categorical)
         case spaces.Tuple():
             parts = dict(enumerate(space.spaces))
             return _NestedCodec(key, parts, lambda values: tuple(value for _, value in values), categorical)
@@ -203,12 +194,6 @@ class _NestedCodec(Codec):
 
     def read(self, arrays: Mapping[Key, np.ndarray]) -> Any:
         return self._make((name, codec.read(arrays)) for name, codec in self._codecs.items())
-
-
-def _dict_codec(key: Key, space: Any, categorical: bool) -> _NestedCodec:
-    if unnamed := [name for name in space.spaces if not isinstance(name, str)]:
-        raise ConfigError(f"{space} has the key {unnamed[0]!r}; use strings as keys")
-    return _NestedCodec(key, space.spaces, dict, categorical)
 
 
 def _below(key: Key, name: str) -> Key:

@@ -17,7 +17,7 @@ from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.ray_launch import check_can_be_placed, is_to_be_started
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.envs.text.hosts import EnvHost, start_first_worker, start_host
+from lucidrl.envs.text.hosts import EnvHost, start_host
 from lucidrl.envs.text.registry import split_prompts
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.generation.config import GenerationConfig
@@ -50,7 +50,7 @@ class TextInputs:
     @cached_property
     def _host(self) -> EnvHost:
         seed_everything(self._config.seed)  # an environment in this process may draw
-        return start_first_worker(self._config.env, self._config.cluster, self._config.seed)
+        return start_host(self._config.env, self._config.cluster, num_workers=1, seed=self._config.seed)
 
     def environment(self, log_dir: Path) -> EnvHost:
         """The environment for the run: the one that gave the prompts, unless there are to be several workers."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lucidrl.envs.failures import at_least_one
 from lucidrl.envs.specs.spec import Device, Shape, Spec, as_array, cast_exactly
 from lucidrl.errors import ConfigError
 
@@ -34,7 +35,7 @@ class Categorical(_Indices):
     """One of `n` choices, as its index from 0."""
 
     def __init__(self, n: int, shape: Shape = (), dtype: torch.dtype = torch.int64, device: Device = None) -> None:
-        self.n = _checked_count(n)
+        self.n = at_least_one("n", n)
         super().__init__(self.n, shape, dtype, device)
 
     def _limits(self) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class OneHot(_OneHots):
     def __init__(
         self, n: int, shape: Shape | None = None, dtype: torch.dtype = torch.int64, device: Device = None
     ) -> None:
-        self.n = _checked_count(n)
+        self.n = at_least_one("n", n)
         super().__init__(np.array([n]), shape, dtype, device)
 
     def _encode(self, value: np.ndarray) -> np.ndarray:
@@ -157,7 +158,7 @@ class Binary(Spec):
         if shape is None:
             if n is None:
                 raise ConfigError("a Binary spec needs a size; give n or shape")
-            shape = (_checked_count(n),)
+            shape = (at_least_one("n", n),)
         super().__init__(shape, dtype, device)
         if n is not None and self.shape[-1:] != (n,):
             raise ConfigError(f"shape={list(self.shape)} must end in n={n}; give one of them")
@@ -167,12 +168,6 @@ class Binary(Spec):
 
     def _allows(self, array: np.ndarray) -> bool:
         return bool(((array == 0) | (array == 1)).all())
-
-
-def _checked_count(n: int) -> int:
-    if n < 1:
-        raise ConfigError(f"n={n} must be at least 1")
-    return int(n)
 
 
 def _checked_counts(nvec: Any) -> np.ndarray:

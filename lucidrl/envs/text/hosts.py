@@ -34,6 +34,7 @@ class WorkersHost:
 
     Args:
         config: which environment, and how many workers.
+        num_workers: start only so many of them, such as one for its prompts.
         cluster: threads and start timeout; where the workers run, if there are several.
         log_dir: for `env_N.log` with the output of worker N.
         seed: of the workers' random generators.
@@ -43,9 +44,16 @@ class WorkersHost:
     """
 
     def __init__(
-        self, config: EnvConfig, cluster: ClusterConfig, *, log_dir: Path | None = None, seed: int = 0
+        self,
+        config: EnvConfig,
+        cluster: ClusterConfig,
+        *,
+        num_workers: int | None = None,
+        log_dir: Path | None = None,
+        seed: int = 0,
     ) -> None:
-        self.name, self.num_workers = config.name, config.num_workers
+        self.name, self.num_workers = config.name, num_workers or config.num_workers
+        self._config = config
         self._start_timeout_s = cluster.start_timeout_s
         self._states: dict[int, EnvState] = {}
         if self.num_workers == 1:  # on this machine
@@ -76,11 +84,6 @@ class WorkersHost:
             raise ConfigError(f"{self.name} cannot be made: {error}") from error
         except ConfigError as error:  # a mistake in the settings is one sentence, wherever it was found
             raise ConfigError(str(error)) from error.__cause__
-        try:
-            _check_state_is_kept(config, self._states[0])
-        except ConfigError:
-            self._pool.shutdown()
-            raise
 
     @property
     def num_restarts(self) -> int:
@@ -155,8 +158,14 @@ class WorkersHost:
     def _bring_state(self, worker: PoolWorker) -> None:
         if worker.number in self._states:
             worker.run("load_state", self._states[worker.number])
-        else:
-            self._states[worker.number] = worker.run("state")
+            return
+        state: EnvState = worker.run("state")
+        if self._config.num_workers > 1 and state.env is not None:
+            raise ConfigError(
+                f"env.num_workers={self._config.num_workers} needs an environment without state, but {self.name} has "
+                "state_dict; set env.num_workers=1, or remove state_dict"
+            )
+        self._states[worker.number] = state
 
     def _outcomes(self, number: int, future: Future[Scored]) -> list[list[Outcome]] | LostWorkerError:
         try:
@@ -232,36 +241,14 @@ EnvHost = WorkersHost | DriverHost
 
 
 def start_host(
-    config: EnvConfig, cluster: ClusterConfig | None = None, *, log_dir: Path | None = None, seed: int = 0
+    config: EnvConfig,
+    cluster: ClusterConfig | None = None,
+    *,
+    num_workers: int | None = None,
+    log_dir: Path | None = None,
+    seed: int = 0,
 ) -> EnvHost:
     """Make the environment where the configuration says; see `WorkersHost`."""
     if config.is_isolated:
-        return WorkersHost(config, cluster or ClusterConfig(), log_dir=log_dir, seed=seed)
+        return WorkersHost(config, cluster or ClusterConfig(), num_workers=num_workers, log_dir=log_dir, seed=seed)
     return DriverHost(make_env(config.name, config.kwargs))
-
-
-def start_first_worker(config: EnvConfig, cluster: ClusterConfig, seed: int = 0) -> EnvHost:
-    """Make the environment once, before a run is known to start: for its prompts, and for the run if one is enough.
-
-    Args:
-        cluster: threads and start timeout of its worker.
-        seed: of the run; the constructor of an environment may draw.
-
-    Raises:
-        ConfigError: if the environment cannot be made.
-    """
-    host = start_host(config.model_copy(update={"num_workers": 1}), cluster, seed=seed)
-    try:
-        _check_state_is_kept(config, host.states()[0])
-    except BaseException:
-        host.shutdown()
-        raise
-    return host
-
-
-def _check_state_is_kept(config: EnvConfig, state: EnvState) -> None:
-    if config.num_workers > 1 and state.env is not None:
-        raise ConfigError(
-            f"env.num_workers={config.num_workers} needs an environment that keeps nothing, but {config.name} has a "
-            "state_dict, and every worker would have its own state; set env.num_workers=1, or take state_dict out"
-        )

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from lucidrl.envs.arrays import Arrays, Frame, Key
+from lucidrl.envs.base import EnvBase
 from lucidrl.envs.failures import checked_array
 from lucidrl.envs.specs import Bounded, Composite, Spec, Unbounded
 from lucidrl.envs.specs.spec import torch_dtype_of
 from lucidrl.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from lucidrl.envs.base import EnvBase
 
 State = Mapping[str, Any]
 """Learned numbers and arrays by name."""

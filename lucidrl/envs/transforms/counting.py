@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from lucidrl.envs.arrays import Frame, Key
+from lucidrl.envs.base import EnvBase
+from lucidrl.envs.failures import at_least_one
 from lucidrl.envs.specs import Bounded, Categorical, Composite, Spec, Unbounded
 from lucidrl.envs.transforms.base import Transform
-from lucidrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lucidrl.envs.base import EnvBase
 
 
 class _EpisodeEntry(Transform):
@@ -53,7 +49,7 @@ class StepCounter(_EpisodeEntry):
 
     def __init__(self, max_steps: int | None = None, step_count_key: Key = "step_count"):
         super().__init__(step_count_key, Bounded(0, torch.iinfo(torch.int64).max, (1,), torch.int64))
-        self.max_steps = None if max_steps is None else _checked_max_steps(max_steps)
+        self.max_steps = None if max_steps is None else at_least_one("max_steps", max_steps)
 
     def prepare(self, env: EnvBase) -> None:
         super().prepare(env)
@@ -73,7 +69,7 @@ class TimeLimit(Transform):
 
     def __init__(self, max_steps: int):
         super().__init__()
-        self.max_steps = _checked_max_steps(max_steps)
+        self.max_steps = at_least_one("max_steps", max_steps)
 
     def prepare(self, env: EnvBase) -> None:
         self._count = np.zeros((*env.batch_size, 1), np.int64)
@@ -111,9 +107,3 @@ class InitTracker(_EpisodeEntry):
 def _truncate(frame: Frame, where: np.ndarray) -> None:
     np.logical_or(frame.truncated, where, out=frame.truncated)
     np.logical_or(frame.done, where, out=frame.done)
-
-
-def _checked_max_steps(max_steps: int) -> int:
-    if max_steps < 1:
-        raise ConfigError(f"max_steps={max_steps} must be at least 1")
-    return max_steps

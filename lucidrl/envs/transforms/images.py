@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from lucidrl.envs.failures import at_least_one
 from lucidrl.envs.specs import Spec
 from lucidrl.envs.transforms.base import Keys, Transform, mapped_spec
 from lucidrl.errors import ConfigError
@@ -72,9 +73,8 @@ class Resize(Transform):
         out_keys: Keys | None = None,
     ):
         super().__init__(in_keys, out_keys)
-        self.w, self.h, self.interpolation = w, w if h is None else h, interpolation
-        if self.w < 1 or self.h < 1:
-            raise ConfigError(f"w={w}, h={h} must be at least 1")
+        self.w, self.h = at_least_one("w", w), at_least_one("h", w if h is None else h)
+        self.interpolation = interpolation
         if interpolation not in Interpolation.__args__:  # type: ignore[attr-defined]
             raise ConfigError(f"interpolation={interpolation!r} is unknown; give nearest, bilinear, bicubic or area")
 

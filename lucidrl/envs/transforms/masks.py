@@ -5,17 +5,15 @@ Shapes: n the number of choices.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from lucidrl.envs.arrays import Arrays, Frame, Key
+from lucidrl.envs.base import EnvBase
 from lucidrl.envs.specs import Categorical, Composite, OneHot, Spec
 from lucidrl.envs.transforms.base import Transform
 from lucidrl.errors import ConfigError, EnvironmentFailure
-
-if TYPE_CHECKING:
-    from lucidrl.envs.base import EnvBase
 
 
 class ActionMask(Transform):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
 from lucidrl.envs.arrays import Arrays, Frame, Key
+from lucidrl.envs.base import EnvBase
+from lucidrl.envs.failures import at_least_one
 from lucidrl.envs.specs import Bounded, Composite, Spec, Unbounded
 from lucidrl.envs.transforms.base import Keys, Transform, mapped_spec, rows_of
 from lucidrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lucidrl.envs.base import EnvBase
 
 _Value = TypeVar("_Value", np.ndarray, torch.Tensor)
 
@@ -37,13 +36,12 @@ class CatFrames(Transform):
         padding_value: float = 0,
     ):
         super().__init__(in_keys, out_keys)
-        if N < 1:
-            raise ConfigError(f"N={N} must be at least 1")
         if dim >= 0:
             raise ConfigError(f"dim={dim} would depend on the env's batch size; count from the end, such as -1")
         if padding not in ("same", "constant"):
             raise ConfigError(f"padding={padding!r} is unknown; give 'same' or 'constant'")
-        self.N, self.dim, self.padding, self.padding_value = N, dim, padding, padding_value
+        self.N = at_least_one("N", N)
+        self.dim, self.padding, self.padding_value = dim, padding, padding_value
 
     def prepare(self, env: EnvBase) -> None:
         self._latest: Arrays = {}

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from lucidrl.envs.arrays import Key
+from lucidrl.envs.base import EnvBase
 from lucidrl.envs.specs import Spec, Unbounded
 from lucidrl.envs.transforms.base import Keys, State, Transform
 from lucidrl.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from lucidrl.envs.base import EnvBase
 
 
 class ObservationNorm(Transform):

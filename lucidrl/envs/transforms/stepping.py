@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from lucidrl.envs.arrays import Arrays, Frame
+from lucidrl.envs.base import EnvBase
+from lucidrl.envs.failures import at_least_one
 from lucidrl.envs.transforms.base import Transform
-from lucidrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lucidrl.envs.base import EnvBase
 
 
 class FrameSkip(Transform):
@@ -21,9 +17,7 @@ class FrameSkip(Transform):
 
     def __init__(self, frame_skip: int):
         super().__init__(in_keys=["reward"])
-        if frame_skip < 1:
-            raise ConfigError(f"frame_skip={frame_skip} must be at least 1")
-        self.frame_skip = frame_skip
+        self.frame_skip = at_least_one("frame_skip", frame_skip)
 
     def before_step(self, actions: Arrays) -> Arrays:
         self._actions = actions
@@ -54,9 +48,7 @@ class NoopReset(Transform):
 
     def __init__(self, noops: int = 30, random: bool = True, noop_action: float = 0):
         super().__init__()
-        if noops < 1:
-            raise ConfigError(f"noops={noops} must be at least 1")
-        self.noops, self.random, self.noop_action = noops, random, noop_action
+        self.noops, self.random, self.noop_action = at_least_one("noops", noops), random, noop_action
         self._rng = np.random.default_rng()
 
     def prepare(self, env: EnvBase) -> None:

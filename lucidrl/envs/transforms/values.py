@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from lucidrl.envs.arrays import Arrays, Key
+from lucidrl.envs.base import EnvBase
 from lucidrl.envs.specs import Bounded, Composite, Spec
 from lucidrl.envs.transforms.base import Keys, Transform, as_keys, mapped_spec
 from lucidrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lucidrl.envs.base import EnvBase
 
 
 class DoubleToFloat(Transform):

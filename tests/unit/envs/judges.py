@@ -14,14 +14,14 @@ from pathlib import Path
 from lucidrl.data.datasets import Prompt
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.envs.text.hosts import start_first_worker
+from lucidrl.envs.text.hosts import start_host
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.envs.text.registry import split_prompts
 
 
 def read_prompts(config: EnvConfig, cluster: ClusterConfig) -> tuple[list[Prompt], list[Prompt]]:
     """As a run reads them."""
-    host = start_first_worker(config, cluster)
+    host = start_host(config, cluster, num_workers=1)
     try:
         return split_prompts(host.prompts(), config)
     finally:

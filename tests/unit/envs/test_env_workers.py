@@ -172,7 +172,7 @@ def test_prompts_come_from_a_worker():
 
 @pytest.mark.parametrize("start", [start_host, read_prompts])
 def test_an_environment_that_keeps_something_has_one_worker(start):
-    with pytest.raises(ConfigError, match=r"env\.num_workers=2 needs an environment that keeps nothing"):
+    with pytest.raises(ConfigError, match=r"env\.num_workers=2 needs an environment without state"):
         start(EnvConfig(name=COUNTING, num_workers=2), ClusterConfig(num_threads=1))
 
 
