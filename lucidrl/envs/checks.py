@@ -152,9 +152,7 @@ def _check_apart(earlier: TensorDictBase, later: TensorDictBase) -> None:
     for key in later.keys(include_nested=True, leaves_only=True):
         memory = later[key].untyped_storage()
         if memory.nbytes() and memory.data_ptr() == earlier[key].untyped_storage().data_ptr():
-            raise DataError(
-                f"{key!r} of two steps shares memory, so a step overwrites an earlier one; return new tensors"
-            )
+            raise DataError(f"{key!r} of two steps shares memory, so the later overwrites it; return new tensors")
 
 
 def _root_of(env: EnvBase, next_: TensorDictBase) -> TensorDictBase:

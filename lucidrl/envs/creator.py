@@ -78,9 +78,7 @@ def _one_each(num_workers: int, name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         return [value] * num_workers
     if len(value) != num_workers:
-        raise ConfigError(
-            f"{name} has {len(value)} entries for num_workers={num_workers}; give one value, or one per env"
-        )
+        raise ConfigError(f"{name} has {len(value)} entries for num_workers={num_workers}; give one per env")
     return value
 
 

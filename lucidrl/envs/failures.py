@@ -71,7 +71,7 @@ def checked_reward(value: Any) -> float:
     except (TypeError, ValueError) as error:
         raise EnvironmentFailure(f"the reward is {value!r}, not a number; fix the env") from error
     if not math.isfinite(reward):
-        raise EnvironmentFailure(f"the reward is {reward}; rewards must be finite: fix the env")
+        raise EnvironmentFailure(f"the reward is {reward}; it must be finite: fix the env")
     return reward
 
 

@@ -121,9 +121,7 @@ class Recorder:
         stored = self._outputs[key]
         if value.shape != stored.shape[1:]:
             expected = list(stored.shape[1:])
-            raise DataError(
-                f"the policy returned {key!r} of shape {list(value.shape)}; expected {expected} in every step"
-            )
+            raise DataError(f"the policy returned {key!r} of shape {list(value.shape)}; expected {expected}")
         if value.dtype is not self._dtypes[key]:
             raise other_dtype(key, value.dtype, self._dtypes[key])
         stored[time] = quick_view(value)

@@ -71,6 +71,5 @@ def check_alike(specs: Sequence[EnvSpecs], name_of: Callable[[int], str]) -> Non
         for name in names:
             expected, found = getattr(specs[0], name), getattr(other, name)
             if expected != found:
-                raise ConfigError(
-                    f"{name_of(index)} has {name} {found}, but {name_of(0)} has {expected}; make them equal"
-                )
+                other_name, first_name = name_of(index), name_of(0)
+                raise ConfigError(f"{other_name} has {name} {found}, but {first_name} has {expected}; make them equal")

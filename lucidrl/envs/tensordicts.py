@@ -72,9 +72,7 @@ def write_step(result: TensorDictBase, out: Frame, env_name: str) -> None:
     for key, array in checked_entries(result, expected, env_name).items():
         expected[key][...] = array
     if not np.isfinite(out.reward).all():
-        raise EnvironmentFailure(
-            f"the reward is {out.reward.reshape(-1).tolist()}; rewards must be finite: fix the env"
-        )
+        raise EnvironmentFailure(f"the reward is {out.reward.reshape(-1).tolist()}; it must be finite: fix the env")
     if "truncated" not in given:
         out.truncated[...] = out.done & ~out.terminated if {"done", "terminated"} <= set(given) else False
     if "terminated" not in given:

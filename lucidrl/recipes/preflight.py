@@ -17,8 +17,8 @@ from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.ray_launch import check_can_be_placed, is_to_be_started
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.envs.text.hosts import EnvHost, start_host
 from lucidrl.envs.text.registry import split_prompts
+from lucidrl.envs.text.workers import EnvWorkers, start_env
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.placement import check_nodes, generator_nodes, generator_numbering
@@ -48,18 +48,18 @@ class TextInputs:
         return not isinstance(self._config, SFTRunConfig) or self._config.data.file is None
 
     @cached_property
-    def _host(self) -> EnvHost:
+    def _host(self) -> EnvWorkers:
         seed_everything(self._config.seed)  # an environment in this process may draw
-        return start_host(self._config.env, self._config.cluster, num_workers=1, seed=self._config.seed)
+        return start_env(self._config.env, self._config.cluster, num_workers=1, seed=self._config.seed)
 
-    def environment(self, log_dir: Path) -> EnvHost:
+    def environment(self, log_dir: Path) -> EnvWorkers:
         """The environment for the run: the one that gave the prompts, unless there are to be several workers."""
         config = self._config
         if config.env.num_workers == 1:
             self._host.move_logs(log_dir)
             return self._host
         self.close()
-        return start_host(config.env, config.cluster, log_dir=log_dir, seed=config.seed)
+        return start_env(config.env, config.cluster, log_dir=log_dir, seed=config.seed)
 
     def close(self) -> None:
         """End the environment that gave the prompts; may be called twice."""

@@ -97,7 +97,7 @@ def test_a_faulty_env_is_named_in_time_and_everything_ends(fault):
     [(signal.SIGKILL, LONG_S, "ended by SIGKILL"), (signal.SIGSTOP, SHORT_S, "within 0.7 s")],
     ids=["killed", "stopped"],
 )
-def test_a_process_that_is_killed_or_stopped_from_outside_is_told(number, step_timeout_s, what):
+def test_a_process_that_is_killed_or_stopped_from_outside_is_reported(number, step_timeout_s, what):
     for _ in range(REPETITIONS):
         env = ParallelEnv(2, healthy, num_processes=2, step_timeout_s=step_timeout_s)
         env.reset()
@@ -108,7 +108,7 @@ def test_a_process_that_is_killed_or_stopped_from_outside_is_told(number, step_t
 
 
 @pytest.mark.parametrize(("fault", "step_timeout_s"), [("raise", LONG_S), ("exit", LONG_S), ("hang", SHORT_S)])
-def test_a_reset_that_fails_is_told(fault, step_timeout_s):
+def test_a_reset_that_fails_is_reported(fault, step_timeout_s):
     env = ParallelEnv(2, one_faulty(2, 1, fault, in_reset=True), num_processes=1, step_timeout_s=step_timeout_s)
     with pytest.raises(EnvironmentFailure, match=r"env 1 \(never seeded\) failed in its reset: "):
         env.reset()
@@ -125,7 +125,7 @@ def test_a_reset_that_fails_is_told(fault, step_timeout_s):
         ("1 / 0", r"env 1 \(never seeded\) failed in its start: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_start_that_fails_is_told(code, what):
+def test_a_start_that_fails_is_reported(code, what):
     with pytest.raises(EnvironmentFailure, match=what):
         ParallelEnv(2, [healthy, lambda: exec(code)], num_processes=2, start_timeout_s=3)
 
@@ -219,7 +219,7 @@ def test_a_killed_program_leaves_no_stopped_process(run_script):
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_told_once(run_script):
+def test_ctrl_c_is_reported_once(run_script):
     program, pids = run_script("env.reset()", "hang")
     time.sleep(0.3)
     os.killpg(program.pid, signal.SIGINT)

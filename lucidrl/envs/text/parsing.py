@@ -1,11 +1,11 @@
-"""Reads numbers out of answers."""
+"""Reads numbers from completions."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
 
-# A minus right behind a digit subtracts: "10-7" ends with 7.
+# A minus after a digit is an operator: "10-7" ends with 7.
 _NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
 
 

@@ -1,4 +1,4 @@
-"""Steps a text environment batch by batch: spreads calls over its workers, retries samples, names those that fail."""
+"""EnvRunner: splits a batch into calls of an environment's workers, retries samples and reports failures."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any, Self
 
 from lucidrl.distributed.workers.outcomes import RemoteTraceback
 from lucidrl.envs.text.config import OnError
-from lucidrl.envs.text.hosts import DriverHost, EnvHost
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, TextEnv
 from lucidrl.envs.text.worker import Cause, EnvState, Outcome
+from lucidrl.envs.text.workers import EnvWorkers, InProcessEnv
 from lucidrl.errors import CheckpointError, EnvironmentFailure, LostWorkerError, WorkerError
 
 logger = logging.getLogger(__name__)
 
 Rows = Sequence[int]
-"""Of the requests of a step."""
+"""Indices of requests of a step."""
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """A sample that has no step result."""
+    """A sample without a step result."""
 
     cause: Cause
     what: str
@@ -47,21 +47,19 @@ class _Failed:
 
 
 class EnvRunner:
-    """Steps an environment, wherever it runs.
+    """Scores samples with an environment, in worker processes or in the driver.
 
-    A call that raises, exceeds its timeout or returns the wrong number of replies fails for all its samples. With
-    `on_error="fail"` that is raised at once. With "drop" the samples are retried one by one, so that a bad one costs
-    its neighbours nothing; those that still fail are left out.
+    A call that raises, times out or returns the wrong number of replies fails for all its samples. With
+    `on_error="fail"` the runner raises. With "drop" it retries the samples one by one, and leaves out those that fail
+    again. It always raises an EnvironmentFailure of the environment.
 
-    A worker that does not answer in time is killed, and restarted like one that exited. Its samples are retried, at
-    last one by one, so that the error names the sample that is the reason. An EnvironmentFailure that the environment
-    raises is of the environment as a whole, and always raised.
+    The runner kills a worker that does not reply in time, and restarts it like one that exited. It retries the samples
+    of the worker, in the end one by one, so the error names the sample that is the reason.
 
     Args:
-        env: scores completions; an environment itself runs in this process, see `start_host` for others. The runner
-            ends it.
+        env: an environment, which runs in this process, or the result of `start_env`; closed with the runner.
         timeout_s: timeout of a call.
-        watch: see `wait_watching`; called while the environment is waited for.
+        watch: see `wait_watching`.
 
     Attributes:
         counts: dropped samples by cause.
@@ -69,87 +67,82 @@ class EnvRunner:
 
     def __init__(
         self,
-        env: TextEnv | EnvHost,
+        env: TextEnv | EnvWorkers,
         timeout_s: float,
         max_concurrency: int,
         on_error: OnError,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         self.counts: Counter[Cause] = Counter()
-        self._host = env if isinstance(env, EnvHost) else DriverHost(env)
+        self._workers = env if isinstance(env, EnvWorkers) else InProcessEnv(env)
         self._timeout_s = timeout_s
         self._max_concurrency = max_concurrency
         self._on_error = on_error
         self._watch = watch
         self._lost: list[EnvRequest] = []
-        """What workers were busy with that were lost last, until they are restarted."""
+        """Requests of the workers that were lost last."""
 
     @property
     def num_replaced(self) -> int:
         """Restarts of the environment's workers so far."""
-        return self._host.num_restarts
+        return self._workers.num_restarts
 
     def step(self, requests: Sequence[EnvRequest]) -> list[EnvReply | None]:
         """Replies in the order of the requests; None for a dropped one.
 
         Raises:
-            EnvironmentFailure: with `on_error="fail"`, naming environment, samples, turn and cause; with any, if the
-                environment raises it, or its workers were lost too often.
+            EnvironmentFailure: with `on_error="fail"`, naming environment, samples, turn and cause; always if the
+                environment raises it, or a worker was restarted `max_restarts` times.
         """
         found: dict[int, EnvReply | _Failed] = {}
         exited = self._call(requests, _even_chunks(range(len(requests)), self._max_concurrency), found)
-        # A worker that exits may be a victim of its machine: its calls are sent once more as they were.
+        # The machine may have killed a worker that exits: repeat its calls once.
         self._call(requests, exited, found)
         if self._on_error == "drop":
             shared = [row for row, failed in _failures(found).items() if failed.is_shared and not failed.is_suspect]
             self._retry_alone(requests, shared, self._max_concurrency, found)
         self._raise_first(requests, found)
         suspects = [row for row, failed in _failures(found).items() if failed.is_suspect]
-        self._retry_alone(requests, _spread(suspects), self._host.num_workers, found)
+        self._retry_alone(requests, _spread(suspects), self._workers.num_workers, found)
         for failed in _failures(found).values():
             self._count_dropped(requests, failed)
         return [reply if isinstance(reply := found[row], EnvReply) else None for row in range(len(requests))]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the environment keeps over a run, as `env`, and the random states of its workers, as `env_random`.
+        """The state of the environment as `env`, the random states of its workers as `env_random`.
 
         Raises:
-            EnvironmentFailure: if the environment raises, or gives what a checkpoint cannot hold.
+            EnvironmentFailure: if the environment raises, or its state is not JSON.
         """
-        states = self._host.states()
+        states = self._workers.states()
         kept = {"env": json.loads(states[0].env)} if states[0].env is not None else {}
         drawn = [state.random for state in states if state.random is not None]
         return {**kept, "env_random": drawn} if drawn else kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the environment and its workers back what `state_dict` found.
+        """Load a result of `state_dict`.
 
         Raises:
-            CheckpointError: if it was another environment's, by whether there is one or because this one raises.
+            CheckpointError: if it is of an environment with state and this one has none, or the other way round; or if
+                the environment raises.
         """
-        now = self._host.states()
+        now = self._workers.states()
         if (now[0].env is not None) != ("env" in state):
-            which, keeps = ("a", "keeps none") if "env" in state else ("no", "keeps one")
-            raise CheckpointError(
-                f"the checkpoint has {which} state of the environment, but {self._host.name} {keeps}; "
-                "resume with the env.name it was saved with"
-            )
+            which, has = ("a", "has none") if "env" in state else ("no", "has one")
+            problem = f"the checkpoint has {which} state of the environment, but {self._workers.name} {has}"
+            raise CheckpointError(f"{problem}; resume with the env.name of the checkpoint")
         drawn: Sequence[Any] = state.get("env_random", [])
         if now[0].random is None or len(drawn) != len(now):
             if now[0].random is not None:
-                logger.warning(
-                    "the checkpoint holds random states of %d environment workers, and there are %d now: their random "
-                    "generators start over from the seed",
-                    len(drawn),
-                    len(now),
-                )
+                text = "the checkpoint has random states of %d environment workers, not %d: using the seed instead"
+                logger.warning(text, len(drawn), len(now))
             drawn = [None] * len(now)
         kept = json.dumps(state["env"]) if "env" in state else None
-        self._host.load_states([EnvState(kept, random) for random in drawn])
+        self._workers.load_states([EnvState(kept, random) for random in drawn])
 
     def close(self) -> None:
-        """End the environment's workers; may be called twice."""
-        self._host.shutdown()
+        """Shut down the workers; may be called twice."""
+        self._workers.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -160,17 +153,17 @@ class EnvRunner:
     def _call(
         self, requests: Sequence[EnvRequest], calls: Sequence[Rows], found: dict[int, EnvReply | _Failed]
     ) -> list[Rows]:
-        """Make calls concurrently, each worker its share; adds to `found`, and returns calls of workers that exited."""
+        """Make calls concurrently and write into `found`; returns the calls of workers that exited."""
         if not calls:
             return []
         self._restart_lost()
-        shares = {number: calls[number :: self._host.num_workers] for number in range(self._host.num_workers)}
+        shares = {number: calls[number :: self._workers.num_workers] for number in range(self._workers.num_workers)}
         messages = {
             number: [[requests[row] for row in call] for call in share] for number, share in shares.items() if share
         }
         exited: list[Rows] = []
         self._lost = []
-        for number, outcomes in self._host.score(messages, self._timeout_s, self._watch).items():
+        for number, outcomes in self._workers.score(messages, self._timeout_s, self._watch).items():
             if isinstance(outcomes, LostWorkerError):
                 rows = [row for call in shares[number] for row in call]
                 found |= dict.fromkeys(rows, self._lost_with(outcomes, rows))
@@ -185,44 +178,43 @@ class EnvRunner:
     def _retry_alone(
         self, requests: Sequence[EnvRequest], rows: Rows, num_concurrent: int, found: dict[int, EnvReply | _Failed]
     ) -> None:
-        """Retry each sample in its own call; if a worker is lost with a single one, that is the reason."""
+        """Retry each sample in a separate call; a sample that is lost alone with its worker is the reason."""
         for start in range(0, len(rows), num_concurrent):
             self._call(requests, [[row] for row in rows[start : start + num_concurrent]], found)
             self._raise_first(requests, found)
 
     def _restart_lost(self) -> None:
         try:
-            self._host.restart_lost()
+            self._workers.restart_lost()
         except (WorkerError, EnvironmentFailure) as error:
-            raise EnvironmentFailure(
-                f"{self._host.name}.step lost its worker ({_named(self._lost)}): {error}"
-            ) from error
+            samples = _named(self._lost)
+            raise EnvironmentFailure(f"{self._workers.name}.step lost its worker ({samples}): {error}") from error
 
     def _lost_with(self, loss: LostWorkerError, rows: Rows) -> _Failed:
         if loss.timed_out:
             what = f"exceeded its timeout of {self._timeout_s:g} s and blocked its worker"
-            return _Failed("deadline", what, rows, loss)
+            return _Failed("timeout", what, rows, loss)
         return _Failed("exited", "ended its worker", rows, loss)
 
     def _raise_first(self, requests: Sequence[EnvRequest], found: Mapping[int, EnvReply | _Failed]) -> None:
-        """Raise the failure of the first sample that has one for certain, unless such samples are dropped."""
+        """With `on_error="fail"`, raise the first failure that is not suspect."""
         failed = next((failed for failed in _failures(found).values() if not failed.is_suspect), None)
         if failed is not None and self._on_error == "fail":
-            remedy = "fix the environment, or leave such samples out with env.on_error=drop"
+            remedy = "fix the environment, or set env.on_error=drop"
             detail = f": {failed.error}" if isinstance(failed.error, LostWorkerError) else ""
             raise EnvironmentFailure(f"{self._described(requests, failed)}; {remedy}{detail}") from failed.error
 
     def _count_dropped(self, requests: Sequence[EnvRequest], failed: _Failed) -> None:
         if failed.cause not in self.counts:
             logger.warning(
-                "%s; the sample is dropped, and later ones with this cause are only counted",
+                "%s; dropped the sample, and will only count later ones with this cause",
                 self._described(requests, failed),
             )
         self.counts[failed.cause] += 1
 
     def _described(self, requests: Sequence[EnvRequest], failed: _Failed) -> str:
         of_call = [requests[row] for row in failed.rows]
-        return f"{self._host.name}.step {failed.what} ({_named(of_call)}, turn {of_call[0].turn})"
+        return f"{self._workers.name}.step {failed.what} ({_named(of_call)}, turn {of_call[0].turn})"
 
 
 def _named(requests: Sequence[EnvRequest]) -> str:
@@ -244,7 +236,7 @@ def _failures(found: Mapping[int, EnvReply | _Failed]) -> dict[int, _Failed]:
 
 
 def _spread(rows: Rows) -> list[int]:
-    """The rows in another order: neighbours are often samples of one prompt, and fail in a row."""
+    """The rows in another order: neighbours are often samples of one prompt and fail together."""
     stride = math.isqrt(len(rows))
     return [row for start in range(stride) for row in rows[start::stride]]
 

@@ -77,9 +77,7 @@ class TransformedEnv(EnvBase):
             raise ConfigError(f"this {type(transform).__name__} already belongs to an env; make another, or clone() it")
         if transform.steps_env and self._is_batch:
             name, batch = type(transform).__name__, list(self.batch_size)
-            raise ConfigError(
-                f"{name} steps one env, which a batch of {batch} envs cannot; apply it in the factory of each env"
-            )
+            raise ConfigError(f"{name} cannot step one of a batch of {batch} envs; apply it in the factory of each env")
         _check_keys(transform, below)
         transform.prepare(below)
         self.observation_spec: Composite = transform.transform_observation_spec(below.observation_spec.clone())

@@ -52,10 +52,8 @@ class ActionMask(Transform):
     def before_step(self, actions: Arrays) -> Arrays:
         action = actions[self.action_key]
         if not self._spec.contains(action):
-            mask = self._mask.astype(int).tolist()
-            raise EnvironmentFailure(
-                f"{self.action_key!r} {action.tolist()} is masked by {self.mask_key!r} {mask}; fix the policy"
-            )
+            masked = f"{self.action_key!r} {action.tolist()} is masked by {self.mask_key!r}"
+            raise EnvironmentFailure(f"{masked} {self._mask.astype(int).tolist()}; fix the policy")
         return actions
 
     def transform_action_spec(self, spec: Spec | Composite) -> Spec | Composite:

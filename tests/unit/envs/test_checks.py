@@ -41,7 +41,7 @@ class Walk(EnvBase):
 
 
 @pytest.mark.parametrize("batch_size", [(), (3,), (2, 2)])
-def test_an_env_that_keeps_its_promises_passes(batch_size):
+def test_a_conforming_env_passes(batch_size):
     check_env_specs(Walk(batch_size))
 
 
@@ -206,7 +206,7 @@ class TakenName(Walk):
         (TakenName, "observation_spec has 'done', which is a reserved name"),
     ],
 )
-def test_a_broken_promise_is_named_with_what_was_expected(broken, complaint):
+def test_a_violation_is_named_with_the_expected_value(broken, complaint):
     with pytest.raises(DataError, match=complaint):
         check_env_specs(broken((2,)))
 
@@ -216,11 +216,11 @@ class WrongDtype(Walk):
         return super()._reset(tensordict).double()
 
 
-def test_what_cannot_be_written_down_is_the_failure_of_the_env():
+def test_a_value_of_another_dtype_is_a_failure_of_the_env():
     with pytest.raises(EnvironmentFailure, match="place has dtype float64, but its spec says float32"):
         check_env_specs(WrongDtype())
 
 
 def test_something_else_than_an_env_is_refused():
-    with pytest.raises(DataError, match="None is no EnvBase"):
+    with pytest.raises(DataError, match="None is not an EnvBase"):
         check_env_specs(None)

@@ -31,7 +31,7 @@ def test_an_env_is_no_factory():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_workers": 0, "create_env_fn": Walk}, "num_workers=0 makes no env"),
+        ({"num_workers": 0, "create_env_fn": Walk}, "num_workers=0 must be at least 1"),
         ({"num_workers": 2, "create_env_fn": [Walk]}, "create_env_fn has 1 entries for num_workers=2"),
         (
             {"num_workers": 1, "create_env_fn": Walk, "create_env_kwargs": [{}, {}]},

@@ -162,7 +162,7 @@ def test_only_the_first_reset_after_set_seed_is_seeded():
     assert env.reset()["observation"].tolist() == [[5, 1, 0], [6, 1, 0]]
 
 
-def test_seeds_after_the_last_one_begin_again():
+def test_seeds_wrap_around_after_the_last_one():
     env = GymEnv("lucidrl-test/Counting-v0", num_envs=2)
     assert env.set_seed(2**32 - 1) == 1
     assert env.reset()["observation"][:, 0].tolist() == [2**32 - 1, 0]
@@ -237,7 +237,7 @@ def test_an_action_given_to_the_env_is_not_changed_by_later_ones(space):
     ],
     ids=repr,
 )
-def test_a_space_has_the_spec_that_says_the_same(space, categorical, expected):
+def test_a_space_has_the_matching_spec(space, categorical, expected):
     env = GymEnv(EchoEnv(space), categorical_action_encoding=categorical)
     assert env.action_spec == expected
     assert env.observation_spec == Composite(observation=expected)
@@ -260,7 +260,7 @@ def test_a_batch_has_room_for_every_env(categorical):
     check_env_specs(env)
 
 
-def test_pixels_are_what_the_env_draws():
+def test_pixels_are_the_rendered_image():
     bare = gymnasium.make("CartPole-v1", render_mode="rgb_array")
     bare.reset(seed=1)
     first = bare.render()
@@ -293,7 +293,7 @@ def test_repeated_actions_add_their_rewards_and_stop_at_the_end():
 @pytest.mark.parametrize(
     "info_keys", [["lives", "place"], {"lives": Unbounded((), torch.int64), "place": Unbounded((2,))}]
 )
-def test_info_that_was_asked_for_is_observed(info_keys):
+def test_info_keys_are_observed(info_keys):
     start = {"lives": 3, "place": np.zeros(2, np.float32), "other": "text"}
     told = ToldEnv(reset_info=start, step_info={"lives": 2, "place": np.ones(2, np.float32)})
     env = GymEnv(told, info_keys=info_keys)
@@ -304,7 +304,7 @@ def test_info_that_was_asked_for_is_observed(info_keys):
     assert (step["next", "lives"].item(), step["next", "place"].tolist()) == (2, [1, 1])
 
 
-def test_info_that_only_steps_tell_is_zero_after_a_reset():
+def test_info_of_steps_alone_is_zero_after_a_reset():
     env = GymEnv(ToldEnv(step_info={"lives": 2}), info_keys={"lives": Unbounded((), torch.int64)})
     root = env.reset()
     assert root["lives"].item() == 0
@@ -328,7 +328,7 @@ def one_step(env):
         ({"reward": None}, "reward is None"),
     ],
 )
-def test_what_does_not_fit_is_refused_at_the_door(told, complaint):
+def test_values_outside_their_spec_are_refused(told, complaint):
     with pytest.raises(EnvironmentFailure, match=complaint):
         one_step(GymEnv(ToldEnv(**told)))
 
@@ -396,7 +396,7 @@ def test_the_failure_of_a_single_env_is_its_own_exception():
         one_step(env)
 
 
-def test_a_step_without_the_info_asked_for_is_refused():
+def test_a_step_without_an_info_key_is_refused():
     env = GymEnv(ToldEnv(reset_info={"lives": 3}, step_info={"level": 1}), info_keys=["lives"])
     with pytest.raises(EnvironmentFailure, match=r"the info of a step has no 'lives', but \['level'\]"):
         one_step(env)
@@ -422,7 +422,7 @@ def test_a_step_without_the_info_asked_for_is_refused():
         (lambda: GymEnv(EchoEnv(spaces.Dict({1: spaces.Discrete(2)}))), "has the key 1"),
     ],
 )
-def test_what_gymnasium_or_we_cannot_make_is_refused(make, complaint):
+def test_unsupported_gymnasium_envs_are_refused(make, complaint):
     with pytest.raises(ConfigError, match=complaint):
         make()
 

@@ -100,7 +100,7 @@ def test_parallel_is_serial_to_the_bit(factory):
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
-def test_every_start_method_gives_the_same(start_method):
+def test_every_start_method_has_the_same_result(start_method):
     serial = SerialEnv(2, cartpole)
     with ParallelEnv(2, cartpole, num_processes=1, start_method=start_method) as parallel:
         serial.set_seed(1)
@@ -156,7 +156,7 @@ def test_processes_use_one_thread_however_many_the_driver_uses():
         torch.set_num_threads(num_threads)
 
 
-def test_there_are_as_many_processes_as_cores_unless_told():
+def test_there_are_as_many_processes_as_cores_by_default():
     with ParallelEnv(3, Walk) as env:
         assert len(env.processes) == min(3, len(psutil.Process().cpu_affinity()))
 
@@ -182,7 +182,7 @@ def test_closing_twice_is_fine_and_later_calls_say_so():
         env.reset()
 
 
-def test_an_env_that_nobody_has_ends_its_processes():
+def test_a_collected_env_ends_its_processes():
     env = ParallelEnv(2, Walk)
     pids = [process.pid for process in env.processes]
     env.rollout(3)
@@ -210,14 +210,14 @@ def test_a_dead_process_is_noticed_while_one_that_it_forked_holds_its_connection
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no real-time signals")
-def test_a_process_that_a_signal_without_a_name_ended_is_told():
+def test_a_process_killed_by_an_unnamed_signal_is_reported():
     with ParallelEnv(1, Walk) as env:
         os.kill(env.processes[0].pid, signal.SIGRTMIN + 1)
         with pytest.raises(EnvironmentFailure, match=f"its process was ended by signal {signal.SIGRTMIN + 1}"):
             env.reset()
 
 
-def test_processes_can_be_asked_one_by_one():
+def test_processes_run_commands_one_by_one():
     with ParallelEnv(3, Walk, num_processes=3) as env:
         env.set_seed(0)
         env.reset()
@@ -250,6 +250,6 @@ def test_processes_can_be_asked_one_by_one():
         ({"create_env_kwargs": {"lock": threading.Lock()}}, "cannot be sent to a process"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         ParallelEnv(2, **{"create_env_fn": Faulty, **arguments})

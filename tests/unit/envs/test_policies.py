@@ -53,7 +53,7 @@ def test_every_kind_of_policy_walks_to_the_right(policy, batch_size):
     assert rollout["next", "terminated"].any()
 
 
-def test_what_a_policy_puts_out_beside_the_action_is_kept():
+def test_further_outputs_of_a_policy_are_kept():
     rollout = Walk((2,)).rollout(5, RightWithValue())
     torch.testing.assert_close(rollout["value"], torch.ones(2, rollout.shape[1], 1))
 
@@ -78,7 +78,7 @@ def test_a_policy_on_several_observations_gets_them_by_name():
     env = Walk()
     env.observation_spec = env.observation_spec.__class__(dict.fromkeys(observation, env.reward_spec))
     assert as_policy(Both(), env)(observation) == {"action": torch.tensor(2.0)}
-    with pytest.raises(ConfigError, match=r"Linear.forward\(input\) does not say which of the observations first, "):
+    with pytest.raises(ConfigError, match=r"Linear.forward\(input\) do not name observations of the env \(first, "):
         as_policy(nn.Linear(1, 1), env)
 
 

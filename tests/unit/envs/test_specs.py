@@ -66,7 +66,7 @@ def test_torchs_seed_decides_random_values(spec):
 
 
 @each_spec
-def test_a_spec_equals_what_it_is_pickled_to_and_nothing_else(spec):
+def test_a_spec_equals_its_pickled_copy_and_no_other_spec(spec):
     assert pickle.loads(pickle.dumps(spec)) == spec
     assert [other for other in SPECS if other == spec] == [spec]
     assert spec.to("meta") != spec
@@ -147,7 +147,7 @@ def test_values_are_encoded_as_a_person_writes_them(spec, value, encoded):
     ],
     ids=repr,
 )
-def test_what_cannot_be_encoded_is_refused_with_value_and_spec(spec, value):
+def test_an_invalid_value_is_not_encoded_and_named_with_the_spec(spec, value):
     with pytest.raises(DataError) as refusal:
         spec.encode(value)
     assert repr(value) in str(refusal.value)
@@ -177,7 +177,7 @@ def test_what_cannot_be_encoded_is_refused_with_value_and_spec(spec, value):
         (lambda: Composite(a=Unbounded((3,)), shape=(2,)), r"expand it to the Composite\'s shape=\[2\]"),
     ],
 )
-def test_specs_that_mean_nothing_are_refused(make, complaint):
+def test_invalid_specs_are_refused(make, complaint):
     with pytest.raises(ConfigError, match=complaint):
         make()
 

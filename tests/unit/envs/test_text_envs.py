@@ -101,11 +101,11 @@ def test_arithmetic_rewards_the_right_number(match, answer, reward):
         ({"operations": ["/"]}, "operations"),
         ({"operations": []}, "operations"),
         ({"operations": ["+", "+"]}, "twice"),
-        ({"template": "add"}, "no place for the problem"),
+        ({"template": "add"}, "has no {problem}"),
         ({"max_operands": 5}, "did you mean max_operand"),
     ],
 )
-def test_a_wrong_arithmetic_config_says_why(content, complaint):
+def test_a_wrong_arithmetic_config_is_refused_with_the_reason(content, complaint):
     with pytest.raises(ConfigError, match=complaint):
         validate(ArithmeticConfig, content)
 
@@ -118,7 +118,7 @@ def test_there_is_one_game_for_each_secret():
 @pytest.mark.parametrize(
     ("answer", "observation"), [("5", "higher"), ("my guess: 9", "lower"), ("hm", "one number from 1 to 10")]
 )
-def test_a_wrong_guess_is_answered_with_a_hint(answer, observation):
+def test_a_wrong_guess_returns_a_hint(answer, observation):
     reply = judge(GuessingEnv(GuessingConfig(max_number=10, max_turns=4)), answer, {"secret": 7})
     assert not reply.done
     assert observation in reply.messages[0]["content"]

@@ -31,7 +31,7 @@ def test_steps_and_rewards_are_counted_by_episode(batch_size):
 
 
 @pytest.mark.parametrize("batch_size", BATCHES)
-def test_the_root_counts_from_zero_after_a_reset_and_goes_on_otherwise(batch_size):
+def test_the_root_counts_from_zero_after_a_reset_and_continues_otherwise(batch_size):
     steps, _ = rollouts(Compose(StepCounter(), RewardSum()), batch_size)
     for key in ("step_count", "episode_reward"):
         assert (steps[key][..., 0, :] == 0).all()
@@ -73,7 +73,7 @@ def test_the_lower_of_two_limits_counts():
         assert truncated.tolist() == [[False, True] * 4] * 3
 
 
-def test_a_time_limit_tells_nothing_more():
+def test_a_time_limit_adds_no_entry():
     assert TransformedEnv(Weather(), TimeLimit(4)).observation_spec == Weather().observation_spec
 
 

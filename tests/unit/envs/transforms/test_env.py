@@ -192,7 +192,7 @@ def test_rows_that_go_on_are_not_transformed_again_by_the_reset_of_others():
     )
 
 
-def test_a_batch_that_steps_and_resets_in_one_go_gives_what_single_steps_give():
+def test_a_batch_that_steps_and_resets_together_equals_single_steps():
     transforms = Compose(
         DoubleToFloat(),
         VecNorm(["observation", "reward"]),
@@ -264,12 +264,12 @@ def test_a_transform_belongs_to_one_env():
         (lambda: DoubleToFloat(in_keys_inv=["torque"]), "changes the action 'torque', but the env has 'action'"),
     ],
 )
-def test_keys_that_do_not_fit_are_told(make, complaint):
+def test_keys_that_do_not_fit_are_refused(make, complaint):
     with pytest.raises(ConfigError, match=complaint):
         TransformedEnv(Weather(), make())
 
 
-def test_a_transform_whose_values_do_not_fit_its_spec_is_told_at_reset():
+def test_a_transform_whose_values_do_not_fit_its_spec_raises_at_reset():
     class Wider(Transform):
         def forward(self, value):
             return np.concatenate([value, value], -1)

@@ -21,7 +21,7 @@ def choices(actions, one_hot):
 
 
 @pytest.mark.parametrize("batch_size", [(), (3,), (2, 2)])
-def test_random_actions_are_among_those_that_the_mask_leaves(one_hot, batch_size):
+def test_random_actions_follow_the_mask(one_hot, batch_size):
     env = TransformedEnv(Weather(batch_size, one_hot=one_hot), ActionMask())
     env.set_seed(3)
     steps = env.rollout(100, break_when_any_done=False)
@@ -30,7 +30,7 @@ def test_random_actions_are_among_those_that_the_mask_leaves(one_hot, batch_size
     assert set(chosen.flatten().tolist()) == {0, 1, 2}
 
 
-def test_the_spec_accepts_what_the_present_mask_leaves(one_hot):
+def test_the_spec_accepts_the_choices_of_the_current_mask(one_hot):
     env = TransformedEnv(Weather(one_hot=one_hot), Compose(ActionMask(), StepCounter()))
     assert isinstance(env.action_spec, OneHot if one_hot else Categorical)
     env.set_seed(0)
@@ -57,7 +57,7 @@ def test_all_choices_that_are_left_are_drawn_equally_often():
     assert 400 < counts[0] < 600
 
 
-def test_a_masked_action_is_refused_with_what_the_mask_leaves(one_hot):
+def test_a_masked_action_is_refused_and_the_mask_shown(one_hot):
     env = TransformedEnv(Weather((2,), one_hot=one_hot), ActionMask())
     env.set_seed(0)
     root = env.rand_action(env.reset())
@@ -68,7 +68,7 @@ def test_a_masked_action_is_refused_with_what_the_mask_leaves(one_hot):
         env.step(root)
 
 
-def test_a_mask_that_leaves_nothing_is_told():
+def test_a_mask_without_a_choice_raises():
     class Stuck(Weather):
         def _drawn(self):
             return super()._drawn() | {"action_mask": np.zeros(3, bool)}

@@ -33,7 +33,7 @@ def test_rewards_are_scaled(batch_size):
     torch.testing.assert_close(steps["next", "reward"], (plain["next", "reward"] - 0.5) / 2)
 
 
-def test_rewards_are_clipped_and_their_spec_says_so():
+def test_rewards_are_clipped_and_their_spec_has_the_limits():
     steps, plain = rollouts(RewardClipping(-0.5, 2), (3,))
     assert (steps["next", "reward"] == plain["next", "reward"].clamp(-0.5, 2)).all()
     assert TransformedEnv(Weather(), RewardClipping(-0.5, 2)).reward_spec == Bounded(-0.5, 2, (1,))
@@ -41,7 +41,7 @@ def test_rewards_are_clipped_and_their_spec_says_so():
     assert (steps["next", "reward"] == plain["next", "reward"].clamp(max=0)).all()
 
 
-def test_what_counts_rewards_sees_them_as_the_transforms_before_it_left_them():
+def test_a_reward_sum_adds_transformed_rewards():
     steps, plain = rollouts(Compose(RewardSum("raw"), RewardClipping(-1, 1), RewardSum("clipped")))
     first = plain["next", "reward"][0, 0]
     assert steps["next", "raw"][0, 0] == first
@@ -144,6 +144,6 @@ def test_resized_images_do_not_depend_on_their_neighbours(interpolation):
         (lambda: DoubleToFloat(["observation"]), "'observation', which is torch.float32"),
     ],
 )
-def test_what_cannot_be_transformed_is_refused(transform, complaint):
+def test_entries_that_cannot_be_transformed_are_refused(transform, complaint):
     with pytest.raises(ConfigError, match=complaint):
         TransformedEnv(Weather(), transform())

@@ -1,4 +1,4 @@
-"""Where an environment runs: in worker processes that can be killed and restarted, or in the driver."""
+"""The workers of an environment: processes that the driver can kill and restart, or a thread of the driver."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ Calls = Sequence[Sequence[EnvRequest]]
 """Calls of one worker, made concurrently."""
 
 _GRACE_S = 2.0
-"""How long after the timeout of its calls a worker may take to reply before it counts as lost."""
+"""Time between the timeout of its calls and the loss of a worker that does not reply."""
 _CLOSE_TIMEOUT_S = 0.5
 
 
-class WorkersHost:
-    """The environment in worker processes.
+class EnvWorkerPool:
+    """An environment in worker processes.
 
     Args:
-        config: which environment, and how many workers.
-        num_workers: start only so many of them, such as one for its prompts.
-        cluster: threads and start timeout; where the workers run, if there are several.
-        log_dir: for `env_N.log` with the output of worker N.
+        cluster: threads and start timeout; the place of several workers.
+        num_workers: start fewer than `config.num_workers`, such as one to read prompts.
+        log_dir: folder of `env_N.log`, the output of worker N.
         seed: of the workers' random generators.
 
     Raises:
-        ConfigError: if the environment cannot be made, or would lose its state in several workers.
+        ConfigError: if the environment cannot be made, or has state and `config.num_workers` is above 1.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class WorkersHost:
             )
         except LostWorkerError as error:
             raise ConfigError(f"{self.name} cannot be made: {error}") from error
-        except ConfigError as error:  # a mistake in the settings is one sentence, wherever it was found
+        except ConfigError as error:  # one sentence, without notes about the worker
             raise ConfigError(str(error)) from error.__cause__
 
     @property
@@ -91,10 +90,10 @@ class WorkersHost:
         return self._pool.restarts.total
 
     def prompts(self) -> Sequence[Prompt] | None:
-        """The environment's own; None if it brings none."""
+        """Prompts of the environment; None if it has none."""
         try:
             return self._pool.submit(0, "prompts", timeout_s=self._start_timeout_s).result()
-        except ConfigError as error:  # one sentence, without where its worker's output is
+        except ConfigError as error:  # one sentence, without notes about the worker
             raise ConfigError(str(error)) from error
         except LostWorkerError as error:
             limit = f"cluster.start_timeout_s={self._start_timeout_s:g}"
@@ -104,16 +103,15 @@ class WorkersHost:
     def score(
         self, calls: Mapping[int, Calls], timeout_s: float, watch: Callable[[], None]
     ) -> dict[int, list[list[Outcome]] | LostWorkerError]:
-        """Let workers score their calls, all at the same time.
+        """Score the calls of all workers at the same time.
 
         Args:
             calls: by number of the worker.
-            timeout_s: timeout of a call; one that awaits is cancelled then. A worker that does not reply soon after is
-                lost.
+            timeout_s: timeout of a call; the pool kills a worker that does not reply soon after it.
             watch: see `wait_watching`.
 
         Returns:
-            Outcomes of every request of every call, or how the worker was lost.
+            By number of the worker: outcomes per call and request, or how the worker was lost.
         """
         futures = {
             number: self._pool.submit(number, "score", of_worker, timeout_s, timeout_s=timeout_s + _GRACE_S)
@@ -122,24 +120,24 @@ class WorkersHost:
         try:
             wait_watching(futures.values(), watch, until_one_raises=False)
             return {number: self._outcomes(number, future) for number, future in futures.items()}
-        except BaseException:  # Ctrl-C too: the workers are in the middle of something
+        except BaseException:  # such as Ctrl-C: the workers are busy
             self._pool.kill()
             raise
 
     def restart_lost(self) -> None:
-        """Restart lost workers; they continue from the state after their last scored calls.
+        """Restart lost workers from the state after their last scored calls.
 
         Raises:
-            LucidError: if that is not possible, or was done too often.
+            LucidError: if a worker does not start, or was restarted `max_restarts` times.
         """
         self._pool.restart_lost()
 
     def states(self) -> list[EnvState]:
-        """Of every worker."""
+        """The state of every worker."""
         return [self._states[number] for number in range(self.num_workers)]
 
     def load_states(self, states: Sequence[EnvState]) -> None:
-        """Continue from states, one for each worker."""
+        """Continue from states, one per worker."""
 
         def load(worker: PoolWorker) -> None:
             worker.run("load_state", states[worker.number])
@@ -152,7 +150,7 @@ class WorkersHost:
         self._pool.move_logs(folder)
 
     def shutdown(self) -> None:
-        """End the workers; may be called twice."""
+        """Shut down the workers; may be called twice."""
         self._pool.shutdown()
 
     def _bring_state(self, worker: PoolWorker) -> None:
@@ -161,10 +159,8 @@ class WorkersHost:
             return
         state: EnvState = worker.run("state")
         if self._config.num_workers > 1 and state.env is not None:
-            raise ConfigError(
-                f"env.num_workers={self._config.num_workers} needs an environment without state, but {self.name} has "
-                "state_dict; set env.num_workers=1, or remove state_dict"
-            )
+            problem = f"env.num_workers={self._config.num_workers} needs an environment without state"
+            raise ConfigError(f"{problem}, but {self.name} has state_dict; set env.num_workers=1, or remove state_dict")
         self._states[worker.number] = state
 
     def _outcomes(self, number: int, future: Future[Scored]) -> list[list[Outcome]] | LostWorkerError:
@@ -177,11 +173,10 @@ class WorkersHost:
         return scored.outcomes
 
 
-class DriverHost:
-    """The environment in this process, with the methods of `WorkersHost`.
+class InProcessEnv:
+    """An environment in this process, with the methods of `EnvWorkerPool`.
 
-    Its event loop has a daemon thread, so a call that blocks delays neither the timeout nor the exit of the
-    interpreter; but it cannot be interrupted.
+    Its event loop runs in a daemon thread: a call that blocks cannot be killed, but the timeout holds.
     """
 
     num_workers = 1
@@ -214,8 +209,8 @@ class DriverHost:
     def restart_lost(self) -> None:
         if self._is_blocked:
             raise EnvironmentFailure(
-                "a call blocks the driver's thread of the environment and cannot be interrupted; set "
-                "env.isolation=process, where its worker is killed, or put what blocks into asyncio.to_thread"
+                "a call blocks the environment's thread and cannot be killed; set env.isolation=process, or put the "
+                "blocking code into asyncio.to_thread"
             )
 
     def states(self) -> list[EnvState]:
@@ -237,18 +232,18 @@ class DriverHost:
         self._worker.shutdown()
 
 
-EnvHost = WorkersHost | DriverHost
+EnvWorkers = EnvWorkerPool | InProcessEnv
 
 
-def start_host(
+def start_env(
     config: EnvConfig,
     cluster: ClusterConfig | None = None,
     *,
     num_workers: int | None = None,
     log_dir: Path | None = None,
     seed: int = 0,
-) -> EnvHost:
-    """Make the environment where the configuration says; see `WorkersHost`."""
+) -> EnvWorkers:
+    """Start the environment in worker processes or in the driver, as configured; see `EnvWorkerPool`."""
     if config.is_isolated:
-        return WorkersHost(config, cluster or ClusterConfig(), num_workers=num_workers, log_dir=log_dir, seed=seed)
-    return DriverHost(make_env(config.name, config.kwargs))
+        return EnvWorkerPool(config, cluster or ClusterConfig(), num_workers=num_workers, log_dir=log_dir, seed=seed)
+    return InProcessEnv(make_env(config.name, config.kwargs))
