@@ -16,7 +16,7 @@ from lucidrl.distributed.workers.interfaces import StartMethod
 from lucidrl.distributed.workers.process import num_cores
 from lucidrl.envs.arrays import Arrays, Frame, copy_rows
 from lucidrl.envs.creator import EnvFactory, env_creators
-from lucidrl.envs.process_main import RESET, SEED, STEP, STEP_AND_RESET, spin_time_s
+from lucidrl.envs.process_main import RESET, SEED, SPIN_S, STEP, STEP_AND_RESET
 from lucidrl.envs.process_memory import rows_like, share
 from lucidrl.envs.processes import EnvProcess, wait_any
 from lucidrl.envs.stacked import StackedEnv
@@ -90,14 +90,14 @@ class ParallelEnv(StackedEnv):
                     start_method=start_method,
                     start_timeout_s=start_timeout_s,
                     step_timeout_s=step_timeout_s,
-                    spin_s=spin_time_s(num_processes),
+                    spin_s=SPIN_S if num_processes < num_cores() else 0.0,
                 )
                 self.processes.append(process)
             _finish(self.processes)
             super().__init__([specs for process in self.processes for specs in process.specs], device=device)
             self.rows = share(rows_like(self, num_workers), [process.connection for process in self.processes])
             for process in self.processes:
-                process.share(self.rows)
+                process.shared = self.rows.part(process.rows)
         except BaseException:
             self.kill("did not start")
             raise

@@ -25,7 +25,6 @@ import torch
 from lucidrl.distributed.workers.child import end_with_driver, leave_signals_to_driver
 from lucidrl.distributed.workers.messages import Message, send
 from lucidrl.distributed.workers.outcomes import describe_error
-from lucidrl.distributed.workers.process import num_cores
 from lucidrl.envs.process_memory import EnvRows, receive_shared, rows_like
 from lucidrl.envs.serial import SerialEnv
 
@@ -39,7 +38,8 @@ SEED = b"d"
 """Seed the envs with `seeds`."""
 DONE, FAILED = b".", b"!"
 
-_SPIN_S = 50e-6
+SPIN_S = 50e-6
+"""How long driver and process spin."""
 
 
 def serve(
@@ -108,11 +108,6 @@ def _send(connection: socket.socket, reply: bytes, content: Any) -> None:
     message = Message.of(content)
     connection.send(reply)
     send(connection, message)
-
-
-def spin_time_s(num_processes: int) -> float:
-    """How long a driver and this many env processes spin."""
-    return _SPIN_S if num_processes < num_cores() else 0.0
 
 
 def wait_readable(poll: select.poll, timeout_s: float | None, spin_s: float) -> list[int]:

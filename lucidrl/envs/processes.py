@@ -67,7 +67,8 @@ class EnvProcess(ChildProcess):
         self.connection, theirs = socket.socketpair()
         self.spin_s = spin_s
         self._step_timeout_s = step_timeout_s
-        self._shared: EnvRows | None = None
+        self.shared: EnvRows | None = None
+        """Its rows of the shared memory; set after the start."""
         self._is_seeded = False
         # The process dies with the thread that started it: the single one of a fork server, or one of the driver.
         from_main_thread = start_method == "forkserver" or threading.current_thread() is threading.main_thread()
@@ -84,14 +85,10 @@ class EnvProcess(ChildProcess):
             )
         self.connection.setblocking(False)
 
-    def share(self, rows: EnvRows) -> None:
-        """Set the shared arrays, of which it uses its rows."""
-        self._shared = rows.part(self.rows)
-
     def start(self, command: bytes) -> None:
         """Send a command of `process_main`; does not wait."""
-        assert self._shared is not None
-        self._shared.active_row[0] = 0
+        assert self.shared is not None
+        self.shared.active_row[0] = 0
         self._is_seeded = self._is_seeded or command == SEED
         self._begin(_PHASES[command], self._step_timeout_s)
         with suppress(OSError):  # `wait_any` and `finish` report a process that exited
@@ -167,11 +164,11 @@ class EnvProcess(ChildProcess):
     def _failure(self, reason: str) -> LucidError:
         """The failure of the active env, or of the first one during the start."""
         first = self.rows.start
-        if self._shared is None:
+        if self.shared is None:
             return env_failure(first, None, self._phase, None, reason)
-        row = int(self._shared.active_row[0])
-        seed = int(self._shared.seeds[row]) if self._is_seeded else None
-        actions = {key: array[row, ...] for key, array in self._shared.actions.items()}
+        row = int(self.shared.active_row[0])
+        seed = int(self.shared.seeds[row]) if self._is_seeded else None
+        actions = {key: array[row, ...] for key, array in self.shared.actions.items()}
         return env_failure(first + row, seed, self._phase, actions if self._phase == "step" else None, reason)
 
     def _stack(self) -> str:

@@ -51,10 +51,8 @@ class Composite(MutableMapping[Key, Any]):
 
     def is_in(self, tensordict: TensorDictBase) -> bool:
         """Whether all entries exist and have allowed values; ignores further ones."""
-        values = {key: tensordict.get(key, None) for key in self.leaves()}
-        return all(
-            isinstance(value := values[key], torch.Tensor) and spec.is_in(value) for key, spec in self.leaves().items()
-        )
+        values = [(spec, tensordict.get(key, None)) for key, spec in self.leaves().items()]
+        return all(isinstance(value, torch.Tensor) and spec.is_in(value) for spec, value in values)
 
     def expand(self, *shape: int | Shape) -> Composite:
         """The same specs with more leading dims; `shape` is the new shape of the Composite."""
@@ -70,10 +68,7 @@ class Composite(MutableMapping[Key, Any]):
 
     def clone(self) -> Composite:
         """A copy with the same leaves."""
-        return Composite(
-            {name: spec.clone() if isinstance(spec, Composite) else spec for name, spec in self._entries.items()},
-            shape=self.shape,
-        )
+        return self._mapped(lambda spec: spec.clone() if isinstance(spec, Composite) else spec, self.shape)
 
     def __getitem__(self, key: Key) -> Any:
         name, *rest = path_of(key)

@@ -34,7 +34,7 @@ class Spec(ABC):
 
     def rand(self) -> torch.Tensor:
         """A random value, seeded by `torch.manual_seed`."""
-        return self._tensor(self.sample(generator_from_torch()))
+        return self._tensor(self.sample(np.random.default_rng(int(torch.randint(2**63 - 1, ())))))
 
     def zero(self) -> torch.Tensor:
         """Zeros, even if the spec does not allow them."""
@@ -140,11 +140,6 @@ def torch_dtype_of(dtype: np.dtype) -> torch.dtype:
         return torch.from_numpy(np.empty(0, dtype)).dtype
     except TypeError as error:
         raise ConfigError(f"torch has no dtype {dtype}; choose a number or bool") from error
-
-
-def generator_from_torch() -> np.random.Generator:
-    """A numpy generator seeded by torch's."""
-    return np.random.default_rng(int(torch.randint(2**63 - 1, ())))
 
 
 def as_shape(shape: tuple[int | Shape, ...]) -> torch.Size:

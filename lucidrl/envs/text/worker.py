@@ -217,15 +217,10 @@ def _as_float(number: Any) -> float:
 
 
 def _are_observations(messages: Any) -> bool:
-    if not isinstance(messages, Sequence) or not messages:
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         return False
-    well_formed = all(
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-        for message in messages
-    )
-    return well_formed and messages[-1]["role"] != "assistant"
+    texts = [message.get(key) for message in messages for key in ("role", "content")]
+    return all(isinstance(text, str) for text in texts) and bool(messages) and messages[-1]["role"] != "assistant"
 
 
 def _sendable(outcomes: list[Outcome]) -> list[Outcome]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lucidrl.envs.arrays import Arrays, Frame, Key
+from lucidrl.envs.arrays import FLAGS, Arrays, Frame, Key
 from lucidrl.envs.base import EnvBase
 from lucidrl.envs.specs import Composite
 from lucidrl.envs.transforms.base import Compose, Transform, transforms_of
@@ -15,14 +15,6 @@ from lucidrl.errors import ConfigError
 from lucidrl.profiling.ranges import profiled
 
 _STEP, _RESET = 0, 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Between:
-    """Arrays of the source frame that a transform changes or removes; the target cannot share them."""
-
-    observation: Arrays
-    reward: np.ndarray | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +78,13 @@ class TransformedEnv(EnvBase):
         transform.parent = below
         self._below, self._outermost = below, transform
         # A step and the reset after it are in use at the same time.
-        self._between = (self._new_between(), self._new_between())
+        self._changed = (self._new_changed(), self._new_changed())
+        self._chain_keys = (object(), object())
 
-    def _new_between(self) -> _Between:
-        changed = self._outermost.out_keys
-        shared = self.observation_leaves().keys() - set(changed)
-        frame = self._below.new_frame()
-        return _Between(
-            {key: array for key, array in frame.observation.items() if key not in shared},
-            frame.reward if "reward" in changed else None,
-        )
+    def _new_changed(self) -> Arrays:
+        """Arrays of the frame below that the transform changes or removes, which `out` cannot share."""
+        shared = {*self.observation_leaves(), "reward", *FLAGS} - set(self._outermost.out_keys)
+        return {key: array for key, array in self._below.new_frame().arrays().items() if key not in shared}
 
     @profiled("TransformedEnv._reset")
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
@@ -154,31 +143,24 @@ class TransformedEnv(EnvBase):
         self._below.close()
 
     def _chain(self, out: Frame, role: int) -> _Chain:
-        between = self._between[role]
-        chain = out.derived.get(between)
+        chain = out.derived.get(self._chain_keys[role])
         if chain is None:
-            source = self._source(out, between)
+            # The frame below shares the arrays that the transform does not change.
+            arrays = {**out.arrays(), **self._changed[role]}
+            below = self._below.observation_leaves()
+            source = Frame.of({key: arrays[key] for key in (*below, "reward", *FLAGS)})
             if isinstance(self._below, TransformedEnv):
                 inner = self._below._chain(source, role)
             else:
                 inner = _Chain(self._below, source, [], [])
             written = inner.frame.observation
-            chain = out.derived[between] = _Chain(
+            chain = out.derived[self._chain_keys[role]] = _Chain(
                 inner.env,
                 inner.frame,
                 [*inner.stages, (self._outermost, source, out)],
                 [key for key, array in out.observation.items() if written.get(key) is not array],
             )
         return chain
-
-    def _source(self, out: Frame, between: _Between) -> Frame:
-        """The frame of the env below; it shares the arrays of `out` that the transform does not change."""
-        observation = {
-            key: between.observation[key] if key in between.observation else out.observation[key]
-            for key in self._below.observation_leaves()
-        }
-        reward = out.reward if between.reward is None else between.reward
-        return Frame(observation, reward, out.done, out.terminated, out.truncated)
 
 
 def _check_keys(transform: Transform, env: EnvBase) -> None:

@@ -5,7 +5,7 @@ Shapes: n the number of choices.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -64,8 +64,14 @@ class ActionMask(Transform):
         return masked
 
 
+def _refuse_expand(spec: Spec, *shape: Any) -> Any:
+    raise ConfigError("an env with ActionMask cannot be part of a batch; put ActionMask around the batch")
+
+
 class _MaskedCategorical(Categorical):
     """One of the choices of a mask [*shape, n], which changes with the env."""
+
+    expand = _refuse_expand
 
     def __init__(self, spec: Categorical, mask: np.ndarray):
         super().__init__(spec.n, spec.shape, spec.dtype, spec.device)
@@ -74,9 +80,6 @@ class _MaskedCategorical(Categorical):
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return _drawn(self._mask, rng).astype(self.numpy_dtype)
 
-    def expand(self, *shape: Any) -> Self:
-        raise _not_around_the_batch()
-
     def _allows(self, array: np.ndarray) -> bool:
         return super()._allows(array) and bool(np.take_along_axis(self._mask, array[..., None], -1).all())
 
@@ -84,15 +87,14 @@ class _MaskedCategorical(Categorical):
 class _MaskedOneHot(OneHot):
     """A one-hot vector of the choices of a mask [*shape], which changes with the env."""
 
+    expand = _refuse_expand
+
     def __init__(self, spec: OneHot, mask: np.ndarray):
         super().__init__(spec.n, spec.shape, spec.dtype, spec.device)
         self._mask = mask
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return self._one_hot(_drawn(self._mask, rng)[..., None])
-
-    def expand(self, *shape: Any) -> Self:
-        raise _not_around_the_batch()
 
     def _allows(self, array: np.ndarray) -> bool:
         return super()._allows(array) and bool(self._mask[array.astype(bool)].all())
@@ -103,7 +105,3 @@ def _drawn(mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     if not mask.any(-1).all():
         raise EnvironmentFailure(f"the mask {mask.astype(int).tolist()} has no choice; end the episode before that")
     return np.asarray(np.where(mask, rng.random(mask.shape), -1.0).argmax(-1))
-
-
-def _not_around_the_batch() -> ConfigError:
-    return ConfigError("an env with ActionMask cannot be part of a batch; put ActionMask around the batch")

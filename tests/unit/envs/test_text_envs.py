@@ -4,10 +4,9 @@ from decimal import Decimal
 import pytest
 
 from lucidrl.data.datasets import split
-from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
+from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv, last_number
 from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
 from lucidrl.envs.text.interfaces import EnvRequest
-from lucidrl.envs.text.parsing import last_number
 from lucidrl.errors import ConfigError
 from lucidrl.utils.config import validate
 
