@@ -70,7 +70,7 @@ class EnvProcess(ChildProcess):
         self.shared: EnvRows | None = None
         """Its rows of the shared memory; set after the start."""
         self._is_seeded = False
-        # The process dies with the thread that started it: the single one of a fork server, or one of the driver.
+        # Linux kills a process with the thread that started it; other threads of the driver may end before the driver.
         from_main_thread = start_method == "forkserver" or threading.current_thread() is threading.main_thread()
         factories = pickled("the env factory", list(creators))
         self._begin("start", start_timeout_s)

@@ -1,4 +1,4 @@
-"""Whatever happens to an env process, its driver learns of it soon, and nothing is left behind."""
+"""The driver reports every fault of an env process soon, and leaves no process or memory behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.tiers import slow_except
 from tests.unit.envs.faulty import healthy, one_faulty
 
 SHORT_S = 0.7
-"""Deadline of a step that never comes to its end; a fault that is noticed by itself gets a long one."""
+"""Timeout of a step that hangs; faults that are detected without it use a long one."""
 LONG_S = 90.0
 REPETITIONS = 3
 FAULTS = {

@@ -77,7 +77,7 @@ class EnvWorkerPool:
                 hosting=hosting,
                 max_restarts=config.max_restarts,
                 setting="env.",
-                on_start=self._bring_state,
+                on_start=self._restore_state,
             )
         except LostWorkerError as error:
             raise ConfigError(f"{self.name} cannot be made: {error}") from error
@@ -153,7 +153,7 @@ class EnvWorkerPool:
         """Shut down the workers; may be called twice."""
         self._pool.shutdown()
 
-    def _bring_state(self, worker: PoolWorker) -> None:
+    def _restore_state(self, worker: PoolWorker) -> None:
         if worker.number in self._states:
             worker.run("load_state", self._states[worker.number])
             return

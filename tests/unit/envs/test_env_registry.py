@@ -139,11 +139,11 @@ def test_an_environment_without_prompts_needs_a_file(user_folder):
 )
 def test_invalid_prompts_are_refused(user_folder, monkeypatch, prompts, complaint):
     (user_folder / "my_prompts.py").write_text(
-        f"{USER_MODULE}\nclass Asking(Scorer):\n    prompts = lambda self: {prompts}"
+        f"{USER_MODULE}\nclass WithPrompts(Scorer):\n    prompts = lambda self: {prompts}"
     )
     monkeypatch.delitem(sys.modules, "my_prompts", raising=False)
     with pytest.raises(ConfigError, match=complaint):
-        read_prompts(EnvConfig(name="my_prompts:Asking", isolation="none"), ClusterConfig())
+        read_prompts(EnvConfig(name="my_prompts:WithPrompts", isolation="none"), ClusterConfig())
 
 
 def test_configuring_an_environment_imports_no_torch():

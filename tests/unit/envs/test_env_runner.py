@@ -298,11 +298,11 @@ def test_a_failed_watch_ends_the_wait():
             await asyncio.sleep(60)
 
     def fail():
-        raise WorkerError("a rank is gone")
+        raise WorkerError("a rank exited")
 
     started = time.monotonic()
     runner = EnvRunner(Slow(), timeout_s=60, max_concurrency=1, on_error="drop", watch=fail)
-    with runner, pytest.raises(WorkerError, match="a rank is gone"):
+    with runner, pytest.raises(WorkerError, match="a rank exited"):
         runner.step([EnvRequest("s", [{"role": "assistant", "content": ""}], {}, 1)])
     assert time.monotonic() - started < 45
 
@@ -321,7 +321,7 @@ def test_metrics_that_are_no_numbers_are_a_bad_reply():
 
 
 class Counting(ScriptedEnv):
-    """Keeps how often it was asked."""
+    """Counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -376,7 +376,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused(state):
 def test_an_environment_failure_stops_the_run_even_with_drop():
     class Ending:
         async def step(self, batch):
-            raise EnvironmentFailure("the server is gone")
+            raise EnvironmentFailure("the server is down")
 
-    with make_runner(Ending()) as runner, pytest.raises(EnvironmentFailure, match=r"^the server is gone$"):
+    with make_runner(Ending()) as runner, pytest.raises(EnvironmentFailure, match=r"^the server is down$"):
         runner.step(make_requests("a", "b"))

@@ -141,13 +141,13 @@ def test_state_and_random_draws_survive_a_restart_and_a_resume(counting):
 
 def test_a_failed_watch_ends_the_wait_and_the_workers():
     def fail():
-        raise WorkerError("a rank is gone")
+        raise WorkerError("a rank exited")
 
     children = own_children()
     pool = start_env(EnvConfig(name=SCORER))
     workers = own_children() - children
     runner = EnvRunner(pool, 60, 1, "drop", fail)
-    with runner, pytest.raises(WorkerError, match="a rank is gone"):
+    with runner, pytest.raises(WorkerError, match="a rank exited"):
         runner.step([request("hang")])
     wait_until_gone(workers)
 

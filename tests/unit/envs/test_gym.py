@@ -33,8 +33,8 @@ class EchoEnv(gymnasium.Env):
         return action, float(len(self.given)), len(self.given) >= 10, False, {}
 
 
-class ToldEnv(gymnasium.Env):
-    """Gives what it was told to give."""
+class ScriptedEnv(gymnasium.Env):
+    """Returns scripted values."""
 
     observation_space = spaces.Box(-1, 1, (3,), np.float32)
     action_space = spaces.Discrete(2)
@@ -136,7 +136,7 @@ def test_envs_of_a_batch_do_what_they_do_alone():
 
 
 class Scripted:
-    """Acts as it was told, step by step."""
+    """Replays actions, step by step."""
 
     def __init__(self, env, actions):
         self.spec, self.steps = env.action_spec, iter(zip(*actions, strict=True))
@@ -295,8 +295,8 @@ def test_repeated_actions_add_their_rewards_and_stop_at_the_end():
 )
 def test_info_keys_are_observed(info_keys):
     start = {"lives": 3, "place": np.zeros(2, np.float32), "other": "text"}
-    told = ToldEnv(reset_info=start, step_info={"lives": 2, "place": np.ones(2, np.float32)})
-    env = GymEnv(told, info_keys=info_keys)
+    scripted = ScriptedEnv(reset_info=start, step_info={"lives": 2, "place": np.ones(2, np.float32)})
+    env = GymEnv(scripted, info_keys=info_keys)
     assert list(env.observation_spec) == ["observation", "lives", "place"]
     root = env.reset()
     assert (root["lives"].item(), root["place"].tolist()) == (3, [0, 0])
@@ -305,7 +305,7 @@ def test_info_keys_are_observed(info_keys):
 
 
 def test_info_of_steps_alone_is_zero_after_a_reset():
-    env = GymEnv(ToldEnv(step_info={"lives": 2}), info_keys={"lives": Unbounded((), torch.int64)})
+    env = GymEnv(ScriptedEnv(step_info={"lives": 2}), info_keys={"lives": Unbounded((), torch.int64)})
     root = env.reset()
     assert root["lives"].item() == 0
     assert env.rand_step(root)["next", "lives"].item() == 2
@@ -318,7 +318,7 @@ def one_step(env):
 
 
 @pytest.mark.parametrize(
-    ("told", "complaint"),
+    ("scripted", "complaint"),
     [
         ({"observation": np.zeros(4, np.float32)}, r"observation has shape \[4\], but its spec says \[3\]"),
         ({"observation": np.zeros(3)}, "observation has dtype float64, but its spec says float32"),
@@ -328,13 +328,13 @@ def one_step(env):
         ({"reward": None}, "reward is None"),
     ],
 )
-def test_values_outside_their_spec_are_refused(told, complaint):
+def test_values_outside_their_spec_are_refused(scripted, complaint):
     with pytest.raises(EnvironmentFailure, match=complaint):
-        one_step(GymEnv(ToldEnv(**told)))
+        one_step(GymEnv(ScriptedEnv(**scripted)))
 
 
 def test_a_list_is_taken_for_an_array():
-    assert one_step(GymEnv(ToldEnv(observation=[0.5, 0, 0])))["next", "observation"].tolist() == [0.5, 0, 0]
+    assert one_step(GymEnv(ScriptedEnv(observation=[0.5, 0, 0])))["next", "observation"].tolist() == [0.5, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_the_failure_of_a_single_env_is_its_own_exception():
 
 
 def test_a_step_without_an_info_key_is_refused():
-    env = GymEnv(ToldEnv(reset_info={"lives": 3}, step_info={"level": 1}), info_keys=["lives"])
+    env = GymEnv(ScriptedEnv(reset_info={"lives": 3}, step_info={"level": 1}), info_keys=["lives"])
     with pytest.raises(EnvironmentFailure, match=r"the info of a step has no 'lives', but \['level'\]"):
         one_step(env)
 
@@ -411,12 +411,15 @@ def test_a_step_without_an_info_key_is_refused():
         (lambda: GymEnv(None), "env is None; give a gymnasium id"),
         (lambda: GymEnv("CartPole-v1", num_envs=0), "num_envs=0"),
         (lambda: GymEnv("CartPole-v1", frame_skip=0), "frame_skip=0"),
-        (lambda: GymEnv(ToldEnv(), num_envs=2), "join instances with SerialEnv"),
-        (lambda: GymEnv(ToldEnv(), gravity=2), r"\['gravity'\] are arguments of gymnasium.make"),
-        (lambda: GymEnv(ToldEnv(), from_pixels=True), "render_mode='rgb_array'; the env has None"),
-        (lambda: GymEnv(ToldEnv(), info_keys=["lives"]), r"'lives', but the info of a reset has \[\]"),
-        (lambda: GymEnv(ToldEnv(), info_keys={"observation": Unbounded()}), "two entries have the name 'observation'"),
-        (lambda: GymEnv(ToldEnv(reset_info={"name": "x"}), info_keys=["name"]), "torch has no dtype"),
+        (lambda: GymEnv(ScriptedEnv(), num_envs=2), "join instances with SerialEnv"),
+        (lambda: GymEnv(ScriptedEnv(), gravity=2), r"\['gravity'\] are arguments of gymnasium.make"),
+        (lambda: GymEnv(ScriptedEnv(), from_pixels=True), "render_mode='rgb_array'; the env has None"),
+        (lambda: GymEnv(ScriptedEnv(), info_keys=["lives"]), r"'lives', but the info of a reset has \[\]"),
+        (
+            lambda: GymEnv(ScriptedEnv(), info_keys={"observation": Unbounded()}),
+            "two entries have the name 'observation'",
+        ),
+        (lambda: GymEnv(ScriptedEnv(reset_info={"name": "x"}), info_keys=["name"]), "torch has no dtype"),
         (lambda: GymEnv(EchoEnv(spaces.Dict(reward=spaces.Discrete(2)))), "the name 'reward'"),
         (lambda: GymEnv(EchoEnv(spaces.Text(5))), "'action' has the unsupported space Text"),
         (lambda: GymEnv(EchoEnv(spaces.Dict({1: spaces.Discrete(2)}))), "has the key 1"),
@@ -428,17 +431,17 @@ def test_unsupported_gymnasium_envs_are_refused(make, complaint):
 
 
 def test_closing_closes_every_env_once():
-    class Closing(ToldEnv):
+    class Closing(ScriptedEnv):
         closed = 0
 
         def close(self):
             self.closed += 1
 
-    told = Closing()
-    with GymEnv(told) as env:
+    scripted = Closing()
+    with GymEnv(scripted) as env:
         env.rollout(2)
     env.close()
-    assert told.closed == 1
+    assert scripted.closed == 1
 
 
 def test_entries_have_the_devices_of_the_env():

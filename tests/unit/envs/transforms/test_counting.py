@@ -12,7 +12,7 @@ BATCHES = [(), (3,), (2, 2)]
 
 
 def over_episodes(done, values):
-    """Running sums of values [..., T], begun anew after every end of an episode."""
+    """Running sums of values [..., T], restarted after every end of an episode."""
     sums, total = np.zeros_like(values), np.zeros_like(values[..., 0])
     for time in range(values.shape[-1]):
         total = total + values[..., time]

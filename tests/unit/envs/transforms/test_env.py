@@ -39,7 +39,7 @@ from tests.unit.envs.transforms.toys import SEED, Weather, rollouts
 
 
 class Halved(Transform):
-    """A user's own: the env is told twice the action, and tells half the observation."""
+    """A user's transform: doubles the action, halves the observation."""
 
     def __init__(self):
         super().__init__(in_keys=["observation"], in_keys_inv=["action"])

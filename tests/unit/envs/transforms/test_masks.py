@@ -36,11 +36,11 @@ def test_the_spec_accepts_the_choices_of_the_current_mask(one_hot):
     env.set_seed(0)
     root = env.reset()
     for _ in range(20):
-        told = []
+        accepted = []
         for choice in range(3):
             action = torch.tensor(choice)
-            told.append(env.action_spec.is_in(torch.nn.functional.one_hot(action, 3) if one_hot else action))
-        assert told == root["action_mask"].tolist()
+            accepted.append(env.action_spec.is_in(torch.nn.functional.one_hot(action, 3) if one_hot else action))
+        assert accepted == root["action_mask"].tolist()
         assert env.action_spec.is_in(env.action_spec.rand())
         root = env.step_and_maybe_reset(env.rand_action(root))[1]
 

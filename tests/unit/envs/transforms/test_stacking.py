@@ -1,4 +1,4 @@
-"""CatFrames and CatTensors against plain lists of what was told."""
+"""CatFrames and CatTensors against plain lists of observations."""
 
 import numpy as np
 import pytest

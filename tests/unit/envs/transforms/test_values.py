@@ -60,13 +60,13 @@ def test_doubles_become_floats(batch_size):
 
 
 class Exact(EnvBase):
-    """Takes float64 actions within narrow limits, and tells what it was told."""
+    """Takes float64 actions within narrow limits, and observes the last action."""
 
     LIMIT = 0.1  # the nearest float32 lies beyond it
 
     def __init__(self, *, several: bool = False):
         super().__init__()
-        self.observation_spec = Composite(told=Unbounded((1,), torch.float64))
+        self.observation_spec = Composite(last=Unbounded((1,), torch.float64))
         limits = Bounded(-self.LIMIT, self.LIMIT, (1,), torch.float64)
         self.action_spec = Composite(turn=limits, push=Unbounded((1,))) if several else limits
         self._key = ("action", "turn") if several else "action"
@@ -74,11 +74,11 @@ class Exact(EnvBase):
     def _set_seed(self, seed: int) -> None: ...
 
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
-        out.observation["told"].fill(0)
+        out.observation["last"].fill(0)
 
     def _step_into(self, actions: Arrays, out: Frame) -> None:
         assert self.action_leaves()[self._key].contains(actions[self._key])
-        out.observation["told"][...] = actions[self._key]
+        out.observation["last"][...] = actions[self._key]
         out.reward.fill(0)
         out.clear_flags()
 
@@ -92,7 +92,7 @@ def test_float_actions_reach_an_env_that_wants_doubles_within_its_limits(several
     root[key] = torch.full((1,), Exact.LIMIT)
     assert root[key].double().item() > Exact.LIMIT
     assert env.action_leaves()[key].is_in(root[key])
-    assert env.step(root)["next", "told"].item() == np.float32(Exact.LIMIT)
+    assert env.step(root)["next", "last"].item() == np.float32(Exact.LIMIT)
 
 
 @pytest.mark.parametrize("batch_size", BATCHES)
