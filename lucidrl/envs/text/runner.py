@@ -206,10 +206,8 @@ class EnvRunner:
 
     def _count_dropped(self, requests: Sequence[EnvRequest], failed: _Failed) -> None:
         if failed.cause not in self.counts:
-            logger.warning(
-                "%s; dropped the sample, and will only count later ones with this cause",
-                self._described(requests, failed),
-            )
+            text = "%s; dropped the sample, and will only count later ones with this cause"
+            logger.warning(text, self._described(requests, failed))
         self.counts[failed.cause] += 1
 
     def _described(self, requests: Sequence[EnvRequest], failed: _Failed) -> str:

@@ -208,10 +208,8 @@ class InProcessEnv:
 
     def restart_lost(self) -> None:
         if self._is_blocked:
-            raise EnvironmentFailure(
-                "a call blocks the environment's thread and cannot be killed; set env.isolation=process, or put the "
-                "blocking code into asyncio.to_thread"
-            )
+            remedy = "set env.isolation=process, or put the blocking code into asyncio.to_thread"
+            raise EnvironmentFailure(f"a call blocks the environment's thread and cannot be killed; {remedy}")
 
     def states(self) -> list[EnvState]:
         return [self._worker.state()]

@@ -38,9 +38,8 @@ class ActionMask(Transform):
             found = list(entries[self.mask_key].shape)
             raise ConfigError(f"{self.mask_key!r} has shape {found}, but {spec} needs {list(shape)}")
         self._mask = np.ones(shape, bool)
-        self._spec = (
-            _MaskedCategorical(spec, self._mask) if isinstance(spec, Categorical) else _MaskedOneHot(spec, self._mask)
-        )
+        masked: Any = _MaskedCategorical if isinstance(spec, Categorical) else _MaskedOneHot
+        self._spec: Spec = masked(spec, self._mask)
 
     def reset(self, source: Frame, target: Frame, mask: np.ndarray | None) -> None:
         rows = ... if mask is None else mask
