@@ -69,7 +69,7 @@ class DigitEnv:
     """Rewards answers with their share of digits."""
 
     async def step(self, batch: Sequence[EnvRequest]) -> list[EnvReply]:
-        return [EnvReply(reward=digit_share(request.answer)) for request in batch]
+        return [EnvReply(reward=digit_share(request.completion)) for request in batch]
 
 
 class LucidSide:

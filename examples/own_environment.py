@@ -28,7 +28,7 @@ from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 
 
 class SortDigits:
-    """One turn: the reward is the share of digits in the right place, 0 for an answer of another length.
+    """One turn: the reward is the share of digits in the right place, 0 for a completion of another length.
 
     Args:
         num_digits: digits of each number.
@@ -50,10 +50,10 @@ class SortDigits:
         ]
 
     async def step(self, batch: Sequence[EnvRequest]) -> list[EnvReply]:
-        return [_judge(request.answer.strip(), request.info["answer"]) for request in batch]
+        return [_score(request.completion.strip(), request.info["answer"]) for request in batch]
 
 
-def _judge(answer: str, expected: str) -> EnvReply:
-    num_right = sum(given == wanted for given, wanted in zip(answer, expected, strict=False))
-    reward = num_right / len(expected) if len(answer) == len(expected) else 0.0
-    return EnvReply(reward, metrics={"accuracy": float(answer == expected)})
+def _score(completion: str, expected: str) -> EnvReply:
+    num_right = sum(given == wanted for given, wanted in zip(completion, expected, strict=False))
+    reward = num_right / len(expected) if len(completion) == len(expected) else 0.0
+    return EnvReply(reward, metrics={"accuracy": float(completion == expected)})

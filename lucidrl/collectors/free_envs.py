@@ -8,6 +8,7 @@ import numpy as np
 
 from lucidrl.envs.creator import EnvCreator
 from lucidrl.envs.parallel import ParallelEnv
+from lucidrl.envs.process_main import RESET, STEP_AND_RESET
 from lucidrl.envs.processes import EnvProcess, wait_any
 from lucidrl.errors import ConfigError, EnvironmentFailure
 
@@ -45,7 +46,7 @@ class FreeEnvs:
         """Begin new episodes in all envs; what steps were about to tell is dropped."""
         self.settle()
         self.env.rows.mask.fill(True)
-        self.env.processes.run(EnvProcess.start_reset)
+        self.env.run(RESET)
 
     def set_seed(self, seed: int) -> int:
         """Seed all envs differently, from the next reset on; returns the first seed that is not used by it."""
@@ -55,9 +56,9 @@ class FreeEnvs:
     def start(self, picked: np.ndarray) -> None:
         """Let the envs with these numbers take a step; returns at once."""
         for index in picked.tolist():
-            process = self.env.processes.members[index]
+            process = self.env.processes[index]
             self._stepping[process] = index
-            process.start_step_and_reset()
+            process.start(STEP_AND_RESET)
 
     def wait(self) -> np.ndarray:
         """The numbers of those that have taken their step, as soon as there is one; ascending."""
@@ -71,7 +72,7 @@ class FreeEnvs:
                 raise EnvironmentFailure("the envs were closed in the middle of a step; make others") from None
             self._stepping.clear()
             is_theirs = isinstance(error, EnvironmentFailure)
-            self.env.processes.kill(str(error) if is_theirs else "the driver was interrupted while they were at work")
+            self.env.kill(str(error) if is_theirs else "the driver was interrupted while they were busy")
             raise
 
     def settle(self) -> None:

@@ -1,6 +1,6 @@
-"""Environments: control tasks below this package, text in `lucidrl.envs.text`.
+"""Environments: control tasks here, text in `lucidrl.envs.text`.
 
-Nothing is imported before it is used, so that settings are read without torch.
+Names are imported at first use, so reading settings does not import torch.
 """
 
 from lucidrl.utils.imports import names_imported_at_use

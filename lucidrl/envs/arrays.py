@@ -1,4 +1,4 @@
-"""The arrays that an environment writes into: made once, written every step.
+"""The arrays that an environment writes into: allocated once, written in every step.
 
 Shapes: B the env's batch size (none for a single env).
 """
@@ -6,6 +6,7 @@ Shapes: B the env's batch size (none for a single env).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,38 +18,28 @@ Arrays = dict[Key, np.ndarray]
 FLAGS = ("done", "terminated", "truncated")
 
 
+@dataclass(slots=True, eq=False)
 class Frame:
-    """One moment of an env, as it stands after a reset or a step; all arrays are [*B, *shape] and of a fixed dtype.
+    """One moment of an env, after a reset or a step; all arrays are [*B, *shape] and of a fixed dtype.
 
-    Whoever makes a frame may keep it and have it written again and again. An env that works on parts of it, or that
-    wraps another env, keeps what it derives from a frame in `derived`, under a key of its own, so that a frame which
-    comes again costs nothing.
+    A frame may be written many times. An env that works on parts of it, or that wraps another env, caches what it
+    derives from the frame in `derived`, under a unique key.
     """
 
-    __slots__ = ("derived", "done", "observation", "reward", "terminated", "truncated")
-
-    def __init__(
-        self,
-        observation: Arrays,
-        reward: np.ndarray,
-        done: np.ndarray,
-        terminated: np.ndarray,
-        truncated: np.ndarray,
-    ):
-        self.observation = observation
-        """By key; everything the env tells beside reward and flags."""
-        self.reward = reward
-        """[*B, 1] float32; of no meaning after a reset."""
-        self.done = done
-        """[*B, 1] bool: terminated or truncated."""
-        self.terminated = terminated
-        """[*B, 1] bool: the episode came to its own end."""
-        self.truncated = truncated
-        """[*B, 1] bool: the episode was cut off."""
-        self.derived: dict[Any, Any] = {}
+    observation: Arrays
+    """All entries but reward and flags, by key."""
+    reward: np.ndarray
+    """[*B, 1] float32; undefined after a reset."""
+    done: np.ndarray
+    """[*B, 1] bool: terminated or truncated."""
+    terminated: np.ndarray
+    """[*B, 1] bool: the episode reached a final state."""
+    truncated: np.ndarray
+    """[*B, 1] bool: the episode was cut off."""
+    derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def arrays(self) -> Arrays:
-        """All of them by key; observation entries first."""
+        """All arrays by key; observation entries first."""
         return {**self.observation, "reward": self.reward, **self.flags()}
 
     def flags(self) -> Arrays:
@@ -63,15 +54,21 @@ class Frame:
         return cls(rest, reward, *flags)
 
     def map(self, function: Callable[[np.ndarray], np.ndarray]) -> Frame:
-        """The same frame on other arrays, such as views of these."""
+        """A frame of other arrays, such as views of these."""
         return Frame.of({key: function(array) for key, array in self.arrays().items()})
 
-    def row(self, index: int) -> Frame:
-        """The part of env `index`; writing to it writes here."""
+    def rows(self) -> list[Frame]:
+        """A view for each env of the first batch dim."""
+        rows = self.derived.get("rows")
+        if rows is None:
+            rows = self.derived["rows"] = [self._row(index) for index in range(len(self.reward))]
+        return rows
+
+    def _row(self, index: int) -> Frame:
         return self.map(lambda array: array[index, ...])  # the dots make a view of a single number too
 
     def clear_flags(self, mask: np.ndarray | None = None) -> None:
-        """Nothing is done, in the envs that the mask [*B] picks, or in all."""
+        """Set all flags to False, in the envs of the mask [*B] or in all."""
         for flags in (self.done, self.terminated, self.truncated):
             if mask is None:
                 flags.fill(False)
@@ -79,8 +76,13 @@ class Frame:
                 flags[mask] = False
 
 
+def path_of(key: Key) -> tuple[str, ...]:
+    """The names that lead to an entry."""
+    return (key,) if isinstance(key, str) else key
+
+
 def copy_rows(source: Arrays, target: Arrays, mask: np.ndarray | None = None) -> None:
-    """Copy what both have, in the envs that the mask [*B] picks, or in all."""
+    """Copy the entries of `target`, in the envs of the mask [*B] or in all."""
     for key, array in target.items():
         if mask is None:
             array[...] = source[key]

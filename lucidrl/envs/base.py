@@ -1,4 +1,4 @@
-"""EnvBase: TensorDicts at the edge, preallocated arrays inside.
+"""EnvBase: a TensorDict interface over preallocated arrays.
 
 Shapes: B the env's batch size (none for a single env), T time.
 """
@@ -6,7 +6,6 @@ Shapes: B the env's batch size (none for a single env), T time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -14,12 +13,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from lucidrl.envs.arrays import FLAGS, Arrays, Frame, Key, copy_rows
+from lucidrl.envs.failures import at_least_one
 from lucidrl.envs.policies import as_policy
 from lucidrl.envs.recorder import Recorder
-from lucidrl.envs.results import checked_entries, write_step
 from lucidrl.envs.specs import Categorical, Composite, Spec, Unbounded
 from lucidrl.envs.specs.spec import cast_exactly
-from lucidrl.envs.tensordicts import arrays_of, tensordict_of
+from lucidrl.envs.tensordicts import arrays_of, checked_entries, tensordict_of, write_step
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.profiling.ranges import profiled
 
@@ -29,12 +28,12 @@ MAX_SEED = 2**32 - 1
 class EnvBase:
     """An environment, or a batch of them that step together.
 
-    A subclass sets its specs and fills one of two pairs of hooks; the other pair then works too:
+    A subclass sets its specs and implements one of two pairs of hooks; the other pair then works too:
 
-    - arrays: `_reset_into(out, mask)` and `_step_into(actions, out)` write into a `Frame` that they are given;
-    - TensorDicts: `_reset(tensordict)` and `_step(tensordict)` return the entries of the new moment.
+    - arrays: `_reset_into(out, mask)` and `_step_into(actions, out)` write into a `Frame`;
+    - TensorDicts: `_reset(tensordict)` and `_step(tensordict)` return the new entries.
 
-    Both draw all their randomness from what `_set_seed` was given.
+    Both draw all randomness from the seed of `_set_seed`.
 
         class Countdown(EnvBase):
             def __init__(self):
@@ -52,16 +51,16 @@ class EnvBase:
                 return TensorDict({"left": left, "reward": -torch.ones(1), "terminated": left <= 0})
 
     Args:
-        device: of the TensorDicts at the edge; the arrays inside are in host memory.
+        device: of the TensorDicts; the arrays are in host memory.
         batch_size: leading dims of every entry.
     """
 
     observation_spec: Composite
-    """Everything the env tells beside reward and flags."""
+    """All entries that the env returns but reward and flags."""
     action_spec: Spec | Composite
-    """What it takes as "action"."""
+    """Of the entry "action"."""
     num_seeds: int = 1
-    """How many consecutive seeds the env uses, one for each source of randomness."""
+    """Number of consecutive seeds that the env uses."""
 
     def __init__(self, *, device: torch.device | str | None = None, batch_size: Sequence[int] = ()):
         self.batch_size = torch.Size(batch_size)
@@ -76,9 +75,9 @@ class EnvBase:
         self._root: Arrays | None = None
         self._has_tensordict_hooks = type(self)._step_into is EnvBase._step_into
         if self._has_tensordict_hooks and type(self)._step is EnvBase._step:
-            raise TypeError(f"{type(self).__name__} fills neither _step_into nor _step; fill one of them")
+            raise TypeError(f"{type(self).__name__} implements neither _step_into nor _step; implement one")
 
-    # ---- the edge
+    # ---- TensorDict interface
 
     @property
     def action_keys(self) -> list[Key]:
@@ -86,11 +85,11 @@ class EnvBase:
 
     @profiled("EnvBase.reset")
     def reset(self, tensordict: TensorDictBase | None = None) -> TensorDict:
-        """Begin new episodes; returns observation and flags.
+        """Start new episodes; returns observation and flags.
 
         Args:
-            tensordict: with `_reset`, a [*B] or [*B, 1] bool mask, only those envs begin anew, and the other rows of
-                the result are those of this TensorDict.
+            tensordict: if it has `_reset`, a [*B] or [*B, 1] bool mask, reset only these envs and copy the other rows
+                from it.
         """
         mask = None if tensordict is None else tensordict.get("_reset", None)
         frame = self.new_frame()
@@ -106,7 +105,7 @@ class EnvBase:
 
     @profiled("EnvBase.step")
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Act; writes what came of it under "next" and returns the same TensorDict."""
+        """Apply the action, write the result under "next" and return the same TensorDict."""
         result = self._step(tensordict)
         if self._has_tensordict_hooks:
             frame = self.new_frame()
@@ -116,10 +115,10 @@ class EnvBase:
 
     @profiled("EnvBase.step_and_maybe_reset")
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
-        """Act, and begin anew where an episode is done.
+        """Apply the action, and reset where an episode is done.
 
         Returns:
-            The TensorDict with the true end of the episodes under "next", and the root of the next step.
+            The TensorDict with the final observations under "next", and the root of the next step.
         """
         return self._step_and_maybe_reset(tensordict)
 
@@ -133,20 +132,18 @@ class EnvBase:
         auto_reset: bool = True,
         tensordict: TensorDictBase | None = None,
     ) -> TensorDict:
-        """Step the env and return what happened as [*B, T], T at most `max_steps`.
+        """Step the env; returns [*B, T] frames, T at most `max_steps`.
 
         Args:
-            policy: as collectors take it; None acts at random.
-            break_when_any_done: stop at the first end of an episode; otherwise begin anew there.
-            auto_reset: begin with a reset; otherwise with `tensordict`, what an earlier call ended at.
+            policy: see `as_policy`; None acts at random.
+            break_when_any_done: stop at the first end of an episode; otherwise reset there.
+            auto_reset: start with a reset; otherwise with the root `tensordict`.
         """
-        if max_steps < 1:
-            raise ConfigError(f"max_steps={max_steps} leaves nothing to do; give at least 1")
-        recorder = Recorder(self, max_steps, "EnvBase.policy")
+        recorder = Recorder(self, at_least_one("max_steps", max_steps), "EnvBase.policy")
         if auto_reset:
             recorder.reset()
         elif tensordict is None:
-            raise ConfigError("auto_reset=False needs the tensordict to begin with; give what reset() returned")
+            raise ConfigError("auto_reset=False needs tensordict; give what reset() returned")
         else:
             self._set_root(tensordict)
             recorder.begin_with(arrays_of(tensordict, list(self.observation_leaves())))
@@ -154,27 +151,27 @@ class EnvBase:
         return recorder.take().to(self.device)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """A random action, written into the TensorDict if one is given."""
+        """A random action; with a TensorDict, written into it."""
         actions = self.new_actions()
         self.sample_actions(actions)
         drawn = tensordict_of(actions, self.batch_size, self.device)
         return drawn if tensordict is None else tensordict.update(drawn)
 
     def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """Act at random."""
+        """Step with a random action."""
         return self.step(self.rand_action(tensordict))
 
     def set_seed(self, seed: int) -> int:
-        """Seed every source of randomness, from the next reset on; returns the first seed that is not used by it."""
+        """Seed the env from the next reset on; returns the first seed that it does not use."""
         if not 0 <= seed <= MAX_SEED:
-            raise ConfigError(f"seed={seed} is not between 0 and {MAX_SEED}; choose one that is")
+            raise ConfigError(f"seed={seed} is not between 0 and {MAX_SEED}")
         self.seed = seed
         self._rng = np.random.default_rng(seed)
         self._set_seed(seed)
         return (seed + self.num_seeds) % (MAX_SEED + 1)
 
     def close(self) -> None:
-        """Release what the env holds; may be called twice."""
+        """Release resources; may be called twice."""
         if not self.is_closed:
             self.is_closed = True
             self._close()
@@ -182,15 +179,13 @@ class EnvBase:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(batch_size={list(self.batch_size)}, device={self.device})"
 
-    # ---- the arrays
+    # ---- array interface
 
     def new_frame(self) -> Frame:
         """A frame of this env, all zeros."""
@@ -219,23 +214,23 @@ class EnvBase:
 
     @profiled("EnvBase.reset")
     def reset_into(self, out: Frame, mask: np.ndarray | None = None) -> None:
-        """Begin new episodes in the envs that the mask [*B] picks, or in all; other rows of `out` stay."""
+        """Reset the envs of the mask [*B], or all; other rows of `out` stay."""
         self._reset_and_clear(out, mask)
 
     @profiled("EnvBase.step")
     def step_into(self, actions: Arrays, out: Frame) -> None:
-        """Act, and write everything that came of it."""
+        """Apply actions and write the whole frame."""
         self._step_into(actions, out)
 
     @profiled("EnvBase.step_and_maybe_reset")
     def step_and_reset_into(self, actions: Arrays, next_: Frame, root: Frame) -> None:
-        """Act into `next_`, and make `root` what the next action is decided on: begun anew where done."""
+        """Step into `next_`; write the root of the next step into `root`, reset where done."""
         self._step_and_reset_into(actions, next_, root)
 
     # ---- hooks
 
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
-        """Begin new episodes and write their observations, in the rows that the mask picks, or in all."""
+        """Start new episodes and write their observations, in the rows of the mask or in all."""
         if mask is None:
             root = TensorDict({}, batch_size=self.batch_size, device=self.device)
         else:
@@ -246,7 +241,7 @@ class EnvBase:
         copy_rows(observation, self._root_arrays(), mask)
 
     def _step_into(self, actions: Arrays, out: Frame) -> None:
-        """Act and write observation, reward and all flags."""
+        """Apply actions; write observation, reward and all flags."""
         root = tensordict_of({**self._root_arrays(), **actions}, self.batch_size, self.device)
         write_step(self._step(root), out, type(self).__name__)
         copy_rows(out.observation, self._root_arrays())
@@ -263,24 +258,23 @@ class EnvBase:
             self._reset_into(root, next_.done[..., 0])
 
     def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The observation of new episodes; with `_reset` in the TensorDict, only its rows are looked at."""
+        """The observation of new episodes; with `_reset` in the TensorDict, only its rows are read."""
         frame = self.new_frame()
         self._reset_into(frame, None)
         return tensordict_of(frame.observation, self.batch_size, self.device)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """What comes of the action in the TensorDict: observation, reward, and flags, of which `done` or `terminated`
-        and `truncated` may be left out."""
+        """Observation, reward and flags after the action; `truncated`, and `done` or `terminated`, are optional."""
         frame = self.new_frame()
         self._step_into(self._actions_of(tensordict), frame)
         return self._next_of(frame)
 
     def _set_seed(self, seed: int) -> None:
-        raise NotImplementedError(f"{type(self).__name__} does not say what a seed does; fill _set_seed")
+        raise NotImplementedError(f"{type(self).__name__} does not implement _set_seed")
 
     def _close(self) -> None: ...
 
-    # ---- between both
+    # ---- conversions
 
     def _reset_and_clear(self, out: Frame, mask: np.ndarray | None) -> None:
         self._reset_into(out, mask)
@@ -295,9 +289,7 @@ class EnvBase:
 
     def _partial_reset(self, frame: Frame, mask: torch.Tensor) -> None:
         if mask.dtype != torch.bool or tuple(mask.shape) not in (self.batch_size, (*self.batch_size, 1)):
-            raise DataError(
-                f"_reset is {list(mask.shape)} of {mask.dtype}; it must be a bool mask of {list(self.batch_size)}"
-            )
+            raise DataError(f"_reset is {mask.dtype} {list(mask.shape)}; give a bool mask of {list(self.batch_size)}")
         rows = mask.cpu().numpy().reshape(self.batch_size)
         if self._has_tensordict_hooks:
             copy_rows(frame.observation, self._root_arrays())
@@ -308,7 +300,7 @@ class EnvBase:
             self._reset_and_clear(frame, rows)
 
     def _set_root(self, tensordict: TensorDictBase) -> None:
-        """What a TensorDict env acts on is in the TensorDict, as it has no state of its own."""
+        """Set the observation that a TensorDict env reads in its next step."""
         if self._has_tensordict_hooks:
             copy_rows(arrays_of(tensordict, list(self.observation_leaves())), self._root_arrays())
 
@@ -321,11 +313,11 @@ class EnvBase:
         actions = arrays_of(tensordict, self.action_keys)
         for key, spec in self.action_leaves().items():
             if actions[key].shape != tuple(spec.shape):
-                raise DataError(f"{key} has shape {list(actions[key].shape)}; the env takes {list(spec.shape)}")
+                raise DataError(f"{key} has shape {list(actions[key].shape)}; the env needs {list(spec.shape)}")
             try:
                 actions[key] = cast_exactly(actions[key], spec.numpy_dtype)
             except ValueError as error:
-                raise DataError(f"the env takes {key} as {spec}: {error}") from error
+                raise DataError(f"{key} does not fit {spec}: {error}") from error
         return actions
 
     def _next_of(self, frame: Frame) -> TensorDict:

@@ -1,4 +1,4 @@
-"""Whether an environment does what its specs and EnvBase promise: a conformance test for one of your own."""
+"""A conformance test for environments: do they match their specs and the contract of EnvBase?"""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MOST_STEPS = 50
 
 
 def check_env_specs(env: EnvBase, seed: int = 0) -> None:
-    """Reset and step the env at random, and compare all that it gives with its specs and with what envs promise.
+    """Reset the env, step it at random, and compare all results with its specs and the contract of envs.
 
-    It leaves the env seeded, somewhere in an episode: begin with a reset.
+    Afterwards the env is seeded and within an episode: start with a reset.
 
     Raises:
-        DataError: naming the entry, what was expected of it, what came, and what to mend.
-        EnvironmentFailure: if the env itself fails, or gives what cannot be written down as its specs say.
+        DataError: names the entry, the expected and the actual value, and what to fix.
+        EnvironmentFailure: if the env raises, or an entry cannot be stored with the dtype and shape of its spec.
     """
     _check_specs(env)
     steps = _check_episode(env, seed)
@@ -34,35 +34,32 @@ def check_env_specs(env: EnvBase, seed: int = 0) -> None:
 
 def _check_specs(env: EnvBase) -> None:
     if not isinstance(env, EnvBase):
-        raise DataError(f"{env!r} is no EnvBase; derive your env from it")
+        raise DataError(f"{env!r} is not an EnvBase; derive it from EnvBase")
     for name in ("observation_spec", "action_spec", "reward_spec"):
         spec = getattr(env, name, None)
         if not isinstance(spec, Composite if name == "observation_spec" else Spec | Composite):
             raise DataError(f"{name} is {spec!r}; set it to a spec in __init__ (observation_spec to a Composite)")
     taken = sorted({*FLAGS, "reward", "action", "next"} & set(env.observation_spec))
     if taken:
-        raise DataError(f"observation_spec has {taken[0]!r}, which has its own place in every env; rename that entry")
+        raise DataError(f"observation_spec has {taken[0]!r}, which is a reserved name; rename the entry")
     expected = (*env.batch_size, 1)
     if env.reward_spec.shape != expected or env.reward_spec.dtype != torch.float32:
-        raise DataError(f"reward_spec is {env.reward_spec}; it must be of float32 {list(expected)}")
+        raise DataError(f"reward_spec is {env.reward_spec}; it must be float32 {list(expected)}")
     for key, leaf in {**env.observation_leaves(), **env.action_leaves()}.items():
         if leaf.shape[: len(env.batch_size)] != env.batch_size:
-            raise DataError(
-                f"the spec of {key!r} is {leaf}, but the env's batch size is {list(env.batch_size)}; "
-                "expand it, so that its shape begins with that"
-            )
+            raise DataError(f"the spec of {key!r} is {leaf}; expand it to the env's batch size {list(env.batch_size)}")
 
 
 def _check_episode(env: EnvBase, seed: int) -> list[TensorDictBase]:
-    """Step from a seeded reset to the first end of an episode, if it comes; returns the steps."""
+    """Step from a seeded reset to the first end of an episode or the limit; returns the steps."""
     if env.set_seed(seed) == seed:
-        raise DataError(f"set_seed({seed}) returned {seed}; it must return the seed to use next, another one")
+        raise DataError(f"set_seed({seed}) returned {seed}; return the next unused seed")
     root = env.reset()
     _check_root(env, root, "reset()")
     steps: list[TensorDictBase] = []
     for _ in range(_MOST_STEPS):
         stepped = env.rand_action(root.clone())
-        _check_entries(stepped, env.action_leaves(), "rand_action()", exactly=False)
+        _check_entries(stepped, env.action_leaves(), "rand_action()")
         step = env.step(stepped)
         _check_next(env, step, "step()")
         if steps:
@@ -76,11 +73,11 @@ def _check_episode(env: EnvBase, seed: int) -> list[TensorDictBase]:
 
 
 def _check_seed_repeats(env: EnvBase, seed: int, steps: list[TensorDictBase]) -> None:
-    """The same seed gives the same steps, also by `step_and_maybe_reset`."""
+    """The same seed repeats the same steps through `step_and_maybe_reset`."""
     env.set_seed(seed)
     root = env.reset()
     for number, expected in enumerate(steps):
-        remedy = f"draw all randomness from what set_seed({seed}) gives, and begin anew in a reset"
+        remedy = f"draw all randomness from the seed of set_seed({seed}), and clear all state in a reset"
         _check_equal(root, expected, list(env.observation_leaves()), f"before step {number} of the same seed", remedy)
         step, root = env.step_and_maybe_reset(env.rand_action(root))
         _check_next(env, step, "step_and_maybe_reset()")
@@ -94,60 +91,55 @@ def _check_partial_reset(env: EnvBase) -> None:
     moved = env.step(env.rand_action(root))["next"]
     mask = torch.zeros(env.batch_size, dtype=torch.bool, device=env.device)
     mask.view(-1)[0] = True
-    asked = _root_of(env, moved).set("_reset", mask)
-    result = env.reset(asked.clone())
-    _check_entries(result, env.observation_leaves(), "a partial reset", exactly=False)
-    remedy = "a reset may write only the rows that its mask picks"
-    _check_equal(result[~mask], asked[~mask], list(env.observation_leaves()), "in rows not to be reset", remedy)
+    masked = _root_of(env, moved).set("_reset", mask)
+    result = env.reset(masked.clone())
+    _check_entries(result, env.observation_leaves(), "a partial reset")
+    remedy = "a reset may write only the rows of its mask"
+    _check_equal(result[~mask], masked[~mask], list(env.observation_leaves()), "in rows without reset", remedy)
     for name in FLAGS:
         if result[name][mask].any():
-            raise DataError(f"{name!r} is True in a row that was just reset; expected False: clear it there")
+            raise DataError(f"{name!r} is True in a row after its reset; expected False")
 
 
 def _check_root(env: EnvBase, root: TensorDictBase, call: str) -> None:
-    _check_entries(root, {**env.observation_leaves(), **env.done_spec.leaves()}, call, batch_size=env.batch_size)
+    _check_entries(root, {**env.observation_leaves(), **env.done_spec.leaves()}, call, env.batch_size)
     for name in FLAGS:
         if root[name].any():
-            raise DataError(f"{name!r} is True in what {call} gave; expected False: a new episode is not done")
+            raise DataError(f"{call} returned {name!r} True; expected False: a new episode is not done")
 
 
 def _check_next(env: EnvBase, step: TensorDictBase, call: str) -> None:
     if step.get("next", None) is None:
-        raise DataError(f"{call} gave no 'next'; it must write there what came of the action")
+        raise DataError(f"{call} returned no 'next'; write the result of the action there")
     leaves = {**env.observation_leaves(), "reward": env.reward_spec, **env.done_spec.leaves()}
-    _check_entries(step["next"], leaves, call, batch_size=env.batch_size)
+    _check_entries(step["next"], leaves, call, env.batch_size)
     done, terminated, truncated = (step["next", name] for name in FLAGS)
     if not torch.equal(done, terminated | truncated):
         raise DataError(
-            f"'done' is {done.view(-1).tolist()} in what {call} gave, with terminated {terminated.view(-1).tolist()} "
-            f"and truncated {truncated.view(-1).tolist()}; it must be True where one of them is"
+            f"{call} returned 'done' {done.view(-1).tolist()} with terminated {terminated.view(-1).tolist()} and "
+            f"truncated {truncated.view(-1).tolist()}; it must be True where one of them is"
         )
 
 
 def _check_entries(
-    tensordict: TensorDictBase,
-    leaves: Mapping[Key, Spec],
-    call: str,
-    *,
-    exactly: bool = True,
-    batch_size: torch.Size | None = None,
+    tensordict: TensorDictBase, leaves: Mapping[Key, Spec], call: str, batch_size: torch.Size | None = None
 ) -> None:
-    """Every entry is there and in its spec; with `exactly`, there is no other one."""
+    """Check that every entry exists and is in its spec; with `batch_size`, that there is no other one."""
     there = set(tensordict.keys(include_nested=True, leaves_only=True))
     for key in leaves:
         if key not in there:
-            raise DataError(f"{call} gave no {key!r}, which the specs have; it gave {_names(there)}")
-    if exactly and (extra := there - set(leaves)):
-        raise DataError(f"{call} gave {_names(extra)}, which the specs do not have; add a spec or leave it out")
+            raise DataError(f"{call} returned {_names(there)}, but not {key!r}, which is in the specs")
+    if batch_size is not None and (extra := there - set(leaves)):
+        raise DataError(f"{call} returned {_names(extra)}, which is not in the specs; add a spec or remove it")
     if batch_size is not None and tensordict.batch_size != batch_size:
-        raise DataError(f"{call} gave batch size {list(tensordict.batch_size)}; expected {list(batch_size)}")
+        raise DataError(f"{call} returned batch size {list(tensordict.batch_size)}; expected {list(batch_size)}")
     for key, spec in leaves.items():
         value = tensordict[key]
         if value.shape != spec.shape or value.dtype != spec.dtype:
             got = f"{value.dtype} {list(value.shape)}"
-            raise DataError(f"{key!r} from {call} is of {got}; expected {spec}: mend the env or the spec")
+            raise DataError(f"{key!r} from {call} is {got}; expected {spec}: fix the env or the spec")
         if not spec.is_in(value):
-            raise DataError(f"{key!r} from {call} is {_range(value)}; expected {spec}: mend the env or the spec")
+            raise DataError(f"{key!r} from {call} is {_range(value)}; expected {spec}: fix the env or the spec")
 
 
 def _check_equal(got: TensorDictBase, expected: TensorDictBase, keys: list[Key], when: str, remedy: str) -> None:
@@ -160,14 +152,11 @@ def _check_apart(earlier: TensorDictBase, later: TensorDictBase) -> None:
     for key in later.keys(include_nested=True, leaves_only=True):
         memory = later[key].untyped_storage()
         if memory.nbytes() and memory.data_ptr() == earlier[key].untyped_storage().data_ptr():
-            raise DataError(
-                f"{key!r} of two steps is in the same memory, so that the later one overwrites the earlier one; "
-                "expected memory of its own: return a new tensor in every step"
-            )
+            raise DataError(f"{key!r} of two steps shares memory, so the later overwrites it; return new tensors")
 
 
 def _root_of(env: EnvBase, next_: TensorDictBase) -> TensorDictBase:
-    """What the next action is decided on."""
+    """The root of the next step."""
     return next_.select(*env.observation_leaves(), *FLAGS)
 
 
@@ -176,7 +165,7 @@ def _names(keys: Any) -> str:
 
 
 def _range(value: torch.Tensor) -> str:
-    """The values, or where they lie if they are many."""
+    """The values, or their range if there are many."""
     if value.numel() <= 8:
         return str(value.tolist())
     numbers = value.double()

@@ -1,4 +1,4 @@
-"""Factories of envs: how they are given, sent to other processes and called."""
+"""Env factories: picklable ones, and how to call them."""
 
 from __future__ import annotations
 
@@ -8,33 +8,31 @@ from typing import Any
 import cloudpickle
 
 from lucidrl.envs.base import EnvBase
-from lucidrl.envs.failures import describe, env_failure
+from lucidrl.envs.failures import at_least_one, env_failure
 from lucidrl.errors import ConfigError, LucidError
 
 EnvFactory = Callable[..., EnvBase]
 
 
 class EnvCreator:
-    """An env factory that can be pickled, whatever function it is made of: a lambda, a local one, one of a notebook.
+    """An env factory that can be pickled, made from any function: a lambda, a local one, one of a notebook.
 
         EnvCreator(lambda: GymEnv("CartPole-v1"))
 
     Args:
         create_env_fn: makes an env.
-        create_env_kwargs: what it is called with.
+        create_env_kwargs: its arguments.
     """
 
     def __init__(self, create_env_fn: EnvFactory, create_env_kwargs: Mapping[str, Any] | None = None):
         if not callable(create_env_fn):
-            raise ConfigError(
-                f"the env factory is a {type(create_env_fn).__name__}, which cannot be called; "
-                "give a function that makes an env, such as lambda: GymEnv('CartPole-v1')"
-            )
+            kind = type(create_env_fn).__name__
+            raise ConfigError(f"the env factory is a {kind}; give a function, such as lambda: GymEnv('CartPole-v1')")
         self.create_env_fn = create_env_fn
         self.create_env_kwargs = dict(create_env_kwargs or {})
 
     def __call__(self, **kwargs: Any) -> EnvBase:
-        """Make an env; `kwargs` win over those that were given at first."""
+        """Make an env; `kwargs` override `create_env_kwargs`."""
         return self.create_env_fn(**{**self.create_env_kwargs, **kwargs})
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -46,9 +44,8 @@ def env_creators(
     create_env_fn: EnvFactory | Sequence[EnvFactory],
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
 ) -> list[EnvCreator]:
-    """One for each env, from one factory or a list of them, with the same arguments for all or a list of them."""
-    if num_workers < 1:
-        raise ConfigError(f"num_workers={num_workers} makes no env; give at least 1")
+    """A creator per env, from one factory or one per env, with arguments for all or per env."""
+    at_least_one("num_workers", num_workers)
     functions = _one_each(num_workers, "create_env_fn", create_env_fn)
     arguments = _one_each(num_workers, "create_env_kwargs", create_env_kwargs)
     return [EnvCreator(function, kwargs) for function, kwargs in zip(functions, arguments, strict=True)]
@@ -58,11 +55,11 @@ def make_env(creator: EnvCreator, index: int) -> EnvBase:
     """Call a factory.
 
     Args:
-        index: what errors call the env.
+        index: number of the env in errors.
 
     Raises:
         EnvironmentFailure: if the factory raises; errors of ours pass with a note.
-        ConfigError: if it returns no env.
+        ConfigError: if it does not return an env.
     """
     try:
         env = creator()
@@ -70,13 +67,10 @@ def make_env(creator: EnvCreator, index: int) -> EnvBase:
         error.add_note(f"raised by the factory of env {index}")
         raise
     except Exception as error:
-        raise env_failure(index, None, "start", None, describe(error)) from error
+        raise env_failure(index, None, "start", None, error) from error
     if not isinstance(env, EnvBase):
         what = "None" if env is None else f"a {type(env).__name__}"
-        raise ConfigError(
-            f"the factory of env {index} returned {what}, but an EnvBase is needed; return the env that it makes, "
-            "a gymnasium one as GymEnv(env)"
-        )
+        raise ConfigError(f"the factory of env {index} returned {what}; return an EnvBase, such as GymEnv(env)")
     return env
 
 
@@ -84,7 +78,7 @@ def _one_each(num_workers: int, name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, list | tuple):
         return [value] * num_workers
     if len(value) != num_workers:
-        raise ConfigError(f"{name} has {len(value)} entries for num_workers={num_workers}; give one, or one for each")
+        raise ConfigError(f"{name} has {len(value)} entries for num_workers={num_workers}; give one per env")
     return value
 
 

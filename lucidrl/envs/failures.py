@@ -1,4 +1,4 @@
-"""What is said when an environment fails, or gives something that does not fit its specs."""
+"""Errors of environments that fail or return values outside their specs, and of their arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lucidrl.envs.arrays import Key
-from lucidrl.errors import EnvironmentFailure
+from lucidrl.envs.arrays import Key, path_of
+from lucidrl.errors import ConfigError, EnvironmentFailure
 
 _MOST_VALUES = 8
 
@@ -19,68 +19,65 @@ def env_failure(
     seed: int | None,
     phase: str,
     actions: Mapping[Key, np.ndarray] | None,
-    happened: str,
+    reason: str | Exception,
 ) -> EnvironmentFailure:
-    """One sentence on who failed where and with what; its cause is for the caller to chain.
+    """The error that names env, seed and action; the caller chains the cause.
 
     Args:
         index: of the env among several; None for a single one.
-        phase: "step" or "reset".
-        actions: of that env alone, if it was given any.
-        happened: what the env did, such as the type and the message of its exception.
+        phase: such as "step" or "reset".
+        actions: of that env alone.
+        reason: what the env did or raised.
     """
+    if isinstance(reason, Exception) and not isinstance(reason, EnvironmentFailure):
+        reason = f"{type(reason).__name__}: {reason}"
     who = "the env" if index is None else f"env {index}"
     known = [f"seed {seed}" if seed is not None else "never seeded"]
-    known += [f"{_path(key)} {_values(array)}" for key, array in (actions or {}).items()]
-    return EnvironmentFailure(f"{who} ({', '.join(known)}) failed in its {phase}: {happened}")
+    known += [f"{'/'.join(path_of(key))} {_values(array)}" for key, array in (actions or {}).items()]
+    return EnvironmentFailure(f"{who} ({', '.join(known)}) failed in its {phase}: {reason}")
 
 
-def describe(error: BaseException) -> str:
-    """Type and message, as `happened` in `env_failure`; an error of ours speaks for itself."""
-    if isinstance(error, EnvironmentFailure):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+def at_least_one(name: str, value: int) -> int:
+    """The value of an argument; raises ConfigError if it is below 1."""
+    if value < 1:
+        raise ConfigError(f"{name}={value} must be at least 1")
+    return int(value)
 
 
 def checked_array(what: Key, value: Any, expected: np.ndarray) -> np.ndarray:
-    """The value as an array that can be written over `expected`.
+    """The value as an array with the shape and dtype of `expected`.
 
     Raises:
-        EnvironmentFailure: if it is of another shape, or an array or number of another dtype. What has no dtype, such
-            as a list or a Python number, is converted, unless that would lose something.
+        EnvironmentFailure: for another shape or dtype. Lists and Python numbers are cast if the kind stays the same.
     """
     array = np.asarray(value)
     if array.shape != expected.shape:
-        raise EnvironmentFailure(
-            f"{_path(what)} has shape {list(array.shape)}, but its spec says {list(expected.shape)}; "
-            "mend the env or its spec"
-        )
+        raise _misfit(what, "shape", list(array.shape), list(expected.shape))
     if array.dtype != expected.dtype:
         if isinstance(value, np.ndarray | np.generic) or not np.can_cast(array.dtype, expected.dtype, "same_kind"):
-            raise EnvironmentFailure(
-                f"{_path(what)} has dtype {array.dtype}, but its spec says {expected.dtype}; mend the env or its spec"
-            )
+            raise _misfit(what, "dtype", array.dtype, expected.dtype)
         array = array.astype(expected.dtype)
     return array
 
 
 def checked_reward(value: Any) -> float:
-    """The reward as a number.
+    """The reward as a float.
 
     Raises:
-        EnvironmentFailure: if it is none, or not finite.
+        EnvironmentFailure: if it is not a finite number.
     """
     try:
         reward = float(value)
     except (TypeError, ValueError) as error:
-        raise EnvironmentFailure(f"the reward is {value!r}, but a number is needed; mend the env") from error
+        raise EnvironmentFailure(f"the reward is {value!r}, not a number; fix the env") from error
     if not math.isfinite(reward):
-        raise EnvironmentFailure(f"the reward is {reward}, but learning needs finite ones; mend the env")
+        raise EnvironmentFailure(f"the reward is {reward}; it must be finite: fix the env")
     return reward
 
 
-def _path(key: Key) -> str:
-    return key if isinstance(key, str) else "/".join(key)
+def _misfit(key: Key, what: str, found: Any, expected: Any) -> EnvironmentFailure:
+    name = "/".join(path_of(key))
+    return EnvironmentFailure(f"{name} has {what} {found}, but its spec says {expected}; fix the env or its spec")
 
 
 def _values(array: np.ndarray) -> str:

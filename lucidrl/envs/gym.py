@@ -1,4 +1,4 @@
-"""GymEnv: environments of gymnasium, one or several that step one after another."""
+"""GymEnv: one or several gymnasium environments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from lucidrl.envs.arrays import FLAGS, Arrays, Frame
 from lucidrl.envs.base import MAX_SEED, EnvBase
-from lucidrl.envs.failures import checked_array, checked_reward, describe, env_failure
-from lucidrl.envs.gym_spaces import codec_of, observation_codec
+from lucidrl.envs.failures import at_least_one, checked_array, checked_reward, env_failure
+from lucidrl.envs.gym_spaces import codec_of
 from lucidrl.envs.specs import Bounded, Composite, Spec, Unbounded
 from lucidrl.envs.specs.spec import torch_dtype_of
 from lucidrl.errors import ConfigError, EnvironmentFailure
@@ -24,29 +24,29 @@ _TAKEN_NAMES = {*FLAGS, "reward", "action", "next"}
 
 
 class GymEnv(EnvBase):
-    """An environment of gymnasium.
+    """A gymnasium environment.
 
-    A Dict observation space gives its keys as entries, any other one the entry "observation"; the parts of a Tuple
-    space are "0", "1", ... Dict and Tuple action spaces take their actions below "action". The first reset after
-    `set_seed` is seeded, with seed + i for env i; later ones go on from there.
+    The keys of a Dict observation space become entries; any other space becomes the entry "observation". The parts of
+    a Tuple space are "0", "1", ... The parts of an action space are below "action". The first reset after `set_seed`
+    uses seed + i for env i.
 
         env = GymEnv("CartPole-v1", num_envs=4)
         env.rollout(100, break_when_any_done=False)  # TensorDict of [4, 100]
 
     Args:
-        env: id, as `gymnasium.make` takes it, or an instance, which is closed with this env.
+        env: id for `gymnasium.make`, or an instance, which is closed with this env.
         categorical_action_encoding: discrete actions and observations are integers; otherwise one-hot vectors.
-        from_pixels: observe what the env draws, as the entry "pixels", uint8 [height, width, colour].
-        pixels_only: leave out what the env tells otherwise.
-        info_keys: entries of gymnasium's info to observe, with the specs of a single env, or their names alone if the
-            first reset shows what they are. Every step must tell them; they are zero after a reset that does not.
-        num_envs: makes so many envs, with batch size [num_envs].
-        frame_skip: take every action so many times, or until the episode is done; rewards are added.
-        device: of the TensorDicts at the edge.
-        kwargs: for `gymnasium.make`.
+        from_pixels: observe the rendered image as the entry "pixels", uint8 [height, width, colour].
+        pixels_only: leave out all other observations.
+        info_keys: entries of gymnasium's info to observe: specs by name, or names alone if the first reset has them.
+            Every step must have them; they are zero after a reset that does not.
+        num_envs: number of envs, for a batch size of [num_envs].
+        frame_skip: repeat every action so many times, or until the episode is done; rewards are summed.
+        device: of the TensorDicts.
+        kwargs: of `gymnasium.make`.
 
     Raises:
-        ConfigError: for an id or options that gymnasium does not know, and a space that has no spec.
+        ConfigError: for an unknown id or option, or a space without a spec.
     """
 
     def __init__(
@@ -63,8 +63,7 @@ class GymEnv(EnvBase):
         **kwargs: Any,
     ) -> None:
         for name, number in (("num_envs", num_envs), ("frame_skip", frame_skip)):
-            if number is not None and number < 1:
-                raise ConfigError(f"{name}={number} leaves nothing to do; give at least 1, or None")
+            at_least_one(name, 1 if number is None else number)
         super().__init__(device=device, batch_size=() if num_envs is None else (num_envs,))
         members = _members(env, num_envs, kwargs, from_pixels)
         self._members = [
@@ -88,7 +87,7 @@ class GymEnv(EnvBase):
         if not self.batch_size:
             self._members[0].reset_into(out)
             return
-        for index, row in enumerate(self._rows_of(out)):
+        for index, row in enumerate(out.rows()):
             if mask is None or mask[index]:
                 try:
                     self._members[index].reset_into(row)
@@ -100,23 +99,16 @@ class GymEnv(EnvBase):
         if not self.batch_size:
             self._members[0].step_into(actions, out)
             return
-        for index, row in enumerate(self._rows_of(out)):
+        for index, row in enumerate(out.rows()):
             own = {key: array[index] for key, array in actions.items()}
             try:
                 self._members[index].step_into(own, row)
             except Exception as error:
                 raise self._failure(index, "step", own, error) from error
 
-    def _rows_of(self, frame: Frame) -> list[Frame]:
-        """The frame of every env; frames come again and again, so they are kept."""
-        rows = frame.derived.get(self)
-        if rows is None:
-            rows = frame.derived[self] = [frame.row(index) for index in range(len(self._members))]
-        return rows
-
     def _failure(self, index: int, phase: str, actions: Arrays | None, error: Exception) -> EnvironmentFailure:
         seed = None if self.seed is None else (self.seed + index) % (MAX_SEED + 1)
-        return env_failure(index, seed, phase, actions, describe(error))
+        return env_failure(index, seed, phase, actions, error)
 
     def _set_seed(self, seed: int) -> None:
         for index, member in enumerate(self._members):
@@ -128,7 +120,7 @@ class GymEnv(EnvBase):
 
 
 class _Member:
-    """One environment of gymnasium, stepped into the frame of a single env."""
+    """One gymnasium environment; writes into the frame of a single env."""
 
     def __init__(
         self,
@@ -140,6 +132,8 @@ class _Member:
         info_keys: Mapping[str, Spec] | Collection[str],
         frame_skip: int,
     ) -> None:
+        import gymnasium
+
         self.env = env
         self.next_seed: int | None = None
         """For the next reset only."""
@@ -151,7 +145,9 @@ class _Member:
         self._observes_pixels = observes_pixels
         self._info_keys = list(info_keys)
 
-        state, state_spec = observation_codec(env.observation_space, categorical)
+        is_dict = isinstance(env.observation_space, gymnasium.spaces.Dict)
+        state = codec_of(() if is_dict else "observation", env.observation_space, categorical)
+        state_spec: Any = state.spec if is_dict else Composite(observation=state.spec)
         self._write_state = state.write if observes_state else None
         parts = [state_spec] if observes_state else []
         if observes_pixels or (info_keys and not isinstance(info_keys, Mapping)):
@@ -194,62 +190,60 @@ class _Member:
             arrays["pixels"][...] = checked_array("pixels", self.env.render(), arrays["pixels"])
         for key in self._info_keys:
             if key not in info:
-                raise EnvironmentFailure(
-                    f"the info of a step has no {key!r}, but {sorted(map(str, info))}; take it out of info_keys"
-                )
+                names = sorted(map(str, info))
+                raise EnvironmentFailure(f"the info of a step has no {key!r}, but {names}; remove it from info_keys")
             arrays[key][...] = checked_array(key, info[key], arrays[key])
 
 
 def _members(
     env: str | gymnasium.Env, num_envs: int | None, kwargs: dict[str, Any], from_pixels: bool
 ) -> list[gymnasium.Env]:
-    """The environments of gymnasium for what the user asked for."""
+    """Make the gymnasium environments, or check the given one."""
     import gymnasium
 
     if isinstance(env, str):
         try:
-            # Our own checks are cheaper than gymnasium's checker and take its place.
+            # Our own checks are cheaper than gymnasium's checker.
             options = {"disable_env_checker": True, **({"render_mode": "rgb_array"} if from_pixels else {}), **kwargs}
             return [gymnasium.make(env, **options) for _ in range(num_envs or 1)]
         except (gymnasium.error.Error, ImportError, TypeError) as error:
-            raise ConfigError(f"gymnasium does not make {env!r}: {error}") from error
+            raise ConfigError(f"gymnasium cannot make {env!r}: {error}") from error
     if not isinstance(env, gymnasium.Env):
-        raise ConfigError(f"env is {env!r}; give the id of an environment of gymnasium, or an instance")
+        raise ConfigError(f"env is {env!r}; give a gymnasium id or an instance")
     if num_envs is not None:
-        raise ConfigError(f"num_envs={num_envs} needs an id; an instance is one env, so join several with SerialEnv")
+        raise ConfigError(f"num_envs={num_envs} needs an id, not an instance; join instances with SerialEnv")
     if from_pixels and env.render_mode != "rgb_array":
-        raise ConfigError(f"from_pixels needs an env made with render_mode='rgb_array'; it has {env.render_mode!r}")
+        raise ConfigError(f"from_pixels needs render_mode='rgb_array'; the env has {env.render_mode!r}")
     if kwargs:
-        raise ConfigError(f"{sorted(kwargs)} are for gymnasium.make; give them where the instance is made")
+        raise ConfigError(f"{sorted(kwargs)} are arguments of gymnasium.make; an instance does not take them")
     return [env]
 
 
 def _pixel_spec(env: gymnasium.Env) -> Spec:
-    """What is drawn, by a look at it."""
+    """The spec of the rendered image."""
     try:
         pixels: Any = env.render()
     except Exception as error:
-        raise ConfigError(f"from_pixels needs an env that draws; this one raised {describe(error)}") from error
+        raise ConfigError(f"from_pixels: render() raised {type(error).__name__}: {error}") from error
     if not isinstance(pixels, np.ndarray) or pixels.ndim != 3 or pixels.dtype != np.uint8:
-        raise ConfigError(f"from_pixels needs a picture of uint8 [height, width, colour]; the env drew {pixels!r:.80}")
+        raise ConfigError(f"from_pixels needs uint8 [height, width, colour]; render() returned {pixels!r:.80}")
     return Bounded(0, 255, pixels.shape, torch.uint8)
 
 
 def _info_spec(key: str, info: Mapping[str, Any]) -> Spec:
     if key not in info:
-        raise ConfigError(
-            f"info_keys names {key!r}, but the first reset tells {sorted(map(str, info))}; give a mapping with its spec"
-        )
+        names = sorted(map(str, info))
+        raise ConfigError(f"info_keys has {key!r}, but the info of a reset has {names}; give its spec in a mapping")
     value = np.asarray(info[key])
     return Unbounded(value.shape, torch_dtype_of(value.dtype))
 
 
 def _merged(parts: list[Composite]) -> Composite:
-    """All entries together; each name is used once."""
+    """All entries; each name may occur once."""
     merged = Composite()
     for part in parts:
         for name, spec in part.items():
             if name in merged or name in _TAKEN_NAMES:
-                raise ConfigError(f"there are two entries with the name {name!r}; rename one by a wrapper of the env")
+                raise ConfigError(f"two entries have the name {name!r}; rename one in a wrapper of the env")
             merged[name] = spec
     return merged

@@ -1,18 +1,15 @@
-"""Gymnasium's spaces: their specs, and how their values are written to arrays and read from them.
-
-A codec is made once for a space and a key, so that a step only moves values.
-"""
+"""Codecs between values of gymnasium spaces and arrays; made once per space, so a step only copies values."""
 
 from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lucidrl.envs.arrays import Arrays, Key
+from lucidrl.envs.arrays import Arrays, Key, path_of
 from lucidrl.envs.failures import checked_array
 from lucidrl.envs.specs import (
     Binary,
@@ -33,74 +30,61 @@ if TYPE_CHECKING:
 
 
 class Codec(ABC):
-    """Between the values of one space and arrays.
-
-    Attributes:
-        spec: of a single value.
-    """
+    """Converts values of one space to and from arrays."""
 
     spec: Spec | Composite
+    """Of a single value."""
 
     @abstractmethod
     def write(self, value: Any, arrays: Arrays) -> None:
-        """Write what an env gave.
+        """Write a value that an env returned.
 
         Raises:
-            EnvironmentFailure: if it is no value of the space, as far as shape, dtype and choices tell.
+            EnvironmentFailure: if shape, dtype or choice do not fit the space.
         """
 
     @abstractmethod
     def read(self, arrays: Mapping[Key, np.ndarray]) -> Any:
-        """What an env is given; it shares no memory with the arrays.
+        """Read a value for an env; it shares no memory with the arrays.
 
         Raises:
-            DataError: if the arrays hold no choice of the space.
+            DataError: if the arrays do not hold a choice of the space.
         """
 
 
-def observation_codec(space: Space, categorical: bool) -> tuple[Codec, Composite]:
-    """The codec of all that is observed, and its spec: a Dict space gives entries, any other one "observation"."""
-    from gymnasium import spaces
-
-    if isinstance(space, spaces.Dict):
-        entries = DictCodec((), space, categorical)
-        return entries, entries.spec
-    codec = codec_of("observation", space, categorical)
-    return codec, Composite(observation=codec.spec)
-
-
 def codec_of(key: Key, space: Space, categorical: bool) -> Codec:
-    """The codec of a space for the entry `key`; Dict and Tuple spaces have entries below it.
+    """The codec of the entry `key`; Dict and Tuple spaces have entries below it, with the key () at the top.
 
     Args:
         categorical: discrete values are indices; otherwise they are one-hot vectors.
 
     Raises:
-        ConfigError: for a kind of space that has no spec.
+        ConfigError: for a space without a spec.
     """
     from gymnasium import spaces
 
     match space:
         case spaces.Box():
-            return ArrayCodec(key, _box_spec(space))
+            return _ArrayCodec(key, _box_spec(space))
         case spaces.MultiBinary():
-            return ArrayCodec(key, Binary(shape=space.shape))
+            return _ArrayCodec(key, Binary(shape=space.shape))
         case spaces.Discrete():
             return _IndexCodec(key, space) if categorical else _OneHotCodec(key, space)
         case spaces.MultiDiscrete():
             return _MultiIndexCodec(key, space) if categorical else _MultiOneHotCodec(key, space)
         case spaces.Dict():
-            return DictCodec(key, space, categorical)
+            if unnamed := [name for name in space.spaces if not isinstance(name, str)]:
+                raise ConfigError(f"{space} has the key {unnamed[0]!r}; use strings as keys")
+            return _NestedCodec(key, space.spaces, dict, categorical)
         case spaces.Tuple():
-            return _TupleCodec(key, space, categorical)
-    raise ConfigError(
-        f"{key!r} has the space {space}, which has no spec; wrap the env so that it uses Box, Discrete, "
-        "MultiDiscrete, MultiBinary, Dict and Tuple"
-    )
+            parts = dict(enumerate(space.spaces))
+            return _NestedCodec(key, parts, lambda values: tuple(value for _, value in values), categorical)
+    supported = "Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple"
+    raise ConfigError(f"{key!r} has the unsupported space {space}; wrap the env to use {supported}")
 
 
-class ArrayCodec(Codec):
-    """Values that are arrays already, or numbers."""
+class _ArrayCodec(Codec):
+    """Arrays and numbers."""
 
     def __init__(self, key: Key, spec: Spec) -> None:
         self.spec = spec
@@ -144,7 +128,7 @@ class _OneHotCodec(Codec):
     def read(self, arrays: Mapping[Key, np.ndarray]) -> int:
         values = arrays[self._key].tolist()
         try:
-            return values.index(1) + self._start  # several times faster than argmax, and sees that there is a one
+            return values.index(1) + self._start  # faster than argmax, and raises if there is no one
         except ValueError:
             raise _no_one_hot(self._key, values) from None
 
@@ -165,7 +149,7 @@ class _MultiIndexCodec(Codec):
 
 
 class _MultiOneHotCodec(Codec):
-    """A space of several dims is one flat vector."""
+    """A space of several dims becomes one flat vector."""
 
     def __init__(self, key: Key, space: Any) -> None:
         counts = space.nvec.reshape(-1)
@@ -189,50 +173,31 @@ class _MultiOneHotCodec(Codec):
         return (np.array(indices).reshape(self._space.shape) + self._space.start).astype(self._space.dtype)
 
 
-class DictCodec(Codec):
-    """Values by name."""
+class _NestedCodec(Codec):
+    """Values by name, or by place in a tuple."""
 
     spec: Composite
 
-    def __init__(self, key: Key, space: Any, categorical: bool) -> None:
-        if unnamed := [name for name in space.spaces if not isinstance(name, str)]:
-            raise ConfigError(f"{space} has the key {unnamed[0]!r}; entries have names, so let its keys be text")
-        self._codecs = {name: codec_of(_below(key, name), part, categorical) for name, part in space.spaces.items()}
-        self.spec = Composite({name: codec.spec for name, codec in self._codecs.items()})
+    def __init__(self, key: Key, parts: Mapping[Any, Any], make: Callable[[Iterable[Any]], Any], categorical: bool):
+        self._codecs = {name: codec_of(_below(key, str(name)), part, categorical) for name, part in parts.items()}
+        self._make = make
+        self.spec = Composite({str(name): codec.spec for name, codec in self._codecs.items()})
 
     def write(self, value: Any, arrays: Arrays) -> None:
-        if not isinstance(value, Mapping) or value.keys() != self._codecs.keys():
-            got = f"the keys {sorted(map(str, value))}" if isinstance(value, Mapping) else f"a {type(value).__name__}"
-            raise EnvironmentFailure(
-                f"the env gave {got}, but its space has {sorted(self._codecs)}; mend the env or its space"
-            )
+        parts = dict(enumerate(value)) if isinstance(value, tuple | list) else value
+        if not isinstance(parts, Mapping) or parts.keys() != self._codecs.keys():
+            got = f"the keys {sorted(map(str, parts))}" if isinstance(parts, Mapping) else f"a {type(value).__name__}"
+            expected = sorted(map(str, self._codecs))
+            raise EnvironmentFailure(f"the env returned {got}, but its space has {expected}; fix the env or its space")
         for name, codec in self._codecs.items():
-            codec.write(value[name], arrays)
+            codec.write(parts[name], arrays)
 
-    def read(self, arrays: Mapping[Key, np.ndarray]) -> dict[str, Any]:
-        return {name: codec.read(arrays) for name, codec in self._codecs.items()}
-
-
-class _TupleCodec(Codec):
-    def __init__(self, key: Key, space: Any, categorical: bool) -> None:
-        self._codecs = [codec_of(_below(key, str(i)), part, categorical) for i, part in enumerate(space.spaces)]
-        self.spec = Composite({str(i): codec.spec for i, codec in enumerate(self._codecs)})
-
-    def write(self, value: Any, arrays: Arrays) -> None:
-        if not isinstance(value, tuple | list) or len(value) != len(self._codecs):
-            got = f"{len(value)} values" if isinstance(value, tuple | list) else f"a {type(value).__name__}"
-            raise EnvironmentFailure(
-                f"the env gave {got}, but its space is a tuple of {len(self._codecs)}; mend the env or its space"
-            )
-        for codec, part in zip(self._codecs, value, strict=True):
-            codec.write(part, arrays)
-
-    def read(self, arrays: Mapping[Key, np.ndarray]) -> tuple[Any, ...]:
-        return tuple(codec.read(arrays) for codec in self._codecs)
+    def read(self, arrays: Mapping[Key, np.ndarray]) -> Any:
+        return self._make((name, codec.read(arrays)) for name, codec in self._codecs.items())
 
 
 def _below(key: Key, name: str) -> Key:
-    path = (*((key,) if isinstance(key, str) else key), name)
+    path = (*path_of(key), name)
     return path if len(path) > 1 else name
 
 
@@ -244,28 +209,24 @@ def _box_spec(space: Any) -> Spec:
 
 
 def _index(key: Key, value: Any, space: Any) -> int:
-    """Place of what an env chose among the values of a Discrete space."""
+    """Index of a value of a Discrete space."""
     try:
         index = operator.index(value) - int(space.start)
     except TypeError:
-        raise EnvironmentFailure(f"{key!r} is {value!r}, but its space is {space}; mend the env") from None
+        raise EnvironmentFailure(f"{key!r} is {value!r}, but its space is {space}; fix the env") from None
     if not 0 <= index < space.n:
-        raise EnvironmentFailure(f"{key!r} is {value}, which is not in its space {space}; mend the env or its space")
+        raise EnvironmentFailure(f"{key!r} is {value}, which is not in its space {space}; fix the env or its space")
     return index
 
 
 def _indices(key: Key, value: Any, space: Any) -> np.ndarray:
-    """The same for every part of a MultiDiscrete space."""
+    """Indices of a value of a MultiDiscrete space."""
     indices = checked_array(key, value, space.nvec) - space.start
     if (indices < 0).any() or (indices >= space.nvec).any():
-        raise EnvironmentFailure(
-            f"{key!r} is {np.asarray(value).tolist()}, which is not in its space {space}; mend the env or its space"
-        )
+        values = np.asarray(value).tolist()
+        raise EnvironmentFailure(f"{key!r} is {values}, which is not in its space {space}; fix the env or its space")
     return indices
 
 
 def _no_one_hot(key: Key, values: list[float]) -> DataError:
-    return DataError(
-        f"{key!r} is {values}, which is no one-hot vector; let the policy give one, or make the env with "
-        "categorical_action_encoding=True"
-    )
+    return DataError(f"{key!r} is {values}, not a one-hot vector; fix it, or set categorical_action_encoding=True")

@@ -1,8 +1,11 @@
-"""Several envs as one, stepped in processes of their own."""
+"""Several envs as one, stepped in worker processes."""
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import util
 from typing import Any
 
 import numpy as np
@@ -13,36 +16,44 @@ from lucidrl.distributed.workers.interfaces import StartMethod
 from lucidrl.distributed.workers.process import num_cores
 from lucidrl.envs.arrays import Arrays, Frame, copy_rows
 from lucidrl.envs.creator import EnvFactory, env_creators
-from lucidrl.envs.process_set import EnvProcessSet
-from lucidrl.envs.processes import EnvProcess
+from lucidrl.envs.process_main import RESET, SEED, SPIN_S, STEP, STEP_AND_RESET
+from lucidrl.envs.process_memory import rows_like, share
+from lucidrl.envs.processes import EnvProcess, wait_any
 from lucidrl.envs.stacked import StackedEnv
-from lucidrl.errors import ConfigError
+from lucidrl.errors import ConfigError, EnvironmentFailure
 from lucidrl.profiling.ranges import profiled
+
+_CLOSE_GRACE_S = 0.5
+"""How long processes may take to close their envs before they are killed."""
 
 
 class ParallelEnv(StackedEnv):
-    """Envs that step in other processes at the same time; env i is row i of every entry. It does what a `SerialEnv` of
-    the same envs does, to the bit.
+    """Envs that step in worker processes at the same time; env i is row i of every entry.
+
+    The results equal those of a `SerialEnv` of the same envs bit by bit.
 
         with ParallelEnv(8, lambda: GymEnv("CartPole-v1")) as env:
             env.rollout(100)
 
     Args:
-        num_workers: how many envs.
-        create_env_fn: makes an env, in the process where it will step; or a list with one function for each.
-        create_env_kwargs: what it is called with; or a list for each.
-        num_processes: how many processes share the envs; by default as many as there are cores, at most one for each
-            env.
-        start_method: of the processes. "forkserver" is fast and safe; "spawn" starts each from nothing; "fork" is the
+        num_workers: number of envs.
+        create_env_fn: makes an env, in its worker process; or a list with a function per env.
+        create_env_kwargs: arguments of the function; or a list per env.
+        num_processes: processes that share the envs; by default one per core, at most one per env.
+        start_method: of the processes. "forkserver" is fast and safe; "spawn" starts a new interpreter; "fork" is the
             fastest, and unsafe in a program with threads.
-        step_timeout_s: deadline of every step and reset.
-        start_timeout_s: deadline of the start.
-        device: of the TensorDicts at the edge.
+        step_timeout_s: timeout of every step and reset.
+        start_timeout_s: timeout of the start.
+        device: of the TensorDicts.
+
+    Attributes:
+        processes: each runs a block of neighbouring envs; the blocks differ in size by at most one.
+        rows: shared memory with a row per env.
 
     Raises:
-        ConfigError: if a factory returns no env, or envs with different specs.
-        EnvironmentFailure: here and in every call, if an env raises or its process dies or misses the deadline; with
-            index, seed, action and, as its cause, the traceback of the process. All processes have ended then.
+        ConfigError: if a factory does not return an env, or the specs of the envs differ.
+        EnvironmentFailure: here and in every call, if an env raises, or its process exits or times out; names index,
+            seed and action, and chains the traceback of the process. All processes have exited by then.
     """
 
     def __init__(
@@ -64,22 +75,61 @@ class ParallelEnv(StackedEnv):
             raise ConfigError(f"num_processes={num_processes} is not between 1 and num_workers={num_workers}")
         for name, seconds in (("step_timeout_s", step_timeout_s), ("start_timeout_s", start_timeout_s)):
             if not seconds > 0:
-                raise ConfigError(f"{name}={seconds} leaves no time for anything; give seconds above 0")
-        self.processes = EnvProcessSet(
-            creators,
-            num_processes,
-            start_method=start_method,
-            start_timeout_s=start_timeout_s,
-            step_timeout_s=step_timeout_s,
-        )
+                raise ConfigError(f"{name}={seconds} must be above 0")
+        self.processes: list[EnvProcess] = []
+        self._ended: str | None = None
+        # Runs at exit too, before multiprocessing joins processes; `atexit` runs later, and not in child processes.
+        self._end_processes = util.Finalize(self, _end, (self.processes,), exitpriority=0)
+        bounds = [num_workers * number // num_processes for number in range(num_processes + 1)]
         try:
-            super().__init__(self.processes.specs, device=device)
-            self.rows = self.processes.share_memory(self)
+            for first, stop in itertools.pairwise(bounds):
+                process = EnvProcess(
+                    creators[first:stop],
+                    first,
+                    num_workers,
+                    start_method=start_method,
+                    start_timeout_s=start_timeout_s,
+                    step_timeout_s=step_timeout_s,
+                    spin_s=SPIN_S if num_processes < num_cores() else 0.0,
+                )
+                self.processes.append(process)
+            _finish(self.processes)
+            super().__init__([specs for process in self.processes for specs in process.specs], device=device)
+            self.rows = share(rows_like(self, num_workers), [process.connection for process in self.processes])
+            for process in self.processes:
+                process.shared = self.rows.part(process.rows)
         except BaseException:
-            self.processes.kill("did not start")
+            self.kill("did not start")
             raise
 
-    # Ranges of its own, so that a trace tells waiting for processes from stepping here.
+    def run(self, command: bytes, processes: Sequence[EnvProcess] | None = None) -> None:
+        """Run a command of `process_main` in all processes, or in some, and wait for it.
+
+        Raises:
+            EnvironmentFailure: if one fails or the processes have exited before. All processes are killed.
+        """
+        if self._ended:
+            raise EnvironmentFailure(f"the env processes have exited: {self._ended}; make another ParallelEnv")
+        processes = self.processes if processes is None else processes
+        try:
+            for process in processes:
+                process.start(command)
+            _finish(processes)
+        except EnvironmentFailure as failure:
+            self.kill(str(failure))
+            raise
+        except BaseException:  # such as Ctrl-C: the processes are in the middle of a step
+            self.kill("the driver was interrupted while they were busy")
+            raise
+
+    def kill(self, reason: str) -> None:
+        """Kill all processes; later calls raise with the reason."""
+        for process in self.processes:
+            process.kill()
+        self._ended = self._ended or reason
+        self._end_processes()
+
+    # Separate ranges: a trace shows which time is waiting for processes.
 
     @profiled("ParallelEnv.step_and_maybe_reset")
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
@@ -92,30 +142,30 @@ class ParallelEnv(StackedEnv):
     @profiled("ParallelEnv._reset")
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
         self.rows.mask[...] = True if mask is None else mask
-        picked = [process for process in self.processes.members if self.rows.mask[process.rows].any()]
-        self.processes.run(EnvProcess.start_reset, picked)
+        self.run(RESET, [process for process in self.processes if self.rows.mask[process.rows].any()])
         copy_rows(self.rows.root.observation, out.observation, mask)
 
     @profiled("ParallelEnv._step")
     def _step_into(self, actions: Arrays, out: Frame) -> None:
         copy_rows(actions, self.rows.actions)
-        self.processes.run(EnvProcess.start_step)
+        self.run(STEP)
         _copy(self.rows.next, out)
 
     @profiled("ParallelEnv._step")
     def _step_and_reset_into(self, actions: Arrays, next_: Frame, root: Frame) -> None:
         copy_rows(actions, self.rows.actions)
-        self.processes.run(EnvProcess.start_step_and_reset)
+        self.run(STEP_AND_RESET)
         _copy(self.rows.next, next_)
         copy_rows(self.rows.root.observation, root.observation)
         root.clear_flags()
 
     def _set_seed(self, seed: int) -> None:
         self.rows.seeds[...] = self.seeds_of_envs(seed)
-        self.processes.run(EnvProcess.start_set_seed)
+        self.run(SEED)
 
     def _close(self) -> None:
-        self.processes.close()
+        self._ended = self._ended or "closed"
+        self._end_processes()
 
 
 def _copy(source: Frame, target: Frame) -> None:
@@ -124,3 +174,24 @@ def _copy(source: Frame, target: Frame) -> None:
     target.done[...] = source.done
     target.terminated[...] = source.terminated
     target.truncated[...] = source.truncated
+
+
+def _finish(processes: Sequence[EnvProcess]) -> None:
+    pending = list(processes)
+    while pending:
+        for process in wait_any(pending):
+            process.finish()
+            pending.remove(process)
+
+
+def _end(processes: list[EnvProcess]) -> None:
+    """Let processes close their envs and exit; kill those that take too long."""
+    for process in processes:
+        process.end()
+    until = time.monotonic() + _CLOSE_GRACE_S
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.reap()

@@ -1,10 +1,11 @@
-"""What may act in an env, and how it is asked."""
+"""Adapters that let envs call a policy of any kind."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -22,19 +23,22 @@ if TYPE_CHECKING:
 Tensors = Mapping[Key, torch.Tensor]
 
 
-class ArrayPolicy(Protocol):
-    """How envs ask a policy."""
+@dataclass(frozen=True)
+class ArrayPolicy:
+    """A policy as envs call it."""
 
     in_keys: Sequence[Key]
-    """Entries of the root that it reads; only they need be given."""
+    """Entries of the root that it reads."""
+    call: Callable[[Tensors], Tensors]
+    """Maps entries of the root, each [*B, ...], to actions by the env's action keys, and further outputs such as
+    log-probabilities and values."""
 
     def __call__(self, observation: Tensors) -> Tensors:
-        """From entries of the root, each [*B, ...], to the actions under the env's action keys and whatever else is
-        put out, such as log-probabilities and values."""
+        return self.call(observation)
 
 
 def as_policy(policy: Any, env: EnvBase, device: torch.device | None = None) -> ArrayPolicy:
-    """How to ask a policy.
+    """Adapt a policy.
 
     - A TensorDict module reads and writes a TensorDict; its `out_keys` are kept.
     - Any other `nn.Module` is called with the observation, or with observations by the names of its parameters, and
@@ -43,115 +47,93 @@ def as_policy(policy: Any, env: EnvBase, device: torch.device | None = None) -> 
     - None acts at random.
 
     Args:
-        device: where the policy computes; by default where it is fed from, the CPU.
+        device: where the policy computes; by default the CPU.
     """
-    ask: ArrayPolicy
     if policy is None:
-        ask = _AtRandom(env)
+        adapted = _at_random(env)
     elif isinstance(policy, TensorDictModuleBase):
-        ask = _OnTensorDicts(policy, env, kept=set(policy.out_keys))
+        adapted = _on_tensordicts(policy, env, kept=set(policy.out_keys))
     elif isinstance(policy, nn.Module):
-        ask = _OnObservations(policy, env)
+        adapted = _on_observations(policy, env)
     elif callable(policy):
-        ask = _OnTensorDicts(policy, env, kept=None)
+        adapted = _on_tensordicts(policy, env, kept=None)
     else:
-        raise ConfigError(
-            f"policy is {policy!r}; give a TensorDict module, a module on the observation, a callable, or None"
-        )
-    return ask if device is None or device.type == "cpu" else _OnDevice(ask, device)
+        raise ConfigError(f"policy is {policy!r}; give a TensorDict module, another module, a callable, or None")
+    if device is None or device.type == "cpu":
+        return adapted
+    return ArrayPolicy(
+        adapted.in_keys,
+        lambda observation: adapted.call({key: value.to(device) for key, value in observation.items()}),
+    )
 
 
 def check_is_tensor(key: Key, value: Any) -> None:
-    """Refuse an output of a policy that is none, when it comes for the first time."""
+    """Raise DataError for an output of a policy that is not a tensor."""
     if not isinstance(value, torch.Tensor):
-        raise DataError(f"the policy gave {key!r} as a {type(value).__name__}; every output must be a tensor")
+        raise DataError(f"the policy returned {key!r} as a {type(value).__name__}; every output must be a tensor")
 
 
 def other_dtype(key: Key, dtype: torch.dtype, before: torch.dtype) -> DataError:
-    """For an output that would not be kept as it is."""
-    return DataError(f"the policy gave {key!r} as {dtype}, but as {before} before; every step must give the same")
+    """The error for an output whose dtype changes."""
+    return DataError(f"the policy returned {key!r} as {dtype}, but as {before} before; keep one dtype")
 
 
 def check_actions(env: EnvBase, taken: Arrays, given: Tensors, rows: Any = ...) -> None:
-    """Refuse actions that are not of the env's kind; the first ones tell whether a policy and an env speak of the same.
+    """Raise DataError for actions outside the action spec; checking the first ones of a policy is enough.
 
-    Numbers beyond their bounds are the env's to clip, as Gaussian policies rely on.
+    Numbers beyond their bounds pass: the env clips them, as Gaussian policies rely on.
 
     Args:
-        taken: what the env is about to act on.
-        given: what the policy gave for those `rows` of it.
+        taken: actions as the env gets them.
+        given: actions of the policy for those `rows`.
     """
     for key, spec in env.action_leaves().items():
         action = given[key].cpu()
         is_rounded = not spec.dtype.is_floating_point and not (torch.from_numpy(taken[key][rows]) == action).all()
         if is_rounded or not (isinstance(spec, Bounded) or spec.contains(taken[key])):
-            raise DataError(
-                f"the policy's {key!r} is {action.reshape(-1)[:8].tolist()}, which is not in {spec}; "
-                "let it give what the env takes"
-            )
+            values = action.reshape(-1)[:8].tolist()
+            raise DataError(f"the policy's {key!r} is {values}, which is not in {spec}; fix the policy")
 
 
-class _AtRandom:
-    in_keys: Sequence[Key] = ()
-
-    def __init__(self, env: EnvBase):
-        self._env = env
-
-    def __call__(self, observation: Tensors) -> Tensors:
-        actions = self._env.new_actions()
-        self._env.sample_actions(actions)
+def _at_random(env: EnvBase) -> ArrayPolicy:
+    def call(observation: Tensors) -> Tensors:
+        actions = env.new_actions()
+        env.sample_actions(actions)
         return {key: torch.from_numpy(array) for key, array in actions.items()}
 
+    return ArrayPolicy((), call)
 
-class _OnTensorDicts:
-    """Feeds a TensorDict; `kept` are the entries to keep, None for all new ones."""
 
-    def __init__(self, policy: Callable[[TensorDictBase], Any], env: EnvBase, kept: set[Any] | None):
-        self._policy, self._kept = policy, kept
-        self._num_batch_dims, self._action_keys = len(env.batch_size), env.action_keys
-        self.in_keys: Sequence[Key] = list(env.observation_leaves())
+def _on_tensordicts(policy: Callable[[TensorDictBase], Any], env: EnvBase, kept: set[Any] | None) -> ArrayPolicy:
+    """Calls with a TensorDict; keeps the outputs in `kept`, None for all new entries."""
+    num_batch_dims, action_keys = len(env.batch_size), env.action_keys
 
-    def __call__(self, observation: Tensors) -> Tensors:
+    def call(observation: Tensors) -> Tensors:
         some = next(iter(observation.values()))
-        # Of those that are asked for, which need not be all envs.
-        batch_size = some.shape[: self._num_batch_dims]
-        result = self._policy(tensordict_of(observation, batch_size, some.device))
-        if not isinstance(result, TensorDictBase):
-            return _outputs(result, self._action_keys, self._policy)
-        entries = dict(result.items(include_nested=True, leaves_only=True))
-        if self._kept is not None:
-            entries = {key: value for key, value in entries.items() if key in self._kept}
-        outputs = {key: value for key, value in entries.items() if key not in observation}
-        return _outputs(outputs, self._action_keys, self._policy)
+        # A batch may have a part of the envs.
+        result = policy(tensordict_of(observation, some.shape[:num_batch_dims], some.device))
+        if isinstance(result, TensorDictBase):
+            entries = dict(result.items(include_nested=True, leaves_only=True))
+            names = (entries.keys() if kept is None else entries.keys() & kept) - observation.keys()
+            result = {key: value for key, value in entries.items() if key in names}
+        return _outputs(result, action_keys, policy)
+
+    return ArrayPolicy(list(env.observation_leaves()), call)
 
 
-class _OnObservations:
+def _on_observations(module: nn.Module, env: EnvBase) -> ArrayPolicy:
     """Calls a module with tensors."""
+    action_keys, in_keys = env.action_keys, _inputs_of(module, list(env.observation_leaves()))
 
-    def __init__(self, module: nn.Module, env: EnvBase):
-        self._module, self._action_keys = module, env.action_keys
-        self.in_keys: Sequence[Key] = _inputs_of(module, list(env.observation_leaves()))
+    def call(observation: Tensors) -> Tensors:
+        result = module(*[observation[key] for key in in_keys])
+        return _outputs(result, action_keys, module)
 
-    def __call__(self, observation: Tensors) -> Tensors:
-        result = self._module(*[observation[key] for key in self.in_keys])
-        if type(result) is torch.Tensor and len(self._action_keys) == 1:
-            return {self._action_keys[0]: result}
-        return _outputs(result, self._action_keys, self._module)
-
-
-class _OnDevice:
-    """Carries observations to a device, and outputs back when they are stored."""
-
-    def __init__(self, ask: ArrayPolicy, device: torch.device):
-        self._ask, self._device = ask, device
-        self.in_keys = ask.in_keys
-
-    def __call__(self, observation: Tensors) -> Tensors:
-        return self._ask({key: value.to(self._device) for key, value in observation.items()})
+    return ArrayPolicy(in_keys, call)
 
 
 def _inputs_of(module: nn.Module, keys: list[Key]) -> list[Key]:
-    """The observations that a module is called with: the only one there is, or those that its parameters name."""
+    """The observations to call a module with: the only one, or those that its parameters name."""
     parameters = inspect.signature(module.forward).parameters.values()
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p.name for p in plain if p.name in keys]
@@ -163,8 +145,8 @@ def _inputs_of(module: nn.Module, keys: list[Key]) -> list[Key]:
     if "observation" in keys and len(needed) <= 1:
         return ["observation"]
     raise ConfigError(
-        f"{type(module).__name__}.forward({', '.join(needed)}) does not say which of the observations "
-        f"{', '.join(map(str, keys))} it takes; name its parameters after them, or give a TensorDict module"
+        f"the parameters of {type(module).__name__}.forward({', '.join(needed)}) do not name observations of the env "
+        f"({', '.join(map(str, keys))}); rename them, or give a TensorDict module"
     )
 
 
@@ -176,7 +158,5 @@ def _outputs(result: Any, action_keys: list[Key], policy: Any) -> Tensors:
         name = getattr(policy, "__name__", type(policy).__name__)
         nothing = "nothing" if isinstance(result, Mapping) else f"a {type(result).__name__}"
         got = ", ".join(map(str, entries)) or nothing
-        raise ConfigError(
-            f"the policy {name} gave no {missing[0]!r}, but {got}; it must write what the env takes under that key"
-        )
+        raise ConfigError(f"the policy {name} returned {got}, but no {missing[0]!r}; write the action under that key")
     return entries

@@ -1,11 +1,10 @@
-"""What an env process runs: a `SerialEnv` of its envs, which steps as the driver asks.
+"""The main function of an env process: a `SerialEnv` that steps on commands of the driver.
 
-A command is one byte, and so is the answer; everything else is in shared memory. After the answer `FAILED` comes a
-message with the error, after the first `DONE` one with the specs of the envs.
+A command and its reply are one byte each; everything else is in shared memory. A message with the error follows the
+reply `FAILED`, one with the specs of the envs follows the first `DONE`. A byte is never lost, and the socket orders
+memory: arrays written before it are visible after it.
 
-The byte stays until it is taken, so that no wake-up is lost, and arrays that were written before it are seen after it,
-on every machine. Driver and process spin for a moment before they fall asleep if there is a core for each process,
-because to fall asleep and be woken takes longer than many a step.
+Driver and process spin briefly before they sleep if each has a core: waking up takes longer than many steps.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -27,62 +25,65 @@ import torch
 from lucidrl.distributed.workers.child import end_with_driver, leave_signals_to_driver
 from lucidrl.distributed.workers.messages import Message, send
 from lucidrl.distributed.workers.outcomes import describe_error
-from lucidrl.distributed.workers.process import num_cores
 from lucidrl.envs.process_memory import EnvRows, receive_shared, rows_like
 from lucidrl.envs.serial import SerialEnv
 
-RESET, STEP, STEP_AND_RESET, SEED = b"r", b"s", b"a", b"d"
+RESET = b"r"
+"""Reset the rows of `mask`; write into `root`."""
+STEP = b"s"
+"""Apply `actions`; write into `next`."""
+STEP_AND_RESET = b"a"
+"""Apply `actions`; write into `next`, and the root of the next step into `root`."""
+SEED = b"d"
+"""Seed the envs with `seeds`."""
 DONE, FAILED = b".", b"!"
 
-_SPIN_S = 50e-6
+SPIN_S = 50e-6
+"""How long driver and process spin."""
 
 
-@dataclass(frozen=True)
-class EnvProcessSettings:
-    """What the driver decides about an env process."""
+def serve(
+    connection: socket.socket,
+    creators: bytes,
+    first_index: int,
+    num_all_envs: int,
+    environment: Mapping[str, str],
+    die_with_starting_thread: bool,
+    spin_s: float,
+) -> None:
+    """Make the envs, send their specs, then run commands until the driver closes the connection.
 
-    first_index: int
-    """Of the envs that it serves, among all."""
-    num_all_envs: int
-    creators: bytes
-    """One `EnvCreator` for each env, by cloudpickle."""
-    environment: Mapping[str, str]
-    """Variables of the driver: a fork server has those of the moment when it started."""
-    die_with_starting_thread: bool
-    spin_s: float
-
-
-def serve(connection: socket.socket, settings: EnvProcessSettings) -> None:
-    """Make the envs, send their specs, then carry out commands until the driver closes the connection."""
+    Args:
+        creators: an `EnvCreator` per env, by cloudpickle.
+        first_index: number of the first env.
+        environment: current variables of the driver; a fork server has older ones.
+        die_with_starting_thread: see `end_with_driver`.
+    """
     leave_signals_to_driver()
-    end_with_driver(settings.die_with_starting_thread)
-    # When the driver asks where this process hangs, the text takes the place of the answer that is overdue.
+    end_with_driver(die_with_starting_thread)
+    # The driver sends SIGUSR1 after a timeout and reads the stack in place of the reply.
     faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=False)
     os.environ.clear()
-    os.environ.update(settings.environment)
+    os.environ.update(environment)
     torch.set_num_threads(1)
-    with suppress(EOFError, OSError):  # the driver closed the connection, or is gone
+    with suppress(EOFError, OSError):  # the driver closed the connection or exited
         try:
-            envs = _make_envs(settings)
-            specs = cloudpickle.dumps(envs.specs_of_envs)  # a spec may be of a class that only the program knows
-        except BaseException as error:  # SystemExit too: the driver learns of everything, and ends this process
-            _tell(connection, FAILED, describe_error(error))
+            factories = cloudpickle.loads(creators)
+            envs = SerialEnv(len(factories), factories, first_index=first_index)
+            specs = cloudpickle.dumps(envs.specs_of_envs)  # a spec may be of a class of the main module
+        except BaseException as error:  # SystemExit too: the driver reports it and kills this process
+            _send(connection, FAILED, describe_error(error))
             return
         with envs:
-            _tell(connection, DONE, specs)
-            mine = slice(settings.first_index, settings.first_index + envs.num_envs)
-            rows = receive_shared(rows_like(envs, settings.num_all_envs), connection).part(mine)
-            _carry_out(connection, envs, rows, settings.spin_s)
+            _send(connection, DONE, specs)
+            mine = slice(first_index, first_index + envs.num_envs)
+            rows = receive_shared(rows_like(envs, num_all_envs), connection).part(mine)
+            _run_commands(connection, envs, rows, spin_s)
 
 
-def _make_envs(settings: EnvProcessSettings) -> SerialEnv:
-    creators = cloudpickle.loads(settings.creators)
-    return SerialEnv(len(creators), creators, first_index=settings.first_index)
-
-
-def _carry_out(connection: socket.socket, envs: SerialEnv, rows: EnvRows, spin_s: float) -> None:
-    envs.at_work = rows.at_work
-    work: dict[bytes, Callable[[], object]] = {
+def _run_commands(connection: socket.socket, envs: SerialEnv, rows: EnvRows, spin_s: float) -> None:
+    envs.active_row = rows.active_row
+    commands: dict[bytes, Callable[[], object]] = {
         STEP: lambda: envs.step_into(rows.actions, rows.next),
         STEP_AND_RESET: lambda: envs.step_and_reset_into(rows.actions, rows.next, rows.root),
         RESET: lambda: envs.reset_into(rows.root, rows.mask),
@@ -96,36 +97,30 @@ def _carry_out(connection: socket.socket, envs: SerialEnv, rows: EnvRows, spin_s
         if not command:
             return
         try:
-            work[command]()
+            commands[command]()
         except BaseException as error:
-            _tell(connection, FAILED, describe_error(error))
+            _send(connection, FAILED, describe_error(error))
         else:
             connection.send(DONE)
 
 
-def _tell(connection: socket.socket, answer: bytes, content: Any) -> None:
+def _send(connection: socket.socket, reply: bytes, content: Any) -> None:
     message = Message.of(content)
-    connection.send(answer)
+    connection.send(reply)
     send(connection, message)
 
 
-def spin_time_s(num_processes: int) -> float:
-    """How long to spin for a driver and that many env processes."""
-    return _SPIN_S if num_processes < num_cores() else 0.0
-
-
 def wait_readable(poll: select.poll, timeout_s: float | None, spin_s: float) -> list[int]:
-    """Descriptors among those of `poll` that have something to read or whose other end is gone, as soon as any has.
+    """Return descriptors of `poll` that can be read or were closed by the other end; none after the timeout.
 
     Args:
-        timeout_s: after that the list is empty; None waits for ever.
-        spin_s: how much of it to spin.
+        spin_s: how long to spin before the process sleeps.
     """
     ready = poll.poll(0)
     if not ready and timeout_s != 0:
         until = time.perf_counter() + spin_s
         while not ready and time.perf_counter() < until:
-            os.sched_yield()  # other programs may want the core
+            os.sched_yield()  # leave the core to others
             ready = poll.poll(0)
         if not ready:
             ready = poll.poll(None if timeout_s is None else timeout_s * 1000)

@@ -1,7 +1,6 @@
-"""Memory that a driver and its env processes share: arrays with one row for each env.
+"""Memory that a driver and its env processes share: arrays with a row per env.
 
-It is a file without a name, which the driver sends to the processes: it is freed when the last of them is gone, however
-that ended.
+It is an unnamed file that the driver sends to the processes; the system frees it when the last of them exits.
 """
 
 from __future__ import annotations
@@ -24,23 +23,27 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class EnvRows:
-    """All that goes between driver and processes with every step; each array has a row for each env."""
+    """What driver and processes exchange in every step; each array has a row per env."""
 
     actions: Arrays
     next: Frame
-    """What a step came to."""
+    """Result of a step."""
     root: Frame
-    """What the next action is decided on."""
+    """Input of the next action."""
     mask: np.ndarray
-    """Which envs a reset is for."""
+    """Envs to reset."""
     seeds: np.ndarray
     """int64: the first seed of each env."""
-    at_work: np.ndarray
-    """int64: in the first row of a process, which of its rows it was at last."""
+    active_row: np.ndarray
+    """int64: in the first row of a process, the row that it stepped or reset last."""
 
     def part(self, rows: slice) -> EnvRows:
-        """Some of the rows; writing to them writes here."""
+        """A view of some rows."""
         return self.map(lambda array: array[rows])
+
+    def arrays(self) -> list[np.ndarray]:
+        frames = [*self.next.arrays().values(), *self.root.arrays().values()]
+        return [*self.actions.values(), *frames, self.mask, self.seeds, self.active_row]
 
     def map(self, function: Callable[[np.ndarray], np.ndarray]) -> EnvRows:
         return EnvRows(
@@ -49,20 +52,20 @@ class EnvRows:
             self.root.map(function),
             function(self.mask),
             function(self.seeds),
-            function(self.at_work),
+            function(self.active_row),
         )
 
 
 def rows_like(env: StackedEnv, num_envs: int) -> EnvRows:
-    """Arrays for `num_envs` envs that are like those of `env`, in private memory."""
+    """Arrays for `num_envs` envs with the specs of `env`, in private memory."""
     mask, numbers = np.zeros(env.batch_size, bool), np.zeros(env.num_envs, np.int64)
     rows = EnvRows(env.new_actions(), env.new_frame(), env.new_frame(), mask, numbers, numbers)
     return rows.map(lambda array: np.zeros((num_envs, *array.shape[1:]), array.dtype))
 
 
 def share(rows: EnvRows, connections: list[socket.socket]) -> EnvRows:
-    """The same arrays in memory that is sent over the connections, for `receive_shared` at their other ends."""
-    descriptor = _nameless_file(_size_bytes(rows))
+    """The same arrays in shared memory, which the other ends of the connections get by `receive_shared`."""
+    descriptor = _unnamed_file(sum(map(_size_bytes, rows.arrays())))
     try:
         for connection in connections:
             socket.send_fds(connection, [b"m"], [descriptor])
@@ -86,7 +89,7 @@ def receive_shared(rows: EnvRows, connection: socket.socket) -> EnvRows:
         os.close(descriptors[0])
 
 
-def _nameless_file(size_bytes: int) -> int:
+def _unnamed_file(size_bytes: int) -> int:
     if sys.platform == "linux":  # not in /dev/shm, of which containers allow little
         descriptor = os.memfd_create("lucidrl-envs")
     else:
@@ -97,28 +100,17 @@ def _nameless_file(size_bytes: int) -> int:
 
 
 def _mapped(rows: EnvRows, descriptor: int) -> EnvRows:
-    memory = mmap.mmap(descriptor, _size_bytes(rows))
+    memory = mmap.mmap(descriptor, 0)  # all of the file
     used = 0
 
     def place(array: np.ndarray) -> np.ndarray:
         nonlocal used
         placed: np.ndarray = np.ndarray(array.shape, array.dtype, memory, used)
-        used += _room(array)
+        used += _size_bytes(array)
         return placed
 
     return rows.map(place)
 
 
-def _size_bytes(rows: EnvRows) -> int:
-    sizes: list[int] = []
-
-    def count(array: np.ndarray) -> np.ndarray:
-        sizes.append(_room(array))
-        return array
-
-    rows.map(count)
-    return sum(sizes)
-
-
-def _room(array: np.ndarray) -> int:
+def _size_bytes(array: np.ndarray) -> int:
     return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT

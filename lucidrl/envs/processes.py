@@ -1,8 +1,7 @@
-"""An env process as its driver holds it."""
+"""The driver's side of an env process."""
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import signal
@@ -21,40 +20,31 @@ from lucidrl.distributed.workers.outcomes import Raised, RemoteTraceback
 from lucidrl.distributed.workers.process import ChildProcess, pickled
 from lucidrl.envs.creator import EnvCreator
 from lucidrl.envs.failures import env_failure
-from lucidrl.envs.process_main import (
-    DONE,
-    FAILED,
-    RESET,
-    SEED,
-    STEP,
-    STEP_AND_RESET,
-    EnvProcessSettings,
-    serve,
-    wait_readable,
-)
+from lucidrl.envs.process_main import DONE, FAILED, RESET, SEED, STEP, STEP_AND_RESET, serve, wait_readable
 from lucidrl.envs.process_memory import EnvRows
 from lucidrl.envs.stacked import EnvSpecs
 from lucidrl.errors import LucidError
 
 PRELOAD = ("lucidrl.envs.process_main", "gymnasium")
-"""What takes long to import and most env processes need."""
+"""Slow imports that most env processes need."""
 
+_PHASES = {RESET: "reset", STEP: "step", STEP_AND_RESET: "step", SEED: "seeding"}
 _LIVENESS_POLL_S = 0.2
-_MESSAGE_DEADLINE_S = 5.0
-_STACK_DEADLINE_S = 0.2
+_MESSAGE_TIMEOUT_S = 5.0
+_STACK_TIMEOUT_S = 0.2
 
 
 class EnvProcess(ChildProcess):
-    """A process with the envs that `creators` make, which are rows from `first_index` on of shared arrays.
+    """A process with the envs that `creators` make; they use the rows from `first_index` on of shared arrays.
 
-    It does one thing at a time: the start at first, then what `start_...` asks for. Meanwhile the driver may do
-    anything else; `wait_any` tells which processes are ready, and `finish` takes the end of what they did.
+    It runs one command at a time: its start, then what `start` sends. `wait_any` returns processes that are ready, and
+    `finish` completes their command.
 
     Args:
-        num_all_envs: how many rows the shared arrays have.
-        start_timeout_s: deadline of the start.
-        step_timeout_s: deadline of everything else.
-        spin_s: how long driver and process spin before they fall asleep.
+        num_all_envs: rows of the shared arrays.
+        start_timeout_s: timeout of the start.
+        step_timeout_s: timeout of every other command.
+        spin_s: how long driver and process spin before they sleep.
 
     Raises:
         ConfigError: if the factories cannot be sent to a process.
@@ -73,27 +63,21 @@ class EnvProcess(ChildProcess):
     ):
         self.rows = slice(first_index, first_index + len(creators))
         self.specs: list[EnvSpecs] = []
-        """Of its envs, once the start is finished."""
+        """Of its envs; set by the first `finish`."""
         self.connection, theirs = socket.socketpair()
         self.spin_s = spin_s
         self._step_timeout_s = step_timeout_s
-        self._shared: EnvRows | None = None
+        self.shared: EnvRows | None = None
+        """Its rows of the shared memory; set after the start."""
         self._is_seeded = False
-        # A fork server has a single thread; the driver may have several, of which only the main one lives as long.
+        # Linux kills a process with the thread that started it; other threads of the driver may end before the driver.
         from_main_thread = start_method == "forkserver" or threading.current_thread() is threading.main_thread()
-        settings = EnvProcessSettings(
-            first_index,
-            num_all_envs,
-            pickled("the env factory", list(creators)),
-            dict(os.environ),
-            from_main_thread,
-            spin_s,
-        )
+        factories = pickled("the env factory", list(creators))
         self._begin("start", start_timeout_s)
-        with theirs:  # its only other holder is the process, so that the connection ends with it
+        with theirs:  # only the process holds it, so the connection ends with the process
             super().__init__(
                 serve,
-                (theirs, settings),
+                (theirs, factories, first_index, num_all_envs, dict(os.environ), from_main_thread, spin_s),
                 name=f"env process {first_index}",
                 start_method=start_method,
                 imports_main=False,
@@ -101,81 +85,62 @@ class EnvProcess(ChildProcess):
             )
         self.connection.setblocking(False)
 
-    def share(self, rows: EnvRows) -> None:
-        """Tell which of the shared arrays are its own."""
-        self._shared = rows.part(self.rows)
-
-    def start_reset(self) -> None:
-        """Begin new episodes in `root`, in the rows that `mask` picks."""
-        self._ask(RESET, "reset")
-
-    def start_step(self) -> None:
-        """Take `actions` and write into `next`."""
-        self._ask(STEP, "step")
-
-    def start_step_and_reset(self) -> None:
-        """Take `actions`, write into `next`, and into `root` what the next action is decided on."""
-        self._ask(STEP_AND_RESET, "step")
-
-    def start_set_seed(self) -> None:
-        """Take `seeds`."""
-        self._is_seeded = True
-        self._ask(SEED, "seeding")
+    def start(self, command: bytes) -> None:
+        """Send a command of `process_main`; does not wait."""
+        assert self.shared is not None
+        self.shared.active_row[0] = 0
+        self._is_seeded = self._is_seeded or command == SEED
+        self._begin(_PHASES[command], self._step_timeout_s)
+        with suppress(OSError):  # `wait_any` and `finish` report a process that exited
+            self.connection.send(command)
 
     def finish(self) -> None:
-        """Take the end of what was started; the process is ready for that, says `wait_any`.
+        """Complete the command of a process that `wait_any` returned.
 
         Raises:
-            EnvironmentFailure: if an env raised, the process died or its deadline has passed. Errors of ours that a
-                factory raised keep their type.
+            EnvironmentFailure: if an env raised, the process exited or timed out. Errors of ours that a factory raised
+                keep their type.
         """
         try:
-            answer = self.connection.recv(1)
+            reply = self.connection.recv(1)
         except BlockingIOError:
-            answer = None  # late, or gone while a process that it started holds its connection open
+            reply = None  # timed out, or exited while one of its child processes holds its connection open
         except OSError:
-            answer = b""
-        if answer == DONE:
+            reply = b""
+        if reply == DONE:
             if self._phase == "start":
                 self.specs = cloudpickle.loads(self._receive())
-        elif answer == FAILED:
+        elif reply == FAILED:
             raise self._raised(self._receive())
-        elif answer == b"" or self.has_ended:
-            raise self._died()
+        elif reply == b"" or self.has_ended:
+            raise self._exited()
         else:
-            raise self._late()
+            raise self._timed_out()
 
     def end(self) -> None:
-        """Ask the process to close its envs and leave; does not wait."""
+        """Let the process close its envs and exit; does not wait."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
 
     def reap(self) -> None:
-        """Leave nothing behind after `kill`."""
+        """Release its resources after `kill`."""
         super().reap()
         self.connection.close()
 
-    def _ask(self, command: bytes, phase: str) -> None:
-        assert self._shared is not None
-        self._shared.at_work[0] = 0
-        self._begin(phase, self._step_timeout_s)
-        with suppress(OSError):  # a process that is gone is found so by whoever waits for it
-            self.connection.send(command)
-
     def _begin(self, phase: str, timeout_s: float) -> None:
         self._phase, self._timeout_s = phase, timeout_s
-        self.deadline = time.monotonic() + timeout_s
-        """Of what was started last."""
+        self.expires_at = time.monotonic() + timeout_s
+        """When its command times out."""
 
     def _receive(self) -> Any:
-        """The message after an answer; the process sends it at once, if nothing stops it."""
-        self.connection.settimeout(_MESSAGE_DEADLINE_S)
+        """Return the message that follows a reply at once."""
+        self.connection.settimeout(_MESSAGE_TIMEOUT_S)
         try:
             return receive(self.connection).content()
         except TimeoutError:
-            raise self._late() from None
+            raise self._timed_out() from None
         except (EOFError, OSError):
-            raise self._died() from None
+            raise self._exited() from None
         finally:
             self.connection.setblocking(False)
 
@@ -184,33 +149,33 @@ class EnvProcess(ChildProcess):
         failure.__cause__ = RemoteTraceback(outcome.trace)
         return failure
 
-    def _died(self) -> LucidError:
+    def _exited(self) -> LucidError:
         first, last = self.rows.start, self.rows.stop - 1
         who = f"its process, which serves envs {first} to {last}," if last > first else "its process"
         return self._failure(f"{who} {self.how_it_ended().rstrip(',')}")
 
-    def _late(self) -> LucidError:
+    def _timed_out(self) -> LucidError:
         setting = "start_timeout_s" if self._phase == "start" else "step_timeout_s"
         failure = self._failure(f"it did not finish within {self._timeout_s:g} s; if it needs longer, raise {setting}")
         if stack := self._stack():
             failure.__cause__ = RemoteTraceback(f"It was at, innermost first:\n{stack}")
         return failure
 
-    def _failure(self, happened: str) -> LucidError:
-        """Of the env that the process was at; the first of them, if it had not begun."""
+    def _failure(self, reason: str) -> LucidError:
+        """The failure of the active env, or of the first one during the start."""
         first = self.rows.start
-        if self._shared is None:
-            return env_failure(first, None, self._phase, None, happened)
-        row = int(self._shared.at_work[0])
-        seed = int(self._shared.seeds[row]) if self._is_seeded else None
-        actions = {key: array[row, ...] for key, array in self._shared.actions.items()}
-        return env_failure(first + row, seed, self._phase, actions if self._phase == "step" else None, happened)
+        if self.shared is None:
+            return env_failure(first, None, self._phase, None, reason)
+        row = int(self.shared.active_row[0])
+        seed = int(self.shared.seeds[row]) if self._is_seeded else None
+        actions = {key: array[row, ...] for key, array in self.shared.actions.items()}
+        return env_failure(first + row, seed, self._phase, actions if self._phase == "step" else None, reason)
 
     def _stack(self) -> str:
-        """Where the process is, if it can tell: the text comes where its answer should have come."""
+        """The stack of a process that still runs; it sends the text in place of its reply."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
-        self.connection.settimeout(_STACK_DEADLINE_S)
+        self.connection.settimeout(_STACK_TIMEOUT_S)
         text = b""
         with suppress(OSError):
             while part := self.connection.recv(1 << 16):
@@ -218,24 +183,18 @@ class EnvProcess(ChildProcess):
         return text.decode(errors="replace")
 
 
-def wait_any(processes: Sequence[EnvProcess], timeout_s: float = math.inf) -> list[EnvProcess]:
-    """Those that are ready to `finish`, because they are done, gone or late; waits until there is one.
-
-    Args:
-        timeout_s: after that the list is empty.
-    """
+def wait_any(processes: Sequence[EnvProcess]) -> list[EnvProcess]:
+    """Return processes that are ready to `finish`: done, exited or timed out. Waits for the first."""
     poll = select.poll()
     by_descriptor = {process.connection.fileno(): process for process in processes}
     for descriptor in by_descriptor:
         poll.register(descriptor, select.POLLIN)
     now = time.monotonic()
-    until = now + timeout_s
-    # In short waits: a process that a dead one started may keep its connection open.
+    # In short waits: a child of an exited process may hold its connection open.
     while True:
-        remaining_s = min(until, *(process.deadline for process in processes)) - now
+        remaining_s = min(process.expires_at for process in processes) - now
         if ready := wait_readable(poll, max(0.0, min(remaining_s, _LIVENESS_POLL_S)), processes[0].spin_s):
             return [by_descriptor[descriptor] for descriptor in ready]
         now = time.monotonic()
-        failed = [process for process in processes if process.has_ended or process.deadline <= now]
-        if failed or until <= now:
+        if failed := [process for process in processes if process.has_ended or process.expires_at <= now]:
             return failed

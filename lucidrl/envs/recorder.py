@@ -1,4 +1,4 @@
-"""Steps an env with a policy and keeps what happens: the one loop over frames.
+"""The loop over frames: steps an env with a policy and records the frames.
 
 Shapes: B the env's batch size, T time.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from lucidrl.envs.arrays import FLAGS, Arrays, Key, copy_rows
+from lucidrl.envs.arrays import FLAGS, Arrays, Key, copy_rows, path_of
 from lucidrl.envs.policies import ArrayPolicy, check_actions, check_is_tensor, other_dtype
 from lucidrl.envs.tensordicts import quick_view, tensordict_of
 from lucidrl.errors import DataError
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Records steps of every env of a batch, then again: episodes go on from one record to the next.
+    """Records frames of an env; episodes continue from one record to the next.
 
-    The env always writes into the same two frames: they stay in the processor's cache, and what an env derives from a
-    frame is derived once. The policy gets copies, which it may keep.
+    The env always writes into the same two frames: they stay in the processor's cache, and an env derives other frames
+    from them only once. The policy gets copies, which it may keep.
 
     Args:
-        num_frames: of a record, at first.
-        policy_range: what traces call each call of the policy.
+        num_frames: initial capacity.
+        policy_range: name of the profiling range around each call of the policy.
     """
 
     def __init__(self, env: EnvBase, num_frames: int, policy_range: str):
@@ -41,34 +41,34 @@ class Recorder:
         self._make_room(num_frames)
 
     def reset(self) -> None:
-        """Begin the next record with new episodes."""
+        """Start the next record with new episodes."""
         self.env.reset_into(self._root)
         self._is_started = True
 
     def begin_with(self, observation: Arrays) -> None:
-        """Begin the next record where the env stands, which is at this observation."""
+        """Start the next record with this observation, the current one of the env."""
         copy_rows(observation, self._root.observation)
         self._is_started = True
 
     def record(self, policy: ArrayPolicy, num_frames: int, *, until_done: bool = False) -> int:
-        """Take that many steps; returns how many were taken.
+        """Record up to `num_frames` steps; returns their number.
 
         Args:
-            until_done: stop at the first end of an episode, and leave the env there; otherwise it begins anew.
+            until_done: stop at the first end of an episode; otherwise reset there.
         """
         if num_frames > self._num_frames:
             self._make_room(num_frames)
         if not self._is_started:
             self.reset()
         self._outputs: dict[Key, Any] = dict(self._actions)
-        self._dtypes: dict[Key, torch.dtype] = {}  # in which the policy gave them
-        ask = self._as_range(policy.__call__)
+        self._dtypes: dict[Key, torch.dtype] = {}  # of the policy's outputs
+        call_policy = self._as_range(policy.call)
         inputs = [(key, self._root.observation[key]) for key in policy.in_keys]
         with torch.no_grad():
             for time in range(num_frames):
                 for stored, array in self._before_step:
                     stored[time] = array
-                outputs = ask({key: torch.from_numpy(array.copy()) for key, array in inputs})
+                outputs = call_policy({key: torch.from_numpy(array.copy()) for key, array in inputs})
                 for key, value in outputs.items():
                     self._keep(key, value, time)
                 actions = {key: stored[time, ...] for key, stored in self._actions.items()}
@@ -89,7 +89,7 @@ class Recorder:
         return self._length
 
     def take(self) -> TensorDict:
-        """What was recorded last, as [*B, T] of new memory: root, actions, outputs of the policy, and "next"."""
+        """The last record as [*B, T] in new memory: root, actions, outputs of the policy, and "next"."""
         batch = (*self.env.batch_size, self._length)
         entries: dict[Key, torch.Tensor] = {
             **{key: self._taken(stored) for key, stored in self._roots.items()},
@@ -97,7 +97,7 @@ class Recorder:
             **{key: self._taken(stored) for key, stored in self._outputs.items()},
         }
         for key, stored in self._nexts.items():
-            entries[("next", *((key,) if isinstance(key, str) else key))] = self._taken(stored)
+            entries[("next", *path_of(key))] = self._taken(stored)
         return tensordict_of(entries, batch, None)
 
     def _make_room(self, num_frames: int) -> None:
@@ -120,24 +120,19 @@ class Recorder:
             self._begin_output(key, value)
         stored = self._outputs[key]
         if value.shape != stored.shape[1:]:
-            raise DataError(
-                f"the policy gave {key!r} of shape {list(value.shape)}, but {list(stored.shape[1:])} is needed; every "
-                "step must give the same, and actions as the env takes them"
-            )
+            expected = list(stored.shape[1:])
+            raise DataError(f"the policy returned {key!r} of shape {list(value.shape)}; expected {expected}")
         if value.dtype is not self._dtypes[key]:
             raise other_dtype(key, value.dtype, self._dtypes[key])
         stored[time] = quick_view(value)
 
     def _begin_output(self, key: Key, value: torch.Tensor) -> None:
-        """Make room for an output that comes for the first time in a record; that of earlier steps is zero."""
+        """Allocate a new output of a record; earlier steps are zero."""
         check_is_tensor(key, value)
         self._dtypes[key] = value.dtype
         if key in self._actions:
             return
         batch = self.env.batch_size
         if value.shape[: len(batch)] != batch:
-            raise DataError(
-                f"the policy gave {key!r} of shape {list(value.shape)}, which does not begin with the env's batch size "
-                f"{list(batch)}; every output must"
-            )
+            raise DataError(f"the policy returned {key!r} of shape {list(value.shape)}; begin it with {list(batch)}")
         self._outputs[key] = quick_view(torch.zeros(self._num_frames, *value.shape, dtype=value.dtype))

@@ -1,4 +1,4 @@
-"""Several envs as one, stepped one after the other."""
+"""Several envs as one, stepped one after the other in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from lucidrl.envs.arrays import Arrays, Frame
 from lucidrl.envs.creator import EnvFactory, env_creators, make_env
-from lucidrl.envs.failures import describe, env_failure
+from lucidrl.envs.failures import env_failure
 from lucidrl.envs.stacked import EnvSpecs, StackedEnv
 from lucidrl.errors import EnvironmentFailure
 from lucidrl.profiling.ranges import profiled
@@ -23,15 +23,15 @@ class SerialEnv(StackedEnv):
         SerialEnv(8, lambda: GymEnv("CartPole-v1"))
 
     Args:
-        num_workers: how many envs.
-        create_env_fn: makes an env; or a list with one function for each.
-        create_env_kwargs: what it is called with; or a list for each.
-        device: of the TensorDicts at the edge.
-        first_index: what errors call the first env, if these are part of a larger set.
+        num_workers: number of envs.
+        create_env_fn: makes an env; or a list with a function per env.
+        create_env_kwargs: arguments of the function; or a list per env.
+        device: of the TensorDicts.
+        first_index: number of the first env in errors, if a process runs a part of more envs.
 
     Raises:
-        ConfigError: if a factory returns no env, or envs with different specs.
-        EnvironmentFailure: here and in every call, if an env raises; with its index, seed and action.
+        ConfigError: if a factory does not return an env, or the specs of the envs differ.
+        EnvironmentFailure: here and in every call, if an env raises; names its index, seed and action.
     """
 
     def __init__(
@@ -51,17 +51,16 @@ class SerialEnv(StackedEnv):
             super().__init__(self.specs_of_envs, first_index=first_index, device=device)
             opened.pop_all()
         self._first_index = first_index
-        self.at_work = np.zeros(1, np.int64)
-        """[1]: the row of the env that was called last; who watches from another process replaces it by shared
-        memory."""
+        self.active_row = np.zeros(1, np.int64)
+        """[1]: the row of the env that was called last; an env process puts shared memory here."""
 
     @profiled("SerialEnv._reset")
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
-        rows = self._rows(out)
+        rows = out.rows()
         picked = range(self.num_envs) if mask is None else np.flatnonzero(mask.reshape(self.num_envs, -1).any(axis=1))
         try:
             for index in picked:
-                self.at_work[0] = index
+                self.active_row[0] = index
                 part = None if mask is None or mask[index].all() else mask[index]
                 self._envs[index]._reset_into(rows[index], part)
         except Exception as error:
@@ -69,10 +68,10 @@ class SerialEnv(StackedEnv):
 
     @profiled("SerialEnv._step")
     def _step_into(self, actions: Arrays, out: Frame) -> None:
-        at_work, rows = self.at_work, self._rows(out)
+        active_row, rows = self.active_row, out.rows()
         try:
             for index, env in enumerate(self._envs):
-                at_work[0] = index
+                active_row[0] = index
                 env._step_into({key: array[index, ...] for key, array in actions.items()}, rows[index])
         except Exception as error:
             raise self._failure("step", actions, error) from error
@@ -82,17 +81,11 @@ class SerialEnv(StackedEnv):
             env.set_seed(env_seed)
 
     def _close(self) -> None:
-        with ExitStack() as closing:  # one that raises does not keep the others open
+        with ExitStack() as closing:  # closes the others if one raises
             for env in self._envs:
                 closing.callback(env.close)
 
-    def _rows(self, frame: Frame) -> list[Frame]:
-        rows = frame.derived.get(self)
-        if rows is None:
-            rows = frame.derived[self] = [frame.row(index) for index in range(self.num_envs)]
-        return rows
-
     def _failure(self, phase: str, actions: Arrays | None, error: Exception) -> EnvironmentFailure:
-        row = int(self.at_work[0])
+        row = int(self.active_row[0])
         row_actions = {key: array[row, ...] for key, array in (actions or {}).items()}
-        return env_failure(self._first_index + row, self._envs[row].seed, phase, row_actions, describe(error))
+        return env_failure(self._first_index + row, self._envs[row].seed, phase, row_actions, error)

@@ -1,4 +1,4 @@
-"""Several envs as one: what SerialEnv and ParallelEnv share."""
+"""The base of SerialEnv and ParallelEnv: several envs as one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lucidrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class EnvSpecs:
-    """What one env is like."""
+    """Shapes and specs of one env."""
 
     batch_size: torch.Size
     observation_spec: Composite
@@ -28,7 +28,7 @@ class EnvSpecs:
     def of(cls, env: EnvBase) -> Self:
         return cls(
             batch_size=env.batch_size,
-            observation_spec=env.observation_spec.to("cpu"),  # its own device is nothing to those it is stacked with
+            observation_spec=env.observation_spec.to("cpu"),  # the devices of stacked envs may differ
             action_spec=env.action_spec.to("cpu"),
             reward_spec=env.reward_spec.to("cpu"),
             num_seeds=env.num_seeds,
@@ -39,8 +39,7 @@ class StackedEnv(EnvBase):
     """Envs with equal specs; env i is row i of every entry, and uses the seeds after those of env i - 1.
 
     Args:
-        specs: of the envs.
-        first_index: what errors call the first of them.
+        first_index: number of the first env in errors.
 
     Raises:
         ConfigError: if the specs of the envs differ.
@@ -57,22 +56,20 @@ class StackedEnv(EnvBase):
         *self._seed_offsets, self.num_seeds = itertools.accumulate((spec.num_seeds for spec in specs), initial=0)
 
     def seeds_of_envs(self, seed: int) -> list[int]:
-        """The first seed of each env, if all are seeded with `seed`."""
+        """The first seed of each env for a `seed` of the whole."""
         return [(seed + offset) % (MAX_SEED + 1) for offset in self._seed_offsets]
 
 
 def check_alike(specs: Sequence[EnvSpecs], name_of: Callable[[int], str]) -> None:
-    """Refuse envs of which one differs from the first; they may use any number of seeds.
+    """Raise ConfigError if the specs of an env differ from those of the first; the number of seeds may differ.
 
     Args:
-        name_of: what errors call an env, by its place in `specs`.
+        name_of: names an env in errors, by its index.
     """
     names = [field.name for field in fields(EnvSpecs) if field.name != "num_seeds"]
     for index, other in enumerate(specs):
         for name in names:
             expected, found = getattr(specs[0], name), getattr(other, name)
             if expected != found:
-                raise ConfigError(
-                    f"{name_of(index)} has {name} {found}, but {name_of(0)} has {expected}; "
-                    "envs whose frames are put together must be alike"
-                )
+                other_name, first_name = name_of(index), name_of(0)
+                raise ConfigError(f"{other_name} has {name} {found}, but {first_name} has {expected}; make them equal")

@@ -1,4 +1,4 @@
-"""Between the arrays inside and the TensorDicts at the edge."""
+"""Conversions between the arrays of an env and TensorDicts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from lucidrl.envs.arrays import Arrays, Key
-from lucidrl.errors import DataError
+from lucidrl.envs.arrays import FLAGS, Arrays, Frame, Key, path_of
+from lucidrl.envs.failures import checked_array
+from lucidrl.errors import DataError, EnvironmentFailure
 
 
 def tensordict_of(
     entries: Mapping[Key, np.ndarray | torch.Tensor], batch_size: Sequence[int], device: torch.device | None
 ) -> TensorDict:
-    """Entries by key as a TensorDict; on the CPU it shares the memory of arrays."""
+    """A TensorDict of entries by key; on the CPU it shares their memory."""
     nested: dict[str, Any] = {}
     for key, value in entries.items():
-        *parents, name = (key,) if isinstance(key, str) else key
+        *parents, name = path_of(key)
         place = nested
         for parent in parents:
             place = place.setdefault(parent, {})
@@ -27,8 +28,8 @@ def tensordict_of(
     return TensorDict(nested, batch_size=torch.Size(batch_size), device=device)
 
 
-def arrays_of(tensordict: TensorDictBase, keys: Sequence[Key], whose: str = "the TensorDict") -> Arrays:
-    """Entries as arrays, which share the memory of CPU tensors.
+def arrays_of(tensordict: TensorDictBase, keys: Sequence[Key], owner: str = "the TensorDict") -> Arrays:
+    """Entries as arrays; those of CPU tensors share their memory.
 
     Raises:
         DataError: if one is missing.
@@ -38,14 +39,45 @@ def arrays_of(tensordict: TensorDictBase, keys: Sequence[Key], whose: str = "the
         value = tensordict.get(key, None)
         if value is None:
             there = sorted(map(str, tensordict.keys(include_nested=True, leaves_only=True)))
-            raise DataError(f"{whose} has no entry {key!r}; it has {', '.join(there) or 'none'}")
+            raise DataError(f"{owner} has no entry {key!r}; it has {', '.join(there) or 'none'}")
         arrays[key] = value.detach().cpu().numpy()
     return arrays
 
 
 def quick_view(tensor: torch.Tensor) -> Any:
-    """The values for quick access to a few rows: as an array, if there are arrays of the dtype. Of host memory it is a
-    view, of another device's a copy."""
+    """The values for fast access to a few rows: an array if numpy has the dtype. A view of CPU tensors, else a copy."""
     if tensor.requires_grad or not tensor.is_cpu:
         tensor = tensor.detach().cpu()
     return tensor if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def checked_entries(result: TensorDictBase, expected: Mapping[Key, np.ndarray], env_name: str) -> Arrays:
+    """Entries that an env returned, each with the shape and dtype of the expected array."""
+    arrays = arrays_of(result, list(expected), env_name)
+    return {key: checked_array(key, arrays[key], array) for key, array in expected.items()}
+
+
+def write_step(result: TensorDictBase, out: Frame, env_name: str) -> None:
+    """Write the step result of a TensorDict env, with the flags that it leaves out.
+
+    Raises:
+        EnvironmentFailure: if an entry does not fit its spec, or a reward is not finite.
+        DataError: if an entry is missing.
+    """
+    given = [name for name in FLAGS if result.get(name, None) is not None]
+    if not set(given) & {"done", "terminated"}:
+        raise EnvironmentFailure(f"{env_name} returned neither 'done' nor 'terminated' from a step; return one")
+    expected: Arrays = {**out.observation, "reward": out.reward}
+    expected |= {name: getattr(out, name) for name in given}
+    for key, array in checked_entries(result, expected, env_name).items():
+        expected[key][...] = array
+    if not np.isfinite(out.reward).all():
+        raise EnvironmentFailure(f"the reward is {out.reward.reshape(-1).tolist()}; it must be finite: fix the env")
+    if "truncated" not in given:
+        out.truncated[...] = out.done & ~out.terminated if {"done", "terminated"} <= set(given) else False
+    if "terminated" not in given:
+        np.logical_and(out.done, ~out.truncated, out=out.terminated)
+    ended = out.terminated | out.truncated
+    if "done" in given and (out.done & ~ended).any():
+        raise EnvironmentFailure(f"{env_name} is 'done', but neither 'terminated' nor 'truncated'; set one of them")
+    out.done[...] = ended

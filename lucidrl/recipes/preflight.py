@@ -17,7 +17,8 @@ from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.ray_launch import check_can_be_placed, is_to_be_started
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.envs.text.hosts import EnvHost, prompts_of, start_first_worker, start_host
+from lucidrl.envs.text.registry import split_prompts
+from lucidrl.envs.text.workers import EnvWorkers, start_env
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.separate import check_nodes, generator_nodes, generator_numbering
@@ -47,18 +48,18 @@ class TextInputs:
         return not isinstance(self._config, SFTRunConfig) or self._config.data.file is None
 
     @cached_property
-    def _host(self) -> EnvHost:
+    def _host(self) -> EnvWorkers:
         seed_everything(self._config.seed)  # an environment in this process may draw
-        return start_first_worker(self._config.env, self._config.cluster, self._config.seed)
+        return start_env(self._config.env, self._config.cluster, num_workers=1, seed=self._config.seed)
 
-    def environment(self, log_dir: Path) -> EnvHost:
+    def environment(self, log_dir: Path) -> EnvWorkers:
         """The environment for the run: the one that gave the prompts, unless there are to be several workers."""
         config = self._config
         if config.env.num_workers == 1:
             self._host.move_logs(log_dir)
             return self._host
         self.close()
-        return start_host(config.env, config.cluster, log_dir=log_dir, seed=config.seed)
+        return start_env(config.env, config.cluster, log_dir=log_dir, seed=config.seed)
 
     def close(self) -> None:
         """End the environment that gave the prompts; may be called twice."""
@@ -76,7 +77,8 @@ class TextInputs:
     @cached_property
     def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
         """Prompts to train on, and all held-out ones."""
-        return prompts_of(self._host, self._config.env)
+        env = self._config.env
+        return split_prompts(self._host.prompts() if env.prompts_file is None else None, env)
 
     @cached_property
     def validated(self) -> list[int]:
@@ -206,7 +208,8 @@ def check_placement(generation: GenerationConfig, env: EnvConfig, cluster: Clust
         check_nodes(generation, cluster)
     if not cluster.uses_ray:
         return
-    check_can_be_placed(cluster, generators, lambda ids: generator_nodes(generation, ids), env.num_spread_workers)
+    num_env_workers = env.num_workers if env.num_workers > 1 else 0  # a single one stays on the driver's machine
+    check_can_be_placed(cluster, generators, lambda ids: generator_nodes(generation, ids), num_env_workers)
     if generators and generation.nodes == "other" and is_to_be_started(cluster):
         raise ConfigError(
             "policy.generation.nodes=other asks for nodes beside those of the policy's workers, but a Ray that is "

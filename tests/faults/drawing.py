@@ -40,7 +40,9 @@ class DrawingEnv:
         if self._calls in self._nonfinite_at:
             return [EnvReply(HUGE if number == 0 else -HUGE) for number in range(len(batch))]
         shift = noise()
-        return [EnvReply(shift * number + self._calls * len(request.answer)) for number, request in enumerate(batch)]
+        return [
+            EnvReply(shift * number + self._calls * len(request.completion)) for number, request in enumerate(batch)
+        ]
 
     def state_dict(self) -> dict[str, int]:
         return {"calls": self._calls}

@@ -1,4 +1,4 @@
-"""Whatever happens to an env process, its driver learns of it soon, and nothing is left behind."""
+"""The driver reports every fault of an env process soon, and leaves no process or memory behind."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ import psutil
 import pytest
 
 from lucidrl.envs import ParallelEnv
+from lucidrl.envs.process_main import RESET
 from lucidrl.errors import EnvironmentFailure
 from tests.faults.processes import wait_until_gone
 from tests.tiers import slow_except
 from tests.unit.envs.faulty import healthy, one_faulty
 
 SHORT_S = 0.7
-"""Deadline of a step that never comes to its end; a fault that is noticed by itself gets a long one."""
+"""Timeout of a step that hangs; faults that are detected without it use a long one."""
 LONG_S = 90.0
 REPETITIONS = 3
 FAULTS = {
@@ -84,7 +85,7 @@ def test_a_faulty_env_is_named_in_time_and_everything_ends(fault):
         assert seconds < 30
         if trace is not None:
             assert re.search(trace, str(failure.__cause__))
-        with pytest.raises(EnvironmentFailure, match="the env processes have ended: env 3"):
+        with pytest.raises(EnvironmentFailure, match="the env processes have exited: env 3"):
             env.reset()
         begun = time.monotonic()
         env.close()
@@ -96,18 +97,18 @@ def test_a_faulty_env_is_named_in_time_and_everything_ends(fault):
     [(signal.SIGKILL, LONG_S, "ended by SIGKILL"), (signal.SIGSTOP, SHORT_S, "within 0.7 s")],
     ids=["killed", "stopped"],
 )
-def test_a_process_that_is_killed_or_stopped_from_outside_is_told(number, step_timeout_s, what):
+def test_a_process_that_is_killed_or_stopped_from_outside_is_reported(number, step_timeout_s, what):
     for _ in range(REPETITIONS):
         env = ParallelEnv(2, healthy, num_processes=2, step_timeout_s=step_timeout_s)
         env.reset()
-        os.kill(env.processes.members[1].pid, number)
+        os.kill(env.processes[1].pid, number)
         failure, seconds = step_until_it_fails(env)
         assert re.match(rf"env 1 \(never seeded, action \[0, 0\]\) failed in its step: .*{what}", str(failure))
         assert seconds < 30
 
 
 @pytest.mark.parametrize(("fault", "step_timeout_s"), [("raise", LONG_S), ("exit", LONG_S), ("hang", SHORT_S)])
-def test_a_reset_that_fails_is_told(fault, step_timeout_s):
+def test_a_reset_that_fails_is_reported(fault, step_timeout_s):
     env = ParallelEnv(2, one_faulty(2, 1, fault, in_reset=True), num_processes=1, step_timeout_s=step_timeout_s)
     with pytest.raises(EnvironmentFailure, match=r"env 1 \(never seeded\) failed in its reset: "):
         env.reset()
@@ -124,7 +125,7 @@ def test_a_reset_that_fails_is_told(fault, step_timeout_s):
         ("1 / 0", r"env 1 \(never seeded\) failed in its start: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_start_that_fails_is_told(code, what):
+def test_a_start_that_fails_is_reported(code, what):
     with pytest.raises(EnvironmentFailure, match=what):
         ParallelEnv(2, [healthy, lambda: exec(code)], num_processes=2, start_timeout_s=3)
 
@@ -132,8 +133,8 @@ def test_a_start_that_fails_is_told(code, what):
 def test_a_busy_env_does_not_keep_anyone_from_closing():
     env = ParallelEnv(2, one_faulty(2, 0, "hang", in_reset=True), num_processes=2)
     env.rows.mask[...] = True
-    for process in env.processes.members:
-        process.start_reset()
+    for process in env.processes:
+        process.start(RESET)
     begun = time.monotonic()
     env.close()
     assert time.monotonic() - begun < 30
@@ -142,7 +143,7 @@ def test_a_busy_env_does_not_keep_anyone_from_closing():
 def test_processes_map_no_memory_that_has_a_name():
     with ParallelEnv(2, healthy, num_processes=2) as env:
         env.reset()
-        for process in env.processes.members:
+        for process in env.processes:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
             assert "lucidrl-envs (deleted)" in maps
             assert "/dev/shm" not in maps
@@ -158,7 +159,7 @@ class OfThisScript(Faulty):
 
 fault = sys.argv[1] if sys.argv[1:] else None
 env = ParallelEnv(2, [OfThisScript, lambda: OfThisScript(fault, in_reset=True)], num_processes=2)
-print(*(process.pid for process in env.processes.members), flush=True)
+print(*(process.pid for process in env.processes), flush=True)
 """
 
 
@@ -218,7 +219,7 @@ def test_a_killed_program_leaves_no_stopped_process(run_script):
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_told_once(run_script):
+def test_ctrl_c_is_reported_once(run_script):
     program, pids = run_script("env.reset()", "hang")
     time.sleep(0.3)
     os.killpg(program.pid, signal.SIGINT)

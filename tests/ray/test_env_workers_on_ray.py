@@ -13,71 +13,71 @@ from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers import ray_resources
 from lucidrl.distributed.workers.ray_launch import check_can_be_placed
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.envs.text.hosts import WorkersHost
 from lucidrl.envs.text.runner import EnvRunner
+from lucidrl.envs.text.workers import EnvWorkerPool
 from lucidrl.errors import ConfigError, EnvironmentFailure
 from tests.faults.processes import wait_until_gone
 from tests.ray.nodes import raylet_of, without_ids
-from tests.unit.envs.judges import requests
+from tests.unit.envs.scorers import requests
 
 pytestmark = pytest.mark.slow
 
 RAY = ClusterConfig(launcher="ray", start_timeout_s=60, num_threads=1)
-JUDGE = "tests.unit.envs.judges:Judge"
+SCORER = "tests.unit.envs.scorers:Scorer"
 
 
 @pytest.fixture(scope="module")
-def host(cluster, tmp_path_factory):
+def pool(cluster, tmp_path_factory):
     """Two workers, on two nodes; tests may harm them."""
-    config = EnvConfig(name=JUDGE, num_workers=2, timeout_s=1.0)
-    host = WorkersHost(config, RAY, log_dir=tmp_path_factory.mktemp("logs"))
-    yield host
-    pids = pids_of(host)
-    host.shutdown()
+    config = EnvConfig(name=SCORER, num_workers=2, timeout_s=1.0)
+    pool = EnvWorkerPool(config, RAY, log_dir=tmp_path_factory.mktemp("logs"))
+    yield pool
+    pids = pids_of(pool)
+    pool.shutdown()
     wait_until_gone(pids, timeout_s=10)
 
 
-def asking(host, on_error="fail", timeout_s=1.0) -> EnvRunner:
-    return EnvRunner(host, timeout_s, 4, on_error)
+def make_runner(pool, on_error="fail", timeout_s=1.0) -> EnvRunner:
+    return EnvRunner(pool, timeout_s, 4, on_error)
 
 
-def pids_of(host: WorkersHost) -> list[int]:
-    return [int(reply.metrics["pid"]) for reply in asking(host).step(requests("a", "b"))]
+def pids_of(pool: EnvWorkerPool) -> list[int]:
+    return [int(reply.metrics["pid"]) for reply in make_runner(pool).step(requests("a", "b"))]
 
 
 def rewards(replies) -> list[float | None]:
     return [None if reply is None else reply.reward for reply in replies]
 
 
-def test_calls_are_spread_over_nodes_and_a_failure_names_worker_and_sample(host):
-    replies = asking(host).step(requests(*("x" * length for length in range(20))))
+def test_calls_are_spread_over_nodes_and_a_failure_names_worker_and_sample(pool):
+    replies = make_runner(pool).step(requests(*("x" * length for length in range(20))))
     assert rewards(replies) == list(range(20))
-    first, second = pids_of(host)
+    first, second = pids_of(pool)
     assert raylet_of(first) != raylet_of(second)
     with pytest.raises(EnvironmentFailure, match=r"raised KeyError: 'no such reward' \(sample s1, turn 1\)") as caught:
-        asking(host).step(requests("fine", "raise"))
+        make_runner(pool).step(requests("fine", "raise"))
     assert "in _do" in str(caught.value.__cause__)
 
 
-def test_a_blocking_sample_is_killed_on_its_node_and_named(host):
+def test_a_blocking_sample_is_killed_on_its_node_and_named(pool):
     with pytest.raises(EnvironmentFailure) as caught:
-        asking(host).step(requests("block"))
+        make_runner(pool).step(requests("block"))
     text = without_ids(str(caught.value))
     assert "exceeded its timeout of 1 s and blocked its worker (sample s0, turn 1)" in text
     assert "environment worker 0 of 2 on node NODE did not finish score within" in text
-    assert rewards(asking(host).step(requests("a", "bb"))) == [1, 2]
+    assert rewards(make_runner(pool).step(requests("a", "bb"))) == [1, 2]
 
 
 @pytest.mark.slow
-def test_calls_of_a_lost_node_are_scored_on_another(host, cluster):
+def test_calls_of_a_lost_node_are_scored_on_another(pool, cluster):
     cluster.add_node(num_cpus=2)
     head = cluster.head_node.all_processes["raylet"][0].process.pid
-    lost = next(raylet for pid in pids_of(host) if (raylet := raylet_of(pid)) != head)
+    lost = next(raylet for pid in pids_of(pool) if (raylet := raylet_of(pid)) != head)
     threading.Timer(0.5, os.kill, (lost, signal.SIGKILL)).start()
-    assert rewards(asking(host, timeout_s=30).step(requests(*["wait 1"] * 4))) == [6] * 4
+    assert rewards(make_runner(pool, timeout_s=30).step(requests(*["wait 1"] * 4))) == [6] * 4
 
 
-def test_workers_for_which_there_is_no_room_beside_the_rank_are_refused(host, cluster, monkeypatch):
+def test_workers_for_which_there_is_no_room_beside_the_rank_are_refused(pool, cluster, monkeypatch):
     monkeypatch.setattr(ray_resources, "_RETURN_DEADLINE_S", 1.0)
     at = ClusterConfig(address=cluster.address)
     started = time.monotonic()

@@ -44,7 +44,7 @@ class Slow:
         from lucidrl.envs.text.interfaces import EnvReply
         pathlib.Path("asked").touch()
         await asyncio.sleep(self.delay_s)
-        return [EnvReply(float(len(request.answer))) for request in batch]
+        return [EnvReply(float(len(request.completion))) for request in batch]
 
 class Synchronous:
     def step(self, batch):
@@ -61,7 +61,7 @@ class Counted:
         return [Prompt(text, ({"role": "user", "content": text},), {"answer": "1"}) for text in ask]
     async def step(self, batch):
         from lucidrl.envs.text.interfaces import EnvReply
-        return [EnvReply(float(len(request.answer))) for request in batch]
+        return [EnvReply(float(len(request.completion))) for request in batch]
 
 def note(event):
     with open("events", "a") as file:

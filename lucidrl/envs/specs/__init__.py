@@ -1,6 +1,6 @@
-"""What the entries of an environment may hold: shapes, dtypes, and which values.
+"""Specs: shape, dtype and allowed values of the entries of an environment.
 
-Leaf specs describe one tensor each, a `Composite` a TensorDict of them. A shape includes the env's batch size.
+A leaf spec describes one tensor, a `Composite` a TensorDict. A shape includes the env's batch size.
 """
 
 from lucidrl.envs.specs.choices import Binary, Categorical, MultiCategorical, MultiOneHot, OneHot

@@ -1,25 +1,28 @@
-"""Specs of choices: as indices, as one-hot vectors, and switches."""
+"""Specs of choices: indices, one-hot vectors and switches."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from lucidrl.envs.failures import at_least_one
 from lucidrl.envs.specs.spec import Device, Shape, Spec, as_array, cast_exactly
 from lucidrl.errors import ConfigError
 
 
 class _Indices(Spec):
-    """Indices, each below a number of its own."""
+    """Indices, each below its count; the counts broadcast to the spec's shape."""
 
-    @property
-    @abstractmethod
-    def _counts(self) -> int | np.ndarray:
-        """Broadcasts to the spec's shape."""
+    def __init__(self, counts: int | np.ndarray, shape: Shape, dtype: torch.dtype, device: Device) -> None:
+        super().__init__(shape, dtype, device)
+        self._counts = counts
+        try:
+            cast_exactly(np.asarray(counts) - 1, self.numpy_dtype)
+        except ValueError as error:
+            raise ConfigError(f"{self} has more choices than its dtype has numbers; use a larger dtype") from error
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return np.asarray(rng.integers(self._counts, size=tuple(self.shape)), self.numpy_dtype)
@@ -27,24 +30,13 @@ class _Indices(Spec):
     def _allows(self, array: np.ndarray) -> bool:
         return bool((array >= 0).all() and (array < self._counts).all())
 
-    def _check_dtype(self) -> None:
-        try:
-            cast_exactly(np.asarray(self._counts) - 1, self.numpy_dtype)
-        except ValueError as error:
-            raise ConfigError(f"{self} has more choices than its dtype has numbers; choose a larger one") from error
-
 
 class Categorical(_Indices):
     """One of `n` choices, as its index from 0."""
 
     def __init__(self, n: int, shape: Shape = (), dtype: torch.dtype = torch.int64, device: Device = None) -> None:
-        super().__init__(shape, dtype, device)
-        self.n = _checked_count(n)
-        self._check_dtype()
-
-    @property
-    def _counts(self) -> int:
-        return self.n
+        self.n = at_least_one("n", n)
+        super().__init__(self.n, shape, dtype, device)
 
     def _limits(self) -> dict[str, Any]:
         return {"n": self.n}
@@ -54,22 +46,17 @@ class MultiCategorical(_Indices):
     """Several choices, each as its index.
 
     Args:
-        nvec: how many there are to choose from, for each; of any shape.
-        shape: by default that of `nvec`, else one that ends in it.
+        nvec: numbers of choices, of any shape.
+        shape: ends in the shape of `nvec`, which is the default.
     """
 
     def __init__(
         self, nvec: Any, shape: Shape | None = None, dtype: torch.dtype = torch.int64, device: Device = None
     ) -> None:
         self.nvec = _checked_counts(nvec)
-        super().__init__(self.nvec.shape if shape is None else shape, dtype, device)
+        super().__init__(self.nvec, self.nvec.shape if shape is None else shape, dtype, device)
         if self.shape[len(self.shape) - self.nvec.ndim :] != self.nvec.shape:
-            raise ConfigError(f"shape={list(self.shape)} must end in that of nvec, {list(self.nvec.shape)}")
-        self._check_dtype()
-
-    @property
-    def _counts(self) -> np.ndarray:
-        return self.nvec
+            raise ConfigError(f"shape={list(self.shape)} must end in the shape of nvec, {list(self.nvec.shape)}")
 
     def _limits(self) -> dict[str, Any]:
         return {"nvec": self.nvec}
@@ -87,7 +74,7 @@ class _OneHots(Spec):
         self._starts = np.cumsum(counts) - counts
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
-        # numpy draws below one number several times faster than below an array of them
+        # numpy samples faster below one number than below an array
         below = self._counts if len(self._counts) > 1 else self.shape[-1]
         return self._one_hot(rng.integers(below, size=(*self.shape[:-1], len(self._counts))))
 
@@ -97,7 +84,7 @@ class _OneHots(Spec):
         return bool((np.add.reduceat(array, self._starts, axis=-1, dtype=np.int64) == 1).all())
 
     def _one_hot(self, indices: np.ndarray) -> np.ndarray:
-        """The vectors for [..., blocks] indices, each within its block."""
+        """The vectors of [..., blocks] indices."""
         array = np.zeros(self.shape, self.numpy_dtype)
         rows = array.reshape(-1, self.shape[-1])
         rows[np.arange(len(rows))[:, None], (indices + self._starts).reshape(len(rows), -1)] = 1
@@ -111,12 +98,12 @@ class _OneHots(Spec):
 
 
 class OneHot(_OneHots):
-    """One of `n` choices, as a vector with a one at its place and zeros elsewhere."""
+    """One of `n` choices, as a one-hot vector."""
 
     def __init__(
         self, n: int, shape: Shape | None = None, dtype: torch.dtype = torch.int64, device: Device = None
     ) -> None:
-        self.n = _checked_count(n)
+        self.n = at_least_one("n", n)
         super().__init__(np.array([n]), shape, dtype, device)
 
     def _encode(self, value: np.ndarray) -> np.ndarray:
@@ -127,11 +114,11 @@ class OneHot(_OneHots):
 
 
 class MultiOneHot(_OneHots):
-    """Several choices as one vector: a one-hot vector for each, one after the other.
+    """Several choices, as concatenated one-hot vectors.
 
     Args:
-        nvec: how many there are to choose from, for each.
-        shape: by default the sum of `nvec`, else one that ends in it.
+        nvec: numbers of choices.
+        shape: ends in the sum of `nvec`, which is the default.
     """
 
     def __init__(
@@ -143,7 +130,7 @@ class MultiOneHot(_OneHots):
     ) -> None:
         self.nvec = _checked_counts(nvec)
         if self.nvec.ndim != 1:
-            raise ConfigError(f"nvec has shape {list(self.nvec.shape)}; give a flat list of numbers of choices")
+            raise ConfigError(f"nvec has shape {list(self.nvec.shape)}; give a flat list")
         super().__init__(self.nvec, shape, dtype, device)
 
     def _encode(self, value: np.ndarray) -> np.ndarray:
@@ -157,7 +144,7 @@ class Binary(Spec):
     """Switches: zeros and ones.
 
     Args:
-        n: how many, in one dim; None leaves it to `shape`.
+        n: number of switches in the last dim; not needed with `shape`.
         shape: by default (n,).
     """
 
@@ -170,11 +157,11 @@ class Binary(Spec):
     ) -> None:
         if shape is None:
             if n is None:
-                raise ConfigError("a Binary spec needs its size; give n or shape")
-            shape = (_checked_count(n),)
+                raise ConfigError("a Binary spec needs a size; give n or shape")
+            shape = (at_least_one("n", n),)
         super().__init__(shape, dtype, device)
         if n is not None and self.shape[-1:] != (n,):
-            raise ConfigError(f"shape={list(self.shape)} must end in n={n}; leave one of them out")
+            raise ConfigError(f"shape={list(self.shape)} must end in n={n}; give one of them")
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return np.asarray(rng.integers(2, size=tuple(self.shape)), self.numpy_dtype)
@@ -183,14 +170,8 @@ class Binary(Spec):
         return bool(((array == 0) | (array == 1)).all())
 
 
-def _checked_count(n: int) -> int:
-    if n < 1:
-        raise ConfigError(f"n={n} leaves nothing to choose from; give at least 1")
-    return int(n)
-
-
 def _checked_counts(nvec: Any) -> np.ndarray:
     counts = as_array(nvec).astype(np.int64)
     if counts.ndim == 0 or counts.size == 0 or (counts < 1).any():
-        raise ConfigError(f"nvec={nvec!r} must be a list of numbers of choices, each at least 1")
+        raise ConfigError(f"nvec={nvec!r} must be a list of numbers, each at least 1")
     return counts

@@ -1,4 +1,4 @@
-"""Specs of several entries, as a TensorDict holds them."""
+"""Composite: the spec of a TensorDict."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from lucidrl.envs.arrays import Key
+from lucidrl.envs.arrays import Key, path_of
 from lucidrl.envs.specs.spec import Device, Shape, Spec, as_shape
 from lucidrl.errors import ConfigError
 
 
 class Composite(MutableMapping[Key, Any]):
-    """Specs by name, which may be Composites themselves; a tuple of names is the path to a nested one.
+    """Specs by name, which may be Composites; a tuple of names is the path to a nested spec.
 
         Composite({"position": Unbounded((3,)), "hand": {"grip": Binary(2)}}).leaves()
         # {"position": ..., ("hand", "grip"): ...}
 
     Args:
         specs: by name; a plain mapping becomes a Composite.
-        shape: leading dims that all entries have in common: the batch size of the TensorDict.
+        shape: leading dims of all entries: the batch size of the TensorDict.
         named: further specs.
     """
 
@@ -32,27 +32,17 @@ class Composite(MutableMapping[Key, Any]):
             self[name] = spec
 
     def leaves(self) -> dict[Key, Spec]:
-        """All leaf specs; a nested one by its path, one of the top by its name."""
+        """All leaf specs, by name or path."""
         found: dict[Key, Spec] = {}
         for name, spec in self._entries.items():
             if isinstance(spec, Composite):
-                found |= {(name, *_path(key)): leaf for key, leaf in spec.leaves().items()}
+                found |= {(name, *path_of(key)): leaf for key, leaf in spec.leaves().items()}
             else:
                 found[name] = spec
         return found
 
-    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> list[Key]:  # type: ignore[override]
-        """Names of the entries, with `include_nested` also those within them, as paths."""
-        keys: list[Key] = []
-        for name, spec in self._entries.items():
-            if isinstance(spec, Spec) or not leaves_only:
-                keys.append(name)
-            if include_nested and isinstance(spec, Composite):
-                keys += [(name, *_path(key)) for key in spec.keys(True, leaves_only)]
-        return keys
-
     def rand(self) -> TensorDict:
-        """Random values of all entries; `torch.manual_seed` decides them."""
+        """Random values of all entries, seeded by `torch.manual_seed`."""
         return self._tensordict(Spec.rand)
 
     def zero(self) -> TensorDict:
@@ -60,50 +50,38 @@ class Composite(MutableMapping[Key, Any]):
         return self._tensordict(Spec.zero)
 
     def is_in(self, tensordict: TensorDictBase) -> bool:
-        """Whether it has all entries, each with allowed values; further ones do not matter."""
-        values = {key: tensordict.get(key, None) for key in self.leaves()}
-        return all(
-            isinstance(value := values[key], torch.Tensor) and spec.is_in(value) for key, spec in self.leaves().items()
-        )
-
-    def encode(self, values: Mapping[str, Any]) -> TensorDict:
-        """All entries encoded, from values by name."""
-        encoded = {name: spec.encode(values[name]) for name, spec in self._entries.items()}
-        return TensorDict(encoded, batch_size=self.shape)
+        """Whether all entries exist and have allowed values; ignores further ones."""
+        values = [(spec, tensordict.get(key, None)) for key, spec in self.leaves().items()]
+        return all(isinstance(value, torch.Tensor) and spec.is_in(value) for spec, value in values)
 
     def expand(self, *shape: int | Shape) -> Composite:
-        """The same specs with further leading dims; `shape` is the new shape of the Composite."""
+        """The same specs with more leading dims; `shape` is the new shape of the Composite."""
         new_shape = as_shape(shape)
         added = new_shape[: len(new_shape) - len(self.shape)]
         if (*added, *self.shape) != tuple(new_shape):
-            raise ConfigError(
-                f"shape {list(self.shape)} cannot be expanded to {list(new_shape)}; end in the present one"
-            )
+            raise ConfigError(f"shape {list(self.shape)} cannot be expanded to {list(new_shape)}, which must end in it")
         return self._mapped(lambda spec: spec.expand((*added, *spec.shape)), new_shape)
 
     def to(self, device: Device) -> Composite:
-        """The same specs with their tensors on `device`."""
+        """The same specs on `device`."""
         return self._mapped(lambda spec: spec.to(device), self.shape)
 
     def clone(self) -> Composite:
-        """A Composite of its own with the same leaves, to be changed."""
-        return Composite(
-            {name: spec.clone() if isinstance(spec, Composite) else spec for name, spec in self._entries.items()},
-            shape=self.shape,
-        )
+        """A copy with the same leaves."""
+        return self._mapped(lambda spec: spec.clone() if isinstance(spec, Composite) else spec, self.shape)
 
     def __getitem__(self, key: Key) -> Any:
-        name, *rest = _path(key)
+        name, *rest = path_of(key)
         if name not in self._entries or (rest and not isinstance(self._entries[name], Composite)):
             raise KeyError(f"no spec for {key!r}; there is {', '.join(map(repr, self.leaves())) or 'none'}")
         return self._entries[name][tuple(rest)] if rest else self._entries[name]  # type: ignore[index]
 
     def __setitem__(self, key: Key, spec: Any) -> None:
-        name, *rest = _path(key)
+        name, *rest = path_of(key)
         if rest:
             nested = self._entries.setdefault(name, Composite(shape=self.shape))
             if not isinstance(nested, Composite):
-                raise ConfigError(f"{key!r} leads through {name!r}, which is {nested}; delete that first")
+                raise ConfigError(f"{key!r} leads through {name!r}, which is {nested}; delete it first")
             nested[tuple(rest)] = spec
             return
         if isinstance(spec, Mapping) and not isinstance(spec, Composite):
@@ -111,14 +89,12 @@ class Composite(MutableMapping[Key, Any]):
         if not isinstance(spec, Spec | Composite):
             raise ConfigError(f"{name!r} is a {type(spec).__name__}; give a spec, or a mapping of specs")
         if spec.shape[: len(self.shape)] != self.shape:
-            raise ConfigError(
-                f"{name!r} has shape {list(spec.shape)}, but all of a Composite with shape={list(self.shape)} "
-                "begin with that; expand it"
-            )
+            shape = list(self.shape)
+            raise ConfigError(f"{name!r} has shape {list(spec.shape)}; expand it to the Composite's shape={shape}")
         self._entries[name] = spec
 
     def __delitem__(self, key: Key) -> None:
-        *parents, name = _path(key)
+        *parents, name = path_of(key)
         del (self[tuple(parents)] if parents else self)._entries[name]
 
     def __iter__(self) -> Iterator[Key]:
@@ -145,7 +121,3 @@ class Composite(MutableMapping[Key, Any]):
             for name, spec in self._entries.items()
         }
         return TensorDict(values, batch_size=self.shape)
-
-
-def _path(key: Key) -> tuple[str, ...]:
-    return (key,) if isinstance(key, str) else key

@@ -1,4 +1,4 @@
-"""Specs of numbers: any at all, or between limits."""
+"""Specs of numbers: unbounded, or between limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lucidrl.errors import ConfigError
 
 
 class Unbounded(Spec):
-    """Any numbers. Random ones are normally distributed, or uniform over all of an integer dtype."""
+    """Any numbers. Samples are normally distributed, or uniform over the range of an integer dtype."""
 
     def __init__(self, shape: Shape = (), dtype: torch.dtype = torch.float32, device: Device = None) -> None:
         super().__init__(shape, dtype, device)
@@ -20,17 +20,19 @@ class Unbounded(Spec):
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         if self.dtype.is_floating_point:
             return np.asarray(rng.standard_normal(self.shape), self.numpy_dtype)
-        low, high = (0, 1) if self.dtype == torch.bool else _range_of(self.numpy_dtype)
-        return _integers_between(rng, low, high, self)
+        if self.dtype == torch.bool:
+            return _integers_between(rng, 0, 1, self)
+        limits = np.iinfo(self.numpy_dtype)
+        return _integers_between(rng, limits.min, limits.max, self)
 
     def _allows(self, array: np.ndarray) -> bool:
         return not np.isnan(array).any()
 
 
 class Bounded(Spec):
-    """Numbers between two limits that are allowed themselves; a limit may be infinite.
+    """Numbers between two inclusive limits, which may be infinite.
 
-    Random ones are uniform between the limits, exponentially distributed from a single one, normally without any.
+    Samples are uniform between finite limits, exponential from a single one, normal without any.
 
     Args:
         low: number or array that broadcasts to `shape`.
@@ -48,9 +50,9 @@ class Bounded(Spec):
             for limit in (low, high):
                 np.broadcast_to(limit, self.shape)
         except ValueError as error:
-            raise ConfigError(f"low={short(low)} and high={short(high)} make no spec: {error}") from error
+            raise ConfigError(f"low={short(low)}, high={short(high)}: {error}") from error
         if not (self._low <= self._high).all():
-            raise ConfigError(f"low={short(low)} is not below high={short(high)}; give low <= high everywhere")
+            raise ConfigError(f"low={short(low)} is above high={short(high)}; give low <= high everywhere")
 
     @property
     def low(self) -> torch.Tensor:
@@ -68,7 +70,7 @@ class Bounded(Spec):
         low, high = self._low.astype(np.float64), self._high.astype(np.float64)
         if np.isfinite(low).all() and np.isfinite(high).all():
             share = rng.random(self.shape)
-            values = low * (1 - share) + high * share  # the difference itself may be more than a float64 holds
+            values = low * (1 - share) + high * share  # high - low may overflow
         else:
             values = _half_open(rng, np.broadcast_to(low, self.shape), np.broadcast_to(high, self.shape))
         return np.asarray(np.clip(values, low, high), self.numpy_dtype)
@@ -85,11 +87,6 @@ def _integers_between(rng: np.random.Generator, low: Any, high: Any, spec: Spec)
     return np.asarray(drawn, spec.numpy_dtype)
 
 
-def _range_of(dtype: np.dtype) -> tuple[int, int]:
-    limits = np.iinfo(dtype)
-    return int(limits.min), int(limits.max)
-
-
 def _half_open(rng: np.random.Generator, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     has_low, has_high = np.isfinite(low), np.isfinite(high)
     distance = rng.exponential(size=low.shape)
@@ -97,6 +94,6 @@ def _half_open(rng: np.random.Generator, low: np.ndarray, high: np.ndarray) -> n
     values = np.where(has_low, low + distance, values)
     values = np.where(has_high, high - distance, values)
     between = rng.random(low.shape)
-    with np.errstate(invalid="ignore"):  # infinite limits make NaN, which is not taken
+    with np.errstate(invalid="ignore"):  # infinite limits give NaN, which is not used
         inside = low * (1 - between) + high * between
     return np.where(has_low & has_high, inside, values)

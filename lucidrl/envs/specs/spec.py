@@ -1,4 +1,4 @@
-"""What all leaf specs share: the tensor side in terms of the array side, which each kind fills."""
+"""Spec: the base of leaf specs, tensors in terms of arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Device = torch.device | str | None
 
 
 class Spec(ABC):
-    """What one entry may hold. A spec never changes; `expand` and `to` give another one.
+    """Shape, dtype and allowed values of one entry; immutable.
 
     Attributes:
         shape: of a value, the env's batch size included.
@@ -33,19 +33,19 @@ class Spec(ABC):
         self.numpy_dtype = numpy_dtype_of(dtype)
 
     def rand(self) -> torch.Tensor:
-        """A random value; `torch.manual_seed` decides it."""
-        return self._tensor(self.sample(generator_from_torch()))
+        """A random value, seeded by `torch.manual_seed`."""
+        return self._tensor(self.sample(np.random.default_rng(int(torch.randint(2**63 - 1, ())))))
 
     def zero(self) -> torch.Tensor:
-        """Zeros, whether or not the spec allows them."""
+        """Zeros, even if the spec does not allow them."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def is_in(self, value: torch.Tensor) -> bool:
-        """Whether the tensor has this shape and dtype and nothing but allowed values; NaN never is one."""
+        """Whether the tensor has this shape and dtype, and allowed values only; NaN is never allowed."""
         return value.dtype == self.dtype and self.contains(value.detach().cpu().numpy())
 
     def encode(self, value: Any) -> torch.Tensor:
-        """The tensor for a value as a person writes it: a number or a list, for one-hot specs the index of the choice.
+        """The tensor of a number or a list; one-hot specs take the index of the choice.
 
         Raises:
             DataError: if the spec does not allow it.
@@ -55,14 +55,14 @@ class Spec(ABC):
         except (TypeError, ValueError, IndexError) as error:
             raise DataError(f"{value!r} cannot be encoded as {self}: {error}") from error
         if not self.contains(array):
-            raise DataError(f"{value!r} is not allowed by {self}; give a value within its limits")
+            raise DataError(f"{value!r} is not in {self}; give a value within its limits")
         return self._tensor(array)
 
     def expand(self, *shape: int | Shape) -> Self:
-        """The same spec for values with further leading dims; `shape` is the whole new shape.
+        """The same spec with more leading dims; `shape` is the whole new shape.
 
         Raises:
-            ConfigError: unless the new shape ends in the present one.
+            ConfigError: if the new shape does not end in the present one.
         """
         new_shape = as_shape(shape)
         if new_shape[max(len(new_shape) - len(self.shape), 0) :] != self.shape:
@@ -70,7 +70,7 @@ class Spec(ABC):
         return self._replaced(shape=new_shape)
 
     def to(self, device: Device) -> Self:
-        """The same spec with its tensors on `device`."""
+        """The same spec on `device`."""
         return self._replaced(device=torch.device("cpu" if device is None else device))
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Spec(ABC):
         """A random value as an array."""
 
     def contains(self, array: np.ndarray) -> bool:
-        """What `is_in` says, of an array."""
+        """`is_in` for an array."""
         return array.shape == self.shape and array.dtype == self.numpy_dtype and self._allows(array)
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Spec(ABC):
         return np.broadcast_to(cast_exactly(value, self.numpy_dtype), self.shape).copy()
 
     def _limits(self) -> dict[str, Any]:
-        """What tells this spec from others of its kind, shape and dtype."""
+        """Attributes by which specs of the same kind, shape and dtype differ."""
         return {}
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
@@ -127,7 +127,7 @@ def numpy_dtype_of(dtype: torch.dtype) -> np.dtype:
     try:
         return torch.empty(0, dtype=dtype).numpy().dtype
     except TypeError as error:
-        raise ConfigError(f"envs write arrays, and numpy has no {dtype}; choose another dtype") from error
+        raise ConfigError(f"numpy has no {dtype}; choose another dtype") from error
 
 
 def torch_dtype_of(dtype: np.dtype) -> torch.dtype:
@@ -142,13 +142,8 @@ def torch_dtype_of(dtype: np.dtype) -> torch.dtype:
         raise ConfigError(f"torch has no dtype {dtype}; choose a number or bool") from error
 
 
-def generator_from_torch() -> np.random.Generator:
-    """A generator that torch's own one seeds."""
-    return np.random.default_rng(int(torch.randint(2**63 - 1, ())))
-
-
 def as_shape(shape: tuple[int | Shape, ...]) -> torch.Size:
-    """The shape that was given as several numbers or as one sequence of them."""
+    """The shape of arguments that are numbers, or one sequence of them."""
     if len(shape) == 1 and isinstance(shape[0], Sequence):
         return torch.Size(shape[0])
     return torch.Size(shape)  # type: ignore[arg-type]
@@ -160,7 +155,7 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def cast_exactly(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The array in another dtype; rounding is fine between floats alone.
+    """Cast an array; only floats may be rounded.
 
     Raises:
         ValueError: if values would change.
@@ -173,7 +168,7 @@ def cast_exactly(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def short(limit: Any) -> str:
-    """A limit in a few characters: one number if all are equal."""
+    """A limit as short text: one number if all are equal."""
     array = np.asarray(limit)
     if array.size and (array == array.flat[0]).all():
         return str(array.flat[0])

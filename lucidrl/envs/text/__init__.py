@@ -1,1 +1,1 @@
-"""Text environments: asynchronous, batched, and asked under a deadline."""
+"""Text environments: asynchronous, batched calls with a timeout."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import random
+import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
@@ -12,30 +14,31 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 from lucidrl.data.datasets import Prompt
 from lucidrl.data.interfaces import ChatMessage
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
-from lucidrl.envs.text.parsing import last_number
 from lucidrl.utils.config import Config
 
 Operation = Literal["+", "-", "*"]
 OPERATIONS: dict[Operation, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+# A minus after a digit is an operator: "10-7" ends with 7.
+_NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
 
 
 class ArithmeticConfig(Config):
-    """Which problems are posed, how they are worded, and what counts as right."""
+    """Problems, their prompts, and how completions are scored."""
 
     operations: tuple[Operation, ...] = Field(default=("+",), min_length=1)
-    """Operations to use, each on all pairs of operands."""
+    """Operations, each on all pairs of operands."""
     max_operand: NonNegativeInt = 99
-    """Operands run from 0 to this number."""
+    """Operands are 0 to this number."""
     num_problems: PositiveInt = 100_000
-    """Most problems to pose; when the operands allow more, as many are drawn at random."""
+    """Maximum number of problems; if there are more, a random sample of this size."""
     seed: int = 0
-    """Decides which problems are drawn."""
+    """Seed of the random sample."""
     template: str = "{problem}="
-    """Text of the prompt; `{problem}` becomes for instance 12+30."""
+    """Text of the prompt; `{problem}` stands for the problem, such as 12+30."""
     system_prompt: str | None = None
     """System message before each problem, if any."""
     match: Literal["exact", "last_number"] = "exact"
-    """`exact`: the answer is the number and nothing else; `last_number`: its last number counts."""
+    """`exact`: the completion must be the number alone; `last_number`: the last number in it counts."""
 
     @field_validator("operations")
     @classmethod
@@ -46,20 +49,20 @@ class ArithmeticConfig(Config):
 
     @field_validator("template")
     @classmethod
-    def _has_place_for_problem(cls, template: str) -> str:
+    def _has_problem(cls, template: str) -> str:
         if "{problem}" not in template:
-            raise ValueError(f"{template!r} has no place for the problem; write {{problem}} where it belongs")
+            raise ValueError(f"{template!r} has no {{problem}}; write it where the problem belongs")
         return template
 
 
 class ArithmeticEnv:
-    """One turn, reward 1 for the right number and 0 for anything else."""
+    """One turn; reward 1 for the right number, otherwise 0."""
 
     def __init__(self, config: ArithmeticConfig) -> None:
         self._config = config
 
     def prompts(self) -> list[Prompt]:
-        """All problems in a fixed order, or a sample of them when there are more than `num_problems`."""
+        """All problems in a fixed order, or a random sample of `num_problems`."""
         config = self._config
         num_operands = config.max_operand + 1
         numbers: Sequence[int] = range(len(config.operations) * num_operands**2)
@@ -73,7 +76,7 @@ class ArithmeticEnv:
         return prompts
 
     async def step(self, batch: Sequence[EnvRequest]) -> list[EnvReply]:
-        return [self._judge(request) for request in batch]
+        return [self._score(request) for request in batch]
 
     def _prompt(self, left: int, operation: Operation, right: int) -> Prompt:
         problem = f"{left}{operation}{right}"
@@ -85,14 +88,20 @@ class ArithmeticEnv:
             prompt_id=problem,
             messages=tuple(messages),
             info={"answer": OPERATIONS[operation](left, right)},
-            # 30+12 gives 12+30 away: a pair is held out in both orders.
+            # 30+12 reveals 12+30: a pair is held out in both orders.
             split_key=f"{min(left, right)}{operation}{max(left, right)}",
         )
 
-    def _judge(self, request: EnvRequest) -> EnvReply:
+    def _score(self, request: EnvRequest) -> EnvReply:
         expected = request.info["answer"]
         if self._config.match == "exact":
-            right = request.answer.strip() == str(expected)
+            right = request.completion.strip() == str(expected)
         else:
-            right = last_number(request.answer) == expected
+            right = last_number(request.completion) == expected
         return EnvReply(reward=float(right), metrics={"accuracy": float(right)})
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in the text, or None: 42 for "12 + 30 = 42.", 1000 for "1,000"."""
+    numbers = _NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None

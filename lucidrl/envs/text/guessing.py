@@ -1,4 +1,4 @@
-"""A game of several turns: find a secret number from the answers "higher" and "lower"."""
+"""A game of several turns: find a secret number from the hints "higher" and "lower"."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Sequence
 from pydantic import Field, PositiveInt
 
 from lucidrl.data.datasets import Prompt
+from lucidrl.envs.text.arithmetic import last_number
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
-from lucidrl.envs.text.parsing import last_number
 from lucidrl.utils.config import Config
 
 
 class GuessingConfig(Config):
-    """How large the game is."""
+    """Size of the game."""
 
     max_number: int = Field(default=100, ge=2)
-    """Secrets run from 1 to this number."""
+    """Secrets are 1 to this number."""
     max_turns: PositiveInt = 7
-    """Guesses that a game allows; the default is what halving 1 to 100 needs."""
+    """Maximum number of guesses; bisection of 1 to 100 needs the default."""
 
 
 class GuessingEnv:
-    """Reward 1 for finding the secret at once, less by 1/max_turns for each further turn, 0 for not finding it."""
+    """Reward 1 for the secret in the first turn, less 1/max_turns per further turn; 0 if it is not found."""
 
     def __init__(self, config: GuessingConfig) -> None:
         self._config = config
 
     def prompts(self) -> list[Prompt]:
-        """One game for each secret; all begin with the same words."""
+        """One game per secret; all have the same prompt."""
         opening = (
             f"I think of a number from 1 to {self._config.max_number}. Guess it in at most {self._config.max_turns} "
             "turns. After each guess I say higher or lower. Reply with one number."
@@ -39,18 +39,18 @@ class GuessingEnv:
         ]
 
     async def step(self, batch: Sequence[EnvRequest]) -> list[EnvReply]:
-        return [self._judge(request) for request in batch]
+        return [self._score(request) for request in batch]
 
-    def _judge(self, request: EnvRequest) -> EnvReply:
+    def _score(self, request: EnvRequest) -> EnvReply:
         secret, max_turns = request.info["secret"], self._config.max_turns
-        guess = last_number(request.answer)
+        guess = last_number(request.completion)
         if guess == secret and request.turn <= max_turns:
             reward = 1 - (request.turn - 1) / max_turns
             return EnvReply(reward, metrics={"found": 1.0, "turns": float(request.turn)})
         if request.turn >= max_turns:
             return EnvReply(reward=0.0, metrics={"found": 0.0, "turns": float(request.turn)})
         if guess is None:
-            observation = f"That is no number. Reply with one number from 1 to {self._config.max_number}."
+            observation = f"That is not a number. Reply with one number from 1 to {self._config.max_number}."
         else:
             observation = "higher" if guess < secret else "lower"
         return EnvReply(reward=0.0, done=False, messages=({"role": "user", "content": observation},))

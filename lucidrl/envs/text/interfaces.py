@@ -1,4 +1,4 @@
-"""What a text environment is: it takes a batch of conversations and returns rewards or observations."""
+"""The interface of a text environment: a batch of samples in, rewards or observations out."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lucidrl.data.interfaces import ChatMessage, LLMMessageLogType
 
 @dataclass(frozen=True)
 class EnvRequest:
-    """A conversation whose last message is the completion to score."""
+    """A sample whose last message is the completion to score."""
 
     sample_id: str
     message_log: LLMMessageLogType
     info: dict[str, Any]
-    """The prompt's `info`, or what the environment's last reply put in its place."""
+    """The `info` of the prompt, or of the environment's last reply."""
     turn: int
-    """Number of completions in the conversation, counted from 1."""
+    """Number of completions in the sample, counted from 1."""
 
     @property
-    def answer(self) -> str:
-        """Text of the completion to score."""
+    def completion(self) -> str:
+        """The text to score."""
         return self.message_log[-1]["content"]
 
 
@@ -35,18 +35,18 @@ class EnvReply:
     """Finite, and within the range of float32."""
     done: bool = True
     messages: tuple[ChatMessage, ...] = ()
-    """The observation that the next completion responds to; needed when not done, unused when done."""
+    """The observation for the next completion; needed if not done, unused otherwise."""
     info: dict[str, Any] | None = None
     """Replaces the request's `info` in the next turn; None keeps it."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class TextEnv(Protocol):
-    """Scores completions. Requests carry all state of a conversation, so calls may come in any order.
+    """Scores completions. Requests carry all state of a sample, so calls may come in any order.
 
-    `step` returns one reply for each request, in their order. Calls overlap on one event loop: blocking work belongs
-    in `asyncio.to_thread`. The runner may retry the samples of a failed call one by one. A step that raises
-    EnvironmentFailure ends the run: the environment as a whole cannot go on.
+    `step` returns one reply per request, in their order. Calls overlap on one event loop: put blocking work into
+    `asyncio.to_thread`. The runner may retry the samples of a failed call one by one. A step that raises
+    EnvironmentFailure stops the run.
     """
 
     async def step(self, batch: Sequence[EnvRequest]) -> Sequence[EnvReply]: ...
@@ -54,17 +54,16 @@ class TextEnv(Protocol):
 
 @runtime_checkable
 class PromptSource(Protocol):
-    """An environment that brings its own prompts; any other takes them from a file."""
+    """An environment with prompts; others take them from `env.prompts_file`."""
 
     def prompts(self) -> Sequence[Prompt]: ...
 
 
 @runtime_checkable
 class StatefulEnv(Protocol):
-    """An environment that keeps something over a run, such as the level of a curriculum; checkpoints hold it.
+    """An environment with state, such as the level of a curriculum, which checkpoints save.
 
-    Both are called between steps, when no conversation is open. The state is what JSON can hold: numbers,
-    texts, None, and lists and dictionaries of these.
+    Both methods are called between steps, when no sample is in progress. The state must be JSON.
     """
 
     def state_dict(self) -> dict[str, Any]: ...

@@ -1,4 +1,4 @@
-"""Steps a text environment batch by batch: spreads calls over its workers, retries samples, names those that fail."""
+"""EnvRunner: splits a batch into calls of an environment's workers, retries samples and reports failures."""
 
 from __future__ import annotations
 
@@ -13,59 +13,53 @@ from typing import Any, Self
 
 from lucidrl.distributed.workers.outcomes import RemoteTraceback
 from lucidrl.envs.text.config import OnError
-from lucidrl.envs.text.hosts import DriverHost, EnvHost
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, TextEnv
-from lucidrl.envs.text.worker import Cause, EnvState, Failure
+from lucidrl.envs.text.worker import Cause, EnvState, Outcome
+from lucidrl.envs.text.workers import EnvWorkers, InProcessEnv
 from lucidrl.errors import CheckpointError, EnvironmentFailure, LostWorkerError, WorkerError
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 2.0
-"""How long after the timeout of its calls a worker may take to answer before it is killed."""
-
 Rows = Sequence[int]
-"""Of the requests of a step."""
+"""Indices of requests of a step."""
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """A sample that has no step result."""
+    """A sample without a step result."""
 
-    failure: Failure
+    cause: Cause
+    what: str
+    """A verb with its object; the subject is the environment's `step`."""
     rows: Rows
-    """Samples of the call, of which any may be the reason."""
-    loss: LostWorkerError | None = None
-    """How its worker was lost."""
-
-
-@dataclass(frozen=True)
-class _Lost:
-    """Calls that a worker was busy with when it was lost."""
-
-    calls: Sequence[Rows]
-    error: LostWorkerError
+    """Samples of the call, or of all calls of a lost worker; any of them may be the reason."""
+    error: RemoteTraceback | LostWorkerError | None
 
     @property
-    def rows(self) -> list[int]:
-        return [row for call in self.calls for row in call]
+    def is_shared(self) -> bool:
+        """Whether another sample may be the reason."""
+        return len(self.rows) > 1
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its worker was lost, perhaps because of another sample."""
+        return self.is_shared and isinstance(self.error, LostWorkerError)
 
 
 class EnvRunner:
-    """Steps an environment, wherever it runs.
+    """Scores samples with an environment, in worker processes or in the driver.
 
-    A call that raises, exceeds its timeout or returns the wrong number of replies fails for all its samples. With
-    `on_error="fail"` that is raised at once. With "drop" the samples are retried one by one, so that a bad one costs
-    its neighbours nothing; those that still fail are left out.
+    A call that raises, times out or returns the wrong number of replies fails for all its samples. With
+    `on_error="fail"` the runner raises. With "drop" it retries the samples one by one, and leaves out those that fail
+    again. It always raises an EnvironmentFailure of the environment.
 
-    A worker that does not answer in time is killed, and restarted like one that exited. Its samples are retried, at
-    last one by one, so that the error names the sample that is the reason. An EnvironmentFailure that the environment
-    raises is of the environment as a whole, and always raised.
+    The runner kills a worker that does not reply in time, and restarts it like one that exited. It retries the samples
+    of the worker, in the end one by one, so the error names the sample that is the reason.
 
     Args:
-        env: scores completions; an environment itself runs in this process, see `start_host` for others. The runner
-            ends it.
+        env: an environment, which runs in this process, or the result of `start_env`; closed with the runner.
         timeout_s: timeout of a call.
-        watch: see `wait_watching`; called while the environment is waited for.
+        watch: see `wait_watching`.
 
     Attributes:
         counts: dropped samples by cause.
@@ -73,88 +67,82 @@ class EnvRunner:
 
     def __init__(
         self,
-        env: TextEnv | EnvHost,
+        env: TextEnv | EnvWorkers,
         timeout_s: float,
         max_concurrency: int,
         on_error: OnError,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         self.counts: Counter[Cause] = Counter()
-        self._host = env if isinstance(env, EnvHost) else DriverHost(env)
+        self._workers = env if isinstance(env, EnvWorkers) else InProcessEnv(env)
         self._timeout_s = timeout_s
         self._max_concurrency = max_concurrency
         self._on_error = on_error
         self._watch = watch
         self._lost: list[EnvRequest] = []
-        """What workers were busy with that were lost last, until they are restarted."""
+        """Requests of the workers that were lost last."""
 
     @property
     def num_replaced(self) -> int:
         """Restarts of the environment's workers so far."""
-        return self._host.num_restarts
+        return self._workers.num_restarts
 
     def step(self, requests: Sequence[EnvRequest]) -> list[EnvReply | None]:
         """Replies in the order of the requests; None for a dropped one.
 
         Raises:
-            EnvironmentFailure: with `on_error="fail"`, naming environment, samples, turn and cause; with any, if the
-                environment raises it, or its workers were lost too often.
+            EnvironmentFailure: with `on_error="fail"`, naming environment, samples, turn and cause; always if the
+                environment raises it, or a worker was restarted `max_restarts` times.
         """
         found: dict[int, EnvReply | _Failed] = {}
-        lost = self._ask(requests, _even_chunks(range(len(requests)), self._max_concurrency), found)
-        # A worker that exits may be a victim of its machine: its calls are sent once more as they were.
-        exited = [call for loss in lost if not loss.error.timed_out for call in loss.calls]
-        lost = [loss for loss in lost if loss.error.timed_out] + self._ask(requests, exited, found)
+        exited = self._call(requests, _even_chunks(range(len(requests)), self._max_concurrency), found)
+        # The machine may have killed a worker that exits: repeat its calls once.
+        self._call(requests, exited, found)
         if self._on_error == "drop":
-            for rows in _batches(_shared_failures(found), self._max_concurrency):
-                lost += self._ask(requests, [[row] for row in rows], found)
+            shared = [row for row, failed in _failures(found).items() if failed.is_shared and not failed.is_suspect]
+            self._retry_alone(requests, shared, self._max_concurrency, found)
         self._raise_first(requests, found)
-        self._find_reasons(requests, lost, found)
-        for failed in (found[row] for row in range(len(requests))):
-            if isinstance(failed, _Failed):
-                self._count_dropped(requests, failed)
+        suspects = [row for row, failed in _failures(found).items() if failed.is_suspect]
+        self._retry_alone(requests, _spread(suspects), self._workers.num_workers, found)
+        for failed in _failures(found).values():
+            self._count_dropped(requests, failed)
         return [reply if isinstance(reply := found[row], EnvReply) else None for row in range(len(requests))]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the environment keeps over a run, as `env`, and the random states of its workers, as `env_random`.
+        """The state of the environment as `env`, the random states of its workers as `env_random`.
 
         Raises:
-            EnvironmentFailure: if the environment raises, or gives what a checkpoint cannot hold.
+            EnvironmentFailure: if the environment raises, or its state is not JSON.
         """
-        states = self._host.states()
+        states = self._workers.states()
         kept = {"env": json.loads(states[0].env)} if states[0].env is not None else {}
         drawn = [state.random for state in states if state.random is not None]
         return {**kept, "env_random": drawn} if drawn else kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the environment and its workers back what `state_dict` found.
+        """Load a result of `state_dict`.
 
         Raises:
-            CheckpointError: if it was another environment's, by whether there is one or because this one raises.
+            CheckpointError: if it is of an environment with state and this one has none, or the other way round; or if
+                the environment raises.
         """
-        now = self._host.states()
+        now = self._workers.states()
         if (now[0].env is not None) != ("env" in state):
-            which, keeps = ("a", "keeps none") if "env" in state else ("no", "keeps one")
-            raise CheckpointError(
-                f"the checkpoint has {which} state of the environment, but {self._host.name} {keeps}; "
-                "resume with the env.name it was saved with"
-            )
+            which, has = ("a", "has none") if "env" in state else ("no", "has one")
+            problem = f"the checkpoint has {which} state of the environment, but {self._workers.name} {has}"
+            raise CheckpointError(f"{problem}; resume with the env.name of the checkpoint")
         drawn: Sequence[Any] = state.get("env_random", [])
         if now[0].random is None or len(drawn) != len(now):
             if now[0].random is not None:
-                logger.warning(
-                    "the checkpoint holds random states of %d environment workers, and there are %d now: their random "
-                    "generators start over from the seed",
-                    len(drawn),
-                    len(now),
-                )
+                text = "the checkpoint has random states of %d environment workers, not %d: using the seed instead"
+                logger.warning(text, len(drawn), len(now))
             drawn = [None] * len(now)
         kept = json.dumps(state["env"]) if "env" in state else None
-        self._host.load_states([EnvState(kept, random) for random in drawn])
+        self._workers.load_states([EnvState(kept, random) for random in drawn])
 
     def close(self) -> None:
-        """End the environment's workers; may be called twice."""
-        self._host.shutdown()
+        """Shut down the workers; may be called twice."""
+        self._workers.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -162,83 +150,69 @@ class EnvRunner:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _ask(
+    def _call(
         self, requests: Sequence[EnvRequest], calls: Sequence[Rows], found: dict[int, EnvReply | _Failed]
-    ) -> list[_Lost]:
-        """Make calls concurrently, each worker its share; adds to what was found, and returns what was lost."""
+    ) -> list[Rows]:
+        """Make calls concurrently and write into `found`; returns the calls of workers that exited."""
         if not calls:
             return []
         self._restart_lost()
-        shares = {number: calls[number :: self._host.num_workers] for number in range(self._host.num_workers)}
+        shares = {number: calls[number :: self._workers.num_workers] for number in range(self._workers.num_workers)}
         messages = {
             number: [[requests[row] for row in call] for call in share] for number, share in shares.items() if share
         }
-        answers = self._host.score(messages, self._timeout_s, _GRACE_S, self._watch)
-        lost = []
-        for number, answer in answers.items():
-            if isinstance(answer, LostWorkerError):
-                lost.append(_Lost(shares[number], answer))
+        exited: list[Rows] = []
+        self._lost = []
+        for number, outcomes in self._workers.score(messages, self._timeout_s, self._watch).items():
+            if isinstance(outcomes, LostWorkerError):
+                rows = [row for call in shares[number] for row in call]
+                found |= dict.fromkeys(rows, self._lost_with(outcomes, rows))
+                self._lost += [requests[row] for row in rows]
+                exited += [] if outcomes.timed_out else shares[number]
                 continue
-            for call, outcomes in zip(shares[number], answer, strict=True):
-                for row, outcome in zip(call, outcomes, strict=True):
-                    if isinstance(outcome, Failure):
-                        found[row] = _Failed(outcome, call if outcome.is_of_call else [row])
-                    else:
-                        found[row] = outcome
-        self._lost = [requests[row] for loss in lost for row in loss.rows]
-        return lost
+            for call, of_call in zip(shares[number], outcomes, strict=True):
+                for row, outcome in zip(call, of_call, strict=True):
+                    found[row] = _result(row, call, outcome)
+        return exited
+
+    def _retry_alone(
+        self, requests: Sequence[EnvRequest], rows: Rows, num_concurrent: int, found: dict[int, EnvReply | _Failed]
+    ) -> None:
+        """Retry each sample in a separate call; a sample that is lost alone with its worker is the reason."""
+        for start in range(0, len(rows), num_concurrent):
+            self._call(requests, [[row] for row in rows[start : start + num_concurrent]], found)
+            self._raise_first(requests, found)
 
     def _restart_lost(self) -> None:
         try:
-            self._host.restart_lost()
+            self._workers.restart_lost()
         except (WorkerError, EnvironmentFailure) as error:
-            raise EnvironmentFailure(
-                f"{self._host.name}.step lost its worker ({_named(self._lost)}): {error}"
-            ) from error
+            samples = _named(self._lost)
+            raise EnvironmentFailure(f"{self._workers.name}.step lost its worker ({samples}): {error}") from error
 
-    def _find_reasons(
-        self, requests: Sequence[EnvRequest], lost: Sequence[_Lost], found: dict[int, EnvReply | _Failed]
-    ) -> None:
-        """Retry samples of lost workers alone, to find those that the workers were lost for."""
-        suspects: list[int] = []
-        for loss in lost:
-            if len(loss.rows) == 1:
-                found[loss.rows[0]] = self._failed(loss)
-            else:
-                suspects += _spread(loss.rows)
-        self._raise_first(requests, found)
-        for rows in _batches(suspects, self._host.num_workers):
-            for loss in self._ask(requests, [[row] for row in rows], found):
-                found[loss.rows[0]] = self._failed(loss)
-            self._raise_first(requests, found)
-
-    def _failed(self, loss: _Lost) -> _Failed:
-        if loss.error.timed_out:
+    def _lost_with(self, loss: LostWorkerError, rows: Rows) -> _Failed:
+        if loss.timed_out:
             what = f"exceeded its timeout of {self._timeout_s:g} s and blocked its worker"
-            return _Failed(Failure("deadline", what), loss.rows, loss.error)
-        return _Failed(Failure("exited", "ended its worker"), loss.rows, loss.error)
+            return _Failed("timeout", what, rows, loss)
+        return _Failed("exited", "ended its worker", rows, loss)
 
     def _raise_first(self, requests: Sequence[EnvRequest], found: Mapping[int, EnvReply | _Failed]) -> None:
-        """Raise the failure of the first sample that has one, unless such samples are dropped."""
-        failed = next((found[row] for row in sorted(found) if isinstance(found[row], _Failed)), None)
-        if isinstance(failed, _Failed) and self._on_error == "fail":
-            remedy = "fix the environment, or leave such samples out with env.on_error=drop"
-            cause = failed.loss or (RemoteTraceback(failed.failure.trace) if failed.failure.trace else None)
-            detail = f": {failed.loss}" if failed.loss is not None else ""
-            raise EnvironmentFailure(f"{self._described(requests, failed)}; {remedy}{detail}") from cause
+        """With `on_error="fail"`, raise the first failure that is not suspect."""
+        failed = next((failed for failed in _failures(found).values() if not failed.is_suspect), None)
+        if failed is not None and self._on_error == "fail":
+            remedy = "fix the environment, or set env.on_error=drop"
+            detail = f": {failed.error}" if isinstance(failed.error, LostWorkerError) else ""
+            raise EnvironmentFailure(f"{self._described(requests, failed)}; {remedy}{detail}") from failed.error
 
     def _count_dropped(self, requests: Sequence[EnvRequest], failed: _Failed) -> None:
-        cause = failed.failure.cause
-        if cause not in self.counts:
-            logger.warning(
-                "%s; the sample is dropped, and later ones with this cause are only counted",
-                self._described(requests, failed),
-            )
-        self.counts[cause] += 1
+        if failed.cause not in self.counts:
+            text = "%s; dropped the sample, and will only count later ones with this cause"
+            logger.warning(text, self._described(requests, failed))
+        self.counts[failed.cause] += 1
 
     def _described(self, requests: Sequence[EnvRequest], failed: _Failed) -> str:
         of_call = [requests[row] for row in failed.rows]
-        return f"{self._host.name}.step {failed.failure.what} ({_named(of_call)}, turn {of_call[0].turn})"
+        return f"{self._workers.name}.step {failed.what} ({_named(of_call)}, turn {of_call[0].turn})"
 
 
 def _named(requests: Sequence[EnvRequest]) -> str:
@@ -247,19 +221,22 @@ def _named(requests: Sequence[EnvRequest]) -> str:
     return f"{'sample' if len(ids) == 1 else 'samples'} {shown}"
 
 
-def _shared_failures(found: Mapping[int, EnvReply | _Failed]) -> list[int]:
-    """Samples of calls that failed as a whole, and had others."""
-    return [row for row, failed in sorted(found.items()) if isinstance(failed, _Failed) and len(failed.rows) > 1]
+def _result(row: int, call: Rows, outcome: Outcome) -> EnvReply | _Failed:
+    if isinstance(outcome, EnvReply):
+        return outcome
+    error = RemoteTraceback(outcome.trace) if outcome.trace else None
+    return _Failed(outcome.cause, outcome.what, call if outcome.is_of_call else [row], error)
+
+
+def _failures(found: Mapping[int, EnvReply | _Failed]) -> dict[int, _Failed]:
+    """By row, in order."""
+    return {row: failed for row, failed in sorted(found.items()) if isinstance(failed, _Failed)}
 
 
 def _spread(rows: Rows) -> list[int]:
-    """The rows in another order: neighbours are often samples of one prompt, and fail in a row."""
+    """The rows in another order: neighbours are often samples of one prompt and fail together."""
     stride = math.isqrt(len(rows))
     return [row for start in range(stride) for row in rows[start::stride]]
-
-
-def _batches(rows: Rows, size: int) -> list[Rows]:
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def _even_chunks(rows: Rows, max_chunks: int) -> list[Rows]:

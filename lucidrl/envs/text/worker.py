@@ -1,7 +1,4 @@
-"""Runs an environment: makes it, calls it on an event loop under a timeout, and checks what it returns.
-
-A worker process of the pool holds an `EnvWorker`; without isolation the driver calls one directly.
-"""
+"""EnvWorker: makes an environment, calls it with a timeout and checks its replies."""
 
 from __future__ import annotations
 
@@ -20,16 +17,18 @@ from typing import Any, Literal, TypeVar
 from lucidrl.data.datasets import Prompt
 from lucidrl.distributed.workers.outcomes import describe_error
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, PromptSource, StatefulEnv, TextEnv
-from lucidrl.errors import CheckpointError, ConfigError, EnvironmentFailure, LucidError
+from lucidrl.errors import CheckpointError, ConfigError, EnvironmentFailure
 
 T = TypeVar("T")
 
-Cause = Literal["raised", "deadline", "exited", "bad_reply", "bad_reward"]
+Cause = Literal["raised", "timeout", "exited", "bad_reply", "bad_reward"]
 
 LARGEST_REWARD = 3.4028234663852886e38
-"""What float32 holds: batches of rewards are float32 tensors."""
+"""Of float32, the dtype of reward tensors."""
+_USER_ERRORS = (Exception, SystemExit, GeneratorExit)
+"""Exceptions of user code; KeyboardInterrupt is Ctrl-C."""
 _RANDOM_STREAM = 1 << 20
-"""Of the random generators of environment worker 0; ranks and the driver have the streams below."""
+"""Random stream of environment worker 0; ranks and the driver use the streams below."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,9 @@ class Failure:
     what: str
     """A verb with its object; the subject is the environment's `step`."""
     trace: str = ""
-    """Where the environment raised."""
+    """Traceback of the environment."""
     is_of_call: bool = False
-    """Whether the call as a whole failed, so any of its samples may be the reason."""
+    """Whether the whole call failed, so any of its samples may be the reason."""
 
 
 Outcome = EnvReply | Failure
@@ -50,31 +49,30 @@ Outcome = EnvReply | Failure
 
 @dataclass(frozen=True)
 class EnvState:
-    """What a restarted worker continues from."""
+    """State that a restarted worker continues from."""
 
     env: str | None
-    """The environment's own state as JSON; None if it keeps none."""
+    """Of the environment, as JSON; None if it has none."""
     random: dict[str, Any] | None
-    """Of the process's random generators; None in the driver, which saves its own."""
+    """Of the random generators of a worker process; None in the driver, which saves its own."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Outcomes of every request of every call, and the state afterwards."""
+    """Outcomes per call and request, and the state afterwards."""
 
     outcomes: list[list[Outcome]]
-    state: EnvState | None
-    """None in the driver, where the environment outlives its calls."""
+    state: EnvState
 
 
 class EnvWorker:
-    """An environment and the event loop that it runs on.
+    """An environment and its event loop.
 
     Args:
         make: makes the environment.
-        name: what errors call it.
-        seed: of the process's random generators; None in the driver, which has seeded its own.
-        number: of the worker, which has random streams of its own.
+        name: of the environment in errors.
+        seed: of the random generators of a worker process; None in the driver.
+        number: of the worker; selects its random stream.
     """
 
     def __init__(self, make: Callable[[], TextEnv], name: str, seed: int | None = None, number: int = 0) -> None:
@@ -84,27 +82,20 @@ class EnvWorker:
             from lucidrl.utils.random_state import seed_everything
 
             seed_everything(seed, _RANDOM_STREAM + number)
-        try:
-            self._env = make()
-        except LucidError:
-            raise
-        except BaseException as error:  # KeyboardInterrupt too, which is not the user's: workers ignore Ctrl-C
-            raise ConfigError(f"{name} cannot be made: {describe_error(error).summary}; fix its constructor") from error
-        self._loop = asyncio.Runner(loop_factory=_new_loop)
+        self._env = make()
+        self.loop = asyncio.Runner(loop_factory=_new_loop)
 
     def prompts(self) -> list[Prompt] | None:
-        """The environment's own; None if it brings none.
+        """Prompts of the environment; None if it has none.
 
         Raises:
-            ConfigError: if it raises, or returns anything else than prompts.
+            ConfigError: if its method raises, or does not return prompts.
         """
         if not isinstance(self._env, PromptSource):
             return None
         try:
             prompts = list(self._env.prompts())
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and not self._is_isolated:
-                raise  # Ctrl-C; worker processes ignore it
+        except _USER_ERRORS as error:
             raise ConfigError(f"{self._name}.prompts raised {describe_error(error).summary}; fix it") from error
         for prompt in prompts:
             if not isinstance(prompt, Prompt):
@@ -112,34 +103,31 @@ class EnvWorker:
         return prompts
 
     def score(self, calls: Sequence[Sequence[EnvRequest]], timeout_s: float) -> Scored:
-        """Make all calls concurrently, each with a timeout.
-
-        A call that awaits is cancelled at its timeout. One that blocks keeps this method from returning: whoever calls
-        it has to end the process.
-
-        Raises:
-            EnvironmentFailure: if the environment raises it: it cannot go on as a whole.
-        """
-        outcomes = self._loop.run(self._score(calls, timeout_s))
-        if not self._is_isolated:
-            return Scored(outcomes, None)
+        """Run `score_calls` in a worker process."""
+        outcomes = self.loop.run(self.score_calls(calls, timeout_s))
         return Scored([_sendable(of_call) for of_call in outcomes], self.state())
 
-    def state(self) -> EnvState:
-        """What the environment and the process keep.
+    async def score_calls(self, calls: Sequence[Sequence[EnvRequest]], timeout_s: float) -> list[list[Outcome]]:
+        """Make all calls concurrently. The timeout cancels a call that awaits, not one that blocks.
 
         Raises:
-            EnvironmentFailure: if the environment raises, or returns what JSON cannot hold.
+            EnvironmentFailure: if the environment raises it.
+        """
+        return await asyncio.gather(*(self._call(call, timeout_s) for call in calls))
+
+    def state(self) -> EnvState:
+        """The state of environment and random generators.
+
+        Raises:
+            EnvironmentFailure: if `state_dict` raises, or does not return JSON.
         """
         env = random = None
         if isinstance(self._env, StatefulEnv):
             try:
                 env = json.dumps(self._env.state_dict())
-            except (Exception, SystemExit, GeneratorExit) as error:
-                raise EnvironmentFailure(
-                    f"{self._name}.state_dict gives no state that can be saved ({describe_error(error).summary}); "
-                    "return numbers, strings, None, and lists and dictionaries of these"
-                ) from error
+            except _USER_ERRORS as error:
+                summary = describe_error(error).summary
+                raise EnvironmentFailure(f"{self._name}.state_dict failed ({summary}); return JSON values") from error
         if self._is_isolated:
             from lucidrl.utils.random_state import random_state
 
@@ -147,31 +135,26 @@ class EnvWorker:
         return EnvState(env, random)
 
     def load_state(self, state: EnvState) -> None:
-        """Continue from a state that `state` returned; what it lacks stays as it is.
+        """Continue from a result of `state`; None leaves a part as it is.
 
         Raises:
-            CheckpointError: if the environment raises.
+            CheckpointError: if `load_state_dict` raises.
         """
         if state.env is not None:
             assert isinstance(self._env, StatefulEnv)
             try:
                 self._env.load_state_dict(json.loads(state.env))
-            except (Exception, SystemExit, GeneratorExit) as error:
-                raise CheckpointError(
-                    f"{self._name}.load_state_dict raised {describe_error(error).summary}; "
-                    "resume with the environment it was saved with"
-                ) from error
+            except _USER_ERRORS as error:
+                summary = describe_error(error).summary
+                raise CheckpointError(f"{self._name}.load_state_dict raised {summary}; fix it") from error
         if state.random is not None:
             from lucidrl.utils.random_state import set_random_state
 
             set_random_state(state.random)
 
     def shutdown(self) -> None:
-        """Cancel what runs and close the event loop."""
-        self._loop.close()
-
-    async def _score(self, calls: Sequence[Sequence[EnvRequest]], timeout_s: float) -> list[list[Outcome]]:
-        return await asyncio.gather(*(self._call(call, timeout_s) for call in calls))
+        """Cancel running calls and close the event loop."""
+        self.loop.close()
 
     async def _call(self, call: Sequence[EnvRequest], timeout_s: float) -> list[Outcome]:
         timeout = asyncio.timeout(timeout_s)
@@ -180,14 +163,14 @@ class EnvWorker:
                 replies = await self._env.step(call)
         except EnvironmentFailure:
             raise
-        except BaseException as error:  # SystemExit or KeyboardInterrupt of a step would end the loop
+        except BaseException as error:  # SystemExit or KeyboardInterrupt would stop the loop
             raised = describe_error(error)
             if timeout.expired():
-                failure = Failure("deadline", f"exceeded its timeout of {timeout_s:g} s", is_of_call=True)
+                failure = Failure("timeout", f"exceeded its timeout of {timeout_s:g} s", is_of_call=True)
             else:
                 failure = Failure("raised", f"raised {raised.summary}", raised.trace, is_of_call=True)
                 if self._is_isolated:
-                    sys.stderr.write(raised.trace)  # its log
+                    sys.stderr.write(raised.trace)  # its log file
             return [failure] * len(call)
         if not isinstance(replies, Sequence) or len(replies) != len(call):
             got = f"{len(replies)} replies" if isinstance(replies, Sequence) else f"a {type(replies).__name__}"
@@ -199,12 +182,12 @@ class EnvWorker:
 def _checked(reply: Any) -> Outcome:
     try:
         return _normalized(reply)
-    except Exception as error:  # of the reply's own objects, such as an array of several truth values
+    except Exception as error:  # such as the truth value of an array
         return Failure("bad_reply", f"returned a reply that cannot be read ({type(error).__name__}: {error})")
 
 
 def _normalized(reply: Any) -> Outcome:
-    """The reply with plain numbers, or what is wrong with it."""
+    """The reply with Python numbers, or the failure."""
     if not isinstance(reply, EnvReply):
         return Failure("bad_reply", f"returned a {type(reply).__name__} instead of an EnvReply")
     if not isinstance(reply.reward, numbers.Real):
@@ -234,22 +217,17 @@ def _as_float(number: Any) -> float:
 
 
 def _are_observations(messages: Any) -> bool:
-    if not isinstance(messages, Sequence) or not messages:
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         return False
-    well_formed = all(
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-        for message in messages
-    )
-    return well_formed and messages[-1]["role"] != "assistant"
+    texts = [message.get(key) for message in messages for key in ("role", "content")]
+    return all(isinstance(text, str) for text in texts) and bool(messages) and messages[-1]["role"] != "assistant"
 
 
 def _sendable(outcomes: list[Outcome]) -> list[Outcome]:
-    """Replies that cannot be pickled, because of their `info` for instance, become failures."""
+    """Replace replies that cannot be pickled, such as by their `info`, with failures."""
     try:
         pickle.dumps(outcomes)
-    except Exception as error:  # pickle raises whatever the object's own methods raise
+    except Exception as error:  # the methods of the object may raise anything
         if len(outcomes) > 1:
             return [outcome for each in outcomes for outcome in _sendable([each])]
         what = f"returned a reply that cannot be sent to the driver ({type(error).__name__}: {error})"
@@ -264,8 +242,8 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 class _DaemonThreads(ThreadPoolExecutor):
-    """Runs what `asyncio.to_thread` is given in daemon threads: the interpreter waits for those of the base class when
-    it exits, also for a call that was left behind at its timeout and never returns."""
+    """Runs functions of `asyncio.to_thread` in daemon threads: at exit the interpreter would join those of the base
+    class, even in a call that timed out and never returns."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()

@@ -1,4 +1,4 @@
-"""What a transform is: how it reads one frame and writes another, how it changes actions and specs.
+"""Transform and Compose: read one frame, write another; change actions and specs.
 
 Shapes: B the env's batch size (none for a single env).
 """
@@ -6,28 +6,27 @@ Shapes: B the env's batch size (none for a single env).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 
 from lucidrl.envs.arrays import Arrays, Frame, Key
+from lucidrl.envs.base import EnvBase
 from lucidrl.envs.failures import checked_array
-from lucidrl.envs.specs import Composite, Spec, Unbounded
+from lucidrl.envs.specs import Bounded, Composite, Spec, Unbounded
+from lucidrl.envs.specs.spec import torch_dtype_of
 from lucidrl.errors import CheckpointError, ConfigError
 
-if TYPE_CHECKING:
-    from lucidrl.envs.base import EnvBase
-
 State = Mapping[str, Any]
-"""What a transform learned, as plain numbers and arrays by name."""
+"""Learned numbers and arrays by name."""
 Keys = Sequence[Key] | str
 
 
 class Transform:
-    """Changes what an env tells (forward) and what it is told (inverse).
+    """Changes the entries that an env returns (forward) and the actions that it gets (inverse).
 
-    One that treats every entry by itself says how, and what that makes of a spec:
+    A transform of single entries implements `forward`, `inverse` and `transform_spec`:
 
         class Degrees(Transform):
             def __init__(self):
@@ -42,67 +41,66 @@ class Transform:
             def transform_spec(self, spec):
                 return Bounded(-180, 180, spec.shape, spec.dtype)
 
-    Values are [..., *shape of the entry]: `forward` sees all envs of a batch, or those that are being reset, and may
-    rely on the trailing dims alone. One that needs more overrides `reset` and `step`, which get whole frames, and
-    `before_step`. State of an env is kept per row [*B] and begun anew by `reset`, in the rows of its mask; it is
-    allocated in `prepare`. An instance belongs to one env.
+    Values are [..., *shape of the entry]: `forward` gets all envs of a batch, or those of a reset. Other transforms
+    override `reset` and `step`, which get whole frames, and `before_step`. State has a row per env [*B]: `prepare`
+    allocates it, `reset` clears the rows of its mask. An instance belongs to one env.
 
     Args:
-        in_keys: entries that `forward` changes; "reward" is one.
-        out_keys: what they are called after it; by default the same.
+        in_keys: entries that `forward` changes; "reward" can be one.
+        out_keys: their names afterwards; by default the same.
         in_keys_inv: entries of the action that `inverse` changes.
     """
 
     steps_env: bool = False
-    """Whether it steps the env below by itself, which a batch of envs does not allow."""
+    """Whether it steps the env below itself, which a batch of envs does not support."""
 
     def __init__(self, in_keys: Keys = (), out_keys: Keys | None = None, in_keys_inv: Keys = ()):
         self.in_keys = as_keys(in_keys)
         self.out_keys = self.in_keys if out_keys is None else as_keys(out_keys)
-        """What is written; a transform that adds entries of its own names them here."""
+        """Entries that it writes, new ones included."""
         self.in_keys_inv = as_keys(in_keys_inv)
         self._check_pairs()
         self.parent: EnvBase | None = None
-        """The env below this transform, once it has one; what it reads are that env's frames."""
+        """The env whose frames it reads; set by TransformedEnv."""
 
-    # ---- entry by entry
+    # ---- single entries
 
     def forward(self, value: np.ndarray) -> np.ndarray:
-        """What an entry becomes; `value` itself stays as it is."""
-        raise NotImplementedError(f"{type(self).__name__} has in_keys but no forward; fill it")
+        """The new value of an entry; does not write to `value`."""
+        raise NotImplementedError(f"{type(self).__name__} has in_keys, but does not implement forward")
 
     def forward_entry(self, key: Key, value: np.ndarray) -> np.ndarray:
-        """What the entry that is read as `key` becomes, where that depends on the entry."""
+        """`forward` for a transform that depends on the entry."""
         return self.forward(value)
 
     def inverse(self, value: np.ndarray) -> np.ndarray:
-        """What the env is told for an entry of the action; `value` itself stays as it is."""
-        raise NotImplementedError(f"{type(self).__name__} has in_keys_inv but no inverse; fill it")
+        """The value of an entry of the action for the env; does not write to `value`."""
+        raise NotImplementedError(f"{type(self).__name__} has in_keys_inv, but does not implement inverse")
 
     def transform_spec(self, spec: Spec) -> Spec:
-        """The spec of what `forward` makes: by default, any numbers of the same shape and dtype."""
+        """The spec of the result of `forward`: by default, any numbers of the same shape and dtype."""
         return Unbounded(spec.shape, spec.dtype, spec.device)
 
-    # ---- frame by frame
+    # ---- whole frames
 
     def prepare(self, env: EnvBase) -> None:
-        """Called once, before all else, with the env below: check what it offers, and allocate state."""
+        """Check the env below and allocate state; called once, first."""
 
     def reset(self, source: Frame, target: Frame, mask: np.ndarray | None) -> None:
-        """Write the observation of new episodes, in the envs that the mask [*B] picks, or in all.
+        """Write the observation of new episodes, in the envs of the mask [*B] or in all.
 
-        Other rows of the target stay, and those of the source mean nothing. Entries that this transform neither
-        writes nor removes are the same arrays in both frames; flags always are.
+        Other rows of the target stay; those of the source are undefined. Both frames share the flags, and entries that
+        this transform neither writes nor removes.
         """
         for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
             if in_key != "reward":
                 value = self.forward_entry(in_key, rows_of(source.observation[in_key], mask))
-                # Steps are not checked, for their number; what comes of a reset tells as much.
+                # Checked in resets only, to keep steps fast.
                 array = target.observation[out_key]
                 array[... if mask is None else mask] = checked_array(out_key, value, rows_of(array, mask))
 
     def step(self, source: Frame, target: Frame) -> None:
-        """Write what this transform makes of a step, in all envs."""
+        """Write the transformed entries of a step, in all envs."""
         for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
             if in_key == "reward":
                 target.reward[...] = self.forward_entry(in_key, source.reward)
@@ -110,7 +108,7 @@ class Transform:
                 target.observation[out_key][...] = self.forward_entry(in_key, source.observation[in_key])
 
     def before_step(self, actions: Arrays) -> Arrays:
-        """What the env is told; the arrays given are not written to."""
+        """The actions for the env; does not write to `actions`."""
         if not self.in_keys_inv:
             return actions
         return actions | {key: self.inverse(actions[key]) for key in self.in_keys_inv}
@@ -118,7 +116,7 @@ class Transform:
     # ---- specs
 
     def transform_observation_spec(self, spec: Composite) -> Composite:
-        """Specs of the observation above this transform; the one given is the caller's to change."""
+        """The spec of the transformed observation; may change `spec`."""
         leaves = spec.leaves()
         for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
             if in_key != "reward":
@@ -126,37 +124,35 @@ class Transform:
         return spec
 
     def transform_reward_spec(self, spec: Spec) -> Spec:
-        """Spec of the reward above this transform."""
+        """The spec of the transformed reward."""
         return self.transform_spec(spec) if "reward" in self.in_keys else spec
 
     def transform_action_spec(self, spec: Spec | Composite) -> Spec | Composite:
-        """Spec of what is told to the env above this transform; `inverse` takes it to the one given."""
+        """The spec of the actions that `inverse` takes."""
         return spec
 
-    # ---- the rest
+    # ---- seed and state
 
     def set_seed(self, seed: int) -> None:
-        """Seed the randomness of this transform, if it has any."""
+        """Seed the random generator of this transform, if any."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, to be kept or to be given to another instance; not where the envs stand."""
+        """Learned statistics; not the state of episodes."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Take over what `state_dict` gave.
+        """Load a result of `state_dict`.
 
         Raises:
             CheckpointError: if it is of another transform.
         """
         if state:
-            raise CheckpointError(
-                f"{type(self).__name__} learns nothing, but the state has {', '.join(state)}; load that of the same "
-                "transforms in the same order"
-            )
+            name, names = type(self).__name__, ", ".join(state)
+            raise CheckpointError(f"{name} learns nothing, but the state has {names}; load it into the same transforms")
 
     def clone(self) -> Self:
-        """Another instance with the same parameters that learned the same, for another env."""
-        # The env is left behind: to deepcopy it is known already, as None.
+        """A copy with the same parameters and statistics, for another env."""
+        # deepcopy replaces the env by None
         return copy.deepcopy(self, {id(self.parent): None})
 
     def __repr__(self) -> str:
@@ -165,14 +161,14 @@ class Transform:
     def _check_pairs(self) -> None:
         name, read, written = type(self).__name__, self.in_keys, self.out_keys
         if len(read) != len(written):
-            raise ConfigError(f"{name} reads {len(read)} entries, but out_keys has {len(written)}; give one for each")
+            raise ConfigError(f"{name} reads {len(read)} entries, but out_keys has {len(written)}; give one per entry")
         for in_key, out_key in zip(read, written, strict=True):
             if in_key != out_key and "reward" in (in_key, out_key):
-                raise ConfigError(f"{name} would write {in_key!r} as {out_key!r}; a reward can only stay the reward")
+                raise ConfigError(f"{name} cannot write {in_key!r} as {out_key!r}: a reward keeps its key")
 
 
 class Compose:
-    """Transforms one after the other: the first is next to the env. A Compose within counts as its transforms."""
+    """Transforms in order; the first is next to the env. A nested Compose is flattened."""
 
     def __init__(self, *transforms: Transform | Compose):
         self._transforms: list[Transform] = []
@@ -180,32 +176,30 @@ class Compose:
             self._transforms += transforms_of(transform)
 
     def state_dict(self) -> dict[str, Any]:
-        """What all of them learned, each name after the transform's place."""
+        """Statistics of all transforms, each name with the transform's index."""
         return {
-            f"{place}.{name}": value
-            for place, transform in enumerate(self)
+            f"{index}.{name}": value
+            for index, transform in enumerate(self)
             for name, value in transform.state_dict().items()
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Take over what `state_dict` gave.
+        """Load a result of `state_dict`.
 
         Raises:
             CheckpointError: if it is of other transforms.
         """
         parts: list[dict[str, Any]] = [{} for _ in self]
         for name, value in state.items():
-            place, _, rest = name.partition(".")
-            if not place.isdecimal() or int(place) >= len(parts):
-                raise CheckpointError(
-                    f"the state has {name!r}, but there are {len(parts)} transforms here; load theirs"
-                )
-            parts[int(place)][rest] = value
+            index, _, rest = name.partition(".")
+            if not index.isdecimal() or int(index) >= len(parts):
+                raise CheckpointError(f"the state has {name!r}, but there are {len(parts)} transforms")
+            parts[int(index)][rest] = value
         for transform, part in zip(self, parts, strict=True):
             transform.load_state_dict(part)
 
     def clone(self) -> Compose:
-        """Other instances of all, for another env."""
+        """A copy of all transforms, for another env."""
         return Compose(*(transform.clone() for transform in self))
 
     def __iter__(self) -> Iterator[Transform]:
@@ -222,16 +216,16 @@ class Compose:
 
 
 def transforms_of(transform: Transform | Compose) -> list[Transform]:
-    """One, or all of a Compose.
+    """The transform, or all of a Compose.
 
     Raises:
-        ConfigError: if it is something else.
+        ConfigError: for anything else.
     """
     if isinstance(transform, Compose):
         return list(transform)
     if isinstance(transform, Transform):
         return [transform]
-    raise ConfigError(f"{transform!r} is no transform; give an instance of Transform or Compose")
+    raise ConfigError(f"{transform!r} is not a transform; give a Transform or a Compose")
 
 
 def as_keys(keys: Keys) -> tuple[Key, ...]:
@@ -240,5 +234,16 @@ def as_keys(keys: Keys) -> tuple[Key, ...]:
 
 
 def rows_of(array: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """The rows that the mask picks, or all."""
+    """The rows of the mask, or all."""
     return array if mask is None else array[mask]
+
+
+def mapped_spec(spec: Spec, function: Callable[[np.ndarray], np.ndarray]) -> Spec:
+    """The spec of `function(value)`, which must be monotonic in every element of the value."""
+    limits = (spec.low, spec.high) if isinstance(spec, Bounded) else (spec.zero(), spec.zero())
+    with np.errstate(all="ignore"):  # infinite limits may overflow or give NaN
+        first, second = (function(limit.cpu().numpy()) for limit in limits)
+    dtype = torch_dtype_of(first.dtype)
+    if not isinstance(spec, Bounded) or np.isnan(first).any() or np.isnan(second).any():
+        return Unbounded(first.shape, dtype, spec.device)
+    return Bounded(np.minimum(first, second), np.maximum(first, second), first.shape, dtype, spec.device)

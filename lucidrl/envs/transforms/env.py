@@ -1,4 +1,4 @@
-"""An env seen through transforms."""
+"""TransformedEnv: an env with transforms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lucidrl.envs.arrays import Arrays, Frame, Key
+from lucidrl.envs.arrays import FLAGS, Arrays, Frame, Key
 from lucidrl.envs.base import EnvBase
 from lucidrl.envs.specs import Composite
 from lucidrl.envs.transforms.base import Compose, Transform, transforms_of
@@ -17,36 +17,28 @@ from lucidrl.profiling.ranges import profiled
 _STEP, _RESET = 0, 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Between:
-    """Arrays for what a transform changes or removes: its source cannot share them with its target."""
-
-    observation: Arrays
-    reward: np.ndarray | None
-
-
 @dataclass(frozen=True, slots=True)
 class _Chain:
     """All frames behind one frame of a TransformedEnv."""
 
     env: EnvBase
-    """The innermost env, which has no transforms."""
+    """The innermost env."""
     frame: Frame
-    """What it writes."""
+    """The frame that it writes."""
     stages: list[tuple[Transform, Frame, Frame]]
-    """Every transform with what it reads and what it writes, innermost first."""
+    """Every transform with its source and target, innermost first."""
     transformed: list[Key]
-    """Entries that the innermost env does not write itself."""
+    """Entries that the innermost env does not write."""
 
 
 class TransformedEnv(EnvBase):
-    """An env with transforms around it, itself an env.
+    """An env with transforms, itself an env.
 
         env = TransformedEnv(GymEnv("CartPole-v1"), Compose(StepCounter(), RewardSum()))
 
-    Of several transforms, each but the last is in a TransformedEnv of its own below the next one's, so that each has an
-    env to read from; a step runs through them in one loop. The env writes straight into the frame that it is asked
-    for: only entries that a transform changes or removes pass through arrays between, which are allocated once.
+    With several transforms, each is in a separate TransformedEnv around the one before, so each has an env to read
+    from; a step runs through them in one loop. The innermost env writes directly into the output frame, except for
+    entries that a transform changes or removes.
 
     Args:
         env: closed with this one.
@@ -61,12 +53,12 @@ class TransformedEnv(EnvBase):
         self._is_batch = env.batch_size.numel() > 1
         transforms = transforms_of(transform)
         if not transforms:
-            raise ConfigError("the Compose is empty; give at least one transform, or use the env as it is")
+            raise ConfigError("the Compose is empty; give at least one transform")
         *inner, outermost = transforms
         self._put_around(TransformedEnv(env, Compose(*inner)) if inner else env, outermost)
 
     def append_transform(self, transform: Transform | Compose) -> None:
-        """Add one around those that are there. Frames that were made before are not this env's any more."""
+        """Add a transform around the present ones; frames made before are invalid."""
         for each in transforms_of(transform):
             below = copy.copy(self)
             self._put_around(below, each)
@@ -74,15 +66,10 @@ class TransformedEnv(EnvBase):
 
     def _put_around(self, below: EnvBase, transform: Transform) -> None:
         if transform.parent is not None:
-            raise ConfigError(
-                f"this {type(transform).__name__} already belongs to an env, of which it keeps the state; "
-                "make another one, or use its clone()"
-            )
+            raise ConfigError(f"this {type(transform).__name__} already belongs to an env; make another, or clone() it")
         if transform.steps_env and self._is_batch:
-            raise ConfigError(
-                f"{type(transform).__name__} steps an env while others wait, which a batch of {list(self.batch_size)} "
-                "envs cannot; put it around each env, in the factory that makes it"
-            )
+            name, batch = type(transform).__name__, list(self.batch_size)
+            raise ConfigError(f"{name} cannot step one of a batch of {batch} envs; apply it in the factory of each env")
         _check_keys(transform, below)
         transform.prepare(below)
         self.observation_spec: Composite = transform.transform_observation_spec(below.observation_spec.clone())
@@ -90,17 +77,14 @@ class TransformedEnv(EnvBase):
         self.action_spec = transform.transform_action_spec(below.action_spec)
         transform.parent = below
         self._below, self._outermost = below, transform
-        # A step and the reset that follows are at work at the same time.
-        self._between = (self._new_between(), self._new_between())
+        # A step and the reset after it are in use at the same time.
+        self._changed = (self._new_changed(), self._new_changed())
+        self._chain_keys = (object(), object())
 
-    def _new_between(self) -> _Between:
-        changed = self._outermost.out_keys
-        shared = self.observation_leaves().keys() - set(changed)
-        frame = self._below.new_frame()
-        return _Between(
-            {key: array for key, array in frame.observation.items() if key not in shared},
-            frame.reward if "reward" in changed else None,
-        )
+    def _new_changed(self) -> Arrays:
+        """Arrays of the frame below that the transform changes or removes, which `out` cannot share."""
+        shared = {*self.observation_leaves(), "reward", *FLAGS} - set(self._outermost.out_keys)
+        return {key: array for key, array in self._below.new_frame().arrays().items() if key not in shared}
 
     @profiled("TransformedEnv._reset")
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
@@ -122,18 +106,18 @@ class TransformedEnv(EnvBase):
         if not self._is_batch:
             super()._step_and_reset_into(actions, next_, root)
             return
-        # A batch does both in one go, which saves ParallelEnv a way to its processes and back.
+        # Step and reset a batch together, which saves ParallelEnv a round trip to its processes.
         ended = self._step_and_begin(actions, next_, root)
         if next_.done.any():
             if ended.any():
                 self._reset_transforms(root, ended[..., 0])
-            cut_off = next_.done & ~ended  # by transforms, which the innermost env knows nothing of
+            cut_off = next_.done & ~ended  # by transforms, unknown to the innermost env
             if cut_off.any():
                 self._reset_into(root, cut_off[..., 0])
 
     @profiled("TransformedEnv._step")
     def _step_and_begin(self, actions: Arrays, next_: Frame, root: Frame) -> np.ndarray:
-        """Act, and begin anew without transforms; bool [*B, 1]: where the innermost env ended an episode."""
+        """Step, and reset the innermost env; returns where it ended an episode, bool [*B, 1]."""
         ending, beginning = self._chain(next_, _STEP), self._chain(root, _RESET)
         for transform, _, _ in reversed(ending.stages):
             actions = transform.before_step(actions)
@@ -147,7 +131,7 @@ class TransformedEnv(EnvBase):
 
     @profiled("TransformedEnv._reset")
     def _reset_transforms(self, root: Frame, mask: np.ndarray) -> None:
-        """Begin episodes that the innermost env has begun already."""
+        """Reset the transforms after a reset of the innermost env."""
         for transform, source, target in self._chain(root, _RESET).stages:
             transform.reset(source, target, mask)
 
@@ -159,16 +143,18 @@ class TransformedEnv(EnvBase):
         self._below.close()
 
     def _chain(self, out: Frame, role: int) -> _Chain:
-        between = self._between[role]
-        chain = out.derived.get(between)
+        chain = out.derived.get(self._chain_keys[role])
         if chain is None:
-            source = self._source(out, between)
+            # The frame below shares the arrays that the transform does not change.
+            arrays = {**out.arrays(), **self._changed[role]}
+            below = self._below.observation_leaves()
+            source = Frame.of({key: arrays[key] for key in (*below, "reward", *FLAGS)})
             if isinstance(self._below, TransformedEnv):
                 inner = self._below._chain(source, role)
             else:
                 inner = _Chain(self._below, source, [], [])
             written = inner.frame.observation
-            chain = out.derived[between] = _Chain(
+            chain = out.derived[self._chain_keys[role]] = _Chain(
                 inner.env,
                 inner.frame,
                 [*inner.stages, (self._outermost, source, out)],
@@ -176,29 +162,20 @@ class TransformedEnv(EnvBase):
             )
         return chain
 
-    def _source(self, out: Frame, between: _Between) -> Frame:
-        """The frame below, of arrays of `out` wherever the transform between leaves them as they are."""
-        observation = {
-            key: between.observation[key] if key in between.observation else out.observation[key]
-            for key in self._below.observation_leaves()
-        }
-        reward = out.reward if between.reward is None else between.reward
-        return Frame(observation, reward, out.done, out.terminated, out.truncated)
-
 
 def _check_keys(transform: Transform, env: EnvBase) -> None:
-    """Refuse keys that the env does not have, or that would hide what it has."""
+    """Raise ConfigError for keys that the env does not have, or new keys that it already has."""
     name = type(transform).__name__
     there: set[Key] = {*env.observation_leaves(), "reward"}
     for key in transform.in_keys:
         if key not in there:
-            raise ConfigError(f"{name} reads {key!r}, but the env has {_listed(there)}; give one of these as in_keys")
+            raise ConfigError(f"{name} reads {key!r}, but the env has {_listed(there)}; fix in_keys")
     for key in transform.in_keys_inv:
         if key not in env.action_keys:
-            raise ConfigError(f"{name} changes the action {key!r}, but the env takes {_listed(set(env.action_keys))}")
+            raise ConfigError(f"{name} changes the action {key!r}, but the env has {_listed(set(env.action_keys))}")
     for key in transform.out_keys:
         if key in there and key not in transform.in_keys:
-            raise ConfigError(f"{name} would write {key!r}, which the env has already; give it another key")
+            raise ConfigError(f"{name} writes {key!r}, which the env already has; choose another key")
 
 
 def _listed(keys: set[Key]) -> str:

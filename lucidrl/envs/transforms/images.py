@@ -1,7 +1,7 @@
 """Transforms of images.
 
-Shapes: H height, W width, C channels, each after any leading dims. Envs tell uint8 [H, W, C]; everything after
-ToTensorImage works on floats [C, H, W].
+Shapes: H height, W width, C channels, after any leading dims. Envs return uint8 [H, W, C]; transforms after
+ToTensorImage take floats [C, H, W].
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from lucidrl.envs.failures import at_least_one
 from lucidrl.envs.specs import Spec
-from lucidrl.envs.transforms.base import Keys, Transform
-from lucidrl.envs.transforms.specs import mapped_spec
+from lucidrl.envs.transforms.base import Keys, Transform, mapped_spec
 from lucidrl.errors import ConfigError
 
-# How bright a person sees red, green and blue (ITU-R BT.601).
+# Luma weights of red, green and blue (ITU-R BT.601).
 _BRIGHTNESS = (0.299, 0.587, 0.114)
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "area"]
 
 
 class ToTensorImage(Transform):
-    """Makes uint8 [H, W, C] images float32 [C, H, W] between 0 and 1."""
+    """Converts uint8 [H, W, C] images to float32 [C, H, W] between 0 and 1."""
 
     def __init__(self, in_keys: Keys = ("pixels",), out_keys: Keys | None = None):
         super().__init__(in_keys, out_keys)
@@ -34,12 +34,12 @@ class ToTensorImage(Transform):
 
     def transform_spec(self, spec: Spec) -> Spec:
         if spec.dtype != torch.uint8 or len(spec.shape) < 3:
-            raise ConfigError(f"ToTensorImage reads {spec}; it takes uint8 images of [height, width, channels]")
+            raise ConfigError(f"ToTensorImage reads {spec}; it needs uint8 images of [height, width, channels]")
         return mapped_spec(spec, self.forward)
 
 
 class GrayScale(Transform):
-    """Makes [3, H, W] images [1, H, W], as bright as they were."""
+    """Converts [3, H, W] images to [1, H, W] of the same brightness."""
 
     def __init__(self, in_keys: Keys = ("pixels",), out_keys: Keys | None = None):
         super().__init__(in_keys, out_keys)
@@ -51,17 +51,17 @@ class GrayScale(Transform):
     def transform_spec(self, spec: Spec) -> Spec:
         _check_image(self, spec)
         if spec.shape[-3] != 3:
-            raise ConfigError(f"GrayScale reads {spec}, which has {spec.shape[-3]} channels; it takes red, green, blue")
+            raise ConfigError(f"GrayScale reads {spec}, which has {spec.shape[-3]} channels; it needs 3")
         return mapped_spec(spec, self.forward)
 
 
 class Resize(Transform):
-    """Makes [C, H, W] images `h` high and `w` wide.
+    """Resizes [C, H, W] images to height `h` and width `w`.
 
     Args:
         w: new width.
         h: new height; by default the width.
-        interpolation: between pixels; "area" is best for making images smaller.
+        interpolation: "area" is best for smaller images.
     """
 
     def __init__(
@@ -73,16 +73,15 @@ class Resize(Transform):
         out_keys: Keys | None = None,
     ):
         super().__init__(in_keys, out_keys)
-        self.w, self.h, self.interpolation = w, w if h is None else h, interpolation
-        if self.w < 1 or self.h < 1:
-            raise ConfigError(f"w={w}, h={h} leaves no pixel; give at least 1 each")
+        self.w, self.h = at_least_one("w", w), at_least_one("h", w if h is None else h)
+        self.interpolation = interpolation
         if interpolation not in Interpolation.__args__:  # type: ignore[attr-defined]
             raise ConfigError(f"interpolation={interpolation!r} is unknown; give nearest, bilinear, bicubic or area")
 
     def forward(self, value: np.ndarray) -> np.ndarray:
         images = torch.from_numpy(np.ascontiguousarray(value)).reshape(-1, *value.shape[-3:])
         resized = functional.interpolate(images, (self.h, self.w), mode=self.interpolation)
-        # Rounding, and a bicubic curve, can lead out of the range of an image.
+        # Rounding and bicubic interpolation can leave the range of the image.
         resized = resized.clamp(images.amin((-3, -2, -1), keepdim=True), images.amax((-3, -2, -1), keepdim=True))
         return resized.numpy().reshape(*value.shape[:-2], self.h, self.w)
 
@@ -93,7 +92,5 @@ class Resize(Transform):
 
 def _check_image(transform: Transform, spec: Spec) -> None:
     if not spec.dtype.is_floating_point or len(spec.shape) < 3:
-        raise ConfigError(
-            f"{type(transform).__name__} reads {spec}; it takes floats of [channels, height, width], as ToTensorImage "
-            "makes them: put that before it"
-        )
+        name = type(transform).__name__
+        raise ConfigError(f"{name} reads {spec}; it needs float images of [C, H, W]: put ToTensorImage before it")

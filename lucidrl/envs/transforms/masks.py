@@ -1,29 +1,26 @@
-"""Actions that are not always allowed.
+"""Masks of discrete actions.
 
 Shapes: n the number of choices.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import numpy as np
 
 from lucidrl.envs.arrays import Arrays, Frame, Key
+from lucidrl.envs.base import EnvBase
 from lucidrl.envs.specs import Categorical, Composite, OneHot, Spec
 from lucidrl.envs.transforms.base import Transform
 from lucidrl.errors import ConfigError, EnvironmentFailure
 
-if TYPE_CHECKING:
-    from lucidrl.envs.base import EnvBase
-
 
 class ActionMask(Transform):
-    """Leaves only the choices that the env's mask allows at this moment.
+    """Restricts the action to the choices of the env's current mask.
 
-    `action_spec` then draws and accepts such actions alone, and a step with another one is refused. The mask is an
-    entry of the env below, with one bool or 0/1 for every choice. In a batch of envs the transform belongs around the
-    batch, since the spec must know the masks of all.
+    `action_spec` samples and accepts only such actions; a step with another one raises. The mask is an entry of the env
+    with one bool or 0/1 per choice. Put the transform around a batch of envs, not inside it.
     """
 
     def __init__(self, action_key: Key = "action", mask_key: Key = "action_mask"):
@@ -35,17 +32,14 @@ class ActionMask(Transform):
         if self.mask_key not in entries:
             raise ConfigError(f"ActionMask reads {self.mask_key!r}, but the env has {', '.join(map(repr, entries))}")
         if not isinstance(spec, Categorical | OneHot):
-            raise ConfigError(f"ActionMask needs a choice as {self.action_key!r}, but the env takes {env.action_spec}")
+            raise ConfigError(f"ActionMask needs a discrete {self.action_key!r}, but the env has {env.action_spec}")
         shape = (*spec.shape, spec.n) if isinstance(spec, Categorical) else tuple(spec.shape)
         if entries[self.mask_key].shape != shape:
-            raise ConfigError(
-                f"{self.mask_key!r} has shape {list(entries[self.mask_key].shape)}, but {spec} needs {list(shape)}; "
-                "give one entry for every choice"
-            )
+            found = list(entries[self.mask_key].shape)
+            raise ConfigError(f"{self.mask_key!r} has shape {found}, but {spec} needs {list(shape)}")
         self._mask = np.ones(shape, bool)
-        self._spec = (
-            _MaskedCategorical(spec, self._mask) if isinstance(spec, Categorical) else _MaskedOneHot(spec, self._mask)
-        )
+        masked: Any = _MaskedCategorical if isinstance(spec, Categorical) else _MaskedOneHot
+        self._spec: Spec = masked(spec, self._mask)
 
     def reset(self, source: Frame, target: Frame, mask: np.ndarray | None) -> None:
         rows = ... if mask is None else mask
@@ -57,10 +51,8 @@ class ActionMask(Transform):
     def before_step(self, actions: Arrays) -> Arrays:
         action = actions[self.action_key]
         if not self._spec.contains(action):
-            raise EnvironmentFailure(
-                f"{self.action_key!r} {action.tolist()} is not among the choices that {self.mask_key!r} leaves, "
-                f"{self._mask.astype(int).tolist()}; let the policy heed the mask"
-            )
+            masked = f"{self.action_key!r} {action.tolist()} is masked by {self.mask_key!r}"
+            raise EnvironmentFailure(f"{masked} {self._mask.astype(int).tolist()}; fix the policy")
         return actions
 
     def transform_action_spec(self, spec: Spec | Composite) -> Spec | Composite:
@@ -71,8 +63,14 @@ class ActionMask(Transform):
         return masked
 
 
+def _refuse_expand(spec: Spec, *shape: Any) -> Any:
+    raise ConfigError("an env with ActionMask cannot be part of a batch; put ActionMask around the batch")
+
+
 class _MaskedCategorical(Categorical):
-    """One of the choices that a mask leaves; the mask [*shape, n] is the env's own, and changes with it."""
+    """One of the choices of a mask [*shape, n], which changes with the env."""
+
+    expand = _refuse_expand
 
     def __init__(self, spec: Categorical, mask: np.ndarray):
         super().__init__(spec.n, spec.shape, spec.dtype, spec.device)
@@ -81,15 +79,14 @@ class _MaskedCategorical(Categorical):
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return _drawn(self._mask, rng).astype(self.numpy_dtype)
 
-    def expand(self, *shape: Any) -> Self:
-        raise _not_around_the_batch()
-
     def _allows(self, array: np.ndarray) -> bool:
         return super()._allows(array) and bool(np.take_along_axis(self._mask, array[..., None], -1).all())
 
 
 class _MaskedOneHot(OneHot):
-    """The same as a one-hot vector; the mask is [*shape]."""
+    """A one-hot vector of the choices of a mask [*shape], which changes with the env."""
+
+    expand = _refuse_expand
 
     def __init__(self, spec: OneHot, mask: np.ndarray):
         super().__init__(spec.n, spec.shape, spec.dtype, spec.device)
@@ -98,24 +95,12 @@ class _MaskedOneHot(OneHot):
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return self._one_hot(_drawn(self._mask, rng)[..., None])
 
-    def expand(self, *shape: Any) -> Self:
-        raise _not_around_the_batch()
-
     def _allows(self, array: np.ndarray) -> bool:
         return super()._allows(array) and bool(self._mask[array.astype(bool)].all())
 
 
 def _drawn(mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """For every row of the mask [..., n] the index of one of its choices, each as likely as the others."""
+    """A random index among the choices of every row of the mask [..., n]."""
     if not mask.any(-1).all():
-        raise EnvironmentFailure(
-            f"the mask {mask.astype(int).tolist()} leaves no choice; an episode must end before that"
-        )
+        raise EnvironmentFailure(f"the mask {mask.astype(int).tolist()} has no choice; end the episode before that")
     return np.asarray(np.where(mask, rng.random(mask.shape), -1.0).argmax(-1))
-
-
-def _not_around_the_batch() -> ConfigError:
-    return ConfigError(
-        "an env with ActionMask cannot be one of a batch, as its spec knows its own mask alone; "
-        "put ActionMask around the batch of envs instead"
-    )

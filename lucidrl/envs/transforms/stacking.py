@@ -1,32 +1,29 @@
-"""Transforms that put values together: of several moments, or of several entries."""
+"""Transforms that concatenate values of several frames or entries."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
 from lucidrl.envs.arrays import Arrays, Frame, Key
+from lucidrl.envs.base import EnvBase
+from lucidrl.envs.failures import at_least_one
 from lucidrl.envs.specs import Bounded, Composite, Spec, Unbounded
-from lucidrl.envs.transforms.base import Keys, Transform, rows_of
-from lucidrl.envs.transforms.specs import mapped_spec
+from lucidrl.envs.transforms.base import Keys, Transform, mapped_spec, rows_of
 from lucidrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lucidrl.envs.base import EnvBase
 
 _Value = TypeVar("_Value", np.ndarray, torch.Tensor)
 
 
 class CatFrames(Transform):
-    """Puts the last `N` values of an entry side by side, the newest last.
+    """Concatenates the last `N` values of an entry, the newest last.
 
     Args:
-        N: how many.
-        dim: along which they are put, counted from the end: -3 for the channels of an image, -1 for a vector.
-        padding: what stands for moments before the reset: "same" the first value, "constant" `padding_value`.
+        dim: counted from the end: -3 for the channels of an image, -1 for a vector.
+        padding: values before the reset: "same" repeats the first value, "constant" uses `padding_value`.
     """
 
     def __init__(
@@ -39,20 +36,19 @@ class CatFrames(Transform):
         padding_value: float = 0,
     ):
         super().__init__(in_keys, out_keys)
-        if N < 1:
-            raise ConfigError(f"N={N} leaves nothing to put together; give at least 1")
         if dim >= 0:
             raise ConfigError(f"dim={dim} would depend on the env's batch size; count from the end, such as -1")
         if padding not in ("same", "constant"):
             raise ConfigError(f"padding={padding!r} is unknown; give 'same' or 'constant'")
-        self.N, self.dim, self.padding, self.padding_value = N, dim, padding, padding_value
+        self.N = at_least_one("N", N)
+        self.dim, self.padding, self.padding_value = dim, padding, padding_value
 
     def prepare(self, env: EnvBase) -> None:
         self._latest: Arrays = {}
         for key in self.in_keys:
             shape = env.observation_leaves()[key].shape
             if len(shape) - len(env.batch_size) < -self.dim:
-                raise ConfigError(f"dim={self.dim} is not one of {key!r}, which has shape {list(shape)}")
+                raise ConfigError(f"dim={self.dim} is not a dim of {key!r}, which has shape {list(shape)}")
             self._latest[key] = self._repeated(env.new_frame().observation[key])
 
     def reset(self, source: Frame, target: Frame, mask: np.ndarray | None) -> None:
@@ -85,25 +81,25 @@ class CatFrames(Transform):
         return np.concatenate([value] * self.N, axis=self.dim)
 
     def _cut(self, values: np.ndarray, start: int, size: int) -> np.ndarray:
-        """A view of that part along `dim`."""
+        """A view of `size` values along `dim`."""
         index: tuple[Any, ...] = (..., slice(start, start + size), *(slice(None),) * (-self.dim - 1))
         return values[index]
 
 
 class CatTensors(Transform):
-    """Puts several entries side by side in one.
+    """Concatenates several entries in one.
 
     Args:
-        in_keys: in this order; what is a single number counts as one of size 1.
+        in_keys: in this order; a scalar has size 1.
         out_key: name of the new entry, which may be one of `in_keys`.
-        dim: along which they are put, counted from the end.
-        del_keys: whether to remove the entries that are put together.
+        dim: counted from the end.
+        del_keys: whether to remove the `in_keys`.
     """
 
     def __init__(self, in_keys: Keys, out_key: Key = "observation_vector", dim: int = -1, del_keys: bool = True):
         super().__init__(in_keys)
         if not self.in_keys:
-            raise ConfigError("in_keys is empty; name the entries to be put together")
+            raise ConfigError("in_keys is empty; name the entries to concatenate")
         if dim >= 0:
             raise ConfigError(f"dim={dim} would depend on the env's batch size; count from the end, such as -1")
         self.out_keys = (out_key,)
@@ -119,7 +115,7 @@ class CatTensors(Transform):
         target.observation[self._key][... if mask is None else mask] = np.concatenate(values, self.dim)
 
     def step(self, source: Frame, target: Frame) -> None:
-        # Into an array of the dtype that torch gives several: float32 and int64 make float32.
+        # The dtype follows torch: float32 and int64 give float32.
         np.concatenate(self._values(source.observation), self.dim, out=target.observation[self._key])
 
     def transform_observation_spec(self, spec: Composite) -> Composite:
@@ -135,7 +131,7 @@ class CatTensors(Transform):
             like = torch.cat(self._values({key: part.zero() for key, part in parts.items()}), self.dim)
         except (RuntimeError, IndexError) as error:
             shapes = ", ".join(f"{key!r} {list(part.shape)}" for key, part in parts.items())
-            raise ConfigError(f"CatTensors cannot put {shapes} together along dim={self.dim}: {error}") from error
+            raise ConfigError(f"CatTensors cannot concatenate {shapes} along dim={self.dim}: {error}") from error
         bounded = {key: part for key, part in parts.items() if isinstance(part, Bounded)}
         if len(bounded) < len(parts):
             return Unbounded(like.shape, like.dtype, like.device)

@@ -1,30 +1,27 @@
-"""Transforms that normalise by statistics: given, measured beforehand, or running."""
+"""Transforms that normalise by statistics: fixed, measured beforehand, or running."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from lucidrl.envs.arrays import Key
+from lucidrl.envs.base import EnvBase
 from lucidrl.envs.specs import Spec, Unbounded
 from lucidrl.envs.transforms.base import Keys, State, Transform
 from lucidrl.errors import CheckpointError, ConfigError
 
-if TYPE_CHECKING:
-    from lucidrl.envs.base import EnvBase
-
 
 class ObservationNorm(Transform):
-    """Makes entries `value * scale + loc`, or with `standard_normal` `(value - loc) / scale`.
+    """Computes `value * scale + loc`, or with `standard_normal` `(value - loc) / scale`.
 
     Args:
-        loc: number or array that broadcasts to each of the entries; without it and `scale`, `init_stats` measures them.
+        loc: number or array that broadcasts to each entry; without it and `scale`, call `init_stats`.
         scale: the same.
-        standard_normal: what `loc` and `scale` mean: mean and standard deviation of the entry, or what to multiply with
-            and to add.
+        standard_normal: `loc` and `scale` are mean and standard deviation of the entry.
     """
 
     def __init__(
@@ -38,22 +35,22 @@ class ObservationNorm(Transform):
     ):
         super().__init__(in_keys, out_keys)
         if (loc is None) != (scale is None):
-            raise ConfigError(f"loc={loc}, scale={scale}: only one is given; give both, or none and call init_stats")
+            raise ConfigError(f"loc={loc}, scale={scale}: give both, or none and call init_stats")
         self.standard_normal = standard_normal
         self._stats: dict[Key, tuple[np.ndarray, np.ndarray]] = {}
         for key in self.in_keys if loc is not None else ():
             self._set_stats(key, loc, scale)
 
     def init_stats(self, num_iter: int, *, reduce_dim: int | Sequence[int] = 0, eps: float = 1e-6) -> None:
-        """Measure mean and standard deviation over `num_iter` random steps of the env below, which needs a reset after.
+        """Measure mean and standard deviation over `num_iter` random steps of the env; reset it afterwards.
 
         Args:
-            reduce_dim: dims of [frames of all envs, *shape of the entry] to measure over; (0, -1, -2) measures
-                an image by channel.
-            eps: least standard deviation, for what never changes.
+            reduce_dim: dims of [frames of all envs, *shape of the entry] to reduce; (0, -1, -2) keeps the channels of
+                an image.
+            eps: minimum standard deviation.
         """
         if self.parent is None:
-            raise ConfigError("ObservationNorm has no env to measure; put it into a TransformedEnv before init_stats")
+            raise ConfigError("ObservationNorm has no env; put it into a TransformedEnv before init_stats")
         frames = self.parent.rollout(num_iter, break_when_any_done=False)
         num_dims = len(self.parent.batch_size) + 1
         dims = (reduce_dim,) if isinstance(reduce_dim, int) else tuple(reduce_dim)
@@ -65,9 +62,7 @@ class ObservationNorm(Transform):
 
     def forward_entry(self, key: Key, value: np.ndarray) -> np.ndarray:
         if key not in self._stats:
-            raise ConfigError(
-                f"ObservationNorm has no loc and scale for {key!r}; give them, or call init_stats(num_iter)"
-            )
+            raise ConfigError(f"ObservationNorm has no loc and scale for {key!r}; give them, or call init_stats")
         dtype = _float_of(value.dtype)
         value, (loc, scale) = value.astype(dtype), (stat.astype(dtype) for stat in self._stats[key])
         return (value - loc) / scale if self.standard_normal else value * scale + loc
@@ -89,20 +84,19 @@ class ObservationNorm(Transform):
     def _set_stats(self, key: Key, loc: Any, scale: Any) -> None:
         loc, scale = np.array(loc, np.float64), np.array(scale, np.float64)
         if not np.isfinite(loc).all() or not np.isfinite(scale).all() or (scale == 0).any():
-            raise ConfigError(f"loc={loc}, scale={scale} would leave nothing of {key!r}; give finite ones, scale not 0")
+            raise ConfigError(f"loc={loc}, scale={scale} of {key!r} must be finite, and scale not 0")
         self._stats[key] = loc, scale
 
 
 class VecNorm(Transform):
-    """Makes entries `(value - mean) / std` by their mean and standard deviation so far, over all steps and envs.
+    """Computes `(value - mean) / std` with running statistics over all steps and envs, the current step included.
 
-    It learns from every frame that it passes on, and passes it on by what it has learned with it. For evaluation, take
-    `frozen_copy()`. Put around a batch of envs it learns from them all; within a worker, from that one's alone.
+    For evaluation use `frozen_copy()`. Around a batch of envs the statistics are of all envs; in a worker process, of
+    its envs alone.
 
     Args:
         in_keys: "reward" can be one.
-        decay: what is left of a step's weight after each later one; 1 lets all count the same, 0.999 the last thousand
-            or so.
+        decay: factor on the weight of earlier steps; 1 weighs all steps equally, 0.999 about the last thousand.
         eps: added to the variance.
     """
 
@@ -116,16 +110,16 @@ class VecNorm(Transform):
     ):
         super().__init__(in_keys, out_keys)
         if not 0 < decay <= 1:
-            raise ConfigError(f"decay={decay} is not above 0 and at most 1; give 1 for no decay")
+            raise ConfigError(f"decay={decay} must be above 0 and at most 1")
         if not eps > 0:
-            raise ConfigError(f"eps={eps} would divide by 0 at first; give a number above 0")
+            raise ConfigError(f"eps={eps} must be above 0")
         self.decay, self.eps = decay, eps
         self.frozen = False
-        """Whether it goes on as it is, learning nothing."""
+        """Whether the statistics stay as they are."""
         self._stats: dict[Key, _Running] = {}
 
     def frozen_copy(self) -> Self:
-        """Another instance that normalises by what was learned so far, and stays so."""
+        """A copy with fixed statistics."""
         twin = self.clone()
         twin.frozen = True
         return twin
@@ -137,10 +131,8 @@ class VecNorm(Transform):
             if key not in self._stats:
                 self._stats[key] = _Running(shape)
             elif self._stats[key].mean.shape != shape:
-                raise ConfigError(
-                    f"VecNorm learned {key!r} of shape {list(self._stats[key].mean.shape)}, but here it has "
-                    f"{list(shape)}; make another one"
-                )
+                learned = list(self._stats[key].mean.shape)
+                raise ConfigError(f"VecNorm learned {key!r} of shape {learned}, but here it has {list(shape)}")
 
     def forward_entry(self, key: Key, value: np.ndarray) -> np.ndarray:
         stats = self._stats[key]
@@ -170,25 +162,23 @@ class VecNorm(Transform):
             stats.weight = float(weight)
             stats.mean[...], stats.squares[...] = mean, squares
             if key in self._stats and self._stats[key].mean.shape != stats.mean.shape:
-                raise CheckpointError(
-                    f"the state has {_name(key)} of shape {list(stats.mean.shape)}, but here it is "
-                    f"{list(self._stats[key].mean.shape)}; load that of the same env"
-                )
+                shapes = f"{list(stats.mean.shape)}, but here it is {list(self._stats[key].mean.shape)}"
+                raise CheckpointError(f"the state has {_name(key)} of shape {shapes}; load it into the same env")
             self._stats[key] = stats
 
 
 class _Running:
-    """Mean and variance of values that come a few at a time; what is old may fade."""
+    """Running mean and variance with decay."""
 
     def __init__(self, shape: Sequence[int]):
         self.weight = 0.0
-        """How many values it counts as."""
+        """Effective number of values."""
         self.mean = np.zeros(shape)
         self.squares = np.zeros(shape)
-        """Sum of the squared distances from the mean."""
+        """Sum of squared deviations from the mean."""
 
     def learn(self, values: np.ndarray, decay: float) -> None:
-        """Take in values [..., *shape]; no large sums are subtracted from each other, which would lose digits."""
+        """Add values [..., *shape], without differences of large sums."""
         rows = values.reshape(-1, *self.mean.shape).astype(np.float64)
         number = len(rows)
         mean = rows.sum(0) / number
@@ -220,7 +210,5 @@ def _name(key: Key) -> str:
 def _taken(state: State, key: Key, name: str) -> Any:
     path = f"{_name(key)}.{name}"
     if path not in state:
-        raise CheckpointError(
-            f"the state has {', '.join(state) or 'nothing'}, but no {path}; load that of the same transforms"
-        )
+        raise CheckpointError(f"the state has {', '.join(state) or 'nothing'}, but no {path}; load another one")
     return state[path]

@@ -1,29 +1,23 @@
-"""Transforms that step the env below them by themselves."""
+"""Transforms that step the env themselves."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lucidrl.envs.arrays import Arrays, Frame
+from lucidrl.envs.base import EnvBase
+from lucidrl.envs.failures import at_least_one
 from lucidrl.envs.transforms.base import Transform
-from lucidrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lucidrl.envs.base import EnvBase
 
 
 class FrameSkip(Transform):
-    """Repeats every action `frame_skip` times in all, or until the episode is done, and sums the rewards."""
+    """Applies every action `frame_skip` times, or until the episode is done, and sums the rewards."""
 
     steps_env = True
 
     def __init__(self, frame_skip: int):
         super().__init__(in_keys=["reward"])
-        if frame_skip < 1:
-            raise ConfigError(f"frame_skip={frame_skip} would never act; give at least 1")
-        self.frame_skip = frame_skip
+        self.frame_skip = at_least_one("frame_skip", frame_skip)
 
     def before_step(self, actions: Arrays) -> Arrays:
         self._actions = actions
@@ -40,30 +34,28 @@ class FrameSkip(Transform):
 
 
 class NoopReset(Transform):
-    """Takes some steps without effect after every reset, so that episodes begin at different moments.
+    """Takes steps without effect after every reset, so episodes start in different states.
 
-    An episode that ends by them is begun again. Put transforms that count steps around this one, or they count these.
+    An episode that ends within these steps is reset. Transforms inside this one see the steps, those around it do not.
 
     Args:
-        noops: how many steps; with `random` at most so many, and at least one.
-        random: whether every reset draws their number anew; the env's seed decides it.
-        noop_action: what has no effect, as `action_spec.encode` takes it: the index of the choice, or a number.
+        noops: number of steps; with `random` the maximum.
+        random: draw a number from 1 to `noops` in every reset.
+        noop_action: the action without effect, as an argument of `action_spec.encode`.
     """
 
     steps_env = True
 
     def __init__(self, noops: int = 30, random: bool = True, noop_action: float = 0):
         super().__init__()
-        if noops < 1:
-            raise ConfigError(f"noops={noops} leaves nothing to do; give at least 1")
-        self.noops, self.random, self.noop_action = noops, random, noop_action
+        self.noops, self.random, self.noop_action = at_least_one("noops", noops), random, noop_action
         self._rng = np.random.default_rng()
 
     def prepare(self, env: EnvBase) -> None:
         self._actions = {key: spec.encode(self.noop_action).cpu().numpy() for key, spec in env.action_leaves().items()}
 
     def set_seed(self, seed: int) -> None:
-        # Not the seed alone, from which the env draws the same numbers.
+        # Not the seed alone, which the env uses.
         self._rng = np.random.default_rng((seed, self.noops))
 
     def reset(self, source: Frame, target: Frame, mask: np.ndarray | None) -> None:

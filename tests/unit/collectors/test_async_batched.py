@@ -314,11 +314,15 @@ def test_bad_input_is_told_at_once(arguments, message):
 @pytest.mark.parametrize(
     ("policy", "error", "message"),
     [
-        (without_action, ConfigError, "the policy without_action gave no 'action', but motion"),
+        (without_action, ConfigError, "the policy without_action returned motion, but no 'action'"),
         (lambda td: torch.zeros(2, 5), DataError, r"'action' of shape \[2, 5\], but \[2, 2\] is needed for 2 envs"),
         (lambda td: torch.ones(2, 2), DataError, r"the policy's 'action' is \[1\.0, .*\], which is not in OneHot"),
         (lambda td: torch.full((2, 2), 0.7), DataError, r"'action' is \[0\.6999.*\], which is not in OneHot"),
-        (lambda td: {"action": [0, 1]}, DataError, "the policy gave 'action' as a list; every output must be a tensor"),
+        (
+            lambda td: {"action": [0, 1]},
+            DataError,
+            "the policy returned 'action' as a list; every output must be a tensor",
+        ),
     ],
 )
 def test_a_policy_that_does_not_suit_the_envs_is_told(policy, error, message):
@@ -359,7 +363,7 @@ def test_an_output_of_another_dtype_is_refused():
         return {"action": always_right(tensordict), "value": torch.ones(len(tensordict), dtype=next(dtypes, None))}
 
     collector = AsyncBatchedCollector([Walk] * 2, policy, frames_per_batch=30)
-    with collector, pytest.raises(DataError, match=r"gave 'value' as torch\.float32, but as torch\.int64 before"):
+    with collector, pytest.raises(DataError, match=r"returned 'value' as torch\.float32, but as torch\.int64 before"):
         collector.next()
 
 
@@ -410,7 +414,7 @@ def test_an_env_that_fails_is_named_and_everything_ends():
     collector = AsyncBatchedCollector(one_faulty(2, 1, "raise"), frames_per_batch=50, seed=20)
     with pytest.raises(EnvironmentFailure, match=r"env 1 \(seed 21, action .*\) failed in its step: ValueError: the"):
         collector.next()
-    with pytest.raises(EnvironmentFailure, match="the env processes have ended: env 1"):
+    with pytest.raises(EnvironmentFailure, match="the env processes have exited: env 1"):
         collector.next()
     collector.shutdown()
 
@@ -419,7 +423,7 @@ def test_an_env_that_fails_is_named_and_everything_ends():
 def test_an_env_process_that_is_killed_or_stopped_is_told(number, what):
     collector = AsyncBatchedCollector([Walk] * 2, frames_per_batch=50, total_frames=10**6, step_timeout_s=0.5)
     collector.next()
-    os.kill(collector._envs.env.processes.members[1].pid, number)
+    os.kill(collector._envs.env.processes[1].pid, number)
     begun = time.monotonic()
     with pytest.raises(EnvironmentFailure, match=rf"env 1 .*{what}"):
         list(collector)

@@ -508,9 +508,9 @@ def test_specs_may_be_of_a_class_that_only_the_program_knows():
     [
         ({"frames_per_batch": 0}, "frames_per_batch=0 makes no batch; give at least 1"),
         ({"frames_per_batch": 1}, "frames_per_batch=1 leaves some of 2 workers without a frame"),
-        ({"create_env_fn": [lambda: None] * 2}, "the factory of env 0 returned None, but an EnvBase is needed"),
+        ({"create_env_fn": [lambda: None] * 2}, "the factory of env 0 returned None; return an EnvBase"),
         ({"create_env_fn": Walk}, "create_env_fn is one for all workers; say with num_workers how many there are"),
-        ({"create_env_fn": []}, "num_workers=0 makes no env"),
+        ({"create_env_fn": []}, "num_workers=0 must be at least 1"),
         ({"create_env_fn": [Walk, Countdown]}, "the env of worker 1 has observation_spec .* the env of worker 0 has"),
         ({"create_env_fn": [threading.Lock().acquire] * 2}, "create_env_fn of worker 0 cannot be sent to a process"),
         ({"policy": 3}, "policy is 3; give a TensorDict module"),
@@ -528,7 +528,7 @@ def test_bad_input_is_told_at_once(arguments, message):
 @BOTH
 def test_a_policy_without_the_action_is_told_with_the_worker(kind):
     collector = kind([Walk] * 2, without_action, frames_per_batch=10)
-    with pytest.raises(ConfigError, match="the policy without_action gave no 'action', but motion") as caught:
+    with pytest.raises(ConfigError, match="the policy without_action returned motion, but no 'action'") as caught:
         collector.next()
     assert caught.value.__notes__[0].startswith("raised by worker ")
 

@@ -168,11 +168,11 @@ def test_a_batch_has_the_outputs_of_its_own_steps_only():
 @pytest.mark.parametrize(
     ("outputs", "sentence"),
     [
-        ([{"value": 1.0}], "the policy gave 'value' as a float; every output must be a tensor"),
-        ([{"action": [0, 1]}], "the policy gave 'action' as a list; every output must be a tensor"),
+        ([{"value": 1.0}], "the policy returned 'value' as a float; every output must be a tensor"),
+        ([{"action": [0, 1]}], "the policy returned 'action' as a list; every output must be a tensor"),
         (
             [{"value": torch.tensor(1)}, {"value": torch.tensor(0.5)}],
-            r"the policy gave 'value' as torch\.float32, but as torch\.int64 before; every step must give the same",
+            r"the policy returned 'value' as torch\.float32, but as torch\.int64 before; keep one dtype",
         ),
     ],
 )
@@ -399,7 +399,7 @@ def test_a_factory_that_returns_nothing_is_refused():
 
 def test_a_policy_without_the_action_key_is_refused():
     collector = Collector(Walk(), lambda tensordict: tensordict, frames_per_batch=10)
-    with pytest.raises(ConfigError, match="gave no 'action'"):
+    with pytest.raises(ConfigError, match="but no 'action'"):
         collector.rollout()
 
 

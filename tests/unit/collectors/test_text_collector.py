@@ -14,8 +14,8 @@ from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
-from lucidrl.envs.text.hosts import start_host
 from lucidrl.envs.text.interfaces import EnvReply
+from lucidrl.envs.text.workers import start_env
 from lucidrl.errors import DataError, EnvironmentFailure
 
 PAD = 0
@@ -120,7 +120,7 @@ def test_rollouts_are_the_same_to_the_bit_with_the_environment_in_workers(make_c
     prompts = GuessingEnv(GuessingConfig(**settings)).prompts()
     config = EnvConfig(name="guessing", kwargs=settings, num_workers=2)
     collected = []
-    for env in (GuessingEnv(GuessingConfig(**settings)), start_host(config, ClusterConfig(num_threads=1))):
+    for env in (GuessingEnv(GuessingConfig(**settings)), start_env(config, ClusterConfig(num_threads=1))):
         collector = make_collector(env, prompts, model="embedded-untrained", max_turns=3)
         collected.append([collector.collect() for _ in range(2)])
         collector.shutdown()

@@ -1,4 +1,4 @@
-"""Envs that go wrong when they are told to, in their own process; tests of processes share them."""
+"""Envs that fail on purpose in their process; shared by tests of processes."""
 
 from __future__ import annotations
 

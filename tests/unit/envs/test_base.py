@@ -20,7 +20,7 @@ def kind(request):
 
 
 @pytest.mark.parametrize("batch_size", BATCHES)
-def test_reset_gives_observation_and_flags_that_are_false(kind, batch_size):
+def test_reset_returns_observation_and_false_flags(kind, batch_size):
     root = kind(batch_size).reset()
     assert root.batch_size == torch.Size(batch_size)
     for name in ("done", "terminated", "truncated"):
@@ -66,7 +66,7 @@ def test_a_rollout_stops_at_the_first_end_and_shows_it():
     assert rollout["next", "left"][-1] <= 0
 
 
-def test_a_rollout_that_goes_on_begins_anew_where_an_env_is_done():
+def test_a_rollout_resets_envs_that_are_done():
     rollout = Countdown((3,)).rollout(60, break_when_any_done=False)
     assert rollout.shape == (3, 60)
     ended = rollout["next", "done"][:, :-1, 0]
@@ -76,7 +76,7 @@ def test_a_rollout_that_goes_on_begins_anew_where_an_env_is_done():
     assert torch.equal(following[~ended], rollout["next", "left"][:, :-1, 0][~ended])
 
 
-def test_a_rollout_goes_on_from_where_another_ended():
+def test_a_rollout_continues_after_another():
     env = Walk()
     env.set_seed(0)
     whole = env.rollout(6, break_when_any_done=False)
@@ -86,14 +86,14 @@ def test_a_rollout_goes_on_from_where_another_ended():
     assert torch.equal(whole["observation"], torch.cat([first["observation"], rest["observation"]]))
 
 
-def test_a_rollout_goes_on_from_what_a_step_of_a_tensordict_env_ended_at():
+def test_a_rollout_continues_after_a_step_of_a_tensordict_env():
     env = Countdown()
     after = env.step(env.reset().set("action", torch.tensor([3])))
     rollout = env.rollout(2, lambda _: torch.tensor([1]), auto_reset=False, tensordict=after["next"])
     assert rollout["left"].flatten().tolist() == [START - 3, START - 4]
 
 
-def test_step_and_maybe_reset_keeps_the_true_end_and_gives_a_new_root(kind):
+def test_step_and_maybe_reset_keeps_the_final_frame_and_returns_a_new_root(kind):
     env = kind((4,))
     env.set_seed(1)
     root = env.reset()
@@ -126,7 +126,7 @@ def test_a_partial_reset_leaves_the_other_envs_where_they_are(kind):
     assert stepped["next", "reward"].isfinite().all()
 
 
-def test_a_tensordict_env_acts_on_what_it_is_given():
+def test_a_tensordict_env_reads_its_input():
     env = Countdown((2,))
     root = env.reset()
     root["left"][...] = 5
@@ -151,7 +151,7 @@ def test_a_reset_mask_of_another_shape_is_refused():
     env = Walk((3,))
     root = env.reset()
     root["_reset"] = torch.ones(3, 1, 1, dtype=torch.bool)
-    with pytest.raises(DataError, match=r"_reset is \[3, 1, 1\] of torch.bool; it must be a bool mask of \[3\]"):
+    with pytest.raises(DataError, match=r"_reset is torch.bool \[3, 1, 1\]; give a bool mask of \[3\]"):
         env.reset(root)
 
 
@@ -164,15 +164,15 @@ def test_a_step_without_an_action_names_what_is_there():
 def test_an_action_of_another_shape_is_refused():
     env = Walk((2,))
     root = env.reset().set("action", torch.zeros(2, 3, dtype=torch.int64))
-    with pytest.raises(DataError, match=r"action has shape \[2, 3\]; the env takes \[2, 2\]"):
+    with pytest.raises(DataError, match=r"action has shape \[2, 3\]; the env needs \[2, 2\]"):
         env.step(root)
 
 
-def test_an_action_of_another_dtype_is_taken_if_it_means_the_same():
+def test_an_action_of_another_dtype_is_cast_if_exact():
     env = Walk()
     root = env.reset()
     env.step(root.set("action", torch.tensor([0.0, 1.0])))
-    with pytest.raises(DataError, match=r"the env takes action as OneHot.*: .* cannot be written as int64"):
+    with pytest.raises(DataError, match=r"action does not fit OneHot.*: .* cannot be written as int64"):
         env.step(root.set("action", torch.tensor([0.3, 1.7])))
 
 
@@ -194,7 +194,7 @@ def test_an_env_without_hooks_is_refused():
     class Nothing(EnvBase):
         pass
 
-    with pytest.raises(TypeError, match="Nothing fills neither _step_into nor _step"):
+    with pytest.raises(TypeError, match="Nothing implements neither _step_into nor _step"):
         Nothing()
 
 
@@ -218,12 +218,12 @@ class Wrong(Countdown):
         ({"left": torch.zeros(2, 3, dtype=torch.int64)}, r"left has shape \[2, 3\], but its spec says \[2, 1\]"),
         ({"left": torch.zeros(2, 1)}, "left has dtype float32, but its spec says int64"),
         ({"left": None}, "Wrong has no entry 'left'; it has reward, terminated"),
-        ({"reward": torch.tensor([[0.0], [torch.nan]])}, r"the reward is \[0.0, nan\], but learning needs finite"),
-        ({"terminated": None}, "Wrong gave neither 'done' nor 'terminated' in a step"),
+        ({"reward": torch.tensor([[0.0], [torch.nan]])}, r"the reward is \[0.0, nan\]; it must be finite"),
+        ({"terminated": None}, "Wrong returned neither 'done' nor 'terminated' from a step"),
         ({"done": ALL, "truncated": ~ALL}, "Wrong is 'done', but neither 'terminated' nor 'truncated'"),
     ],
 )
-def test_what_a_tensordict_env_gives_must_fit_its_specs(changes, sentence):
+def test_results_of_a_tensordict_env_must_fit_its_specs(changes, sentence):
     env = Wrong(**changes)
     with pytest.raises((EnvironmentFailure, DataError), match=sentence):
         env.rand_step(env.reset())
@@ -231,7 +231,7 @@ def test_what_a_tensordict_env_gives_must_fit_its_specs(changes, sentence):
         env.rollout(3)
 
 
-def test_flags_that_a_tensordict_env_leaves_out_follow_from_those_it_gives():
+def test_missing_flags_of_a_tensordict_env_follow_from_the_others():
     truncated = Wrong(terminated=None, truncated=torch.ones(2, 1, dtype=torch.bool), done=torch.ones(2, 1) > 0)
     step = truncated.rand_step(truncated.reset())["next"]
     assert step["done"].all()
@@ -277,7 +277,7 @@ def test_nested_observations_keep_their_path():
     assert rollout["next", "robot", "arm"].shape == rollout["robot", "arm"].shape
 
 
-def test_arrays_and_tensordicts_tell_the_same():
+def test_arrays_and_tensordicts_agree():
     by_arrays, by_tensordicts = Walk((2,)), Walk((2,))
     by_arrays.set_seed(3)
     by_tensordicts.set_seed(3)

@@ -41,7 +41,7 @@ class Walk(EnvBase):
 
 
 @pytest.mark.parametrize("batch_size", [(), (3,), (2, 2)])
-def test_an_env_that_keeps_its_promises_passes(batch_size):
+def test_a_conforming_env_passes(batch_size):
     check_env_specs(Walk(batch_size))
 
 
@@ -189,24 +189,24 @@ class TakenName(Walk):
         (UnseededStart, r"'place' before step 0 of the same seed is .*0.3.*; expected .*0.1.*draw all randomness"),
         (UnseededSteps, "'reward' after step 0 of the same seed is .*draw all randomness"),
         (SameSeedAgain, r"set_seed\(0\) returned 0"),
-        (StaleFlags, r"'truncated' is True in what reset\(\) gave; expected False"),
-        (Contradiction, r"'done' is \[True.*in what step\(\) gave, with terminated \[False"),
-        (MissingEntry, r"step\(\) gave no \('clock', 'ticks'\), which the specs have; it gave 'done', 'place'"),
-        (FurtherEntry, r"reset\(\) gave 'height', which the specs do not have"),
-        (NoNext, r"step\(\) gave no 'next'"),
-        (WrongReward, r"'reward' from step\(\) is of torch.float64 \[2, 1\]; expected Unbounded"),
-        (WrongShape, r"'place' from reset\(\) is of torch.float32 \[2, 2\]; expected Bounded.*shape=\[2, 1\]"),
-        (OneMemory, "'place' of two steps is in the same memory"),
+        (StaleFlags, r"reset\(\) returned 'truncated' True; expected False"),
+        (Contradiction, r"step\(\) returned 'done' \[True.* with terminated \[False"),
+        (MissingEntry, r"step\(\) returned 'done', 'place'.*, but not \('clock', 'ticks'\)"),
+        (FurtherEntry, r"reset\(\) returned 'height', which is not in the specs"),
+        (NoNext, r"step\(\) returned no 'next'"),
+        (WrongReward, r"'reward' from step\(\) is torch.float64 \[2, 1\]; expected Unbounded"),
+        (WrongShape, r"'place' from reset\(\) is torch.float32 \[2, 2\]; expected Bounded.*shape=\[2, 1\]"),
+        (OneMemory, "'place' of two steps shares memory"),
         (ImpossibleAction, r"'action' from rand_action\(\) is \[\[1, 1\], \[1, 1\]\]; expected OneHot"),
-        (NoBatchSize, r"reset\(\) gave batch size \[2, 1\]; expected \[2\]"),
-        (ResetsAll, "in rows not to be reset is .*; expected .*only the rows that its mask picks"),
-        (WrongRewardSpec, r"reward_spec is Unbounded.*; it must be of float32 \[2, 1\]"),
+        (NoBatchSize, r"reset\(\) returned batch size \[2, 1\]; expected \[2\]"),
+        (ResetsAll, "in rows without reset is .*; expected .*only the rows of its mask"),
+        (WrongRewardSpec, r"reward_spec is Unbounded.*; it must be float32 \[2, 1\]"),
         (NoSpec, "observation_spec is None; set it to a spec in __init__"),
-        (SmallSpec, r"the spec of 'action' is OneHot.*, but the env's batch size is \[2\]"),
-        (TakenName, "observation_spec has 'done', which has its own place"),
+        (SmallSpec, r"the spec of 'action' is OneHot.*; expand it to the env's batch size \[2\]"),
+        (TakenName, "observation_spec has 'done', which is a reserved name"),
     ],
 )
-def test_a_broken_promise_is_named_with_what_was_expected(broken, complaint):
+def test_a_violation_is_named_with_the_expected_value(broken, complaint):
     with pytest.raises(DataError, match=complaint):
         check_env_specs(broken((2,)))
 
@@ -216,11 +216,11 @@ class WrongDtype(Walk):
         return super()._reset(tensordict).double()
 
 
-def test_what_cannot_be_written_down_is_the_failure_of_the_env():
+def test_a_value_of_another_dtype_is_a_failure_of_the_env():
     with pytest.raises(EnvironmentFailure, match="place has dtype float64, but its spec says float32"):
         check_env_specs(WrongDtype())
 
 
 def test_something_else_than_an_env_is_refused():
-    with pytest.raises(DataError, match="None is no EnvBase"):
+    with pytest.raises(DataError, match="None is not an EnvBase"):
         check_env_specs(None)

@@ -24,14 +24,14 @@ def test_arguments_of_a_call_win_over_those_of_the_creator():
 
 
 def test_an_env_is_no_factory():
-    with pytest.raises(ConfigError, match="is a Walk, which cannot be called; give a function that makes an env"):
+    with pytest.raises(ConfigError, match="the env factory is a Walk; give a function"):
         SerialEnv(2, Walk())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_workers": 0, "create_env_fn": Walk}, "num_workers=0 makes no env"),
+        ({"num_workers": 0, "create_env_fn": Walk}, "num_workers=0 must be at least 1"),
         ({"num_workers": 2, "create_env_fn": [Walk]}, "create_env_fn has 1 entries for num_workers=2"),
         (
             {"num_workers": 1, "create_env_fn": Walk, "create_env_kwargs": [{}, {}]},
@@ -46,7 +46,7 @@ def test_counts_must_agree(arguments, message):
 
 @pytest.mark.parametrize(("result", "what"), [(None, "None"), ({"a": 1}, "a dict")])
 def test_a_factory_that_returns_no_env_is_named(result, what):
-    with pytest.raises(ConfigError, match=f"the factory of env 1 returned {what}, but an EnvBase is needed"):
+    with pytest.raises(ConfigError, match=f"the factory of env 1 returned {what}; return an EnvBase"):
         SerialEnv(2, [Walk, lambda: result])
 
 

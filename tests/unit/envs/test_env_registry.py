@@ -8,19 +8,19 @@ from lucidrl.envs.text.arithmetic import ArithmeticEnv
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.registry import make_env, split_prompts
 from lucidrl.errors import ConfigError
-from tests.unit.envs.judges import read_prompts
+from tests.unit.envs.scorers import read_prompts
 
 USER_MODULE = """
 from lucidrl.envs.text.interfaces import EnvReply
 
-class Judge:
+class Scorer:
     def __init__(self, strictness=1):
         self.strictness = strictness
 
     async def step(self, batch):
         return [EnvReply(1.0) for _ in batch]
 
-class Leaving(Judge):
+class Leaving(Scorer):
     def __init__(self):
         raise SystemExit(3)
 
@@ -32,14 +32,14 @@ class Blocking:
 
 @pytest.fixture
 def user_folder(tmp_path, monkeypatch):
-    (tmp_path / "my_judges.py").write_text(USER_MODULE)
+    (tmp_path / "my_scorers.py").write_text(USER_MODULE)
     (tmp_path / "my_broken.py").write_text("1 / 0")
     (tmp_path / "my_exit.py").write_text("raise SystemExit(0)")
     (tmp_path / "my_needy.py").write_text("import package_that_is_not_there")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     yield tmp_path
-    for name in ("my_judges", "my_broken", "my_needy", "my_prompts"):
+    for name in ("my_scorers", "my_broken", "my_needy", "my_prompts"):
         sys.modules.pop(name, None)
 
 
@@ -50,44 +50,44 @@ def test_a_built_in_environment_takes_its_config_from_kwargs():
 
 
 def test_a_users_class_is_found_in_the_working_directory(user_folder):
-    env = make_env("my_judges:Judge", {"strictness": 2})
-    assert (type(env).__name__, env.strictness) == ("Judge", 2)
+    env = make_env("my_scorers:Scorer", {"strictness": 2})
+    assert (type(env).__name__, env.strictness) == ("Scorer", 2)
 
 
 @pytest.mark.parametrize(
     ("name", "kwargs", "complaint"),
     [
         ("arithmetics", {}, "did you mean arithmetic"),
-        ("chess", {}, "known are arithmetic, guessing"),
-        ("my_judges:", {}, "module:Class"),
+        ("chess", {}, "use arithmetic, guessing"),
+        ("my_scorers:", {}, "module:Class"),
         ("arithmetic", {"max_operan": 3}, r"did you mean env\.kwargs\.max_operand"),
-        ("my_jugdes:Judge", {}, "no module my_jugdes"),
-        ("my_needy:Judge", {}, "my_needy needs package_that_is_not_there"),
-        ("my_broken:Judge", {}, "ZeroDivisionError"),
-        ("my_judges:Jugde", {}, "no class Jugde; it defines Judge, Leaving, Blocking"),
-        ("my_judges:Blocking", {}, "async def step"),
-        ("my_judges:Judge", {"leniency": 1}, "leniency"),
-        ("my_judges:Leaving", {}, "my_judges:Leaving cannot be made with kwargs {}: SystemExit: 3"),
-        ("my_exit:Judge", {}, "module my_exit fails when imported, with SystemExit: 0"),
+        ("my_socrers:Scorer", {}, "no module my_socrers"),
+        ("my_needy:Scorer", {}, "my_needy needs package_that_is_not_there"),
+        ("my_broken:Scorer", {}, "ZeroDivisionError"),
+        ("my_scorers:Socrer", {}, "no class Socrer; it defines Scorer, Leaving, Blocking"),
+        ("my_scorers:Blocking", {}, "async def step"),
+        ("my_scorers:Scorer", {"leniency": 1}, "leniency"),
+        ("my_scorers:Leaving", {}, "my_scorers:Leaving cannot be made with kwargs {}: SystemExit: 3"),
+        ("my_exit:Scorer", {}, "module my_exit fails when imported, with SystemExit: 0"),
     ],
 )
-def test_an_environment_that_cannot_be_made_says_why(user_folder, name, kwargs, complaint):
+def test_an_environment_that_cannot_be_made_is_refused_with_the_reason(user_folder, name, kwargs, complaint):
     with pytest.raises(ConfigError, match=complaint):
         make_env(name, kwargs)
 
 
-def test_users_environments_run_in_workers_unless_asked_otherwise():
+def test_users_environments_run_in_workers_by_default():
     assert not EnvConfig().is_isolated
     assert EnvConfig(num_workers=2).is_isolated
     assert EnvConfig(isolation="process").is_isolated
-    assert EnvConfig(name="my_judges:Judge").is_isolated
-    assert not EnvConfig(name="my_judges:Judge", isolation="none").is_isolated
+    assert EnvConfig(name="my_scorers:Scorer").is_isolated
+    assert not EnvConfig(name="my_scorers:Scorer", isolation="none").is_isolated
 
 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"num_workers": 2, "isolation": "none"}, "num_workers=2 asks for worker processes, but isolation=none"),
+        ({"num_workers": 2, "isolation": "none"}, "num_workers=2 needs worker processes, but isolation=none"),
         ({"num_workers": 9}, "num_workers=9 is more than max_concurrency=8"),
         ({"num_workers": 0}, "greater than 0"),
     ],
@@ -119,7 +119,7 @@ def test_an_environments_own_prompts_are_split():
     assert validation
 
 
-def test_a_file_takes_the_place_of_an_environments_prompts(tmp_path):
+def test_a_file_replaces_the_prompts_of_the_environment(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "1+1=", "answer": 2}')
     config = EnvConfig(prompts_file=file, validation_fraction=0.0)
@@ -127,8 +127,8 @@ def test_a_file_takes_the_place_of_an_environments_prompts(tmp_path):
     assert [prompt.info for prompt in train] == [{"answer": 2}]
 
 
-def test_an_environment_without_prompts_asks_for_a_file(user_folder):
-    config = EnvConfig(name="my_judges:Judge", isolation="none")
+def test_an_environment_without_prompts_needs_a_file(user_folder):
+    config = EnvConfig(name="my_scorers:Scorer", isolation="none")
     with pytest.raises(ConfigError, match=r"set env\.prompts_file"):
         read_prompts(config, ClusterConfig())
 
@@ -137,13 +137,13 @@ def test_an_environment_without_prompts_asks_for_a_file(user_folder):
     ("prompts", "complaint"),
     [("[1]", "prompts returned a int; return a list of Prompt"), ("1 / 0", "prompts raised ZeroDivisionError")],
 )
-def test_prompts_that_are_none_say_so(user_folder, monkeypatch, prompts, complaint):
+def test_invalid_prompts_are_refused(user_folder, monkeypatch, prompts, complaint):
     (user_folder / "my_prompts.py").write_text(
-        f"{USER_MODULE}\nclass Asking(Judge):\n    prompts = lambda self: {prompts}"
+        f"{USER_MODULE}\nclass WithPrompts(Scorer):\n    prompts = lambda self: {prompts}"
     )
     monkeypatch.delitem(sys.modules, "my_prompts", raising=False)
     with pytest.raises(ConfigError, match=complaint):
-        read_prompts(EnvConfig(name="my_prompts:Asking", isolation="none"), ClusterConfig())
+        read_prompts(EnvConfig(name="my_prompts:WithPrompts", isolation="none"), ClusterConfig())
 
 
 def test_configuring_an_environment_imports_no_torch():

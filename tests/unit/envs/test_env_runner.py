@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lucidrl.envs.text import runner as runner_module
+from lucidrl.envs.text import workers
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.envs.text.runner import EnvRunner, _even_chunks, _spread
 from lucidrl.errors import CheckpointError, EnvironmentFailure, WorkerError
@@ -24,18 +24,18 @@ from lucidrl.errors import CheckpointError, EnvironmentFailure, WorkerError
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch):
-    monkeypatch.setattr(runner_module, "_GRACE_S", 0.5)
+    monkeypatch.setattr(workers, "_GRACE_S", 0.5)
 
 
-def make_requests(*answers):
+def make_requests(*completions):
     return [
-        EnvRequest(f"s{index}", [{"role": "assistant", "content": answer}], info={}, turn=1)
-        for index, answer in enumerate(answers)
+        EnvRequest(f"s{index}", [{"role": "assistant", "content": completion}], info={}, turn=1)
+        for index, completion in enumerate(completions)
     ]
 
 
 class ScriptedEnv:
-    """Does to a batch what the answers in it say; rewards an answer that says nothing special with its length."""
+    """Does what the completions of a batch say; rewards any other completion with its length."""
 
     def __init__(self):
         self.batch_sizes = []
@@ -48,23 +48,23 @@ class ScriptedEnv:
         self.most_running = max(self.most_running, self.running)
         await asyncio.sleep(0.01)
         self.running -= 1
-        answers = [request.answer for request in batch]
-        if "raise" in answers:
+        completions = [request.completion for request in batch]
+        if "raise" in completions:
             raise KeyError("no such reward")
         for error in (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
-            if error.__name__ in answers:
+            if error.__name__ in completions:
                 raise error("its own")
-        if "own timeout" in answers:
-            raise TimeoutError("the judge was too slow")
-        if "hang" in answers:
+        if "own timeout" in completions:
+            raise TimeoutError("the server was too slow")
+        if "hang" in completions:
             await asyncio.sleep(60)
-        if "block" in answers:
+        if "block" in completions:
             time.sleep(2)
-        if "short" in answers:
+        if "short" in completions:
             return []
-        return [self.reply(answer) for answer in answers]
+        return [self.reply(completion) for completion in completions]
 
-    def reply(self, answer):
+    def reply(self, completion):
         replies = {
             "nothing": None,
             "nan": EnvReply(float("nan")),
@@ -80,9 +80,9 @@ class ScriptedEnv:
             "silent": EnvReply(0.0, done=False),
             "no list": EnvReply(0.0, done=False, messages=None),
             "half a message": EnvReply(0.0, done=False, messages=({"role": "user"},)),
-            "own answer": EnvReply(0.0, done=False, messages=({"role": "assistant", "content": "x"},)),
+            "own completion": EnvReply(0.0, done=False, messages=({"role": "assistant", "content": "x"},)),
         }
-        return replies.get(answer, EnvReply(float(len(answer))))
+        return replies.get(completion, EnvReply(float(len(completion))))
 
 
 def make_runner(env, on_error="drop", timeout_s=0.2, max_concurrency=2):
@@ -126,14 +126,14 @@ def test_samples_are_retried_apart_from_their_neighbours(num_requests):
 
 
 @pytest.mark.parametrize(
-    ("answer", "complaint"),
+    ("completion", "complaint"),
     [
         ("raise", "raised KeyError"),
         ("SystemExit", "raised SystemExit: its own"),
         ("KeyboardInterrupt", "raised KeyboardInterrupt: its own"),
         ("GeneratorExit", "raised GeneratorExit: its own"),
         ("CancelledError", r"raised asyncio\.exceptions\.CancelledError: its own"),
-        ("own timeout", "raised TimeoutError: the judge was too slow"),
+        ("own timeout", "raised TimeoutError: the server was too slow"),
         ("hang", r"exceeded its timeout of 0\.2 s"),
         ("short", "returned 0 replies for 1 requests"),
         ("nothing", "returned a NoneType"),
@@ -144,15 +144,15 @@ def test_samples_are_retried_apart_from_their_neighbours(num_requests):
         ("silent", "not done but"),
     ],
 )
-def test_fail_names_environment_sample_turn_and_remedy(answer, complaint):
+def test_fail_names_environment_sample_turn_and_remedy(completion, complaint):
     with (
         make_runner(ScriptedEnv(), on_error="fail") as runner,
         pytest.raises(EnvironmentFailure, match=rf"ScriptedEnv\.step .*{complaint}.*sample s1, turn 1.*on_error=drop"),
     ):
-        runner.step(make_requests("fine", answer))
+        runner.step(make_requests("fine", completion))
 
 
-def test_fail_names_all_samples_asked_together_and_chains_the_cause():
+def test_fail_names_all_samples_of_a_call_and_chains_the_cause():
     with (
         make_runner(ScriptedEnv(), on_error="fail", max_concurrency=1) as runner,
         pytest.raises(EnvironmentFailure, match="samples s0, s1, s2, s3, s4 and 1 more") as failure,
@@ -163,11 +163,11 @@ def test_fail_names_all_samples_asked_together_and_chains_the_cause():
 
 
 @pytest.mark.parametrize(
-    ("answer", "cause"),
+    ("completion", "cause"),
     [
         ("raise", "raised"),
         ("SystemExit", "raised"),
-        ("hang", "deadline"),
+        ("hang", "timeout"),
         ("short", "bad_reply"),
         ("nothing", "bad_reply"),
         ("silent", "bad_reply"),
@@ -177,7 +177,7 @@ def test_fail_names_all_samples_asked_together_and_chains_the_cause():
         ("numbered metrics", "bad_reply"),
         ("text info", "bad_reply"),
         ("two truths", "bad_reply"),
-        ("own answer", "bad_reply"),
+        ("own completion", "bad_reply"),
         ("nan", "bad_reward"),
         ("inf", "bad_reward"),
         ("1e308", "bad_reward"),
@@ -185,9 +185,9 @@ def test_fail_names_all_samples_asked_together_and_chains_the_cause():
         ("tensor reward", "bad_reward"),
     ],
 )
-def test_drop_leaves_out_the_bad_sample_and_keeps_its_neighbours(answer, cause):
+def test_drop_leaves_out_the_bad_sample_and_keeps_its_neighbours(completion, cause):
     with make_runner(ScriptedEnv()) as runner:
-        assert rewards(runner.step(make_requests("a", answer, "aaa", "aaaa"))) == [1, None, 3, 4]
+        assert rewards(runner.step(make_requests("a", completion, "aaa", "aaaa"))) == [1, None, 3, 4]
         assert runner.counts == Counter({cause: 1})
 
 
@@ -197,7 +197,7 @@ def test_a_step_that_blocks_the_driver_ends_the_run_with_the_way_out(on_error):
         started = time.monotonic()
         with pytest.raises(
             EnvironmentFailure,
-            match=r"lost its worker \(samples s0, s1\): .*cannot be interrupted; set env.isolation=process",
+            match=r"lost its worker \(samples s0, s1\): .*cannot be killed; set env.isolation=process",
         ):
             runner.step(make_requests("block", "a"))
         assert time.monotonic() - started < 1.5
@@ -243,7 +243,7 @@ def test_rewards_and_metrics_of_any_number_type_become_floats():
     assert replies[0].done is True
 
 
-def test_each_cause_is_warned_of_once(caplog):
+def test_each_cause_is_logged_once(caplog):
     with caplog.at_level(logging.WARNING), make_runner(ScriptedEnv()) as runner:
         runner.step(make_requests("nan", "inf", "nothing", "a"))
         runner.step(make_requests("nan"))
@@ -292,17 +292,17 @@ def test_a_thread_that_never_returns_does_not_keep_the_process_from_exiting(tmp_
     assert ended.stdout == "reported\n"
 
 
-def test_what_is_watched_meanwhile_ends_the_wait_if_it_fails():
+def test_a_failed_watch_ends_the_wait():
     class Slow:
         async def step(self, batch):
             await asyncio.sleep(60)
 
     def fail():
-        raise WorkerError("a rank is gone")
+        raise WorkerError("a rank exited")
 
     started = time.monotonic()
     runner = EnvRunner(Slow(), timeout_s=60, max_concurrency=1, on_error="drop", watch=fail)
-    with runner, pytest.raises(WorkerError, match="a rank is gone"):
+    with runner, pytest.raises(WorkerError, match="a rank exited"):
         runner.step([EnvRequest("s", [{"role": "assistant", "content": ""}], {}, 1)])
     assert time.monotonic() - started < 45
 
@@ -321,7 +321,7 @@ def test_metrics_that_are_no_numbers_are_a_bad_reply():
 
 
 class Counting(ScriptedEnv):
-    """Keeps how often it was asked."""
+    """Counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -338,7 +338,7 @@ class Counting(ScriptedEnv):
         self.calls = state["calls"]
 
 
-def test_what_an_environment_keeps_is_saved_and_given_back():
+def test_the_state_of_an_environment_is_saved_and_loaded():
     with make_runner(Counting(), max_concurrency=1) as runner:
         runner.step(make_requests("a"))
         state = runner.state_dict()
@@ -349,17 +349,17 @@ def test_what_an_environment_keeps_is_saved_and_given_back():
     assert env.calls == 1
 
 
-def test_an_environment_that_keeps_nothing_has_no_state():
+def test_an_environment_without_state_saves_none():
     with make_runner(ScriptedEnv()) as runner:
         assert runner.state_dict() == {}
         runner.load_state_dict({"position": 3})
-        with pytest.raises(CheckpointError, match="has a state of the environment, but ScriptedEnv keeps none"):
+        with pytest.raises(CheckpointError, match="has a state of the environment, but ScriptedEnv has none"):
             runner.load_state_dict({"env": {}})
 
 
-def test_an_environment_that_keeps_something_wants_its_state_back():
+def test_an_environment_with_state_needs_it_at_a_resume():
     with make_runner(Counting()) as runner:
-        with pytest.raises(CheckpointError, match="has no state of the environment, but Counting keeps one"):
+        with pytest.raises(CheckpointError, match="has no state of the environment, but Counting has one"):
             runner.load_state_dict({})
         with pytest.raises(CheckpointError, match=r"Counting\.load_state_dict raised KeyError: 'calls'"):
             runner.load_state_dict({"env": {}})
@@ -369,14 +369,14 @@ def test_an_environment_that_keeps_something_wants_its_state_back():
 def test_a_state_that_no_checkpoint_can_hold_is_refused(state):
     env = Counting()
     env.calls = state
-    with make_runner(env) as runner, pytest.raises(EnvironmentFailure, match="gives no state that can be saved"):
+    with make_runner(env) as runner, pytest.raises(EnvironmentFailure, match=r"Counting\.state_dict failed"):
         runner.state_dict()
 
 
-def test_an_environment_that_cannot_go_on_stops_the_run_whatever_becomes_of_samples():
+def test_an_environment_failure_stops_the_run_even_with_drop():
     class Ending:
         async def step(self, batch):
-            raise EnvironmentFailure("the server is gone")
+            raise EnvironmentFailure("the server is down")
 
-    with make_runner(Ending()) as runner, pytest.raises(EnvironmentFailure, match=r"^the server is gone$"):
+    with make_runner(Ending()) as runner, pytest.raises(EnvironmentFailure, match=r"^the server is down$"):
         runner.step(make_requests("a", "b"))

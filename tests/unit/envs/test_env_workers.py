@@ -9,41 +9,41 @@ from collections import Counter
 import pytest
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.envs.text import runner as runner_module
+from lucidrl.envs.text import workers
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.envs.text.hosts import WorkersHost, start_host
 from lucidrl.envs.text.runner import EnvRunner
+from lucidrl.envs.text.workers import EnvWorkerPool, start_env
 from lucidrl.errors import ConfigError, EnvironmentFailure, WorkerError
 from tests.faults.processes import own_children, wait_until_gone
-from tests.unit.envs.judges import read_prompts, request, requests
+from tests.unit.envs.scorers import read_prompts, request, requests
 
-JUDGE, COUNTING = "tests.unit.envs.judges:Judge", "tests.unit.envs.judges:Counting"
+SCORER, COUNTING = "tests.unit.envs.scorers:Scorer", "tests.unit.envs.scorers:Counting"
 
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch):
-    monkeypatch.setattr(runner_module, "_GRACE_S", 1.0)
+    monkeypatch.setattr(workers, "_GRACE_S", 1.0)
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory):
+def pool(tmp_path_factory):
     """Two workers; tests may harm them."""
-    config = EnvConfig(name=JUDGE, num_workers=2, timeout_s=0.5)
-    host = WorkersHost(config, ClusterConfig(num_threads=1), log_dir=tmp_path_factory.mktemp("logs"))
-    yield host
-    host.shutdown()
+    config = EnvConfig(name=SCORER, num_workers=2, timeout_s=0.5)
+    pool = EnvWorkerPool(config, ClusterConfig(num_threads=1), log_dir=tmp_path_factory.mktemp("logs"))
+    yield pool
+    pool.shutdown()
 
 
-def asking(host, on_error="fail", max_concurrency=4, **settings) -> EnvRunner:
-    return EnvRunner(host, 0.5, max_concurrency, on_error, **settings)
+def make_runner(pool, on_error="fail", max_concurrency=4, **settings) -> EnvRunner:
+    return EnvRunner(pool, 0.5, max_concurrency, on_error, **settings)
 
 
 def rewards(replies) -> list[float | None]:
     return [None if reply is None else reply.reward for reply in replies]
 
 
-def test_calls_are_spread_over_the_workers_and_replies_come_in_order(host):
-    replies = asking(host).step(requests(*("x" * length for length in range(20))))
+def test_calls_are_spread_over_the_workers_and_replies_come_in_order(pool):
+    replies = make_runner(pool).step(requests(*("x" * length for length in range(20))))
     assert rewards(replies) == list(range(20))
     pids = {reply.metrics["pid"] for reply in replies}
     assert len(pids) == 2
@@ -51,80 +51,82 @@ def test_calls_are_spread_over_the_workers_and_replies_come_in_order(host):
 
 
 @pytest.mark.parametrize(
-    ("answer", "complaint"),
+    ("completion", "complaint"),
     [
         ("raise", "raised KeyError: 'no such reward'"),
         ("exit", "raised SystemExit: 3"),
-        ("unpicklable", r"raised tests\.unit\.envs\.judges\.UnpicklableError: wheel and axle"),
+        ("unpicklable", r"raised tests\.unit\.envs\.scorers\.UnpicklableError: wheel and axle"),
         ("hang", r"exceeded its timeout of 0\.5 s"),
         ("unsendable", "returned a reply that cannot be sent to the driver"),
     ],
 )
-def test_a_failed_sample_costs_no_worker(host, answer, complaint):
-    before = host.num_restarts
-    with pytest.raises(EnvironmentFailure, match=rf"judges:Judge\.step {complaint}.* \(sample s1, turn 1\)") as caught:
-        asking(host).step(requests("fine", answer))
+def test_a_failed_sample_costs_no_worker(pool, completion, complaint):
+    before = pool.num_restarts
+    with pytest.raises(
+        EnvironmentFailure, match=rf"scorers:Scorer\.step {complaint}.* \(sample s1, turn 1\)"
+    ) as caught:
+        make_runner(pool).step(requests("fine", completion))
     assert ("in _do" in str(caught.value.__cause__)) == ("raised" in complaint)
-    dropping = asking(host, "drop", max_concurrency=2)
-    assert rewards(dropping.step(requests("a", "bb", answer, "dddd"))) == [1, 2, None, 4]
-    assert host.num_restarts == before
+    dropping = make_runner(pool, "drop", max_concurrency=2)
+    assert rewards(dropping.step(requests("a", "bb", completion, "dddd"))) == [1, 2, None, 4]
+    assert pool.num_restarts == before
 
 
-def test_a_sample_that_blocks_the_interpreter_is_killed_and_named(host):
-    before = host.num_restarts
+def test_a_sample_that_blocks_the_interpreter_is_killed_and_named(pool):
+    before = pool.num_restarts
     with pytest.raises(EnvironmentFailure) as caught:
-        asking(host).step(requests("a", "bb", "block", "dddd"))
+        make_runner(pool).step(requests("a", "bb", "block", "dddd"))
     text = str(caught.value)
-    assert "judges:Judge.step exceeded its timeout of 0.5 s and blocked its worker (sample s2, turn 1)" in text
+    assert "scorers:Scorer.step exceeded its timeout of 0.5 s and blocked its worker (sample s2, turn 1)" in text
     assert "did not finish score within 1.5 s. If it needs longer, raise env.timeout_s" in text
-    assert "judges.py" in text  # where it was
+    assert "scorers.py" in text  # where it was
     assert "Last lines of environment worker" in text
-    assert rewards(asking(host).step(requests("a", "bb"))) == [1, 2]
-    assert host.num_restarts == before + 2  # of the batch, and of the sample alone
+    assert rewards(make_runner(pool).step(requests("a", "bb"))) == [1, 2]
+    assert pool.num_restarts == before + 2  # of the batch, and of the sample alone
 
 
-def test_a_sample_that_ends_its_worker_with_status_0_is_named_or_dropped(host):
-    complaint = r"Judge\.step ended its worker \(sample s2, turn 1\).*environment worker . of 2 ended with exit code 0"
+def test_a_sample_that_ends_its_worker_with_status_0_is_named_or_dropped(pool):
+    complaint = r"Scorer\.step ended its worker \(sample s2, turn 1\).*environment worker . of 2 ended with exit code 0"
     with pytest.raises(EnvironmentFailure, match=complaint):
-        asking(host).step(requests("a", "bb", "leave", "dddd"))
-    dropping = asking(host, "drop")
+        make_runner(pool).step(requests("a", "bb", "leave", "dddd"))
+    dropping = make_runner(pool, "drop")
     assert rewards(dropping.step(requests("a", "leave", "ccc", "dddd"))) == [1, None, 3, 4]
     assert dropping.counts == Counter(exited=1)
 
 
-def test_calls_of_a_worker_that_was_killed_are_sent_again(host, tmp_path):
-    asking(host).step(requests("a", "bb"))  # with all workers that earlier tests ended
-    before = host.num_restarts
-    answer = f"once {tmp_path / 'mark'}"
-    assert rewards(asking(host).step(requests("a", answer, "ccc", "dddd"))) == [1, len(answer), 3, 4]
-    assert host.num_restarts == before + 1
+def test_calls_of_a_worker_that_was_killed_are_sent_again(pool, tmp_path):
+    make_runner(pool).step(requests("a", "bb"))  # with all workers that earlier tests ended
+    before = pool.num_restarts
+    completion = f"once {tmp_path / 'mark'}"
+    assert rewards(make_runner(pool).step(requests("a", completion, "ccc", "dddd"))) == [1, len(completion), 3, 4]
+    assert pool.num_restarts == before + 1
 
 
-def test_output_is_in_the_logs_folder_of_the_run(host):
-    asking(host).step(requests("a", "bb"))
-    paths = [host._pool.workers[number]._process._workers.labels[0].log_path for number in (0, 1)]
+def test_output_is_in_the_logs_folder_of_the_run(pool):
+    make_runner(pool).step(requests("a", "bb"))
+    paths = [pool._pool.workers[number]._process._workers.labels[0].log_path for number in (0, 1)]
     assert [path.name for path in paths] == ["env_0.log", "env_1.log"]
-    assert all("the judge is here" in path.read_text() for path in paths)
+    assert all("the scorer is here" in path.read_text() for path in paths)
 
 
-def test_too_many_losses_in_a_row_stop_the_run_and_name_the_samples(host, monkeypatch):
-    monkeypatch.setattr(host._pool.restarts, "max_restarts", 0)
+def test_too_many_losses_in_a_row_stop_the_run_and_name_the_samples(pool, monkeypatch):
+    monkeypatch.setattr(pool._pool.restarts, "max_restarts", 0)
     complaint = (
         r"step lost its worker \(samples s0, s2\): environment worker 0 was lost .*max_restarts=0 allows no more"
     )
     with pytest.raises(EnvironmentFailure, match=complaint):
-        asking(host, "drop").step(requests("leave", "bb", "ccc", "dddd"))
+        make_runner(pool, "drop").step(requests("leave", "bb", "ccc", "dddd"))
 
 
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory):
-    host = start_host(EnvConfig(name=COUNTING, timeout_s=0.5), log_dir=tmp_path_factory.mktemp("counting"), seed=7)
-    yield host
-    host.shutdown()
+    pool = start_env(EnvConfig(name=COUNTING, timeout_s=0.5), log_dir=tmp_path_factory.mktemp("counting"), seed=7)
+    yield pool
+    pool.shutdown()
 
 
 def test_state_and_random_draws_survive_a_restart_and_a_resume(counting):
-    runner = asking(counting, max_concurrency=1)
+    runner = make_runner(counting, max_concurrency=1)
     runner.step(requests("a", "b"))
     saved = runner.state_dict()
     assert saved["env"] == {"count": 2}
@@ -137,15 +139,15 @@ def test_state_and_random_draws_survive_a_restart_and_a_resume(counting):
     assert counting.num_restarts == 1
 
 
-def test_what_is_watched_meanwhile_ends_the_wait_and_the_workers():
+def test_a_failed_watch_ends_the_wait_and_the_workers():
     def fail():
-        raise WorkerError("a rank is gone")
+        raise WorkerError("a rank exited")
 
     children = own_children()
-    host = start_host(EnvConfig(name=JUDGE))
+    pool = start_env(EnvConfig(name=SCORER))
     workers = own_children() - children
-    runner = EnvRunner(host, 60, 1, "drop", fail)
-    with runner, pytest.raises(WorkerError, match="a rank is gone"):
+    runner = EnvRunner(pool, 60, 1, "drop", fail)
+    with runner, pytest.raises(WorkerError, match="a rank exited"):
         runner.step([request("hang")])
     wait_until_gone(workers)
 
@@ -160,23 +162,23 @@ def test_what_is_watched_meanwhile_ends_the_wait_and_the_workers():
     ],
 )
 def test_a_constructor_that_fails_exits_or_blocks_is_refused(start, complaint):
-    config = EnvConfig(name=JUDGE, kwargs={"start": start})
-    with pytest.raises(ConfigError, match=rf"judges:Judge {complaint}"):
+    config = EnvConfig(name=SCORER, kwargs={"start": start})
+    with pytest.raises(ConfigError, match=rf"scorers:Scorer {complaint}"):
         read_prompts(config, ClusterConfig(start_timeout_s=3 if start == "block" else 60))
 
 
 def test_prompts_come_from_a_worker():
-    train, held_out = read_prompts(EnvConfig(name=JUDGE, validation_fraction=0.2), ClusterConfig())
+    train, held_out = read_prompts(EnvConfig(name=SCORER, validation_fraction=0.2), ClusterConfig())
     assert sorted(int(prompt.prompt_id) for prompt in [*train, *held_out]) == list(range(20))
 
 
-@pytest.mark.parametrize("start", [start_host, read_prompts])
-def test_an_environment_that_keeps_something_has_one_worker(start):
-    with pytest.raises(ConfigError, match=r"env\.num_workers=2 needs an environment that keeps nothing"):
+@pytest.mark.parametrize("start", [start_env, read_prompts])
+def test_an_environment_with_state_has_one_worker(start):
+    with pytest.raises(ConfigError, match=r"env\.num_workers=2 needs an environment without state"):
         start(EnvConfig(name=COUNTING, num_workers=2), ClusterConfig(num_threads=1))
 
 
 def test_prompts_that_end_their_worker_are_refused():
-    config = EnvConfig(name="tests.unit.envs.judges:Silent")
+    config = EnvConfig(name="tests.unit.envs.scorers:Silent")
     with pytest.raises(ConfigError, match=r"Silent\.prompts ended its worker: .* exit code 0 in prompts"):
         read_prompts(config, ClusterConfig(num_threads=1))

@@ -33,8 +33,8 @@ class EchoEnv(gymnasium.Env):
         return action, float(len(self.given)), len(self.given) >= 10, False, {}
 
 
-class ToldEnv(gymnasium.Env):
-    """Gives what it was told to give."""
+class ScriptedEnv(gymnasium.Env):
+    """Returns scripted values."""
 
     observation_space = spaces.Box(-1, 1, (3,), np.float32)
     action_space = spaces.Discrete(2)
@@ -136,7 +136,7 @@ def test_envs_of_a_batch_do_what_they_do_alone():
 
 
 class Scripted:
-    """Acts as it was told, step by step."""
+    """Replays actions, step by step."""
 
     def __init__(self, env, actions):
         self.spec, self.steps = env.action_spec, iter(zip(*actions, strict=True))
@@ -162,7 +162,7 @@ def test_only_the_first_reset_after_set_seed_is_seeded():
     assert env.reset()["observation"].tolist() == [[5, 1, 0], [6, 1, 0]]
 
 
-def test_seeds_after_the_last_one_begin_again():
+def test_seeds_wrap_around_after_the_last_one():
     env = GymEnv("lucidrl-test/Counting-v0", num_envs=2)
     assert env.set_seed(2**32 - 1) == 1
     assert env.reset()["observation"][:, 0].tolist() == [2**32 - 1, 0]
@@ -237,7 +237,7 @@ def test_an_action_given_to_the_env_is_not_changed_by_later_ones(space):
     ],
     ids=repr,
 )
-def test_a_space_has_the_spec_that_says_the_same(space, categorical, expected):
+def test_a_space_has_the_matching_spec(space, categorical, expected):
     env = GymEnv(EchoEnv(space), categorical_action_encoding=categorical)
     assert env.action_spec == expected
     assert env.observation_spec == Composite(observation=expected)
@@ -245,11 +245,11 @@ def test_a_space_has_the_spec_that_says_the_same(space, categorical, expected):
 
 def test_parts_of_dict_and_tuple_spaces_are_entries_of_their_own():
     env = GymEnv(EchoEnv(SPACES[9]))
-    assert env.observation_spec.keys(True, True) == ["place", ("hand", "grip"), ("hand", "finger")]
+    assert list(env.observation_spec.leaves()) == ["place", ("hand", "grip"), ("hand", "finger")]
     assert env.action_keys == [("action", "place"), ("action", "hand", "grip"), ("action", "hand", "finger")]
     env = GymEnv(EchoEnv(SPACES[10]))
     assert env.action_keys == [("action", "0"), ("action", "1", "0"), ("action", "1", "1")]
-    assert env.observation_spec.keys(True, True)[0] == ("observation", "0")
+    assert next(iter(env.observation_spec.leaves())) == ("observation", "0")
 
 
 @pytest.mark.parametrize("categorical", [False, True])
@@ -260,7 +260,7 @@ def test_a_batch_has_room_for_every_env(categorical):
     check_env_specs(env)
 
 
-def test_pixels_are_what_the_env_draws():
+def test_pixels_are_the_rendered_image():
     bare = gymnasium.make("CartPole-v1", render_mode="rgb_array")
     bare.reset(seed=1)
     first = bare.render()
@@ -278,7 +278,7 @@ def test_pixels_are_what_the_env_draws():
 
 def test_pixels_and_state_can_be_observed_together():
     env = GymEnv(gymnasium.make("CartPole-v1", render_mode="rgb_array"), from_pixels=True, pixels_only=False)
-    assert env.observation_spec.keys() == ["observation", "pixels"]
+    assert list(env.observation_spec) == ["observation", "pixels"]
     check_env_specs(env)
 
 
@@ -293,19 +293,19 @@ def test_repeated_actions_add_their_rewards_and_stop_at_the_end():
 @pytest.mark.parametrize(
     "info_keys", [["lives", "place"], {"lives": Unbounded((), torch.int64), "place": Unbounded((2,))}]
 )
-def test_info_that_was_asked_for_is_observed(info_keys):
+def test_info_keys_are_observed(info_keys):
     start = {"lives": 3, "place": np.zeros(2, np.float32), "other": "text"}
-    told = ToldEnv(reset_info=start, step_info={"lives": 2, "place": np.ones(2, np.float32)})
-    env = GymEnv(told, info_keys=info_keys)
-    assert env.observation_spec.keys() == ["observation", "lives", "place"]
+    scripted = ScriptedEnv(reset_info=start, step_info={"lives": 2, "place": np.ones(2, np.float32)})
+    env = GymEnv(scripted, info_keys=info_keys)
+    assert list(env.observation_spec) == ["observation", "lives", "place"]
     root = env.reset()
     assert (root["lives"].item(), root["place"].tolist()) == (3, [0, 0])
     step = env.rand_step(root)
     assert (step["next", "lives"].item(), step["next", "place"].tolist()) == (2, [1, 1])
 
 
-def test_info_that_only_steps_tell_is_zero_after_a_reset():
-    env = GymEnv(ToldEnv(step_info={"lives": 2}), info_keys={"lives": Unbounded((), torch.int64)})
+def test_info_of_steps_alone_is_zero_after_a_reset():
+    env = GymEnv(ScriptedEnv(step_info={"lives": 2}), info_keys={"lives": Unbounded((), torch.int64)})
     root = env.reset()
     assert root["lives"].item() == 0
     assert env.rand_step(root)["next", "lives"].item() == 2
@@ -318,7 +318,7 @@ def one_step(env):
 
 
 @pytest.mark.parametrize(
-    ("told", "complaint"),
+    ("scripted", "complaint"),
     [
         ({"observation": np.zeros(4, np.float32)}, r"observation has shape \[4\], but its spec says \[3\]"),
         ({"observation": np.zeros(3)}, "observation has dtype float64, but its spec says float32"),
@@ -328,13 +328,13 @@ def one_step(env):
         ({"reward": None}, "reward is None"),
     ],
 )
-def test_what_does_not_fit_is_refused_at_the_door(told, complaint):
+def test_values_outside_their_spec_are_refused(scripted, complaint):
     with pytest.raises(EnvironmentFailure, match=complaint):
-        one_step(GymEnv(ToldEnv(**told)))
+        one_step(GymEnv(ScriptedEnv(**scripted)))
 
 
 def test_a_list_is_taken_for_an_array():
-    assert one_step(GymEnv(ToldEnv(observation=[0.5, 0, 0])))["next", "observation"].tolist() == [0.5, 0, 0]
+    assert one_step(GymEnv(ScriptedEnv(observation=[0.5, 0, 0])))["next", "observation"].tolist() == [0.5, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -346,10 +346,10 @@ def test_a_list_is_taken_for_an_array():
         (spaces.MultiDiscrete([2, 3]), np.array([1, 3]), "is not in its space"),
         (spaces.MultiDiscrete([2, 3]), np.array([-1, 0]), "is not in its space"),
         (spaces.MultiDiscrete([2, 3]), np.array([1]), "has shape"),
-        (spaces.Tuple([spaces.Discrete(2)]), (1, 1), "gave 2 values, but its space is a tuple of 1"),
-        (spaces.Dict(a=spaces.Discrete(2)), {"b": 1}, r"gave the keys \['b'\], but its space has \['a'\]"),
-        (spaces.Dict(a=spaces.Discrete(2)), {"a": 1, "b": 1}, r"gave the keys \['a', 'b'\]"),
-        (spaces.Dict(a=spaces.Discrete(2)), 3, "gave a int"),
+        (spaces.Tuple([spaces.Discrete(2)]), (1, 1), r"returned the keys \['0', '1'\], but its space has \['0'\]"),
+        (spaces.Dict(a=spaces.Discrete(2)), {"b": 1}, r"returned the keys \['b'\], but its space has \['a'\]"),
+        (spaces.Dict(a=spaces.Discrete(2)), {"a": 1, "b": 1}, r"returned the keys \['a', 'b'\]"),
+        (spaces.Dict(a=spaces.Discrete(2)), 3, "returned a int"),
     ],
     ids=repr,
 )
@@ -396,8 +396,8 @@ def test_the_failure_of_a_single_env_is_its_own_exception():
         one_step(env)
 
 
-def test_a_step_without_the_info_asked_for_is_refused():
-    env = GymEnv(ToldEnv(reset_info={"lives": 3}, step_info={"level": 1}), info_keys=["lives"])
+def test_a_step_without_an_info_key_is_refused():
+    env = GymEnv(ScriptedEnv(reset_info={"lives": 3}, step_info={"level": 1}), info_keys=["lives"])
     with pytest.raises(EnvironmentFailure, match=r"the info of a step has no 'lives', but \['level'\]"):
         one_step(env)
 
@@ -408,37 +408,40 @@ def test_a_step_without_the_info_asked_for_is_refused():
         (lambda: GymEnv("CartPol-v1"), "Did you mean: `CartPole`"),
         (lambda: GymEnv("CartPole-v1", gravitas=3), "gravitas"),
         (lambda: GymEnv("no_such_module:CartPole-v1"), "no_such_module"),
-        (lambda: GymEnv(None), "env is None; give the id"),
+        (lambda: GymEnv(None), "env is None; give a gymnasium id"),
         (lambda: GymEnv("CartPole-v1", num_envs=0), "num_envs=0"),
         (lambda: GymEnv("CartPole-v1", frame_skip=0), "frame_skip=0"),
-        (lambda: GymEnv(ToldEnv(), num_envs=2), "join several with SerialEnv"),
-        (lambda: GymEnv(ToldEnv(), gravity=2), r"\['gravity'\] are for gymnasium.make"),
-        (lambda: GymEnv(ToldEnv(), from_pixels=True), "render_mode='rgb_array'; it has None"),
-        (lambda: GymEnv(ToldEnv(), info_keys=["lives"]), r"'lives', but the first reset tells \[\]"),
-        (lambda: GymEnv(ToldEnv(), info_keys={"observation": Unbounded()}), "two entries with the name 'observation'"),
-        (lambda: GymEnv(ToldEnv(reset_info={"name": "x"}), info_keys=["name"]), "torch has no dtype"),
+        (lambda: GymEnv(ScriptedEnv(), num_envs=2), "join instances with SerialEnv"),
+        (lambda: GymEnv(ScriptedEnv(), gravity=2), r"\['gravity'\] are arguments of gymnasium.make"),
+        (lambda: GymEnv(ScriptedEnv(), from_pixels=True), "render_mode='rgb_array'; the env has None"),
+        (lambda: GymEnv(ScriptedEnv(), info_keys=["lives"]), r"'lives', but the info of a reset has \[\]"),
+        (
+            lambda: GymEnv(ScriptedEnv(), info_keys={"observation": Unbounded()}),
+            "two entries have the name 'observation'",
+        ),
+        (lambda: GymEnv(ScriptedEnv(reset_info={"name": "x"}), info_keys=["name"]), "torch has no dtype"),
         (lambda: GymEnv(EchoEnv(spaces.Dict(reward=spaces.Discrete(2)))), "the name 'reward'"),
-        (lambda: GymEnv(EchoEnv(spaces.Text(5))), "'action' has the space Text"),
+        (lambda: GymEnv(EchoEnv(spaces.Text(5))), "'action' has the unsupported space Text"),
         (lambda: GymEnv(EchoEnv(spaces.Dict({1: spaces.Discrete(2)}))), "has the key 1"),
     ],
 )
-def test_what_gymnasium_or_we_cannot_make_is_refused(make, complaint):
+def test_unsupported_gymnasium_envs_are_refused(make, complaint):
     with pytest.raises(ConfigError, match=complaint):
         make()
 
 
 def test_closing_closes_every_env_once():
-    class Closing(ToldEnv):
+    class Closing(ScriptedEnv):
         closed = 0
 
         def close(self):
             self.closed += 1
 
-    told = Closing()
-    with GymEnv(told) as env:
+    scripted = Closing()
+    with GymEnv(scripted) as env:
         env.rollout(2)
     env.close()
-    assert told.closed == 1
+    assert scripted.closed == 1
 
 
 def test_entries_have_the_devices_of_the_env():

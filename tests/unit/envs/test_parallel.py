@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import select
 import signal
 import threading
 import time
@@ -16,7 +17,8 @@ import pytest
 import torch
 
 from lucidrl.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv
-from lucidrl.envs.processes import wait_any
+from lucidrl.envs.process_main import STEP_AND_RESET
+from lucidrl.envs.processes import EnvProcess, wait_any
 from lucidrl.envs.specs import Bounded, Composite, Unbounded
 from lucidrl.envs.transforms import Compose, RewardSum, StepCounter, TransformedEnv
 from lucidrl.errors import ConfigError, EnvironmentFailure
@@ -61,6 +63,10 @@ class Forking(Walk):
         os._exit(5)
 
 
+def can_be_read(process: EnvProcess) -> bool:
+    return bool(select.select([process.connection], [], [], 0)[0])
+
+
 def transformed() -> EnvBase:
     return TransformedEnv(Walk(), Compose(StepCounter(), RewardSum()))
 
@@ -94,7 +100,7 @@ def test_parallel_is_serial_to_the_bit(factory):
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "fork"])
-def test_every_start_method_gives_the_same(start_method):
+def test_every_start_method_has_the_same_result(start_method):
     serial = SerialEnv(2, cartpole)
     with ParallelEnv(2, cartpole, num_processes=1, start_method=start_method) as parallel:
         serial.set_seed(1)
@@ -150,9 +156,9 @@ def test_processes_use_one_thread_however_many_the_driver_uses():
         torch.set_num_threads(num_threads)
 
 
-def test_there_are_as_many_processes_as_cores_unless_told():
+def test_there_are_as_many_processes_as_cores_by_default():
     with ParallelEnv(3, Walk) as env:
-        assert len(env.processes.members) == min(3, len(psutil.Process().cpu_affinity()))
+        assert len(env.processes) == min(3, len(psutil.Process().cpu_affinity()))
 
 
 def test_the_start_method_and_the_preloads_of_the_program_are_left_alone():
@@ -168,17 +174,17 @@ def test_the_start_method_and_the_preloads_of_the_program_are_left_alone():
 
 def test_closing_twice_is_fine_and_later_calls_say_so():
     env = ParallelEnv(2, Walk)
-    pids = [process.pid for process in env.processes.members]
+    pids = [process.pid for process in env.processes]
     env.close()
     env.close()
     assert not any(map(psutil.pid_exists, pids))
-    with pytest.raises(EnvironmentFailure, match="the env processes have ended: they were closed; make another"):
+    with pytest.raises(EnvironmentFailure, match="the env processes have exited: closed; make another"):
         env.reset()
 
 
-def test_an_env_that_nobody_has_ends_its_processes():
+def test_a_collected_env_ends_its_processes():
     env = ParallelEnv(2, Walk)
-    pids = [process.pid for process in env.processes.members]
+    pids = [process.pid for process in env.processes]
     env.rollout(3)
     del env
     assert not any(map(psutil.pid_exists, pids))
@@ -186,12 +192,12 @@ def test_an_env_that_nobody_has_ends_its_processes():
 
 def test_after_an_interrupt_no_half_done_step_is_taken_for_the_next_one():
     env = ParallelEnv(2, Slow, num_processes=2)
-    pids = [process.pid for process in env.processes.members]
+    pids = [process.pid for process in env.processes]
     threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         env.reset()
     assert not any(map(psutil.pid_exists, pids))
-    with pytest.raises(EnvironmentFailure, match="have ended: the driver was interrupted while they were at work"):
+    with pytest.raises(EnvironmentFailure, match="have exited: the driver was interrupted while they were busy"):
         env.reset()
 
 
@@ -204,23 +210,23 @@ def test_a_dead_process_is_noticed_while_one_that_it_forked_holds_its_connection
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="this system has no real-time signals")
-def test_a_process_that_a_signal_without_a_name_ended_is_told():
+def test_a_process_killed_by_an_unnamed_signal_is_reported():
     with ParallelEnv(1, Walk) as env:
-        os.kill(env.processes.members[0].pid, signal.SIGRTMIN + 1)
+        os.kill(env.processes[0].pid, signal.SIGRTMIN + 1)
         with pytest.raises(EnvironmentFailure, match=f"its process was ended by signal {signal.SIGRTMIN + 1}"):
             env.reset()
 
 
-def test_processes_can_be_asked_one_by_one():
+def test_processes_run_commands_one_by_one():
     with ParallelEnv(3, Walk, num_processes=3) as env:
         env.set_seed(0)
         env.reset()
-        first, second, third = env.processes.members
-        assert wait_any([first], timeout_s=0) == []
+        first, second, third = env.processes
+        assert not can_be_read(first)
         env.rows.actions["action"][...] = [0, 1]
         before = env.rows.root.observation["observation"].copy()
-        first.start_step_and_reset()
-        third.start_step_and_reset()
+        first.start(STEP_AND_RESET)
+        third.start(STEP_AND_RESET)
         done = set()
         while len(done) < 2:
             for process in wait_any([process for process in (first, third) if process not in done]):
@@ -228,7 +234,7 @@ def test_processes_can_be_asked_one_by_one():
                 done.add(process)
         moved = env.rows.root.observation["observation"][:, 0] - before[:, 0]
         np.testing.assert_allclose(moved, [0.1, 0, 0.1], atol=1e-6)
-        assert wait_any([second], timeout_s=0) == []
+        assert not can_be_read(second)
 
 
 @pytest.mark.parametrize(
@@ -236,14 +242,14 @@ def test_processes_can_be_asked_one_by_one():
     [
         ({"num_processes": 3}, "num_processes=3 is not between 1 and num_workers=2"),
         ({"num_processes": 0}, "num_processes=0 is not between 1 and num_workers=2"),
-        ({"step_timeout_s": 0}, "step_timeout_s=0 leaves no time for anything; give seconds above 0"),
-        ({"start_timeout_s": math.nan}, "start_timeout_s=nan leaves no time for anything; give seconds above 0"),
+        ({"step_timeout_s": 0}, "step_timeout_s=0 must be above 0"),
+        ({"start_timeout_s": math.nan}, "start_timeout_s=nan must be above 0"),
         ({"start_method": "thread"}, "start_method='thread' is not one of forkserver, spawn, fork"),
-        ({"create_env_fn": lambda: None}, "the factory of env [01] returned None, but an EnvBase is needed"),
+        ({"create_env_fn": lambda: None}, "the factory of env [01] returned None; return an EnvBase"),
         ({"create_env_fn": [Walk, Countdown]}, "env 1 has observation_spec .*, but env 0 has"),
         ({"create_env_kwargs": {"lock": threading.Lock()}}, "cannot be sent to a process"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         ParallelEnv(2, **{"create_env_fn": Faulty, **arguments})

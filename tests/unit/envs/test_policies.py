@@ -53,7 +53,7 @@ def test_every_kind_of_policy_walks_to_the_right(policy, batch_size):
     assert rollout["next", "terminated"].any()
 
 
-def test_what_a_policy_puts_out_beside_the_action_is_kept():
+def test_further_outputs_of_a_policy_are_kept():
     rollout = Walk((2,)).rollout(5, RightWithValue())
     torch.testing.assert_close(rollout["value"], torch.ones(2, rollout.shape[1], 1))
 
@@ -78,16 +78,16 @@ def test_a_policy_on_several_observations_gets_them_by_name():
     env = Walk()
     env.observation_spec = env.observation_spec.__class__(dict.fromkeys(observation, env.reward_spec))
     assert as_policy(Both(), env)(observation) == {"action": torch.tensor(2.0)}
-    with pytest.raises(ConfigError, match=r"Linear.forward\(input\) does not say which of the observations first, "):
+    with pytest.raises(ConfigError, match=r"Linear.forward\(input\) do not name observations of the env \(first, "):
         as_policy(nn.Linear(1, 1), env)
 
 
 @pytest.mark.parametrize(
     ("policy", "sentence"),
     [
-        (lambda tensordict: TensorDict({"act": torch.zeros(2)}), "gave no 'action', but act; it must write"),
-        (lambda tensordict: None, "gave no 'action', but a NoneType"),
-        (TensorDictModule(Right(), in_keys=["observation"], out_keys=["move"]), "gave no 'action', but move"),
+        (lambda tensordict: TensorDict({"act": torch.zeros(2)}), "returned act, but no 'action'; write"),
+        (lambda tensordict: None, "returned a NoneType, but no 'action'"),
+        (TensorDictModule(Right(), in_keys=["observation"], out_keys=["move"]), "returned move, but no 'action'"),
         ("right", "policy is 'right'; give a TensorDict module"),
     ],
 )
@@ -99,7 +99,7 @@ def test_a_policy_without_an_action_is_refused(policy, sentence):
 @pytest.mark.parametrize(
     ("action", "sentence"),
     [
-        (torch.zeros(3, dtype=torch.int64), r"'action' of shape \[3\], but \[2\] is needed"),
+        (torch.zeros(3, dtype=torch.int64), r"'action' of shape \[3\]; expected \[2\]"),
         (torch.tensor([1, 1]), r"'action' is \[1, 1\], which is not in OneHot"),
         (torch.tensor([0.5, 1.5]), r"'action' is \[0.5, 1.5\], which is not in OneHot"),
     ],
@@ -113,9 +113,7 @@ def test_outputs_must_have_the_batch_size_of_the_env():
     def policy(tensordict):
         return {"action": Right()(tensordict["observation"]), "value": torch.zeros(7)}
 
-    with pytest.raises(
-        DataError, match=r"'value' of shape \[7\], which does not begin with the env's batch size \[3\]"
-    ):
+    with pytest.raises(DataError, match=r"'value' of shape \[7\]; begin it with \[3\]"):
         Walk((3,)).rollout(2, policy)
 
 

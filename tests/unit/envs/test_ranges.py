@@ -95,7 +95,7 @@ def test_every_way_to_act_is_a_range_of_the_env_that_is_never_in_itself(traces, 
     assert nesting_of(traces / f"{name}.json") == set()
 
 
-def test_what_gymnasium_does_is_told_from_what_is_around_it(traces):
+def test_gymnasium_calls_have_their_own_ranges(traces):
     assert nesting_of(traces / "gym.json") == {
         ("EnvBase.reset", "GymEnv._reset"),
         ("EnvBase.step", "GymEnv._step"),
@@ -131,7 +131,7 @@ def test_several_transforms_are_one_range_around_the_env(traces):
     }
 
 
-def test_a_batch_that_steps_and_begins_anew_in_one_go_shows_both(traces):
+def test_a_batch_that_steps_and_resets_together_shows_both(traces):
     (both,) = [r for r in ranges_of(traces / "transformed_batch.json") if r.name == "EnvBase.step_and_maybe_reset"]
     assert [each.name for each in both.inner] == ["TransformedEnv._step", "TransformedEnv._reset"]
     step, reset = both.inner

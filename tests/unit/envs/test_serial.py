@@ -38,7 +38,7 @@ class Places(EnvBase):
         out.truncated[...] = False
 
 
-def test_rows_are_what_the_envs_alone_would_be():
+def test_rows_equal_the_envs_alone():
     stacked = SerialEnv(3, Walk)
     assert stacked.batch_size == (3,)
     assert stacked.num_seeds == 3
@@ -61,7 +61,7 @@ def test_seeds_of_several_that_use_several_each_do_not_overlap():
     assert len(observations.reshape(6, -1).unique(dim=0)) == 6
 
 
-def test_seeds_after_the_last_one_begin_again():
+def test_seeds_wrap_around_after_the_last_one():
     env = SerialEnv(3, Walk)
     assert env.set_seed(2**32 - 2) == 1
     assert env.seeds_of_envs(2**32 - 2) == [2**32 - 2, 2**32 - 1, 0]
@@ -94,8 +94,8 @@ def test_tensordict_envs_can_be_stacked():
     assert record["next", "left"][:, -1].tolist() == [[0], [14]]
 
 
-def test_envs_that_differ_are_told_apart():
-    with pytest.raises(ConfigError, match=r"env 1 has batch_size .*\[2\].*, but env 0 has .*; envs whose frames"):
+def test_envs_with_different_specs_are_refused():
+    with pytest.raises(ConfigError, match=r"env 1 has batch_size .*\[2\].*, but env 0 has .*; make them equal"):
         SerialEnv(2, Walk, create_env_kwargs=[{}, {"batch_size": (2,)}])
     with pytest.raises(ConfigError, match=r"env 2 has observation_spec .*left.*, but env 0 has .*observation"):
         SerialEnv(3, [Walk, Walk, Countdown])
@@ -136,7 +136,7 @@ def test_frames_that_come_again_are_cut_into_rows_once():
     env = SerialEnv(2, Faulty)
     frame, actions = env.new_frame(), env.new_actions()
     env.reset_into(frame)
-    derived = frame.derived[env]
+    derived = frame.rows()
     env.step_into(actions, frame)
-    assert frame.derived[env] is derived
+    assert frame.rows() is derived
     assert np.shares_memory(derived[1].reward, frame.reward)

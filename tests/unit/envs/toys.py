@@ -16,7 +16,7 @@ START = 21
 
 
 class Countdown(EnvBase):
-    """A TensorDict env without a state of its own: what is left is in the TensorDict, actions take from it."""
+    """A stateless TensorDict env: actions subtract from the entry "left"."""
 
     def __init__(self, batch_size: Sequence[int] = ()):
         super().__init__(batch_size=batch_size)
@@ -62,8 +62,8 @@ class Walk(EnvBase):
         out.done[...] = out.terminated
 
     def _tell(self, out: Frame, mask: np.ndarray | None) -> None:
-        told = np.stack([self._places, 1 - self._places], axis=-1)
+        seen = np.stack([self._places, 1 - self._places], axis=-1)
         if mask is None:
-            out.observation["observation"][...] = told
+            out.observation["observation"][...] = seen
         else:
-            out.observation["observation"][mask] = told[mask]
+            out.observation["observation"][mask] = seen[mask]

@@ -129,7 +129,7 @@ def test_a_run_name_that_is_taken_is_said_at_once(tmp_path):
     ("prompts", "said"),
     [
         ("[]", "has no prompts"),
-        ("[Prompt('a', ()), Prompt('b', ()), Prompt('a', ())]", "gives 2 prompts the id 'a'"),
+        ("[Prompt('a', ()), Prompt('b', ()), Prompt('a', ())]", "has 2 prompts with the id 'a'"),
     ],
 )
 def test_an_environment_must_have_prompts_of_different_ids(tmp_path, monkeypatch, prompts, said):

@@ -12,7 +12,7 @@ BATCHES = [(), (3,), (2, 2)]
 
 
 def over_episodes(done, values):
-    """Running sums of values [..., T], begun anew after every end of an episode."""
+    """Running sums of values [..., T], restarted after every end of an episode."""
     sums, total = np.zeros_like(values), np.zeros_like(values[..., 0])
     for time in range(values.shape[-1]):
         total = total + values[..., time]
@@ -31,7 +31,7 @@ def test_steps_and_rewards_are_counted_by_episode(batch_size):
 
 
 @pytest.mark.parametrize("batch_size", BATCHES)
-def test_the_root_counts_from_zero_after_a_reset_and_goes_on_otherwise(batch_size):
+def test_the_root_counts_from_zero_after_a_reset_and_continues_otherwise(batch_size):
     steps, _ = rollouts(Compose(StepCounter(), RewardSum()), batch_size)
     for key in ("step_count", "episode_reward"):
         assert (steps[key][..., 0, :] == 0).all()
@@ -63,7 +63,7 @@ def test_episodes_are_truncated_at_the_limit_each_by_its_own_count(transform):
     np.testing.assert_array_equal(truncated[2], counted)
     np.testing.assert_array_equal(done, terminated | truncated)
     begun = np.where(done, 0, steps["next", "hour"])[:, :-1]
-    np.testing.assert_array_equal(steps["hour"][:, 1:], begun, "whoever ended an episode, the env begins a new one")
+    np.testing.assert_array_equal(steps["hour"][:, 1:], begun, "the env starts a new episode after each end")
 
 
 def test_the_lower_of_two_limits_counts():
@@ -73,7 +73,7 @@ def test_the_lower_of_two_limits_counts():
         assert truncated.tolist() == [[False, True] * 4] * 3
 
 
-def test_a_time_limit_tells_nothing_more():
+def test_a_time_limit_adds_no_entry():
     assert TransformedEnv(Weather(), TimeLimit(4)).observation_spec == Weather().observation_spec
 
 
@@ -90,7 +90,7 @@ def test_a_reset_of_some_envs_leaves_the_counts_of_others():
 
 @pytest.mark.parametrize("transform", [StepCounter, TimeLimit])
 def test_a_limit_without_steps_is_refused(transform):
-    with pytest.raises(ConfigError, match="max_steps=0 leaves no step"):
+    with pytest.raises(ConfigError, match="max_steps=0 must be at least 1"):
         transform(max_steps=0)
 
 

@@ -39,7 +39,7 @@ from tests.unit.envs.transforms.toys import SEED, Weather, rollouts
 
 
 class Halved(Transform):
-    """A user's own: the env is told twice the action, and tells half the observation."""
+    """A user's transform: doubles the action, halves the observation."""
 
     def __init__(self):
         super().__init__(in_keys=["observation"], in_keys_inv=["action"])
@@ -192,7 +192,7 @@ def test_rows_that_go_on_are_not_transformed_again_by_the_reset_of_others():
     )
 
 
-def test_a_batch_that_steps_and_resets_in_one_go_gives_what_single_steps_give():
+def test_a_batch_that_steps_and_resets_together_equals_single_steps():
     transforms = Compose(
         DoubleToFloat(),
         VecNorm(["observation", "reward"]),
@@ -256,20 +256,20 @@ def test_a_transform_belongs_to_one_env():
     ("make", "complaint"),
     [
         (lambda: ObservationNorm(0, 1, ["obs"]), "reads 'obs', but the env has .*'observation'"),
-        (lambda: Compose(StepCounter(), StepCounter()), "would write 'step_count', which the env has already"),
+        (lambda: Compose(StepCounter(), StepCounter()), "writes 'step_count', which the env already has"),
         (Compose, "Compose is empty"),
-        (lambda: "StepCounter", "is no transform"),
+        (lambda: "StepCounter", "is not a transform"),
         (lambda: Transform(["observation"], ["a", "b"]), "reads 1 entries, but out_keys has 2"),
-        (lambda: Transform(["reward"], ["gain"]), "a reward can only stay the reward"),
-        (lambda: DoubleToFloat(in_keys_inv=["torque"]), "changes the action 'torque', but the env takes 'action'"),
+        (lambda: Transform(["reward"], ["gain"]), "a reward keeps its key"),
+        (lambda: DoubleToFloat(in_keys_inv=["torque"]), "changes the action 'torque', but the env has 'action'"),
     ],
 )
-def test_keys_that_do_not_fit_are_told(make, complaint):
+def test_keys_that_do_not_fit_are_refused(make, complaint):
     with pytest.raises(ConfigError, match=complaint):
         TransformedEnv(Weather(), make())
 
 
-def test_a_transform_whose_values_do_not_fit_its_spec_is_told_at_reset():
+def test_a_transform_whose_values_do_not_fit_its_spec_raises_at_reset():
     class Wider(Transform):
         def forward(self, value):
             return np.concatenate([value, value], -1)

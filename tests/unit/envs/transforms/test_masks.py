@@ -21,7 +21,7 @@ def choices(actions, one_hot):
 
 
 @pytest.mark.parametrize("batch_size", [(), (3,), (2, 2)])
-def test_random_actions_are_among_those_that_the_mask_leaves(one_hot, batch_size):
+def test_random_actions_follow_the_mask(one_hot, batch_size):
     env = TransformedEnv(Weather(batch_size, one_hot=one_hot), ActionMask())
     env.set_seed(3)
     steps = env.rollout(100, break_when_any_done=False)
@@ -30,17 +30,17 @@ def test_random_actions_are_among_those_that_the_mask_leaves(one_hot, batch_size
     assert set(chosen.flatten().tolist()) == {0, 1, 2}
 
 
-def test_the_spec_accepts_what_the_present_mask_leaves(one_hot):
+def test_the_spec_accepts_the_choices_of_the_current_mask(one_hot):
     env = TransformedEnv(Weather(one_hot=one_hot), Compose(ActionMask(), StepCounter()))
     assert isinstance(env.action_spec, OneHot if one_hot else Categorical)
     env.set_seed(0)
     root = env.reset()
     for _ in range(20):
-        told = []
+        accepted = []
         for choice in range(3):
             action = torch.tensor(choice)
-            told.append(env.action_spec.is_in(torch.nn.functional.one_hot(action, 3) if one_hot else action))
-        assert told == root["action_mask"].tolist()
+            accepted.append(env.action_spec.is_in(torch.nn.functional.one_hot(action, 3) if one_hot else action))
+        assert accepted == root["action_mask"].tolist()
         assert env.action_spec.is_in(env.action_spec.rand())
         root = env.step_and_maybe_reset(env.rand_action(root))[1]
 
@@ -57,27 +57,25 @@ def test_all_choices_that_are_left_are_drawn_equally_often():
     assert 400 < counts[0] < 600
 
 
-def test_a_masked_action_is_refused_with_what_the_mask_leaves(one_hot):
+def test_a_masked_action_is_refused_and_the_mask_shown(one_hot):
     env = TransformedEnv(Weather((2,), one_hot=one_hot), ActionMask())
     env.set_seed(0)
     root = env.rand_action(env.reset())
     forbidden = (~root["action_mask"]).int().argmax(-1)
     assert not root["action_mask"].gather(-1, forbidden.unsqueeze(-1)).all()
     root["action"] = torch.nn.functional.one_hot(forbidden, 3) if one_hot else forbidden
-    with pytest.raises(
-        EnvironmentFailure, match=r"'action' .* is not among the choices that 'action_mask' leaves, \[\["
-    ):
+    with pytest.raises(EnvironmentFailure, match=r"'action' .* is masked by 'action_mask' \[\["):
         env.step(root)
 
 
-def test_a_mask_that_leaves_nothing_is_told():
+def test_a_mask_without_a_choice_raises():
     class Stuck(Weather):
         def _drawn(self):
             return super()._drawn() | {"action_mask": np.zeros(3, bool)}
 
     env = TransformedEnv(Stuck(), ActionMask())
     env.reset()
-    with pytest.raises(EnvironmentFailure, match="leaves no choice"):
+    with pytest.raises(EnvironmentFailure, match="has no choice"):
         env.rand_action()
 
 
@@ -93,7 +91,7 @@ def test_a_batch_is_masked_from_outside():
     ("transform", "complaint"),
     [
         (lambda: ActionMask(mask_key="legal"), "reads 'legal', but the env has 'observation'"),
-        (lambda: ActionMask(action_key="move"), "needs a choice as 'move'"),
+        (lambda: ActionMask(action_key="move"), "needs a discrete 'move'"),
         (lambda: ActionMask(mask_key="wide"), r"'wide' has shape \[2\], but OneHot.* needs \[3\]"),
         (lambda: Compose(CatTensors(["action_mask"]), ActionMask()), "reads 'action_mask'"),
     ],

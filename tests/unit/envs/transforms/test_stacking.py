@@ -1,4 +1,4 @@
-"""CatFrames and CatTensors against plain lists of what was told."""
+"""CatFrames and CatTensors against plain lists of observations."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_frames_of_a_single_env_can_be_kept_beside_the_entry():
     assert (steps["latest"][..., 3:] == plain["observation"]).all()
 
 
-def test_limits_of_frames_hold_for_what_stands_before_them():
+def test_limits_of_frames_include_the_padding():
     env = TransformedEnv(Weather(), Compose(ToTensorImage(), CatFrames(2, -3, padding="constant", padding_value=-1)))
     assert env.observation_spec["pixels"] == Bounded(-1, 1, (6, 6, 4))
     assert env.observation_spec["pixels"].is_in(env.reset()["pixels"])
@@ -77,14 +77,14 @@ def test_limits_are_put_side_by_side_where_all_have_them():
     [
         (lambda: CatFrames(0, -1, ["observation"]), "N=0"),
         (lambda: CatFrames(2, 0, ["observation"]), "dim=0 would depend"),
-        (lambda: CatFrames(2, -2, ["observation"]), "dim=-2 is not one of 'observation'"),
+        (lambda: CatFrames(2, -2, ["observation"]), "dim=-2 is not a dim of 'observation'"),
         (lambda: CatFrames(2, -1, ["observation"], padding="zeros"), "'same' or 'constant'"),
         (lambda: CatTensors([]), "in_keys is empty"),
         (lambda: CatTensors(["wide", "hour"], dim=0), "dim=0 would depend"),
-        (lambda: CatTensors(["wide", "pixels"]), "cannot put 'wide' "),
-        (lambda: CatTensors(["wide", ("sky", "cloud")], "observation"), "which the env has already"),
+        (lambda: CatTensors(["wide", "pixels"]), "cannot concatenate 'wide' "),
+        (lambda: CatTensors(["wide", ("sky", "cloud")], "observation"), "which the env already has"),
     ],
 )
-def test_what_cannot_be_put_together_is_refused(make, complaint):
+def test_entries_that_cannot_be_concatenated_are_refused(make, complaint):
     with pytest.raises(ConfigError, match=complaint):
         TransformedEnv(Weather((3,)), make())

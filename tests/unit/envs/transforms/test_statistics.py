@@ -43,7 +43,7 @@ def test_images_can_be_measured_by_channel():
     assert abs(env.rollout(3)["pixels"].mean().item()) < 0.5
 
 
-def test_what_never_changes_is_not_divided_by_zero():
+def test_a_constant_entry_is_not_divided_by_zero():
     norm = ObservationNorm(in_keys=["hour"])
     env = TransformedEnv(Weather(), norm)
     norm.init_stats(1)
@@ -59,7 +59,7 @@ def test_a_norm_without_statistics_says_how_to_get_them():
         env.reset()
 
 
-def test_measured_statistics_can_be_given_to_another_env():
+def test_measured_statistics_load_into_another_env():
     norm, other = ObservationNorm(), ObservationNorm()
     env, others = TransformedEnv(Weather(), norm), TransformedEnv(Weather(), other)
     norm.init_stats(20)
@@ -110,7 +110,7 @@ def test_running_statistics_are_those_of_all_frames_so_far(batch_size, decay):
     np.testing.assert_allclose(steps["next", "reward"].movedim(num_dims, 0), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_frozen_copy_normalises_by_what_was_learned_and_learns_no_more():
+def test_a_frozen_copy_keeps_the_learned_statistics():
     norm = VecNorm()
     env = TransformedEnv(Weather((3,)), norm)
     env.rollout(20, break_when_any_done=False)
@@ -158,8 +158,8 @@ def test_variance_survives_values_far_from_zero():
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: ObservationNorm(1.0), "only one is given"),
-        (lambda: ObservationNorm(0.0, 0.0), "would leave nothing of 'observation'"),
+        (lambda: ObservationNorm(1.0), "give both, or none"),
+        (lambda: ObservationNorm(0.0, 0.0), "of 'observation' must be finite"),
         (lambda: VecNorm(decay=0), "decay=0"),
         (lambda: VecNorm(eps=0), "eps=0"),
     ],

@@ -33,7 +33,7 @@ def test_rewards_are_scaled(batch_size):
     torch.testing.assert_close(steps["next", "reward"], (plain["next", "reward"] - 0.5) / 2)
 
 
-def test_rewards_are_clipped_and_their_spec_says_so():
+def test_rewards_are_clipped_and_their_spec_has_the_limits():
     steps, plain = rollouts(RewardClipping(-0.5, 2), (3,))
     assert (steps["next", "reward"] == plain["next", "reward"].clamp(-0.5, 2)).all()
     assert TransformedEnv(Weather(), RewardClipping(-0.5, 2)).reward_spec == Bounded(-0.5, 2, (1,))
@@ -41,7 +41,7 @@ def test_rewards_are_clipped_and_their_spec_says_so():
     assert (steps["next", "reward"] == plain["next", "reward"].clamp(max=0)).all()
 
 
-def test_what_counts_rewards_sees_them_as_the_transforms_before_it_left_them():
+def test_a_reward_sum_adds_transformed_rewards():
     steps, plain = rollouts(Compose(RewardSum("raw"), RewardClipping(-1, 1), RewardSum("clipped")))
     first = plain["next", "reward"][0, 0]
     assert steps["next", "raw"][0, 0] == first
@@ -60,13 +60,13 @@ def test_doubles_become_floats(batch_size):
 
 
 class Exact(EnvBase):
-    """Takes float64 actions within narrow limits, and tells what it was told."""
+    """Takes float64 actions within narrow limits, and observes the last action."""
 
     LIMIT = 0.1  # the nearest float32 lies beyond it
 
     def __init__(self, *, several: bool = False):
         super().__init__()
-        self.observation_spec = Composite(told=Unbounded((1,), torch.float64))
+        self.observation_spec = Composite(last=Unbounded((1,), torch.float64))
         limits = Bounded(-self.LIMIT, self.LIMIT, (1,), torch.float64)
         self.action_spec = Composite(turn=limits, push=Unbounded((1,))) if several else limits
         self._key = ("action", "turn") if several else "action"
@@ -74,11 +74,11 @@ class Exact(EnvBase):
     def _set_seed(self, seed: int) -> None: ...
 
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
-        out.observation["told"].fill(0)
+        out.observation["last"].fill(0)
 
     def _step_into(self, actions: Arrays, out: Frame) -> None:
         assert self.action_leaves()[self._key].contains(actions[self._key])
-        out.observation["told"][...] = actions[self._key]
+        out.observation["last"][...] = actions[self._key]
         out.reward.fill(0)
         out.clear_flags()
 
@@ -92,7 +92,7 @@ def test_float_actions_reach_an_env_that_wants_doubles_within_its_limits(several
     root[key] = torch.full((1,), Exact.LIMIT)
     assert root[key].double().item() > Exact.LIMIT
     assert env.action_leaves()[key].is_in(root[key])
-    assert env.step(root)["next", "told"].item() == np.float32(Exact.LIMIT)
+    assert env.step(root)["next", "last"].item() == np.float32(Exact.LIMIT)
 
 
 @pytest.mark.parametrize("batch_size", BATCHES)
@@ -133,17 +133,17 @@ def test_resized_images_do_not_depend_on_their_neighbours(interpolation):
 @pytest.mark.parametrize(
     ("transform", "complaint"),
     [
-        (lambda: GrayScale(), "put that before it"),
-        (lambda: Resize(4), "put that before it"),
+        (lambda: GrayScale(), "put ToTensorImage before it"),
+        (lambda: Resize(4), "put ToTensorImage before it"),
         (lambda: Compose(ToTensorImage(), GrayScale(), GrayScale()), "1 channels"),
-        (lambda: ToTensorImage(["observation"]), "it takes uint8 images"),
+        (lambda: ToTensorImage(["observation"]), "it needs uint8 images"),
         (lambda: Resize(0), "w=0"),
         (lambda: Resize(4, interpolation="cubic"), "nearest, bilinear, bicubic or area"),
         (lambda: RewardScaling(0, 0), "scale=0"),
-        (lambda: RewardClipping(1, 1), "clamp_min=1 is not below clamp_max=1"),
+        (lambda: RewardClipping(1, 1), "clamp_min=1 must be below clamp_max=1"),
         (lambda: DoubleToFloat(["observation"]), "'observation', which is torch.float32"),
     ],
 )
-def test_what_cannot_be_transformed_is_refused(transform, complaint):
+def test_entries_that_cannot_be_transformed_are_refused(transform, complaint):
     with pytest.raises(ConfigError, match=complaint):
         TransformedEnv(Weather(), transform())

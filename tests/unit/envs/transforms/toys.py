@@ -18,7 +18,7 @@ NUM_STEPS = 40
 
 
 class Weather(EnvBase):
-    """Tells random numbers, whatever it is told; the episode of env i is over after `first_length` + i steps."""
+    """Observes random numbers; the episode of env i ends after `first_length` + i steps."""
 
     def __init__(self, batch_size: Sequence[int] = (), *, one_hot: bool = True, first_length: int = 3):
         super().__init__(batch_size=batch_size)

@@ -1,24 +1,21 @@
-"""Transforms of the dtype alone."""
+"""Elementwise transforms: dtype, scale, limits."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
 
 import numpy as np
 import torch
 
 from lucidrl.envs.arrays import Arrays, Key
+from lucidrl.envs.base import EnvBase
 from lucidrl.envs.specs import Bounded, Composite, Spec
-from lucidrl.envs.transforms.base import Keys, Transform, as_keys
-from lucidrl.envs.transforms.specs import mapped_spec
+from lucidrl.envs.transforms.base import Keys, Transform, as_keys, mapped_spec
 from lucidrl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lucidrl.envs.base import EnvBase
 
 
 class DoubleToFloat(Transform):
-    """Makes float64 entries float32, and takes float32 actions to an env that wants float64.
+    """Casts float64 entries to float32, and float32 actions to float64.
 
     Args:
         in_keys: entries of the observation; None for all that are float64.
@@ -45,7 +42,7 @@ class DoubleToFloat(Transform):
     def before_step(self, actions: Arrays) -> Arrays:
         doubles = {key: actions[key].astype(np.float64) for key in self.in_keys_inv}
         for key, (low, high) in self._limits.items():
-            # The float32 next to a limit may lie beyond it.
+            # The float32 next to a limit may be beyond it.
             np.clip(doubles[key], low, high, out=doubles[key])
         return actions | doubles
 
@@ -66,5 +63,41 @@ class DoubleToFloat(Transform):
             return tuple(key for key, spec in leaves.items() if spec.dtype == torch.float64)
         for key in as_keys(given):
             if leaves[key].dtype != torch.float64:
-                raise ConfigError(f"DoubleToFloat reads {key!r}, which is {leaves[key].dtype}; leave it out")
+                raise ConfigError(f"DoubleToFloat reads {key!r}, which is {leaves[key].dtype}, not float64; remove it")
         return as_keys(given)
+
+
+class RewardScaling(Transform):
+    """Computes `reward * scale + loc`, or with `standard_normal` `(reward - loc) / scale`."""
+
+    def __init__(self, loc: float, scale: float, *, standard_normal: bool = False):
+        super().__init__(in_keys=["reward"])
+        if not math.isfinite(loc) or not math.isfinite(scale) or scale == 0:
+            raise ConfigError(f"loc={loc}, scale={scale} must be finite, and scale not 0")
+        self.loc, self.scale, self.standard_normal = float(loc), float(scale), standard_normal
+
+    def forward(self, value: np.ndarray) -> np.ndarray:
+        return (value - self.loc) / self.scale if self.standard_normal else value * self.scale + self.loc
+
+    def transform_spec(self, spec: Spec) -> Spec:
+        return mapped_spec(spec, self.forward)
+
+
+class RewardClipping(Transform):
+    """Clips the reward to two limits; None for no limit."""
+
+    def __init__(self, clamp_min: float | None = None, clamp_max: float | None = None):
+        super().__init__(in_keys=["reward"])
+        self.clamp_min = -math.inf if clamp_min is None else float(clamp_min)
+        self.clamp_max = math.inf if clamp_max is None else float(clamp_max)
+        if not self.clamp_min < self.clamp_max:
+            raise ConfigError(f"clamp_min={clamp_min} must be below clamp_max={clamp_max}")
+
+    def forward(self, value: np.ndarray) -> np.ndarray:
+        return np.clip(value, np.float32(self.clamp_min), np.float32(self.clamp_max))
+
+    def transform_spec(self, spec: Spec) -> Spec:
+        limited = (
+            spec if isinstance(spec, Bounded) else Bounded(-math.inf, math.inf, spec.shape, spec.dtype, spec.device)
+        )
+        return mapped_spec(limited, self.forward)

@@ -14,17 +14,18 @@ from pathlib import Path
 from lucidrl.data.datasets import Prompt
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.envs.text.hosts import prompts_of, start_first_worker
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
+from lucidrl.envs.text.registry import split_prompts
+from lucidrl.envs.text.workers import start_env
 
 
 def read_prompts(config: EnvConfig, cluster: ClusterConfig) -> tuple[list[Prompt], list[Prompt]]:
     """As a run reads them."""
-    host = start_first_worker(config, cluster)
+    pool = start_env(config, cluster, num_workers=1)
     try:
-        return prompts_of(host, config)
+        return split_prompts(pool.prompts(), config)
     finally:
-        host.shutdown()
+        pool.shutdown()
 
 
 class UnpicklableError(Exception):
@@ -33,15 +34,15 @@ class UnpicklableError(Exception):
         self.lock = threading.Lock()
 
 
-def request(answer: str, number: int = 0) -> EnvRequest:
-    return EnvRequest(f"s{number}", [{"role": "assistant", "content": answer}], info={}, turn=1)
+def request(completion: str, number: int = 0) -> EnvRequest:
+    return EnvRequest(f"s{number}", [{"role": "assistant", "content": completion}], info={}, turn=1)
 
 
-def requests(*answers: str) -> list[EnvRequest]:
-    return [request(answer, number) for number, answer in enumerate(answers)]
+def requests(*completions: str) -> list[EnvRequest]:
+    return [request(completion, number) for number, completion in enumerate(completions)]
 
 
-class Judge:
+class Scorer:
     """Rewards a completion that says nothing special with its length.
 
     Args:
@@ -50,29 +51,29 @@ class Judge:
 
     def __init__(self, start: str = ""):
         asyncio.run(_do(start))
-        sys.stdout.write("the judge is here\n")
+        sys.stdout.write("the scorer is here\n")
 
     def prompts(self) -> list[Prompt]:
         return [Prompt(f"{number}", ({"role": "user", "content": f"{number}="},)) for number in range(20)]
 
     async def step(self, batch):
         for each in batch:
-            await _do(each.answer)
+            await _do(each.completion)
         infos = {"unsendable": {"lock": threading.Lock()}}
         return [
-            EnvReply(float(len(each.answer)), metrics={"pid": os.getpid()}, info=infos.get(each.answer))
+            EnvReply(float(len(each.completion)), metrics={"pid": os.getpid()}, info=infos.get(each.completion))
             for each in batch
         ]
 
 
-class Silent(Judge):
+class Silent(Scorer):
     """Leaves instead of posing problems."""
 
     def prompts(self) -> list[Prompt]:
         os._exit(0)
 
 
-class Counting(Judge):
+class Counting(Scorer):
     """Keeps how many samples it has scored, and rewards a sample with that and with noise."""
 
     def __init__(self) -> None:
@@ -91,8 +92,8 @@ class Counting(Judge):
         self.count = state["count"]
 
 
-async def _do(answer: str) -> None:
-    what, _, argument = answer.partition(" ")
+async def _do(completion: str) -> None:
+    what, _, argument = completion.partition(" ")
     if what == "raise":
         raise KeyError("no such reward")
     if what == "unpicklable":
