@@ -44,12 +44,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Non
         )
 
 
-def apply_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    chat_template_kwargs: Mapping[str, Any] | None,
-    **options: Any,
-) -> Any:
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
     """A conversation in the words of the tokenizer's chat template, as text or tokenized.
 
     Raises:
@@ -57,9 +52,7 @@ def apply_template(
     """
     plain = [{"role": message["role"], "content": message["content"]} for message in messages]
     try:
-        return tokenizer.apply_chat_template(
-            plain, **{"add_generation_prompt": True, **options}, **(chat_template_kwargs or {})
-        )
+        return tokenizer.apply_chat_template(plain, **{"add_generation_prompt": True, **options})
     except (TemplateSyntaxError, *BROKEN) as error:
         where = template_file(Path(tokenizer.name_or_path)) if tokenizer.name_or_path else "the tokenizer"
         raise DataError(

@@ -1,4 +1,4 @@
-"""Prompts: read from a file, split into training and validation, and put in an endless reproducible order."""
+"""Prompts and supervised examples: read from files, split into training and validation, ordered reproducibly."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import orjson
 from lucidrl.data.interfaces import ChatMessage
 from lucidrl.data.jsonl import read_json_lines
 from lucidrl.errors import ConfigError, DataError
+
+Example = list[ChatMessage]
+"""Messages that end with an assistant message, to learn from."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,41 @@ def load_prompts(path: str | Path) -> list[Prompt]:
     return prompts
 
 
-def is_held_out(prompt_id: str, fraction: float, salt: str = "") -> bool:
+def load_examples(path: Path, validation_fraction: float) -> tuple[list[Example], list[Example]]:
+    """Training and held-out conversations of a JSONL file.
+
+    A line is `{"messages": [...]}` ending in an assistant message, or `{"prompt": "...", "completion": "..."}`.
+
+    Raises:
+        DataError: naming file and line, for a missing or empty file or a malformed line.
+    """
+    train: list[Example] = []
+    held_out: list[Example] = []
+    for line in read_json_lines(path, "example"):
+        fingerprint = hashlib.sha256(line.content).hexdigest()
+        side = held_out if is_held_out(fingerprint, validation_fraction) else train
+        side.append(_example(line.record, line.place))
+    if not train:
+        raise DataError(f"example file {path} has no conversations to train on; write one JSON object on each line")
+    return train, held_out
+
+
+def answered(prompt: Prompt) -> Example:
+    """A prompt followed by the `answer` of its info."""
+    if "answer" not in prompt.info:
+        raise DataError(
+            f"prompt {prompt.prompt_id!r} has no answer in its info, so there is nothing to learn from it; "
+            "give data.file=... with written conversations"
+        )
+    return [*prompt.messages, {"role": "assistant", "content": str(prompt.info["answer"])}]
+
+
+def is_held_out(prompt_id: str, fraction: float) -> bool:
     """Whether an id belongs to the held-out `fraction`; the same on every machine and in every run.
 
-    Raising the fraction only adds ids; another salt holds out others.
+    Raising the fraction only adds ids.
     """
-    digest = hashlib.sha256(f"{salt}\0{prompt_id}".encode()).digest()
+    digest = hashlib.sha256(f"\0{prompt_id}".encode()).digest()
     return int.from_bytes(digest[:8]) < fraction * 2**64
 
 
@@ -135,10 +167,23 @@ def _parse_messages(content: Any, place: str) -> tuple[ChatMessage, ...]:
     if not isinstance(content, list) or not content:
         raise DataError(f"{place}: messages={content!r} is not valid; it must be a list of at least one message")
     for message in content:
-        if (
-            not isinstance(message, dict)
-            or message.keys() != {"role", "content"}
-            or not all(isinstance(value, str) for value in message.values())
-        ):
+        if not _is_message(message) or len(message) > 2:
             raise DataError(f'{place}: message {message!r} is not valid; it must be {{"role": text, "content": text}}')
     return tuple(content)
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _example(record: dict[str, Any], place: str) -> Example:
+    if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
+        return [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record["completion"]}]
+    messages = record.get("messages")
+    are_messages = isinstance(messages, list) and all(map(_is_message, messages))
+    if not are_messages or not messages or messages[-1]["role"] != "assistant":
+        raise DataError(
+            f'{place}: needs "messages" (each with role and content, the last of the assistant), '
+            'or "prompt" and "completion"'
+        )
+    return messages

@@ -7,7 +7,7 @@ the contents joined, with the special tokens it adds by itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -24,34 +24,16 @@ if TYPE_CHECKING:
 _SENTINEL = "@@assistant-text@@"
 
 
-class FlatMessageLog(TypedDict):
-    """A message log as one sequence of `length` tokens."""
-
-    input_ids: torch.Tensor
-    token_mask: torch.Tensor
-    """float32, 1 where a token counts for the loss."""
-    generation_logprobs: NotRequired[torch.Tensor]
-    """float32, 0 on tokens that were not sampled; absent in supervised logs."""
-    length: int
-
-
-def render_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> list[int]:
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Ids of a conversation up to the point where the assistant begins to answer."""
     _check_awaits_answer(messages)
     if not tokenizer.chat_template:
         return tokenizer.encode(_joined(messages))
-    return apply_template(tokenizer, messages, chat_template_kwargs, tokenize=True, return_dict=True)["input_ids"]
+    return apply_template(tokenizer, messages, tokenize=True, return_dict=True)["input_ids"]
 
 
 def render_reply(
-    tokenizer: PreTrainedTokenizerBase,
-    message_log: LLMMessageLogType,
-    messages: Sequence[Mapping[str, Any]],
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase, message_log: LLMMessageLogType, messages: Sequence[Mapping[str, Any]]
 ) -> list[int]:
     """Ids that reply messages append to a log ending in an assistant message, next generation prompt included.
 
@@ -63,9 +45,9 @@ def render_reply(
     if not tokenizer.chat_template:
         return tokenizer.encode(_joined(messages), add_special_tokens=False)
     history, sampled_ids = message_log[:-1], message_log[-1]["token_ids"].tolist()
-    _, after = _around_answer(tokenizer, history, messages, chat_template_kwargs)
+    _, after = _around_answer(tokenizer, history, messages)
     ids = tokenizer.encode(after, add_special_tokens=False)
-    closing = _closing_ids(tokenizer, history, chat_template_kwargs)
+    closing = _closing_ids(tokenizer, history)
     ended = bool(closing and sampled_ids) and sampled_ids[-1] in (closing[-1], tokenizer.eos_token_id)
     return ids[len(closing) :] if ended and ids[: len(closing)] == closing else ids
 
@@ -90,11 +72,7 @@ def sampled_message(
     }
 
 
-def supervised_example(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> LLMMessageLogType:
+def supervised_example(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> LLMMessageLogType:
     """The log of a written conversation, each assistant message with the tokens the model is to learn.
 
     Tokens lie where a rollout would have them: the part before the first answer is `render_prompt` of it, later parts
@@ -108,18 +86,16 @@ def supervised_example(
         if message["role"] != "assistant":
             turn.append(message)
             continue
-        if log:
-            ids = render_reply(tokenizer, log, turn, chat_template_kwargs)
-        else:
-            ids = render_prompt(tokenizer, turn, chat_template_kwargs)
+        ids = render_reply(tokenizer, log, turn) if log else render_prompt(tokenizer, turn)
         log += with_tokens(turn, ids)
-        log += with_tokens([message], _answer_ids(tokenizer, log, message["content"], chat_template_kwargs))
+        log += with_tokens([message], _answer_ids(tokenizer, log, message["content"]))
         turn = []
     return log
 
 
-def flatten_message_log(log: LLMMessageLogType, supervised: bool = False) -> FlatMessageLog:
-    """Join the messages of a log to one sequence.
+def flatten_message_log(log: LLMMessageLogType, supervised: bool = False) -> dict[str, torch.Tensor]:
+    """Join the messages of a log to one sequence: `input_ids`, `token_mask` and, unless supervised,
+    `generation_logprobs` (0 on tokens that were not sampled).
 
     Args:
         log: the conversation; an assistant message with tokens counts for the loss.
@@ -138,11 +114,8 @@ def flatten_message_log(log: LLMMessageLogType, supervised: bool = False) -> Fla
         masks.append(torch.full((size,), float(answered)))
         if not supervised:
             logprobs.append(_checked_logprobs(index, message) if answered else torch.zeros(size))
-    input_ids = torch.cat([message["token_ids"] for message in log])
-    flat: FlatMessageLog = {"input_ids": input_ids, "token_mask": torch.cat(masks), "length": len(input_ids)}
-    if not supervised:
-        flat["generation_logprobs"] = torch.cat(logprobs)
-    return flat
+    flat = {"input_ids": torch.cat([message["token_ids"] for message in log]), "token_mask": torch.cat(masks)}
+    return flat if supervised else {**flat, "generation_logprobs": torch.cat(logprobs)}
 
 
 def collate(
@@ -163,14 +136,13 @@ def collate(
     if len(multipliers) != len(logs):
         raise DataError(f"{len(multipliers)} loss multipliers for {len(logs)} message logs; give one for each log")
     columns = {
-        "input_ids": pad_sequence([flat["input_ids"] for flat in flats], batch_first=True, padding_value=pad_id),
-        "input_lengths": torch.tensor([flat["length"] for flat in flats]),
-        "token_mask": pad_sequence([flat["token_mask"] for flat in flats], batch_first=True),
-        "sample_mask": torch.tensor(multipliers, dtype=torch.float32),
+        name: pad_sequence(
+            [flat[name] for flat in flats], batch_first=True, padding_value=pad_id if name == "input_ids" else 0
+        )
+        for name in flats[0]
     }
-    if not supervised:
-        logprobs = [flat["generation_logprobs"] for flat in flats if "generation_logprobs" in flat]
-        columns["generation_logprobs"] = pad_sequence(logprobs, batch_first=True)
+    columns["input_lengths"] = torch.tensor([len(flat["input_ids"]) for flat in flats])
+    columns["sample_mask"] = torch.tensor(multipliers, dtype=torch.float32)
     return BatchedDataDict(columns)
 
 
@@ -207,31 +179,24 @@ def _joined(messages: Sequence[Mapping[str, Any]]) -> str:
     return "".join(message["content"] for message in messages)
 
 
-def _answer_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    history: LLMMessageLogType,
-    content: str,
-    chat_template_kwargs: Mapping[str, Any] | None,
-) -> list[int]:
+def _answer_ids(tokenizer: PreTrainedTokenizerBase, history: LLMMessageLogType, content: str) -> list[int]:
     eos_id: Any = tokenizer.eos_token_id
     lead = ""
     closing: list[int] = []
     if tokenizer.chat_template:
-        prompt = apply_template(tokenizer, history, chat_template_kwargs, tokenize=False)
-        before, _ = _around_answer(tokenizer, history, (), chat_template_kwargs)
+        prompt = apply_template(tokenizer, history, tokenize=False)
+        before, _ = _around_answer(tokenizer, history, ())
         # Some templates write more before an answer than the generation prompt holds: the model has to learn that too.
         lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
-        closing = _closing_ids(tokenizer, history, chat_template_kwargs)
+        closing = _closing_ids(tokenizer, history)
     if not closing and eos_id is not None:
         closing = [eos_id]
     return tokenizer.encode(lead + content, add_special_tokens=False) + closing
 
 
-def _closing_ids(
-    tokenizer: PreTrainedTokenizerBase, history: LLMMessageLogType, chat_template_kwargs: Mapping[str, Any] | None
-) -> list[int]:
+def _closing_ids(tokenizer: PreTrainedTokenizerBase, history: LLMMessageLogType) -> list[int]:
     """Ids by which the template ends an answer, through the end-of-turn token; empty if it writes no such token."""
-    _, after = _around_answer(tokenizer, history, (), chat_template_kwargs)
+    _, after = _around_answer(tokenizer, history, ())
     ids = tokenizer.encode(after, add_special_tokens=False)
     markers = [tokenizer.eos_token_id, *tokenizer.added_tokens_decoder]
     return next((ids[: end + 1] for end, token in enumerate(ids) if token in markers), [])
@@ -241,13 +206,10 @@ def _around_answer(
     tokenizer: PreTrainedTokenizerBase,
     history: Sequence[Mapping[str, Any]],
     replies: Sequence[Mapping[str, Any]],
-    chat_template_kwargs: Mapping[str, Any] | None,
 ) -> tuple[str, str]:
     """Text that the template writes before and after an answer; replies, if any, await the next answer."""
     conversation = [*history, {"role": "assistant", "content": _SENTINEL}, *replies]
-    text = apply_template(
-        tokenizer, conversation, chat_template_kwargs, tokenize=False, add_generation_prompt=bool(replies)
-    )
+    text = apply_template(tokenizer, conversation, tokenize=False, add_generation_prompt=bool(replies))
     if text.count(_SENTINEL) != 1:
         raise DataError(
             f"the chat template shows an answer {text.count(_SENTINEL)} times; "

@@ -10,8 +10,7 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from lucidrl.data.datasets import Prompt, PromptOrder
-from lucidrl.data.examples import answered, load_examples
+from lucidrl.data.datasets import Prompt, PromptOrder, answered, load_examples
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.distributed.config import ClusterConfig

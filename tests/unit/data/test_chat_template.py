@@ -48,7 +48,7 @@ def test_a_template_that_fails_is_a_data_error_that_names_its_file(chat_tokenize
     chat_tokenizer.chat_template = template
     chat_tokenizer.name_or_path = "some/folder"
     with pytest.raises(DataError, match=rf"chat template in some/folder/tokenizer_config\.json fails: {reason}"):
-        apply_template(chat_tokenizer, GREETING, None, tokenize=False)
+        apply_template(chat_tokenizer, GREETING, tokenize=False)
 
 
 @pytest.mark.parametrize(

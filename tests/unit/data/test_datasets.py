@@ -76,11 +76,6 @@ def test_a_larger_fraction_only_adds(prompt_id, one, other):
     assert is_held_out(prompt_id, high) or not is_held_out(prompt_id, low)
 
 
-def test_another_salt_holds_out_others():
-    ids = [str(index) for index in range(100)]
-    assert {i for i in ids if is_held_out(i, 0.5)} != {i for i in ids if is_held_out(i, 0.5, salt="b")}
-
-
 def test_a_split_keeps_every_prompt_once_and_in_order():
     prompts = make_prompts(200)
     train, validation = split(prompts, 0.25)

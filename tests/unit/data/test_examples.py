@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lucidrl.data.datasets import Prompt
-from lucidrl.data.examples import answered, load_examples
+from lucidrl.data.datasets import Prompt, answered, load_examples
 from lucidrl.errors import DataError
 
 TALK = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}'

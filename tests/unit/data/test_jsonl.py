@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lucidrl.data.datasets import load_prompts
-from lucidrl.data.examples import load_examples
+from lucidrl.data.datasets import load_examples, load_prompts
 from lucidrl.data.jsonl import LONGEST_LINE_BYTES, read_json_lines
 from lucidrl.errors import DataError
 
