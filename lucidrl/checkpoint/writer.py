@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
@@ -11,16 +10,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 
-from lucidrl.checkpoint.agreement import agreed
 from lucidrl.checkpoint.manifest import FileDigest
-from lucidrl.checkpoint.shards import index_name, index_text, plan_shards, shard_file_names
 from lucidrl.checkpoint.staging import disk_full, is_disk_full
-from lucidrl.checkpoint.tensors import TensorFile, TensorSpec
-from lucidrl.errors import CheckpointError
+from lucidrl.checkpoint.tensors import (
+    TensorFile,
+    TensorSpec,
+    index_name,
+    index_text,
+    plan_shards,
+    shard_file_names,
+    write_file,
+)
+from lucidrl.distributed.collectives import gather_over
+from lucidrl.errors import CheckpointError, LucidError
+
+T = TypeVar("T")
 
 _NICENESS = 10
 """Of the thread that writes: on busy cores it gets about a tenth of one, so that training is not held up."""
@@ -80,12 +89,13 @@ class CheckpointWriter:
         plans = [_plan(tensor_set, self._num_ranks) for tensor_set in sets]
         contents: dict[Path, bytes] = {}
         if self._rank == 0:
-            contents = {**small_files, **{path: index for plan in plans for path, index in plan.index.items()}}
+            contents = {**small_files, **{path: text for _, index in plans for path, text in index.items()}}
         self._needed_bytes = sum(spec.size_bytes for tensor_set in sets for spec in tensor_set.specs.values())
         agreed(lambda: self._make_folders([tensor_set.folder for tensor_set in sets]), self._group)
         files: dict[Path, TensorFile] = {}
-        for tensor_set, plan in zip(sets, plans, strict=True):
-            own = {path: self._file(path.name, tensor_set, plan.names[path]) for path in plan.files_of(self._rank)}
+        for tensor_set, (names, _) in zip(sets, plans, strict=True):
+            own_paths = list(names)[self._rank :: self._num_ranks]
+            own = {path: self._file(path.name, tensor_set, names[path]) for path in own_paths}
             _fill(list(own.values()), tensor_set)
             files |= own
         if self._pin_memory:
@@ -129,27 +139,32 @@ class CheckpointWriter:
         return TensorFile(specs, self._memory.pop(name, None), pin_memory=self._pin_memory)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The files of a set."""
+def agreed(work: Callable[[], T], group: ProcessGroup | None) -> T:
+    """What `work` returns on this rank; if it fails on any, every rank raises the error of the first that failed.
 
-    names: dict[Path, list[str]]
-    index: dict[Path, bytes]
-    """Path and content of the index, if there are several files."""
-    num_ranks: int
+    To be called on all ranks of the group; `work` must not talk to other ranks.
+    """
+    result: list[T] = []
+    error: Exception | None = None
+    try:
+        result.append(work())
+    except (LucidError, OSError, ValueError) as caught:
+        error = caught
+    for other in gather_over(error, group):
+        if other is not None:
+            raise other
+    return result[0]
 
-    def files_of(self, rank: int) -> list[Path]:
-        return list(self.names)[rank :: self.num_ranks]
 
-
-def _plan(tensor_set: TensorSet, num_ranks: int) -> _Plan:
+def _plan(tensor_set: TensorSet, num_ranks: int) -> tuple[dict[Path, list[str]], dict[Path, bytes]]:
+    """The names of the tensors in each file and, for several files, the index."""
     sizes = {name: spec.size_bytes for name, spec in tensor_set.specs.items()}
     shards = plan_shards(sizes, num_ranks)
     by_file = dict(zip(shard_file_names(tensor_set.stem, len(shards)), shards, strict=True))
     index = {}
     if len(shards) > 1:
         index[tensor_set.folder / index_name(tensor_set.stem)] = index_text(by_file, sizes).encode()
-    return _Plan({tensor_set.folder / file: names for file, names in by_file.items()}, index, num_ranks)
+    return {tensor_set.folder / file: names for file, names in by_file.items()}, index
 
 
 def _fill(files: Sequence[TensorFile], tensor_set: TensorSet) -> None:
@@ -180,18 +195,10 @@ def _write_all(
         for path, file in files.items():
             digests[path] = file.write(path)
         for path, content in contents.items():
-            digests[path] = _write_small(path, content)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            digests[path] = write_file(path, (content,))
         writing.set_result(digests)
     except BaseException as error:
         if isinstance(error, OSError):
             error.filename = str(path)
         writing.set_exception(error)
-
-
-def _write_small(path: Path, content: bytes) -> FileDigest:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileDigest(len(content), hashlib.sha256(content).hexdigest())

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from lucidrl.checkpoint.manager import CheckpointManager
-from lucidrl.checkpoint.shards import open_tensors
-from lucidrl.checkpoint.tensors import TensorSpec
+from lucidrl.checkpoint.tensors import TensorSpec, open_tensors
 from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet
 
 NUM_KILLS = 50

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from lucidrl.checkpoint.shards import index_name, index_text, open_tensors, plan_shards, shard_file_names
+from lucidrl.checkpoint.tensors import index_name, index_text, open_tensors, plan_shards, shard_file_names
 from lucidrl.errors import CheckpointError
 
 SIZES = st.dictionaries(st.text("abcdef", min_size=1, max_size=4), st.integers(0, 100), max_size=30)

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 from lucidrl.checkpoint import writer as writer_module
 from lucidrl.checkpoint.manifest import write_manifest
-from lucidrl.checkpoint.shards import open_tensors
-from lucidrl.checkpoint.tensors import TensorFile, TensorSpec
+from lucidrl.checkpoint.tensors import TensorFile, TensorSpec, open_tensors
 from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet
 from lucidrl.errors import CheckpointError
 
