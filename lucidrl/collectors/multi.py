@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from lucidrl.collectors.base import FrameCollector
-from lucidrl.collectors.batch_orders import BatchOrder, Requests
-from lucidrl.collectors.parts import (
-    CollectorArguments,
-    CollectorOptions,
-    Device,
-    check_calls,
-    check_frames,
-    weights_of,
-)
+from lucidrl.collectors.base import CollectorOptions, FrameCollector, check_calls, method_of
 from lucidrl.collectors.single import Collector
+from lucidrl.collectors.weights import Device, check_weights, shapes_of, weights_of
+from lucidrl.collectors.worker import Batch
 from lucidrl.collectors.workers import CollectorWorkers, WorkerPlan
 from lucidrl.distributed.workers.process import pickled
 from lucidrl.envs.base import MAX_SEED
 from lucidrl.envs.creator import EnvFactory, env_creators
 from lucidrl.envs.stacked import check_alike
+from lucidrl.envs.tensordicts import tensordict_of
 from lucidrl.errors import ConfigError
 from lucidrl.profiling.hook import ProfileSettings
 from lucidrl.profiling.ranges import _maybe_record_function
+
+
+class BatchOrder(ABC):
+    """Which workers collect the frames of a batch, and when."""
+
+    @abstractmethod
+    def frames_of_worker(self, frames_per_batch: int, num_workers: int) -> int:
+        """Most frames of one worker in a batch."""
+
+    @abstractmethod
+    def envs_per_step(self, workers: CollectorWorkers) -> int:
+        """Envs that step together; batches have a multiple of so many frames."""
+
+    @abstractmethod
+    def next_batch(self, workers: CollectorWorkers, num_frames: int, num_wanted: Callable[[int], int]) -> Batch | None:
+        """The next batch; None when there are no more.
+
+        Args:
+            num_frames: collected so far.
+            num_wanted: from the frames that were requested before to those of the next batch; 0 at the end.
+        """
 
 
 class MultiCollector(FrameCollector):
@@ -67,7 +85,7 @@ class MultiCollector(FrameCollector):
         num_threads: int = 1,
         timeout_s: float = 60.0,
         start_timeout_s: float = 60.0,
-        **arguments: Unpack[CollectorArguments],
+        **arguments: Any,
     ):
         options = CollectorOptions(**arguments)
         super().__init__(options)
@@ -80,7 +98,7 @@ class MultiCollector(FrameCollector):
             num_workers = len(create_env_fn)
         self.num_workers = num_workers
         creators = env_creators(num_workers, create_env_fn, create_env_kwargs)
-        self.policy = policy
+        self.policy, self._order = policy, order
         shared_arguments = {
             "policy": policy,
             "frames_per_batch": order.frames_of_worker(options.frames_per_batch, num_workers),
@@ -95,14 +113,13 @@ class MultiCollector(FrameCollector):
             "post_collect_hook": options.post_collect_hook,
             "trajectory_stride": num_workers,
         }
-        weights = weights_of(policy) if isinstance(policy, nn.Module) else {}
+        self._weight_shapes = shapes_of(policy)
         plan = WorkerPlan(
             pickled("the policy or the hook", shared_arguments),
             [
                 pickled(f"create_env_fn of worker {index}", {"create_env_fn": creator, "first_trajectory": index})
                 for index, creator in enumerate(creators)
             ],
-            weight_shapes={name: tensor.shape for name, tensor in weights.items()},
             num_threads=num_threads,
             base_seed=int(torch.randint(2**62, ())),  # torch.manual_seed in the driver decides what they do unseeded
             timeout_s=timeout_s,
@@ -113,10 +130,7 @@ class MultiCollector(FrameCollector):
         util.Finalize(self, self.workers.shutdown, exitpriority=0)
         try:
             check_alike(self.workers.specs, lambda index: f"the env of worker {index}")
-            self._requests = Requests(self.workers)
-            self._order = order
-            order.begin(self._requests, self._storing_device)
-            check_frames(options.frames_per_batch, options.total_frames, order.num_envs_that_step_together)
+            options.warn_if_rounded(order.envs_per_step(self.workers))
             if options.seed is not None:
                 self.set_seed(options.seed)
         except BaseException:
@@ -137,7 +151,9 @@ class MultiCollector(FrameCollector):
             raise ConfigError("the policy has no weights to update; give the collector an nn.Module")
         version = self.policy_version + 1 if version is None else version
         with _maybe_record_function(f"{type(self).__name__}.update_policy_weights_"):
-            self.workers.publish(weights_of(policy_or_weights), version)
+            weights = weights_of(policy_or_weights)
+            check_weights(weights, self._weight_shapes)
+            self.workers.publish(weights, version)
         self.policy_version = version
 
     def set_seed(self, seed: int) -> int:
@@ -148,27 +164,25 @@ class MultiCollector(FrameCollector):
         Returns:
             The first seed that is not used by it.
         """
-        seeds = [seed]
-        for specs in self.workers.specs[:-1]:
-            seeds.append((seeds[-1] + specs.num_seeds) % (MAX_SEED + 1))
-        return self.workers.seed(seeds)[-1]
+        seeds = itertools.accumulate((specs.num_seeds for specs in self.workers.specs[:-1]), initial=seed)
+        return self.map_fn("set_seed", [(each % (MAX_SEED + 1),) for each in seeds])[-1]
 
     def reset(self) -> None:
         """Begin new episodes with each worker's next batch."""
-        self.map_fn("reset", [()] * self.num_workers)
+        self._call_all("reset")
 
     def set_post_collect_hook(self, hook: Callable[[TensorDictBase], object] | None) -> None:
         """Call the hook with each batch of a worker from now on, in that worker and in place of an earlier one."""
-        self.map_fn("set_post_collect_hook", [(hook,)] * self.num_workers)
+        self._call_all("set_post_collect_hook", hook)
 
     def disable_profile(self) -> None:
         """Let the workers write what they recorded so far, and record no more; may be called twice."""
         if self.workers.recording:
-            self.map_fn("disable_profile", [()] * self.num_workers)
+            self._call_all("disable_profile")
 
     def set_profiling_enabled(self, enabled: bool) -> None:
         """Show the per-frame ranges of all workers from now on, or silence them; they must be armed there."""
-        self.map_fn("set_profiling_enabled", [(enabled,)] * self.num_workers)
+        self._call_all("set_profiling_enabled", enabled)
 
     def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call the method `name` of every worker's `Collector`, each with its own arguments; the results, by worker.
@@ -176,13 +190,12 @@ class MultiCollector(FrameCollector):
         A worker answers between two rollouts.
         """
         check_calls(list_of_args, self.num_workers)
-        if not callable(getattr(Collector, name, None)):
-            raise ConfigError(f"Collector has no method {name!r} to call; give the name of one that it has")
+        method_of(Collector, name)
         return self.workers.call(name, [pickled(f"the arguments of {name}", args) for args in list_of_args])
 
     def state_dict(self) -> dict[str, Any]:
         """How far collecting has come, as plain values."""
-        workers = self.map_fn("state_dict", [()] * self.num_workers)
+        workers = self._call_all("state_dict")
         return {"num_frames": self.num_frames, "policy_version": self.policy_version, "workers": workers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -192,7 +205,8 @@ class MultiCollector(FrameCollector):
                 f"the state is that of {len(state['workers'])} workers, but there are {self.num_workers}; "
                 "load it with as many as it was saved with"
             )
-        self._requests.drop()  # of the episodes that end here
+        while self.workers.requested:  # batches of the episodes that end here
+            self.workers.next_batch()
         self.map_fn("load_state_dict", [(worker,) for worker in state["workers"]])
         self.num_frames = state["num_frames"]
         self.update_policy_weights_(version=state["policy_version"])
@@ -205,10 +219,16 @@ class MultiCollector(FrameCollector):
         return CollectorWorkers(plan)
 
     def _next_batch(self) -> TensorDictBase | None:
-        batch = self._order.next_batch(self.num_frames, self._num_wanted)
-        if batch is not None:
-            self.num_frames += batch.numel()
-        return batch
+        batch = self._order.next_batch(self.workers, self.num_frames, self._num_wanted)
+        return None if batch is None else self._stored(batch)
+
+    def _stored(self, batch: Batch) -> TensorDictBase:
+        """Count a batch and move it to its device."""
+        self.num_frames += math.prod(batch.batch_size)
+        return tensordict_of(batch.entries, batch.batch_size, self._storing_device)
+
+    def _call_all(self, name: str, *args: Any) -> list[Any]:
+        return self.map_fn(name, [args] * self.num_workers)
 
     def _start_profile(self, settings: ProfileSettings) -> None:
         calls = [(settings, index) for index in range(self.num_workers)]

@@ -6,13 +6,10 @@ import logging
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import util
 from pathlib import Path
-from typing import TypeVar
 
 from torch.profiler import profile
 
@@ -21,8 +18,6 @@ from lucidrl.profiling.hook import ProfileSettings, _ProfilerHook, profiler_obst
 from lucidrl.profiling.trace_files import filled
 
 _log = logging.getLogger(__name__)
-
-BatchT = TypeVar("BatchT")
 
 
 class RolloutProfiler:
@@ -70,13 +65,8 @@ class RolloutProfiler:
         """Write nothing, in a process that is about to end."""
         self._hooks.clear()
 
-    def run(self, rollout: Callable[[], BatchT]) -> BatchT:
-        """Make a rollout, recorded if it is one of those that were asked for."""
-        with self:
-            return rollout()
-
     def __enter__(self) -> None:
-        """Begin a rollout, as `run` does, without a frame of its own."""
+        """Begin a rollout; the block makes it."""
         self._recording = self._hooks[:] if self.is_active else []
         for hook in self._recording:
             hook.before_rollout()
@@ -121,38 +111,19 @@ class SentTrace:
             )
 
 
-class TraceOutbox:
-    """The worker's end: keeps the traces of its process until they are sent."""
+def redirected(settings: ProfileSettings, worker_idx: int, traces: list[SentTrace]) -> ProfileSettings:
+    """The same recording, whose trace is appended to `traces` when it is done."""
+    template = settings.path_template
+    if template is None or worker_idx not in settings.workers:
+        return settings
+    destination = filled(template, worker_idx)
+    # A folder that is there while the trace is written; the suffix says whether to compress.
+    here = Path(tempfile.gettempdir(), f"lucidrl-trace-{uuid.uuid4().hex}", f"trace{destination.suffix}")
 
-    def __init__(self) -> None:
-        self._traces: list[SentTrace] = []
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether there is any to be taken."""
-        return bool(self._traces)
-
-    def take(self) -> list[SentTrace]:
-        """Those that have not been taken yet."""
-        traces, self._traces = self._traces, []
-        return traces
-
-    def redirected(self, settings: ProfileSettings, worker_idx: int) -> ProfileSettings:
-        """The same recording, whose trace comes here when it is done."""
-        template = settings.path_template
-        if template is None or worker_idx not in settings.workers:
-            return settings
-        destination = filled(template, worker_idx)
-        # A folder that is there while the trace is written; the suffix says whether to compress.
-        here = Path(tempfile.gettempdir(), f"lucidrl-trace-{uuid.uuid4().hex}", f"trace{destination.suffix}")
-        return replace(
-            settings,
-            save_path=str(here).replace("{", "{{").replace("}", "}}"),
-            on_trace_ready=partial(self._put, here, destination, settings.on_trace_ready),
-        )
-
-    def _put(self, here: Path, destination: Path, then: Callable[[profile], object] | None, profiler: profile) -> None:
-        self._traces.append(SentTrace(destination, here.read_bytes() if here.exists() else None))
+    def put(profiler: profile) -> None:
+        traces.append(SentTrace(destination, here.read_bytes() if here.exists() else None))
         shutil.rmtree(here.parent, ignore_errors=True)
-        if then is not None:
-            then(profiler)
+        if settings.on_trace_ready is not None:
+            settings.on_trace_ready(profiler)
+
+    return replace(settings, save_path=str(here).replace("{", "{{").replace("}", "}}"), on_trace_ready=put)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from lucidrl.collectors.base import armed
-from lucidrl.collectors.batch_orders import AsyncOrder, CatResults, SyncOrder
 from lucidrl.collectors.multi import MultiCollector
-from lucidrl.collectors.workers import CollectorWorkers, RayPlan, WorkerPlan
+from lucidrl.collectors.multi_async import AsyncOrder
+from lucidrl.collectors.multi_sync import CatResults, SyncOrder
+from lucidrl.collectors.workers import CollectorWorkers, WorkerPlan
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Hosting, Numbering
 from lucidrl.distributed.workers.ray_cluster import VARIABLE, connected
@@ -98,7 +100,9 @@ class RayCollector(MultiCollector):
             # A cluster that the variable names is joined as it is, as by `ray.init`.
             is_own_ray = held.enter_context(connected(VARIABLE, allow_open_dashboard=True, shows_output=True))
             _check_room(options, is_own_ray)
-            return CollectorWorkers(plan, RayPlan(options, self._max_restarts, held.pop_all().close))
+            return CollectorWorkers(
+                replace(plan, ray_options=options, max_restarts=self._max_restarts, release=held.pop_all().close)
+            )
 
 
 def _options_by_worker(remote_options: Options | Sequence[Options] | None, num_workers: int) -> list[Options]:

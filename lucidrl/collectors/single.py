@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
+from lucidrl.collectors.base import CollectorOptions
 from lucidrl.collectors.local import LocalCollector
-from lucidrl.collectors.parts import CollectorArguments, CollectorOptions, Device, check_frames
 from lucidrl.collectors.trajectories import POLICY_VERSION, TRAJECTORY_IDS, TrajectoryNumbers
+from lucidrl.collectors.weights import Device
 from lucidrl.envs.base import EnvBase
 from lucidrl.envs.creator import EnvCreator, EnvFactory, make_env
 from lucidrl.envs.policies import as_policy
@@ -61,6 +62,8 @@ class Collector(LocalCollector):
         first_trajectory, trajectory_stride: of the trajectories' numbers.
     """
 
+    _numbers: TrajectoryNumbers
+
     def __init__(
         self,
         create_env_fn: EnvBase | EnvFactory,
@@ -70,7 +73,7 @@ class Collector(LocalCollector):
         create_env_kwargs: Mapping[str, Any] | None = None,
         first_trajectory: int = 0,
         trajectory_stride: int = 1,
-        **arguments: Unpack[CollectorArguments],
+        **arguments: Any,
     ):
         options = CollectorOptions(**arguments)
         super().__init__(policy, options)
@@ -84,26 +87,13 @@ class Collector(LocalCollector):
         if options.max_frames_per_traj:
             self.env = TransformedEnv(self.env, TimeLimit(options.max_frames_per_traj))
         self._num_envs = math.prod(self.env.batch_size)
-        check_frames(options.frames_per_batch, options.total_frames, self._num_envs)
+        options.warn_if_rounded(self._num_envs)
         self._act = as_policy(self.policy, self.env, self._computes_on)
         self._act_at_random = as_policy(None, self.env)
         self._recorder = Recorder(self.env, self._num_steps(options.frames_per_batch), "Collector.policy")
         self._numbers = TrajectoryNumbers(self.env.batch_size, first_trajectory, trajectory_stride)
         if options.seed is not None:
             self.set_seed(options.seed)
-
-    def state_dict(self) -> dict[str, Any]:
-        """How far collecting has come, as plain values; an env's own state is beyond reach, so new episodes begin."""
-        return {
-            "num_frames": self.num_frames,
-            "policy_version": self.policy_version,
-            "num_trajectories": self._numbers.num_begun,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.num_frames, self.policy_version = state["num_frames"], state["policy_version"]
-        self._numbers.num_begun = state["num_trajectories"]
-        self.reset()
 
     @profiled("Collector.rollout")
     def _rollout(self, num_frames: int) -> TensorDictBase:

@@ -19,7 +19,7 @@ from lucidrl.data.messages import render_prompt, render_reply, sampled_message, 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.envs.text.interfaces import EnvRequest
 from lucidrl.envs.text.runner import EnvRunner
-from lucidrl.errors import DataError, EnvironmentFailure, RefitError
+from lucidrl.errors import ConfigError, DataError, EnvironmentFailure, RefitError
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from lucidrl.models.generation.sampling import draw_key
 from lucidrl.profiling import gate
@@ -111,7 +111,6 @@ class TextCollector:
     def evaluate(
         self,
         prompts: Sequence[Prompt],
-        greedy: bool = True,
         *,
         batch_size: int | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
@@ -124,10 +123,11 @@ class TextCollector:
         """
         groups: list[list[Conversation]] = []
         asked: Counter[str] = Counter()
-        for start in range(0, len(prompts), batch_size or len(prompts) or 1):
+        size = batch_size or max(1, len(prompts))
+        for start in range(0, len(prompts), size):
             if is_stopped():
                 break
-            groups += self._run_groups(prompts[start : start + (batch_size or len(prompts))], 1, asked, greedy)
+            groups += self._run_groups(prompts[start : start + size], 1, asked, greedy=True)
         return self._rollouts(groups, extra={})
 
     @profiled("TextCollector.update_policy_weights_")
@@ -154,9 +154,9 @@ class TextCollector:
         gate.set_profiling_enabled(enabled)
 
     def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """This process is the only worker."""
+        """Call the method `name` of every worker, which is this collector."""
         if len(list_of_args) != 1:
-            raise ValueError(f"{len(list_of_args)} tuples of arguments for 1 worker; give one tuple a worker")
+            raise ConfigError(f"list_of_args has {len(list_of_args)} tuples for 1 worker; give one tuple per worker")
         return [getattr(self, name)(*list_of_args[0])]
 
     def state_dict(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class TrajectoryNumbers:
     def __init__(self, batch_size: Sequence[int], first: int = 0, stride: int = 1):
         self._batch_size = tuple(batch_size)
         self._first, self._stride = first, stride
-        self.num_begun = 0
+        self.num_trajectories = 0
         """How many there have been."""
         self._current: np.ndarray | None = None
 
@@ -39,13 +39,13 @@ class TrajectoryNumbers:
         """The number of every frame of the next batch, from its `done` [*B, T]; [*B, T] int64."""
         num_envs, num_frames = prod(self._batch_size), done.shape[-1]
         if self._current is None:
-            self._current = self.num_begun + np.arange(num_envs)
-            self.num_begun += num_envs
+            self._current = self.num_trajectories + np.arange(num_envs)
+            self.num_trajectories += num_envs
         begins = np.zeros((num_frames + 1, num_envs), np.int64)
         begins[0] = self._current
         ends = done.reshape(num_envs, num_frames).T
-        begins[1:][ends] = self.num_begun + np.arange(ends.sum())
-        self.num_begun += int(ends.sum())
+        begins[1:][ends] = self.num_trajectories + np.arange(ends.sum())
+        self.num_trajectories += int(ends.sum())
         # Numbers grow, so a frame has the largest that began before it in its env.
         counts = np.maximum.accumulate(begins, axis=0)
         self._current = counts[-1]

@@ -176,7 +176,7 @@ def test_a_start_that_fails_is_told(code, what):
 @ALL_KINDS
 def test_shutdown_does_not_wait_for_workers_that_are_busy(kind):
     collector = kind([lambda: Faulty("hang")] * 2, frames_per_batch=20)
-    collector._requests.ask(0, 20, 0)
+    collector.workers.request(0, 20, 0)
     begun = time.monotonic()
     collector.shutdown()
     assert time.monotonic() - begun < 30

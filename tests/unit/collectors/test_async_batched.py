@@ -16,7 +16,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, Tenso
 from torch import nn
 
 from lucidrl.collectors.async_batched import AsyncBatchedCollector
-from lucidrl.collectors.free_envs import FreeEnvs
+from lucidrl.collectors.policy_server import PolicyServer
 from lucidrl.collectors.single import ExplorationType
 from lucidrl.collectors.trajectories import MASK, POLICY_VERSION, TRAJECTORY_IDS
 from lucidrl.envs.creator import EnvCreator
@@ -238,9 +238,9 @@ def test_after_a_reset_no_trajectory_is_one_that_was_done_before():
         for num_taken in (1, 2, 1):
             for _ in range(num_taken):
                 collector.next()
-            num_begun = collector.state_dict()["num_trajectories"]
+            num_trajectories = collector.state_dict()["num_trajectories"]
             collector.reset()
-            assert (collector.next()[TRAJECTORY_IDS] >= num_begun).all()
+            assert (collector.next()[TRAJECTORY_IDS] >= num_trajectories).all()
 
 
 def test_after_a_reset_no_trajectory_is_of_earlier_episodes():
@@ -249,12 +249,12 @@ def test_after_a_reset_no_trajectory_is_of_earlier_episodes():
     ) as collector:
         for _ in range(5):
             before = [collector.next() for _ in range(4)]
-            num_begun = collector.state_dict()["num_trajectories"]
+            num_trajectories = collector.state_dict()["num_trajectories"]
             collector.reset()
             after = [collector.next() for _ in range(4)]
-            assert max(t[TRAJECTORY_IDS].max() for t in before) < num_begun
+            assert max(t[TRAJECTORY_IDS].max() for t in before) < num_trajectories
             assert all((t[TRAJECTORY_IDS] == t[TRAJECTORY_IDS][0]).all() for t in after)
-            assert min(t[TRAJECTORY_IDS].min() for t in after) >= num_begun
+            assert min(t[TRAJECTORY_IDS].min() for t in after) >= num_trajectories
 
 
 def test_the_exploration_type_decides_how_a_probabilistic_policy_acts():
@@ -269,15 +269,17 @@ def test_the_exploration_type_decides_how_a_probabilistic_policy_acts():
 
 
 def test_envs_are_told_in_order_whichever_was_first():
-    envs = FreeEnvs([EnvCreator(Walk)] * 4, step_timeout_s=20, start_timeout_s=60)
+    server = PolicyServer([EnvCreator(Walk)] * 4, step_timeout_s=20, start_timeout_s=60)
     try:
-        envs.reset()
-        envs.env.sample_actions(envs.env.rows.actions)
-        envs.start(np.array([3, 0, 2]))
+        server.begin(None, version=0)
+        arrived = []
+        while len(arrived) < 4:
+            arrived += server.wait().tolist()
+        server.go_on(np.array([3, 0, 2]), None, version=0)
         time.sleep(0.5)  # until all are done
-        assert envs.wait().tolist() == [0, 2, 3]
+        assert server.wait().tolist() == [0, 2, 3]
     finally:
-        envs.close()
+        server.close()
 
 
 def test_a_policy_that_raised_once_can_be_asked_again():
@@ -419,7 +421,7 @@ def test_an_env_that_fails_is_named_and_everything_ends():
 def test_an_env_process_that_is_killed_or_stopped_is_told(number, what):
     collector = AsyncBatchedCollector([Walk] * 2, frames_per_batch=50, total_frames=10**6, step_timeout_s=0.5)
     collector.next()
-    os.kill(collector._envs.env.processes.members[1].pid, number)
+    os.kill(collector._server.env.processes.members[1].pid, number)
     begun = time.monotonic()
     with pytest.raises(EnvironmentFailure, match=rf"env 1 .*{what}"):
         list(collector)

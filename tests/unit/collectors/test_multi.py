@@ -303,7 +303,9 @@ def test_map_fn_gives_every_worker_its_arguments_and_returns_the_results_in_orde
     with MultiSyncCollector([Walk] * 2, frames_per_batch=4) as collector:
         assert collector.num_workers == 2
         assert collector.map_fn("set_seed", [(3,), (30,)]) == [4, 31]
-        with pytest.raises(ConfigError, match=r"list_of_args has 1 tuples for 2 worker\(s\); give one tuple a worker"):
+        with pytest.raises(
+            ConfigError, match=r"list_of_args has 1 tuples for 2 worker\(s\); give one tuple per worker"
+        ):
             collector.map_fn("set_seed", [(3,)])
         with pytest.raises(ConfigError, match="list_of_args has 3, which is no tuple of arguments"):
             collector.map_fn("set_seed", [3, 30])

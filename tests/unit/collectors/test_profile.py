@@ -216,7 +216,7 @@ def test_what_cannot_be_done_is_refused_before_anything_starts(tmp_path, monkeyp
             collector.enable_profile(workers=[1])
         with pytest.raises(TypeError, match="num_rolouts"):
             collector.enable_profile(num_rolouts=3)
-        assert not collector.is_profiled
+        assert not collector.profiler.is_active
     with pytest.raises(ConfigError, match="the collector was shut down; make another one"):
         collector.enable_profile()
     assert not any(tmp_path.rglob("*.json"))
@@ -370,7 +370,7 @@ def test_a_worker_that_is_stuck_loses_its_trace_and_is_named(tmp_path, monkeypat
     monkeypatch.setattr("lucidrl.collectors.workers._TRACE_TIMEOUT_S", 0.5)
     collector = MultiAsyncCollector([lambda: Faulty("hang"), healthy], frames_per_batch=2)
     collector.enable_profile(workers=[0], num_rollouts=9, warmup_rollouts=0, save_path=tmp_path / "trace.json")
-    collector._requests.ask(0, 4, 0)
+    collector.workers.request(0, 4, 0)
     collector.shutdown()
     assert "collector workers [0] were busy for more than 0.5 s and killed; their traces are lost" in caplog.text
     wait_until_gone(collector.workers.pids)

@@ -94,20 +94,20 @@ def test_frames_that_whole_steps_exceed_are_told(caplog):
     with caplog.at_level(logging.WARNING):
         collector = Collector(Walk((4,)), frames_per_batch=10, total_frames=20)
     assert (
-        "frames_per_batch=10 is no multiple of the 4 envs, which step together: batches have 12 frames" in caplog.text
+        "frames_per_batch=10 is no multiple of the 4 envs, which step together; it is rounded up to 12" in caplog.text
     )
     assert next(iter(collector)).shape == (4, 3)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         Collector(Walk((4,)), frames_per_batch=8, total_frames=18)
-    assert "total_frames=18 is no multiple of the 4 envs, which step together: 20 frames are collected" in caplog.text
+    assert "total_frames=18 is no multiple of the 4 envs, which step together; it is rounded up to 20" in caplog.text
 
 
 def test_both_numbers_that_whole_steps_exceed_are_told(caplog):
     with caplog.at_level(logging.WARNING):
         collector = Collector(Walk((4,)), frames_per_batch=10, total_frames=18)
-    assert "batches have 12 frames" in caplog.text
-    assert "20 frames are collected" in caplog.text
+    assert "it is rounded up to 12" in caplog.text
+    assert "it is rounded up to 20" in caplog.text
     assert sum(batch.numel() for batch in collector) == 20
 
 

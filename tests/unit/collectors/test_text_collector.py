@@ -259,7 +259,7 @@ def test_a_prompt_longer_than_the_context_is_refused_with_its_id_and_both_length
 def test_map_fn_calls_the_one_worker(make_collector, arithmetic, questions):
     collector = make_collector(arithmetic, questions)
     assert collector.map_fn("state_dict", [()]) == [{"position": 0, "batches": 0}]
-    with pytest.raises(ValueError, match="2 tuples of arguments for 1 worker"):
+    with pytest.raises(ValueError, match="2 tuples for 1 worker"):
         collector.map_fn("state_dict", [(), ()])
 
 
