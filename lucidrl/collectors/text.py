@@ -15,7 +15,7 @@ from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.profile import RolloutProfiler
 from lucidrl.collectors.rollouts import Rollouts, Sample
 from lucidrl.data.datasets import Prompt, PromptOrder
-from lucidrl.data.messages import render_prompt, render_reply, sampled_message, with_tokens
+from lucidrl.data.messages import render_next_turn, render_prompt, sampled_message, with_tokens
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.envs.text.interfaces import EnvRequest
 from lucidrl.envs.text.runner import EnvRunner
@@ -263,7 +263,7 @@ class TextCollector:
                 self._append_observation(sample, result.messages)
 
     def _append_observation(self, sample: Sample, messages: Sequence[Mapping[str, Any]]) -> None:
-        ids = render_reply(self._tokenizer, sample.log, messages)
+        ids = render_next_turn(self._tokenizer, sample.log, messages)
         if sample.num_tokens + len(ids) >= self._context_length:
             sample.is_done = sample.is_truncated = True
             return
