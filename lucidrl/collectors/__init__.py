@@ -1,7 +1,4 @@
-"""Collectors: they gather experience with the current policy.
-
-Nothing is imported before it is used, so that settings are read without torch.
-"""
+"""Collectors: they gather experience with the current policy. Names are imported at first use, without torch."""
 
 from lucidrl.utils.imports import names_imported_at_use
 

@@ -1,4 +1,4 @@
-"""What the collectors with workers share: everything but the order of batches and the place of the workers."""
+"""What collectors with worker processes share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lucidrl.profiling.ranges import _maybe_record_function
 
 
 class BatchOrder(ABC):
-    """Which workers collect the frames of a batch, and when."""
+    """Decides which workers collect the frames of a batch, and when."""
 
     @abstractmethod
     def frames_of_worker(self, frames_per_batch: int, num_workers: int) -> int:
@@ -37,40 +37,40 @@ class BatchOrder(ABC):
 
     @abstractmethod
     def envs_per_step(self, workers: CollectorWorkers) -> int:
-        """Envs that step together; batches have a multiple of so many frames."""
+        """Envs that step together; the frames of a batch are a multiple of this."""
 
     @abstractmethod
     def next_batch(self, workers: CollectorWorkers, num_frames: int, num_wanted: Callable[[int], int]) -> Batch | None:
-        """The next batch; None when there are no more.
+        """The next batch; None at the end.
 
         Args:
             num_frames: collected so far.
-            num_wanted: from the frames that were requested before to those of the next batch; 0 at the end.
+            num_wanted: maps the frames requested so far to those of the next batch; 0 at the end.
         """
 
 
 class MultiCollector(FrameCollector):
-    """Workers, processes of this machine, that each run a `Collector` on an env of their own; iterate to get batches.
+    """Runs a `Collector` with its own env in each of several worker processes; iterate to get batches.
 
-    The arguments that are not listed here mean what they mean for `Collector`. The env, the policy and
-    `post_collect_hook` live in the workers, `split_trajs`, `postproc` and `replay_buffer` apply here, to whole batches.
-    The numbers of trajectories are unique over all workers. Envs, policy and hook travel by cloudpickle: they may be
-    local functions and lambdas.
+    Envs, policy and `post_collect_hook` run in the workers; `split_trajs`, `postproc` and `replay_buffer` apply in the
+    driver, to whole batches. Trajectory numbers are unique over all workers. Envs, policy and hook are pickled by
+    cloudpickle: they may be local functions and lambdas.
 
     Args:
-        create_env_fn: one factory for each worker, or one for all with `num_workers`.
-        order: whose frames a batch has.
-        policy: every worker has a copy; that of an `nn.Module` gets new weights from `update_policy_weights_`, that of
-            any other callable stays as it was, with all that it refers to.
-        create_env_kwargs: of the factories; one mapping for all, or one for each.
+        create_env_fn: one factory per worker, or one for all with `num_workers`.
+        policy: every worker has a copy. `update_policy_weights_` updates the weights of an `nn.Module`; any other
+            callable stays as it was pickled.
+        order: decides which workers collect a batch.
+        create_env_kwargs: of the factories; one mapping for all, or one per worker.
         num_workers: number of processes, if there is only one factory.
-        num_threads: that torch uses in each worker.
-        timeout_s: how long a batch, or a call to the workers, may take.
-        start_timeout_s: how long it may take until all workers are ready.
+        num_threads: torch threads per worker.
+        timeout_s: of a batch, and of a call to the workers.
+        start_timeout_s: of the start of all workers.
+        arguments: as for `Collector`.
 
     Raises:
-        WorkerError: here and in all calls, if a worker raises, exits or times out; the worker's own traceback is its
-            cause. Errors of ours that a worker raises (`LucidError`) keep their type. All workers have ended then.
+        WorkerError: here and in all calls, if a worker raises, exits or times out; its cause is the worker's traceback.
+            A worker's `LucidError` keeps its type. All workers have ended then.
     """
 
     def __init__(
@@ -91,10 +91,12 @@ class MultiCollector(FrameCollector):
         super().__init__(options)
         for name, seconds in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
             if not seconds > 0:
-                raise ConfigError(f"{name}={seconds} leaves no time for anything; give seconds above 0")
+                raise ConfigError(f"{name}={seconds} is not above 0; give a number of seconds")
         if num_workers is None:
             if not isinstance(create_env_fn, list | tuple):
-                raise ConfigError("create_env_fn is one for all workers; say with num_workers how many there are")
+                raise ConfigError(
+                    "create_env_fn is one factory for all workers; set num_workers, or give a list of factories"
+                )
             num_workers = len(create_env_fn)
         self.num_workers = num_workers
         creators = env_creators(num_workers, create_env_fn, create_env_kwargs)
@@ -121,7 +123,7 @@ class MultiCollector(FrameCollector):
                 for index, creator in enumerate(creators)
             ],
             num_threads=num_threads,
-            base_seed=int(torch.randint(2**62, ())),  # torch.manual_seed in the driver decides what they do unseeded
+            base_seed=int(torch.randint(2**62, ())),  # so torch.manual_seed in the driver seeds the workers
             timeout_s=timeout_s,
             start_timeout_s=start_timeout_s,
         )
@@ -142,7 +144,7 @@ class MultiCollector(FrameCollector):
 
         Args:
             policy_or_weights: a state dict, a TensorDict of parameters, or a module to take them from; by default the
-                policy that the collector was given.
+                collector's policy.
             version: what batches are stamped with; by default one more than before.
         """
         if policy_or_weights is None:
@@ -159,10 +161,10 @@ class MultiCollector(FrameCollector):
     def set_seed(self, seed: int) -> int:
         """Seed every worker differently: its env, and the generators of torch, numpy and Python in its process.
 
-        New episodes begin with each worker's next batch; those that are under way stay as they are.
+        New episodes begin with each worker's next batch; batches that a worker already collects stay as they are.
 
         Returns:
-            The first seed that is not used by it.
+            The first unused seed.
         """
         seeds = itertools.accumulate((specs.num_seeds for specs in self.workers.specs[:-1]), initial=seed)
         return self.map_fn("set_seed", [(each % (MAX_SEED + 1),) for each in seeds])[-1]
@@ -172,38 +174,39 @@ class MultiCollector(FrameCollector):
         self._call_all("reset")
 
     def set_post_collect_hook(self, hook: Callable[[TensorDictBase], object] | None) -> None:
-        """Call the hook with each batch of a worker from now on, in that worker and in place of an earlier one."""
+        """Call this hook in the worker with each of its batches from now on, instead of an earlier one."""
         self._call_all("set_post_collect_hook", hook)
 
     def disable_profile(self) -> None:
-        """Let the workers write what they recorded so far, and record no more; may be called twice."""
+        """Let the workers write the traces recorded so far and stop recording; may be called twice."""
         if self.workers.recording:
             self._call_all("disable_profile")
 
     def set_profiling_enabled(self, enabled: bool) -> None:
-        """Show the per-frame ranges of all workers from now on, or silence them; they must be armed there."""
+        """Show or hide the per-frame ranges of all workers from now on; they must be armed there."""
         self._call_all("set_profiling_enabled", enabled)
 
     def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call the method `name` of every worker's `Collector`, each with its own arguments; the results, by worker.
+        """Call the method `name` of every worker's `Collector`, each with its own arguments, between two rollouts.
 
-        A worker answers between two rollouts.
+        Returns:
+            The results, by worker.
         """
         check_calls(list_of_args, self.num_workers)
         method_of(Collector, name)
         return self.workers.call(name, [pickled(f"the arguments of {name}", args) for args in list_of_args])
 
     def state_dict(self) -> dict[str, Any]:
-        """How far collecting has come, as plain values."""
+        """Progress as plain values."""
         workers = self._call_all("state_dict")
         return {"num_frames": self.num_frames, "policy_version": self.policy_version, "workers": workers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, with new episodes; publishes the policy's weights, which are to be loaded before."""
+        """Resume from this state with new episodes. Load the policy first: its weights are published."""
         if len(state["workers"]) != self.num_workers:
             raise ConfigError(
-                f"the state is that of {len(state['workers'])} workers, but there are {self.num_workers}; "
-                "load it with as many as it was saved with"
+                f"the state has {len(state['workers'])} workers, but the collector has {self.num_workers}; "
+                "resume with the number of workers that it was saved with"
             )
         while self.workers.requested:  # batches of the episodes that end here
             self.workers.next_batch()
@@ -212,7 +215,7 @@ class MultiCollector(FrameCollector):
         self.update_policy_weights_(version=state["policy_version"])
 
     def shutdown(self) -> None:
-        """End the workers, within seconds whatever they are busy with; may be called twice."""
+        """Shut down the workers; those that are busy are killed after seconds. May be called twice."""
         self.workers.shutdown()
 
     def _start_workers(self, plan: WorkerPlan) -> CollectorWorkers:

@@ -1,4 +1,4 @@
-"""MultiAsyncCollector: workers collect whole batches on their own, and never wait for each other."""
+"""MultiAsyncCollector: each worker collects whole batches and never waits for the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lucidrl.envs.creator import EnvFactory
 
 
 class AsyncOrder(BatchOrder):
-    """Each batch is one worker's, of whichever has one first; all are always busy with their next one."""
+    """Each batch is of the worker that finishes first; all workers are always busy with their next one."""
 
     def frames_of_worker(self, frames_per_batch: int, num_workers: int) -> int:
         return frames_per_batch
@@ -34,17 +34,17 @@ class AsyncOrder(BatchOrder):
     def _request(
         self, workers: CollectorWorkers, index: int, num_frames: int, num_wanted: Callable[[int], int]
     ) -> None:
-        """Request the next batch of a worker, unless those that are under way suffice."""
+        """Request the next batch of a worker, unless the requested ones suffice."""
         num_before, envs_per_step = num_frames + sum(workers.requested.values()), self.envs_per_step(workers)
         if wanted := num_wanted(num_before):
             workers.request(index, math.ceil(wanted / envs_per_step) * envs_per_step, num_before)
 
 
 class MultiAsyncCollector(MultiCollector):
-    """Each batch is one worker's, of whichever has one first.
+    """Each batch is of the worker that finishes first.
 
-    All workers are always busy with their next batch, even while the consumer works on one. So the weights that made a
-    batch may be older than the newest; ("collector", "policy_version") says which they were.
+    All workers are always busy with their next batch, even while the consumer works on one. So a batch may be of older
+    weights; ("collector", "policy_version") is their version.
 
         collector = MultiAsyncCollector([make_env] * 4, policy, frames_per_batch=1000, total_frames=1_000_000)
         for batch in collector:

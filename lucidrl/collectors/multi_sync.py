@@ -17,23 +17,17 @@ from lucidrl.envs.creator import EnvFactory
 from lucidrl.errors import ConfigError, DataError
 
 CatResults = Literal["stack", 0, -1]
-"""How the workers' shares of a batch are put together."""
+"""How the workers' shares of a batch are joined."""
 
 
 class SyncOrder(BatchOrder):
-    """Each batch is what all workers collect at the same time.
-
-    Args:
-        cat_results: "stack" gives batches a worker axis, before all others; 0 joins the workers' shares along the
-            first dim, -1 along time. Where they are joined along time, the last frame of each share is marked as
-            truncated.
-    """
+    """All workers collect a share of each batch at the same time. See `MultiSyncCollector` for `cat_results`."""
 
     def __init__(self, cat_results: CatResults = "stack"):
         if cat_results not in ("stack", 0, -1):
             raise ConfigError(
-                f"cat_results={cat_results!r} is not a way to put the workers' shares together; give 'stack' for a "
-                "worker axis, 0 to join them along the first dim, or -1 to join them along time"
+                f"cat_results={cat_results!r} is not known; give 'stack' for a worker axis, 0 to join "
+                "the workers' shares along the first dim, or -1 to join them along time"
             )
         self._cat_results = cat_results
 
@@ -41,7 +35,7 @@ class SyncOrder(BatchOrder):
         if frames_per_batch < num_workers:
             raise ConfigError(
                 f"frames_per_batch={frames_per_batch} leaves some of {num_workers} workers without a frame; "
-                "give at least one for each"
+                "give at least one per worker"
             )
         return math.ceil(frames_per_batch / num_workers)
 
@@ -62,7 +56,7 @@ class SyncOrder(BatchOrder):
         return self._joined([batches[index] for index in shares])
 
     def _shares(self, workers: CollectorWorkers, num_frames: int) -> dict[int, int]:
-        """Frames by worker, for those that have any."""
+        """Frames of each worker, without those that have none."""
         num_frames = -(-num_frames // self.envs_per_step(workers)) * self.envs_per_step(workers)
         least, rest = divmod(num_frames, workers.size)
         shares = {index: least + (index < rest) for index in range(workers.size)}
@@ -73,7 +67,7 @@ class SyncOrder(BatchOrder):
             if differing := batch.entries.keys() ^ batches[0].entries.keys():
                 raise DataError(
                     f"the batches of workers 0 and {index} differ in {', '.join(map(str, differing))}; let policy and "
-                    "hook give the same entries in every worker"
+                    "hook return the same entries in every worker"
                 )
         batch_size = list(batches[0].batch_size)
         if self._cat_results == "stack":
@@ -89,7 +83,7 @@ class SyncOrder(BatchOrder):
 
 
 class MultiSyncCollector(MultiCollector):
-    """Each batch is what all workers collect at the same time, with the same weights.
+    """Each batch has a share of every worker, collected at the same time with the same weights.
 
         collector = MultiSyncCollector([make_env] * 4, policy, frames_per_batch=4000, total_frames=1_000_000)
         for batch in collector:  # [4, 1000]
@@ -98,14 +92,12 @@ class MultiSyncCollector(MultiCollector):
         collector.shutdown()
 
     Args:
-        create_env_fn, policy: as for `MultiCollector`.
-        cat_results: "stack" gives batches [workers, *batch of the env, time], with equally many frames of each worker:
-            `frames_per_batch` and `total_frames` are rounded up to a multiple of the workers. 0 joins the workers'
-            shares along the first dim: the first batch dim of the env or, for single envs, time, where shares differ by
-            one frame at most. -1 joins them along time. Where they are joined along time, the last frame of each share
-            is marked as truncated, so that nothing that looks ahead in time, such as advantages, mixes two workers; the
-            trajectory goes on in the next batch.
-        arguments: as for `MultiCollector`.
+        cat_results: "stack" gives batches [workers, *env batch, time] with equally many frames per worker:
+            `frames_per_batch` and `total_frames` are rounded up. 0 joins the workers' shares along the first dim, which
+            is time for single envs; there, shares differ by one frame at most. -1 joins them along time. Joined along
+            time, the last frame of each share is marked as truncated, so that advantages do not mix two workers; the
+            trajectory continues in the next batch.
+        create_env_fn, policy, arguments: as for `MultiCollector`.
     """
 
     _order: SyncOrder
@@ -121,12 +113,12 @@ class MultiSyncCollector(MultiCollector):
         super().__init__(create_env_fn, policy, SyncOrder(cat_results), **arguments)
 
     def rollout(self, num_frames: int | None = None) -> TensorDictBase:
-        """A batch of `num_frames`, by default `frames_per_batch`, as it was collected."""
+        """A batch of `num_frames`, by default `frames_per_batch`, as collected."""
         return self._stored(self._order.rollout(self.workers, self._num_or_default(num_frames), self.num_frames))
 
 
 def _mark_end(batch: Batch) -> None:
-    """Mark the last frames as truncated, unless their episodes end there: the next frame is of another worker."""
+    """Mark the last frames as truncated unless done: the next frame is of another worker."""
     done, truncated = batch.entries["next", "done"], batch.entries["next", "truncated"]
     truncated[..., -1, :] |= ~done[..., -1, :]
     done[..., -1, :] = True

@@ -125,7 +125,7 @@ class PolicyServer:
         return self.env.set_seed(seed)
 
     def close(self) -> None:
-        """End the processes, whatever they are busy with; may be called twice."""
+        """Kill the processes; may be called twice."""
         self._stepping.clear()
         self.env.close()
 

@@ -450,7 +450,7 @@ def test_a_state_of_another_number_of_workers_is_refused():
     with MultiSyncCollector([Walk] * 2, frames_per_batch=4) as collector:
         state = collector.state_dict()
         state["workers"].append(state["workers"][0])
-        with pytest.raises(ConfigError, match="the state is that of 3 workers, but there are 2"):
+        with pytest.raises(ConfigError, match="the state has 3 workers, but the collector has 2"):
             collector.load_state_dict(state)
 
 
@@ -511,15 +511,15 @@ def test_specs_may_be_of_a_class_that_only_the_program_knows():
         ({"frames_per_batch": 0}, "frames_per_batch=0 makes no batch; give at least 1"),
         ({"frames_per_batch": 1}, "frames_per_batch=1 leaves some of 2 workers without a frame"),
         ({"create_env_fn": [lambda: None] * 2}, "the factory of env 0 returned None, but an EnvBase is needed"),
-        ({"create_env_fn": Walk}, "create_env_fn is one for all workers; say with num_workers how many there are"),
+        ({"create_env_fn": Walk}, "create_env_fn is one factory for all workers; set num_workers, or give a list"),
         ({"create_env_fn": []}, "num_workers=0 makes no env"),
         ({"create_env_fn": [Walk, Countdown]}, "the env of worker 1 has observation_spec .* the env of worker 0 has"),
         ({"create_env_fn": [threading.Lock().acquire] * 2}, "create_env_fn of worker 0 cannot be sent to a process"),
         ({"policy": 3}, "policy is 3; give a TensorDict module"),
         ({"policy_device": "cuda:77"}, "device cuda:77 cannot be used here; give one that this machine has"),
-        ({"cat_results": 1}, "cat_results=1 is not a way to put the workers' shares together; give 'stack' for"),
-        ({"timeout_s": 0}, "timeout_s=0 leaves no time for anything; give seconds above 0"),
-        ({"start_timeout_s": math.nan}, "start_timeout_s=nan leaves no time"),
+        ({"cat_results": 1}, "cat_results=1 is not known; give 'stack' for a worker axis, 0 to join"),
+        ({"timeout_s": 0}, "timeout_s=0 is not above 0; give a number of seconds"),
+        ({"start_timeout_s": math.nan}, "start_timeout_s=nan is not above 0"),
     ],
 )
 def test_bad_input_is_told_at_once(arguments, message):

@@ -192,7 +192,7 @@ def test_fewer_rollouts_than_asked_for_are_written_all_the_same(end, tmp_path):
 def test_enabling_twice_is_refused_and_enabling_again_is_fine(tmp_path):
     with Collector(Walk(), frames_per_batch=4) as collector:
         collector.enable_profile(num_rollouts=1, warmup_rollouts=0, save_path=tmp_path / "first.json")
-        with pytest.raises(ConfigError, match=r"rollouts are being recorded already; wait .* disable_profile\(\)"):
+        with pytest.raises(ConfigError, match=r"rollouts are already being recorded; wait .* disable_profile\(\)"):
             collector.enable_profile(save_path=tmp_path / "second.json")
         collector.rollout()
         collector.enable_profile(num_rollouts=1, warmup_rollouts=0, save_path=tmp_path / "third.json")
@@ -270,7 +270,7 @@ def test_a_trace_of_text_has_the_rollouts_that_were_asked_for_with_generation_an
 def test_fewer_text_rollouts_than_asked_for_are_written_all_the_same(make_collector, questions, end, tmp_path):
     collector = make_collector(ArithmeticEnv(ArithmeticConfig()), questions)
     collector.enable_profile(num_rollouts=9, warmup_rollouts=0, save_path=tmp_path / "trace.json")
-    with pytest.raises(ConfigError, match="rollouts are being recorded already"):
+    with pytest.raises(ConfigError, match="rollouts are already being recorded"):
         collector.enable_profile()
     collector.collect()
     match end:
@@ -318,7 +318,7 @@ def test_workers_write_what_they_have_when_it_is_disabled_in_the_middle_of_a_run
             )
             collector.next()
             collector.next()
-            with pytest.raises(ConfigError, match="worker 1 cannot be recorded: rollouts are being recorded already"):
+            with pytest.raises(ConfigError, match="worker 1 cannot be recorded: rollouts are already being recorded"):
                 collector.enable_profile(workers=[0, 1], save_path=tmp_path / "{worker_idx}.json")
             collector.disable_profile()
             assert (tmp_path / f"{name}.json").exists()
