@@ -1,7 +1,7 @@
 """Tensors as safetensors files of one folder, laid out as Hugging Face does: one file, or shards and an index.
 
-A file is filled in host memory as it lies on disk, then written and hashed: the writer of the safetensors library holds
-the interpreter while it writes, which would stop training. Nothing here pickles or unpickles.
+A file is filled in host memory, then written and hashed. The writer of the safetensors library would hold the
+interpreter lock meanwhile and so stop training. Nothing here pickles or unpickles.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LARGEST_SHARD_BYTES = 2 * 2**30
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What has to be known of a tensor to give it a place."""
+    """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -49,12 +49,12 @@ class TensorSpec:
 
 
 class TensorFile:
-    """Tensors that will be one file.
+    """The content of one file in host memory.
 
     Args:
         specs: of the tensors, by name.
-        memory: bytes to use, such as those of an earlier file of the same size; new ones by default.
-        pin_memory: of new memory, for copies from an accelerator.
+        memory: to reuse, if it has the right size; new memory by default.
+        pin_memory: whether new memory is pinned, for copies from an accelerator.
 
     Example:
         >>> file = TensorFile({"bias": TensorSpec(torch.float32, (4,))})
@@ -71,7 +71,7 @@ class TensorFile:
         # Wide elements first: then every tensor is aligned to its elements.
         for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
             if spec.dtype not in _DTYPE_NAMES:
-                raise CheckpointError(f"{name} has dtype {spec.dtype}, which safetensors cannot hold; convert it")
+                raise CheckpointError(f"{name} has dtype {spec.dtype}, which safetensors does not support; convert it")
             start, end = end, end + spec.size_bytes
             header[name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [start, end]}
             self._places[name] = (start, spec)
@@ -92,25 +92,25 @@ class TensorFile:
         return len(self._header) + self.memory.nbytes
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor to its place, in the dtype of its spec; from an accelerator when its stream comes to it."""
+        """Copy a tensor to its place, in the dtype of its spec; asynchronously from an accelerator."""
         start, spec = self._places[name]
         place = self.memory[start : start + spec.size_bytes]
         source = tensor.detach()
         if source.is_cpu and source.dtype == spec.dtype and source.is_contiguous() and not source.is_complex():
-            # Memory is the limit, not threads: torch would wait for all of its own at each of many small tensors.
+            # numpy, since torch would synchronize its threads at each of many small tensors.
             place.numpy()[:] = source.view(-1).view(torch.uint8).numpy()
         else:
             place.view(spec.dtype).view(spec.shape).copy_(source, non_blocking=True)
 
     def write(self, path: Path) -> FileDigest:
-        """Write a new file, down to the disk."""
+        """Write and flush a new file."""
         content: Any = self.memory.numpy()
         chunks = (content[start : start + _CHUNK_BYTES] for start in range(0, len(content), _CHUNK_BYTES))
         return write_file(path, (self._header, *chunks))
 
 
 def write_file(path: Path, chunks: Iterable[bytes]) -> FileDigest:
-    """Write a new file, down to the disk, and hash it meanwhile."""
+    """Write, hash and flush a new file."""
     digest, size_bytes = hashlib.sha256(), 0
     with path.open("xb") as file:
         for chunk in chunks:
@@ -124,15 +124,15 @@ def write_file(path: Path, chunks: Iterable[bytes]) -> FileDigest:
 def plan_shards(
     sizes: Mapping[str, int], num_writers: int, largest_bytes: int = LARGEST_SHARD_BYTES
 ) -> list[list[str]]:
-    """Which tensors go into a file together: files of about equal size, as many for each writer.
+    """Distribute tensors over files of about equal size, equally many per writer.
 
     Args:
         sizes: bytes of each tensor; the order of names is kept within a file.
-        num_writers: writer i writes files i, i + num_writers, ...; each has something to write if there is enough.
-        largest_bytes: no file is larger, except for a single tensor that is.
+        num_writers: writer i writes files i, i + num_writers, ...
+        largest_bytes: of a file, unless a single tensor is larger.
 
     Returns:
-        The names in each file; one file without any if there are no tensors.
+        The names in each file; one empty file if there are no tensors.
     """
     num_shards = num_writers * max(1, -(-sum(sizes.values()) // (largest_bytes * num_writers)))
     while True:
@@ -168,10 +168,10 @@ def index_text(shards: Mapping[str, list[str]], sizes: Mapping[str, int]) -> str
 
 
 def open_tensors(folder: Path, stem: str) -> dict[str, torch.Tensor]:
-    """The tensors of a folder by name, mapped into memory: what is not looked at is not read.
+    """The tensors of a folder by name, mapped into memory and read at use.
 
     Raises:
-        CheckpointError: names the file and the reason; also for an index that does not match its files.
+        CheckpointError: with the file and the reason; also for an index that does not match its files.
     """
     if (folder / f"{stem}.safetensors").exists() or not (folder / index_name(stem)).exists():
         return _open_file(folder / f"{stem}.safetensors")

@@ -1,4 +1,4 @@
-"""Writes tensors that all ranks gather together, each rank its own files, while training goes on."""
+"""Writes gathered tensors in the background; each rank writes its own files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lucidrl.errors import CheckpointError, LucidError
 T = TypeVar("T")
 
 _NICENESS = 10
-"""Of the thread that writes: on busy cores it gets about a tenth of one, so that training is not held up."""
+"""Of the writing thread, which gets about a tenth of a busy core, so that training is not delayed."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,21 @@ class TensorSet:
     folder: Path
     stem: str
     specs: Mapping[str, TensorSpec]
-    """Of all of them; the same on every rank."""
+    """Of all tensors; the same on every rank."""
     gather: Callable[[], Iterable[tuple[str, torch.Tensor]]]
-    """The whole tensors, one at a time, in any dtype and on any device; every rank walks through them."""
+    """Iterates over the full tensors, in any dtype and on any device; every rank calls it."""
 
 
 class CheckpointWriter:
     """One rank's share of the files of a checkpoint.
 
-    Tensors are copied into host memory that is kept for the next save, because memory that is touched for the first
-    time costs several times the copy. A thread then writes it, so that nothing here waits for the disk.
+    It copies tensors into host memory, which it keeps for the next save because allocating costs several times the
+    copy. A thread then writes the memory to disk.
 
     Args:
         rank: of this process among those that save together.
-        num_ranks: how many these are.
-        group: theirs; None for one.
+        num_ranks: that save together.
+        group: of these ranks; None for one rank.
         pin_memory: whether the tensors come from an accelerator.
     """
 
@@ -64,26 +64,25 @@ class CheckpointWriter:
         self._rank, self._num_ranks, self._group = rank, num_ranks, group
         self._pin_memory = pin_memory
         self._memory: dict[str, torch.Tensor] = {}
-        """By the name of the file that it was last used for."""
+        """By the name of its last file."""
         self._writing: Future[dict[Path, FileDigest]] | None = None
         self._needed_bytes = 0
-        """Of all ranks, in the save that was begun last."""
+        """Of all ranks, in the last save."""
 
     @torch.no_grad()
     def begin(self, sets: Sequence[TensorSet], small_files: Mapping[Path, bytes]) -> int:
-        """Copy this rank's tensors and start to write them; to be called on every rank.
+        """Copy this rank's tensors and start to write them; call it on every rank.
 
-        Waits for what was begun before. When it returns, the tensors may change.
+        Waits for the previous save. When it returns, the tensors may change.
 
         Args:
-            small_files: what else is to be there; rank 0 writes it, and only its are looked at.
+            small_files: other files; only those of rank 0 are written.
 
         Returns:
             The bytes that this rank writes.
 
         Raises:
-            CheckpointError: if the disk has no space for all of it (nothing is written then), or if what was begun
-                before has failed.
+            CheckpointError: if the disk has too little space (nothing is written then), or if the previous save failed.
         """
         agreed(self.finish, self._group)
         plans = [_plan(tensor_set, self._num_ranks) for tensor_set in sets]
@@ -102,7 +101,7 @@ class CheckpointWriter:
             torch.cuda.synchronize()
         self._memory = {path.name: file.memory for path, file in files.items()}
         self._writing = Future()
-        # A daemon: a run that is told to end at once does not wait for the disk.
+        # A daemon: a run that must exit at once does not wait for the disk.
         thread = threading.Thread(target=_write_all, args=(self._writing, files, contents), daemon=True)
         thread.name = "checkpoint-writer"
         thread.start()
@@ -113,10 +112,10 @@ class CheckpointWriter:
         return self._writing is None or self._writing.done()
 
     def finish(self) -> dict[Path, FileDigest]:
-        """Wait until this rank's files are on disk; what they are. Nothing if nothing was begun.
+        """Wait until this rank's files are on disk; their digests, empty if no save was begun.
 
         Raises:
-            CheckpointError: if they could not be written.
+            CheckpointError: if writing failed.
         """
         writing, self._writing = self._writing, None
         try:
@@ -125,7 +124,7 @@ class CheckpointWriter:
             if is_disk_full(error):
                 raise disk_full(Path(error.filename), f"{self._needed_bytes} bytes are needed in all") from error
             raise CheckpointError(
-                f"cannot write the checkpoint: {error}; see to the disk (earlier checkpoints are untouched)"
+                f"cannot write the checkpoint: {error}; check the disk (earlier checkpoints are unchanged)"
             ) from error
 
     def _make_folders(self, folders: Sequence[Path]) -> None:
@@ -140,9 +139,9 @@ class CheckpointWriter:
 
 
 def agreed(work: Callable[[], T], group: ProcessGroup | None) -> T:
-    """What `work` returns on this rank; if it fails on any, every rank raises the error of the first that failed.
+    """The result of `work` on this rank; if it fails on any rank, every rank raises the first error.
 
-    To be called on all ranks of the group; `work` must not talk to other ranks.
+    Call it on all ranks of the group; `work` must not communicate with other ranks.
     """
     result: list[T] = []
     error: Exception | None = None
@@ -177,7 +176,7 @@ def _fill(files: Sequence[TensorFile], tensor_set: TensorSet) -> None:
                 continue
             if tensor.is_cpu:
                 copies.append(pool.submit(file.fill, name, tensor))
-            else:  # a copy that the stream of this thread will make
+            else:  # asynchronous, on the stream of this thread
                 file.fill(name, tensor)
     for copy in copies:
         copy.result()
@@ -187,7 +186,7 @@ def _fill(files: Sequence[TensorFile], tensor_set: TensorSet) -> None:
 def _write_all(
     writing: Future[dict[Path, FileDigest]], files: Mapping[Path, TensorFile], contents: Mapping[Path, bytes]
 ) -> None:
-    if sys.platform == "linux":  # where a thread has a priority of its own
+    if sys.platform == "linux":  # where threads have their own priority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     digests: dict[Path, FileDigest] = {}
     path = Path()
