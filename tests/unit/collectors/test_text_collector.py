@@ -1,4 +1,4 @@
-"""TextCollector: what it returns is what was sampled and scored, and the same again from the same seed or state."""
+"""TextCollector: rollouts are the sampled tokens with their rewards, reproducible from seed and state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def arithmetic():
 
 
 class SampleNumberEnv:
-    """Reward = the sample's number, if its prompt has signal; what `spoil` returns or raises for sample 1."""
+    """Rewards the sample's number if its prompt has signal; `spoil` is called for sample 1."""
 
     def __init__(self, spoil=None):
         self.spoil = spoil
@@ -46,7 +46,7 @@ def tokens_of(rollouts):
     return [[message["token_ids"].tolist() for message in sample.log] for sample in rollouts.samples]
 
 
-def test_rows_are_the_very_tokens_and_logprobs_that_the_generator_returned(make_collector, arithmetic, questions):
+def test_rows_are_exactly_the_tokens_and_logprobs_of_the_generator(make_collector, arithmetic, questions):
     # Untrained, so that completions hold special tokens, which decoded text loses.
     collector = make_collector(arithmetic, questions, model="embedded-untrained")
     rollouts = collector.collect()
@@ -90,7 +90,7 @@ def test_only_sampled_tokens_count_in_samples_of_several_turns(make_collector):
         assert batch["token_mask"][row].tolist() == mask + [0.0] * (batch["token_mask"].shape[1] - len(mask))
 
 
-def test_each_turn_goes_on_from_the_tokens_of_the_turns_before(make_collector):
+def test_each_turn_continues_the_tokens_of_earlier_turns(make_collector):
     env = GuessingEnv(GuessingConfig(max_number=50, max_turns=5))
     collector = make_collector(env, env.prompts(), max_turns=3)
     rollouts = collector.collect()
@@ -113,7 +113,7 @@ def test_an_observation_that_does_not_fit_the_context_ends_the_sample(make_colle
     assert rollouts.to_batch(PAD)["input_lengths"].max() <= prompt_length + 6
 
 
-def test_rollouts_are_the_same_to_the_bit_with_the_environment_in_workers(make_collector):
+def test_rollouts_are_bit_exact_with_the_environment_in_workers(make_collector):
     settings = {"max_number": 50, "max_turns": 5}
     prompts = GuessingEnv(GuessingConfig(**settings)).prompts()
     config = EnvConfig(name="guessing", kwargs=settings, num_workers=2)
@@ -182,7 +182,7 @@ def test_refill_replaces_groups_without_signal_and_keeps_the_number_of_rows(make
     assert replaced > 0
 
 
-def test_refill_that_finds_no_signal_fills_up_with_what_it_has(make_collector, questions):
+def test_refill_that_finds_no_signal_keeps_groups_without_signal(make_collector, questions):
     prompts = [Prompt(q.prompt_id, q.messages, {"signal": False}) for q in questions]
     collector = make_collector(SampleNumberEnv(), prompts, prompts_per_step=3, refill_rounds=1)
     rollouts = collector.collect()
@@ -200,7 +200,7 @@ def test_equal_seeds_give_equal_rollouts_and_others_do_not(make_collector, arith
     assert first != other
 
 
-def test_a_restored_state_gives_the_very_next_batch(make_collector, arithmetic, questions):
+def test_a_restored_state_gives_exactly_the_next_batch(make_collector, arithmetic, questions):
     collector = make_collector(arithmetic, questions)
     collector.collect()
     state = collector.state_dict()
@@ -212,7 +212,7 @@ def test_a_restored_state_gives_the_very_next_batch(make_collector, arithmetic, 
     assert torch.equal(found.rewards, expected.rewards)
 
 
-def test_evaluation_takes_nothing_from_training(make_collector, arithmetic, questions):
+def test_evaluation_does_not_change_training(make_collector, arithmetic, questions):
     plain, evaluated = (make_collector(arithmetic, questions) for _ in range(2))
     plain.collect()
     evaluated.collect()
@@ -228,14 +228,14 @@ def test_iterating_collects_step_after_step(make_collector, arithmetic, question
     assert [tokens_of(next(batches)) for _ in range(2)] == [tokens_of(other.collect()) for _ in range(2)]
 
 
-def test_rollouts_carry_the_version_of_the_weights_that_sampled_them(make_collector, arithmetic, questions):
+def test_rollouts_have_their_policy_version(make_collector, arithmetic, questions):
     collector = make_collector(arithmetic, questions)
     assert collector.collect().policy_version == 0
     collector.update_policy_weights_(version=7)
     assert collector.collect().policy_version == 7
 
 
-def test_metrics_of_the_environment_stand_beside_the_collectors_own(make_collector, questions):
+def test_metrics_of_the_environment_do_not_replace_those_of_the_collector(make_collector, questions):
     class Boasting:
         async def step(self, batch):
             return [EnvReply(0.25, metrics={"reward": 100.0, "style": 3.0}) for _ in batch]

@@ -1,4 +1,4 @@
-"""Weights of policies: where they are taken from, and that only those of the policy are accepted."""
+"""Weights of policies: their sources, and the refusal of other weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Mixed(nn.Module):
         return {"action": torch.tensor([0, 1]), **sums}
 
 
-def test_what_is_published_is_what_workers_use_to_the_bit():
+def test_workers_use_exactly_the_published_weights():
     with MultiSyncCollector([Walk], Mixed(), frames_per_batch=1) as collector:
         for _ in range(2):
             source = Mixed()
