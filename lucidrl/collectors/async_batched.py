@@ -75,7 +75,7 @@ class AsyncBatchedCollector(LocalCollector):
             creators = [EnvCreator(_limited, {"create": c, "max_steps": max_steps}) for c in creators]
         self._yields_trajectories = yield_completed_trajectories
         self._num_requested = 0  # frames, of which some are still to come
-        self._begins_anew = True
+        self._needs_reset = True
         self._server = PolicyServer(creators, step_timeout_s=step_timeout_s, start_timeout_s=start_timeout_s)
         self._numbers = self._server
         self._arrived = np.zeros(0, np.int64)  # envs whose frames were not taken yet
@@ -109,8 +109,8 @@ class AsyncBatchedCollector(LocalCollector):
 
     def _rollout(self, num_frames: int) -> TensorDictBase:
         """So many frames, or a trajectory."""
-        if self._takes_new_episodes():
-            self._begin_anew()
+        if self._take_reset():
+            self._begin_episodes()
         return self._rollout_yield_trajs() if self._yields_trajectories else self._rollout_frames(num_frames)
 
     @profiled("AsyncBatchedCollector._rollout_frames")
@@ -120,7 +120,7 @@ class AsyncBatchedCollector(LocalCollector):
         while len(frames) < num_frames:
             arrived = self._next_arrived(num_frames - len(frames))
             frames.add(self._server.rows, arrived)
-            self._go_on(arrived)
+            self._step(arrived)
         return frames.take()
 
     @profiled("AsyncBatchedCollector._rollout_yield_trajs")
@@ -133,7 +133,7 @@ class AsyncBatchedCollector(LocalCollector):
                 trajectory.add(self._server.rows, arrived[arrived == index])
                 if is_done:
                     self._trajectories.append(trajectory.take())
-            self._go_on(arrived)
+            self._step(arrived)
         return self._trajectories.popleft()
 
     def _next_arrived(self, most: int) -> np.ndarray:
@@ -143,7 +143,7 @@ class AsyncBatchedCollector(LocalCollector):
         arrived, self._arrived = self._arrived[:most], self._arrived[most:]
         return arrived
 
-    def _begin_anew(self) -> None:
+    def _begin_episodes(self) -> None:
         """Begin new episodes; frames that were not yielded yet are dropped."""
         self._arrived = self._arrived[:0]
         self._trajectories.clear()
@@ -152,8 +152,8 @@ class AsyncBatchedCollector(LocalCollector):
         self._server.begin(self._acting_policy(), self.policy_version)
         self._num_requested += len(self._unfinished)
 
-    def _go_on(self, arrived: np.ndarray) -> None:
-        self._server.go_on(arrived, self._acting_policy(), self.policy_version)
+    def _step(self, arrived: np.ndarray) -> None:
+        self._server.step(arrived, self._acting_policy(), self.policy_version)
         self._num_requested += arrived.size
 
     def _acting_policy(self) -> ArrayPolicy | None:

@@ -37,7 +37,7 @@ class LocalCollector(FrameCollector):
         self._computes_on = device_of(options.policy_device or options.device)
         self._source, self.policy = policy, on_device(policy, self._computes_on)
         self.post_collect_hook = options.post_collect_hook
-        self._begins_anew = False
+        self._needs_reset = False
         self._is_shut_down = False
         self.profiler = RolloutProfiler()
         self._collecting = threading.RLock()  # calls of other threads run between two batches
@@ -74,7 +74,7 @@ class LocalCollector(FrameCollector):
 
     def reset(self) -> None:
         """Begin new episodes with the next batch."""
-        self._begins_anew = True
+        self._needs_reset = True
 
     def set_post_collect_hook(self, hook: Callable[[TensorDictBase], object] | None) -> None:
         """Call this hook with each batch from now on, instead of an earlier one."""
@@ -162,7 +162,7 @@ class LocalCollector(FrameCollector):
         if self._is_shut_down:
             raise ConfigError("the collector was shut down; make another one")
 
-    def _takes_new_episodes(self) -> bool:
-        """Whether this batch begins with new episodes."""
-        begins_anew, self._begins_anew = self._begins_anew or self._options.reset_at_each_iter, False
-        return begins_anew
+    def _take_reset(self) -> bool:
+        """Whether this batch begins with new episodes; only the first call after a reset returns true."""
+        needs_reset, self._needs_reset = self._needs_reset or self._options.reset_at_each_iter, False
+        return needs_reset

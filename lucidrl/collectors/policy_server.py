@@ -93,11 +93,11 @@ class PolicyServer:
         self.env.rows.mask.fill(True)
         self.env.processes.run(EnvProcess.start_reset)
         self._is_checked = False
-        everyone = np.arange(self.env.num_envs)
-        self._number(everyone)
-        self._start(everyone, policy, version)
+        all_envs = np.arange(self.env.num_envs)
+        self._number(all_envs)
+        self._start(all_envs, policy, version)
 
-    def go_on(self, picked: np.ndarray, policy: ArrayPolicy | None, version: int) -> None:
+    def step(self, picked: np.ndarray, policy: ArrayPolicy | None, version: int) -> None:
         """Start the next step of envs whose frames were taken from `rows`."""
         done = self.is_done(picked)
         if done.any():

@@ -97,8 +97,8 @@ class Collector(LocalCollector):
 
     @profiled("Collector.rollout")
     def _rollout(self, num_frames: int) -> TensorDictBase:
-        if self._takes_new_episodes():
-            self._numbers.begin_anew()
+        if self._take_reset():
+            self._numbers.reset()
             self._recorder.reset()
         is_random, version = self.num_frames < self._options.init_random_frames, self.policy_version
         self._recorder.record(self._act_at_random if is_random else self._act, self._num_steps(num_frames))

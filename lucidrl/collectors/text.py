@@ -103,8 +103,8 @@ class TextCollector:
         }
         if all(sample.is_dropped for group in groups for sample in group):
             raise EnvironmentFailure(
-                f"the environment could score none of the step's {wanted * self._config.samples_per_prompt} samples "
-                f"(dropped so far: {dict(self.runner.counts)}); fix it, or raise env.timeout_s if it is slow"
+                f"the environment scored none of the step's {wanted * self._config.samples_per_prompt} samples "
+                f"(dropped so far: {dict(self.runner.counts)}); fix the environment, or raise env.timeout_s"
             )
         return self._rollouts(groups, extra)
 

@@ -31,7 +31,7 @@ class TrajectoryNumbers:
         """Trajectories that have begun."""
         self._current: np.ndarray | None = None
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Begin new trajectories in all envs with the next batch."""
         self._current = None
 

@@ -178,7 +178,7 @@ class CollectorWorkers:
         Args:
             args: of each worker, by cloudpickle.
         """
-        with self._calling, self._in_whole(method):
+        with self._calling, self._killed_on_error(method):
             self._check_alive(method)
             requests = [_Request(index, "call", (method, of_worker)) for index, of_worker in enumerate(args)]
             for request in requests:
@@ -205,7 +205,7 @@ class CollectorWorkers:
     def next_batch(self) -> tuple[int, Batch]:
         """Wait for the first of the requested batches; the worker and its batch."""
         self._check_alive(ROLLOUT)
-        with self._in_whole(ROLLOUT):
+        with self._killed_on_error(ROLLOUT):
             while True:
                 request, future = self._arrivals.get()
                 if future.exception() is not None:
@@ -306,7 +306,7 @@ class CollectorWorkers:
                 self._submit(request)
 
     @contextmanager
-    def _in_whole(self, phase: str) -> Iterator[None]:
+    def _killed_on_error(self, phase: str) -> Iterator[None]:
         """Kill the workers if an exception, such as Ctrl-C, leaves the driver without knowledge of what they do."""
         try:
             yield

@@ -275,7 +275,7 @@ def test_finished_envs_are_returned_in_ascending_order():
         arrived = []
         while len(arrived) < 4:
             arrived += server.wait().tolist()
-        server.go_on(np.array([3, 0, 2]), None, version=0)
+        server.step(np.array([3, 0, 2]), None, version=0)
         time.sleep(0.5)  # until all are done
         assert server.wait().tolist() == [0, 2, 3]
     finally:

@@ -42,7 +42,7 @@ def test_new_episodes_get_new_numbers():
     done = np.zeros((2, 3), bool)
     first = numbers.of(done)
     assert torch.equal(numbers.of(done), first)
-    numbers.begin_anew()
+    numbers.reset()
     assert numbers.of(done)[:, 0].tolist() == [2, 3]
 
 
