@@ -1,10 +1,9 @@
-"""What collectors with worker processes share."""
+"""Collectors with worker processes: MultiSyncCollector and MultiAsyncCollector."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from typing import Any
@@ -14,9 +13,9 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from lucidrl.collectors.base import CollectorOptions, FrameCollector, check_calls, method_of
+from lucidrl.collectors.batches import Batch, CatResults, joined
 from lucidrl.collectors.single import Collector
 from lucidrl.collectors.weights import Device, check_weights, shapes_of, weights_of
-from lucidrl.collectors.worker import Batch
 from lucidrl.collectors.workers import CollectorWorkers, WorkerPlan
 from lucidrl.distributed.workers.process import pickled
 from lucidrl.envs.base import MAX_SEED
@@ -26,27 +25,6 @@ from lucidrl.envs.tensordicts import tensordict_of
 from lucidrl.errors import ConfigError
 from lucidrl.profiling.hook import ProfileSettings
 from lucidrl.profiling.ranges import _maybe_record_function
-
-
-class BatchOrder(ABC):
-    """Decides which workers collect the frames of a batch, and when."""
-
-    @abstractmethod
-    def frames_of_worker(self, frames_per_batch: int, num_workers: int) -> int:
-        """Most frames of one worker in a batch."""
-
-    @abstractmethod
-    def envs_per_step(self, workers: CollectorWorkers) -> int:
-        """Envs that step together; the frames of a batch are a multiple of this."""
-
-    @abstractmethod
-    def next_batch(self, workers: CollectorWorkers, num_frames: int, num_wanted: Callable[[int], int]) -> Batch | None:
-        """The next batch; None at the end.
-
-        Args:
-            num_frames: collected so far.
-            num_wanted: maps the frames requested so far to those of the next batch; 0 at the end.
-        """
 
 
 class MultiCollector(FrameCollector):
@@ -60,7 +38,8 @@ class MultiCollector(FrameCollector):
         create_env_fn: one factory per worker, or one for all with `num_workers`.
         policy: every worker has a copy. `update_policy_weights_` updates the weights of an `nn.Module`; any other
             callable stays as it was pickled.
-        order: decides which workers collect a batch.
+        sync: whether batches are those of `MultiSyncCollector`, otherwise of `MultiAsyncCollector`.
+        cat_results: as for `MultiSyncCollector`.
         create_env_kwargs: of the factories; one mapping for all, or one per worker.
         num_workers: number of processes, if there is only one factory.
         num_threads: torch threads per worker.
@@ -76,9 +55,10 @@ class MultiCollector(FrameCollector):
     def __init__(
         self,
         create_env_fn: EnvFactory | Sequence[EnvFactory],
-        policy: Any,
-        order: BatchOrder,
+        policy: Any = None,
         *,
+        sync: bool,
+        cat_results: CatResults = "stack",
         env_device: Device = None,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         num_workers: int | None = None,
@@ -92,6 +72,7 @@ class MultiCollector(FrameCollector):
         for name, seconds in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
             if not seconds > 0:
                 raise ConfigError(f"{name}={seconds} is not above 0; give a number of seconds")
+        _check_cat_results(cat_results, sync)
         if num_workers is None:
             if not isinstance(create_env_fn, list | tuple):
                 raise ConfigError(
@@ -100,24 +81,15 @@ class MultiCollector(FrameCollector):
             num_workers = len(create_env_fn)
         self.num_workers = num_workers
         creators = env_creators(num_workers, create_env_fn, create_env_kwargs)
-        self.policy, self._order = policy, order
-        shared_arguments = {
-            "policy": policy,
-            "frames_per_batch": order.frames_of_worker(options.frames_per_batch, num_workers),
-            "device": options.device,
-            "storing_device": "cpu",  # batches travel through host memory
-            "policy_device": options.policy_device,
-            "env_device": env_device,
-            "init_random_frames": options.init_random_frames,
-            "max_frames_per_traj": options.max_frames_per_traj,
-            "reset_at_each_iter": options.reset_at_each_iter,
-            "exploration_type": options.exploration_type,
-            "post_collect_hook": options.post_collect_hook,
-            "trajectory_stride": num_workers,
-        }
+        if sync and options.frames_per_batch < num_workers:
+            raise ConfigError(
+                f"frames_per_batch={options.frames_per_batch} leaves some of {num_workers} workers without a frame; "
+                "give at least one per worker"
+            )
+        self.policy, self._is_sync, self._cat_results = policy, sync, cat_results
         self._weight_shapes = shapes_of(policy)
         plan = WorkerPlan(
-            pickled("the policy or the hook", shared_arguments),
+            pickled("the policy or the hook", self._worker_arguments(env_device)),
             [
                 pickled(f"create_env_fn of worker {index}", {"create_env_fn": creator, "first_trajectory": index})
                 for index, creator in enumerate(creators)
@@ -132,7 +104,7 @@ class MultiCollector(FrameCollector):
         util.Finalize(self, self.workers.shutdown, exitpriority=0)
         try:
             check_alike(self.workers.specs, lambda index: f"the env of worker {index}")
-            options.warn_if_rounded(order.envs_per_step(self.workers))
+            options.warn_if_rounded(self._envs_per_step)
             if options.seed is not None:
                 self.set_seed(options.seed)
         except BaseException:
@@ -218,16 +190,77 @@ class MultiCollector(FrameCollector):
         """Shut down the workers; those that are busy are killed after seconds. May be called twice."""
         self.workers.shutdown()
 
+    def _worker_arguments(self, env_device: Device) -> dict[str, Any]:
+        """Of every worker's `Collector`."""
+        options = self._options
+        return {
+            "policy": self.policy,
+            "frames_per_batch": math.ceil(options.frames_per_batch / (self.num_workers if self._is_sync else 1)),
+            "device": options.device,
+            "storing_device": "cpu",  # batches travel through host memory
+            "policy_device": options.policy_device,
+            "env_device": env_device,
+            "init_random_frames": options.init_random_frames,
+            "max_frames_per_traj": options.max_frames_per_traj,
+            "reset_at_each_iter": options.reset_at_each_iter,
+            "exploration_type": options.exploration_type,
+            "post_collect_hook": options.post_collect_hook,
+            "trajectory_stride": self.num_workers,
+        }
+
     def _start_workers(self, plan: WorkerPlan) -> CollectorWorkers:
         return CollectorWorkers(plan)
 
+    @property
+    def _envs_per_step(self) -> int:
+        """Envs that step together; the frames of a batch are a multiple of this."""
+        env_batch_size = self.workers.specs[0].batch_size
+        if not self._is_sync:
+            return math.prod(env_batch_size)
+        has_equal_shares = self._cat_results == "stack" or env_batch_size
+        return self.num_workers * math.prod(env_batch_size) if has_equal_shares else 1
+
+    def _whole_steps(self, num_frames: int) -> int:
+        return math.ceil(num_frames / self._envs_per_step) * self._envs_per_step
+
     def _next_batch(self) -> TensorDictBase | None:
-        batch = self._order.next_batch(self.workers, self.num_frames, self._num_wanted)
+        if not self._is_sync:
+            batch = self._async_batch()
+        else:
+            num_frames = self._num_wanted(self.num_frames)
+            batch = self._sync_batch(num_frames) if num_frames else None
         return None if batch is None else self._stored(batch)
+
+    def _sync_batch(self, num_frames: int) -> Batch:
+        """Let all workers collect a share, and join the shares."""
+        least, rest = divmod(self._whole_steps(num_frames), self.num_workers)
+        shares = [least + (index < rest) for index in range(self.num_workers)]
+        busy = [index for index, share in enumerate(shares) if share]
+        for index in busy:
+            self.workers.request(index, shares[index], self.num_frames)
+        batches = dict(self.workers.next_batch() for _ in busy)
+        return joined([batches[index] for index in busy], self._cat_results)
+
+    def _async_batch(self) -> Batch | None:
+        """The batch of the worker that finishes first; keeps all workers busy."""
+        for index in range(self.num_workers):
+            if index not in self.workers.requested:
+                self._request(index, self.num_frames)
+        if not self.workers.requested:
+            return None
+        index, batch = self.workers.next_batch()
+        self._request(index, self.num_frames + batch.num_frames)
+        return batch
+
+    def _request(self, index: int, num_frames: int) -> None:
+        """Request the next batch of a worker, unless the collected and the requested frames suffice."""
+        num_before = num_frames + sum(self.workers.requested.values())
+        if wanted := self._num_wanted(num_before):
+            self.workers.request(index, self._whole_steps(wanted), num_before)
 
     def _stored(self, batch: Batch) -> TensorDictBase:
         """Count a batch and move it to its device."""
-        self.num_frames += math.prod(batch.batch_size)
+        self.num_frames += batch.num_frames
         return tensordict_of(batch.entries, batch.batch_size, self._storing_device)
 
     def _call_all(self, name: str, *args: Any) -> list[Any]:
@@ -239,3 +272,65 @@ class MultiCollector(FrameCollector):
             if obstacle is not None:
                 raise ConfigError(f"worker {index} cannot be recorded: {obstacle}")
         self.map_fn("start_profile", calls)
+
+
+class MultiSyncCollector(MultiCollector):
+    """Each batch has a share of every worker, collected at the same time with the same weights.
+
+        collector = MultiSyncCollector([make_env] * 4, policy, frames_per_batch=4000, total_frames=1_000_000)
+        for batch in collector:  # [4, 1000]
+            train(batch)
+            collector.update_policy_weights_()
+        collector.shutdown()
+
+    Args:
+        cat_results: "stack" gives batches [workers, *env batch, time] with equally many frames per worker:
+            `frames_per_batch` and `total_frames` are rounded up. 0 joins the workers' shares along the first dim, which
+            is time for single envs; there, shares differ by one frame at most. -1 joins them along time. Joined along
+            time, the last frame of each share is marked as truncated, so that advantages do not mix two workers; the
+            trajectory continues in the next batch.
+        create_env_fn, policy, arguments: as for `MultiCollector`.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvFactory | Sequence[EnvFactory],
+        policy: Any = None,
+        *,
+        cat_results: CatResults = "stack",
+        **arguments: Any,
+    ):
+        super().__init__(create_env_fn, policy, sync=True, cat_results=cat_results, **arguments)
+
+    def rollout(self, num_frames: int | None = None) -> TensorDictBase:
+        """A batch of `num_frames`, by default `frames_per_batch`, as collected."""
+        return self._stored(self._sync_batch(self._num_or_default(num_frames)))
+
+
+class MultiAsyncCollector(MultiCollector):
+    """Each batch is of the worker that finishes first.
+
+    All workers are always busy with their next batch, even while the consumer works on one. So a batch may be of older
+    weights; ("collector", "policy_version") is their version.
+
+        collector = MultiAsyncCollector([make_env] * 4, policy, frames_per_batch=1000, total_frames=1_000_000)
+        for batch in collector:
+            train(batch)
+            collector.update_policy_weights_()
+        collector.shutdown()
+
+    See `MultiCollector` for the arguments.
+    """
+
+    def __init__(self, create_env_fn: EnvFactory | Sequence[EnvFactory], policy: Any = None, **arguments: Any):
+        super().__init__(create_env_fn, policy, sync=False, **arguments)
+
+
+def _check_cat_results(cat_results: CatResults, sync: bool) -> None:
+    if cat_results not in ("stack", 0, -1):
+        raise ConfigError(
+            f"cat_results={cat_results!r} is not known; give 'stack' for a worker axis, 0 to join the workers' shares "
+            "along the first dim, or -1 to join them along time"
+        )
+    if not sync and cat_results != "stack":
+        raise ConfigError(f"cat_results={cat_results!r} is for synchronous collectors; remove it")

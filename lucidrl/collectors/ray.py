@@ -9,8 +9,6 @@ from typing import Any
 
 from lucidrl.collectors.base import armed
 from lucidrl.collectors.multi import MultiCollector
-from lucidrl.collectors.multi_async import AsyncOrder
-from lucidrl.collectors.multi_sync import CatResults, SyncOrder
 from lucidrl.collectors.workers import CollectorWorkers, WorkerPlan
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Hosting, Numbering
@@ -57,14 +55,13 @@ class RayCollector(MultiCollector):
     Args:
         sync: collect batches as `MultiSyncCollector` does, bit-exact for the same seed; otherwise as
             `MultiAsyncCollector` does.
-        cat_results: as for `MultiSyncCollector`, with `sync`.
         remote_options: of `ray.remote` for the actors, such as `num_cpus`, `num_gpus`, `resources` or `runtime_env`;
             one mapping for all, or one per worker. By default an actor reserves one CPU, and almost nothing in a local
             cluster that the collector starts.
         max_restarts: consecutive restarts of one worker without a batch in between. The driver restarts a worker whose
             process exits or times out, or whose node is lost, with the newest weights and the hook, and sends its
             unfinished calls again; the worker begins new episodes, unseeded. Workers that raise are not restarted.
-        create_env_fn, policy, arguments: as for `MultiCollector`.
+        create_env_fn, policy, arguments: as for `MultiCollector`, `cat_results` included.
 
     Raises:
         ConfigError: if the cluster lacks the resources of the actors, before any is started.
@@ -77,7 +74,6 @@ class RayCollector(MultiCollector):
         policy: Any = None,
         *,
         sync: bool = False,
-        cat_results: CatResults = "stack",
         remote_options: Options | Sequence[Options] | None = None,
         max_restarts: int = 0,
         **arguments: Any,
@@ -86,7 +82,7 @@ class RayCollector(MultiCollector):
         if max_restarts < 0:
             raise ConfigError(f"max_restarts={max_restarts} is negative; give 0 to never restart, or a positive number")
         self._remote_options, self._max_restarts = remote_options, max_restarts
-        super().__init__(create_env_fn, policy, SyncOrder(cat_results) if sync else AsyncOrder(), **arguments)
+        super().__init__(create_env_fn, policy, sync=sync, **arguments)
 
     @property
     def num_restarts(self) -> int:

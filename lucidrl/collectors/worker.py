@@ -11,9 +11,9 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
-import torch
 
 from lucidrl.collectors import base
+from lucidrl.collectors.batches import Batch
 from lucidrl.collectors.profile import SentTrace, redirected
 from lucidrl.collectors.single import Collector
 from lucidrl.collectors.weights import Weights
@@ -23,14 +23,6 @@ from lucidrl.utils.random_state import seed_everything
 
 _DRIVER_GONE_S = 0.1
 """A driver that is killed closes its connections one by one."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A batch in host memory."""
-
-    entries: dict[Key, torch.Tensor]
-    batch_size: tuple[int, ...]
 
 
 @dataclass(frozen=True)

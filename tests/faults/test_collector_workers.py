@@ -15,8 +15,7 @@ from functools import partial
 import psutil
 import pytest
 
-from lucidrl.collectors.multi_async import MultiAsyncCollector
-from lucidrl.collectors.multi_sync import MultiSyncCollector
+from lucidrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from lucidrl.envs import ParallelEnv
 from lucidrl.errors import EnvironmentFailure, WorkerError
 from tests.faults.processes import wait_until_gone
@@ -208,7 +207,7 @@ def test_env_processes_of_a_worker_end_with_it():
 
 PROGRAM = """
 import sys, time
-from lucidrl.collectors.{module} import {kind}
+from lucidrl.collectors import {kind}
 from lucidrl.envs import GymEnv
 
 collector = {kind}([lambda: GymEnv("CartPole-v1")] * 2, frames_per_batch=200)
@@ -220,8 +219,7 @@ print(*collector.workers.pids, flush=True)
 
 def program(kind, rest=""):
     """Start a program without shutdown and main guard; returns it and the processes of its workers."""
-    module = {"MultiSyncCollector": "multi_sync", "MultiAsyncCollector": "multi_async"}[kind.__name__]
-    code = PROGRAM.format(module=module, kind=kind.__name__, rest=rest)
+    code = PROGRAM.format(kind=kind.__name__, rest=rest)
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

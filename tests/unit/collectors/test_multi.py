@@ -15,8 +15,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from lucidrl.collectors.multi_async import MultiAsyncCollector
-from lucidrl.collectors.multi_sync import MultiSyncCollector
+from lucidrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from lucidrl.collectors.single import Collector
 from lucidrl.collectors.trajectories import MASK, POLICY_VERSION, TRAJECTORY_IDS
 from lucidrl.envs import SerialEnv
@@ -525,6 +524,11 @@ def test_specs_may_be_of_a_class_that_only_the_program_knows():
 def test_bad_input_is_refused_at_once(arguments, message):
     with pytest.raises(ConfigError, match=message):
         MultiSyncCollector(**{"create_env_fn": [Walk] * 2, "frames_per_batch": 10, **arguments})
+
+
+def test_an_async_collector_refuses_cat_results():
+    with pytest.raises(ConfigError, match="cat_results=0 is for synchronous collectors; remove it"):
+        MultiAsyncCollector([Walk] * 2, frames_per_batch=10, cat_results=0)
 
 
 @BOTH

@@ -15,8 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lucidrl.collectors.async_batched import AsyncBatchedCollector
-from lucidrl.collectors.multi_async import MultiAsyncCollector
-from lucidrl.collectors.multi_sync import MultiSyncCollector
+from lucidrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from lucidrl.collectors.single import Collector
 from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
 from lucidrl.errors import ConfigError, WorkerError

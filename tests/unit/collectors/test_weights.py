@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from lucidrl.collectors.multi_sync import MultiSyncCollector
+from lucidrl.collectors.multi import MultiSyncCollector
 from lucidrl.collectors.weights import check_weights, weights_of
 from lucidrl.errors import ConfigError
 from tests.unit.envs.toys import Walk
