@@ -128,7 +128,7 @@ class TrainingLoop:
             name = f"samples/validation_{self.step}.jsonl"
             self.logger.log_batched_dict_as_jsonl(found.rollouts.to_samples(), name)
             if is_due(self.print_samples_every, self.step):
-                logs = [conversation.log for conversation in found.rollouts.conversations]
+                logs = [sample.log for sample in found.rollouts.samples]
                 self.watcher.on_samples(self.step, logs, found.rollouts.rewards.tolist())
         return found.metrics
 

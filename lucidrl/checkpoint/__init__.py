@@ -1,1 +1,1 @@
-"""Checkpoints that commit by rename, are verified before they are read, and never hold a pickle."""
+"""Checkpoints that commit by rename, are verified before they are read, and never contain a pickle."""

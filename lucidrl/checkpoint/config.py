@@ -1,4 +1,4 @@
-"""When checkpoints are written, what they hold, and which are kept."""
+"""When checkpoints are saved, what they contain, and which are kept."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from lucidrl.utils.config import Config
 
 
 class CheckpointConfig(Config):
-    """When checkpoints are written."""
+    """When checkpoints are saved, what they contain, and which are kept."""
 
     every: NonNegativeInt = 50
-    """Steps between checkpoints, beside the one at the end; 0 = only that one."""
+    """Steps between checkpoints; 0 saves only the last step."""
     final: bool = True
-    """Save the last step as well; false leaves that to `every`. A run that is stopped before its end saves anyway."""
+    """Also save the last step; with false, only if `every` says so. A run that is stopped early always saves."""
     weights_only: bool = False
-    """Save no optimizer: about a third of the size in float32, but a run cannot be resumed from such a checkpoint."""
+    """Save no optimizer: about a third of the size in float32, but runs cannot resume from such a checkpoint."""
     keep_last: PositiveInt = 2
-    """How many of the newest are kept, beside the best."""
+    """Number of newest checkpoints to keep, beside the best."""
     metric: str | None = "reward"
-    """Validation metric whose best checkpoint is kept as well."""
+    """Validation metric whose best checkpoint is also kept."""
     mode: Literal["max", "min"] = "max"
-    """Whether more or less of it is better."""
+    """Whether a larger or a smaller metric is better."""
     background: bool = True
-    """Write while training goes on; costs host memory for one copy of weights and optimizer."""
+    """Write while training continues; needs host memory for one copy of weights and optimizer."""

@@ -1,7 +1,7 @@
 """Saves, finds, verifies and prunes the checkpoints of a run.
 
-A checkpoint is a folder `step_N` with whatever its writer put there, `state.json` and `manifest.json`. It gets its name
-when it is complete, so a `step_N` folder is either whole or was damaged afterwards.
+A checkpoint is a folder `step_N` with the files of its writer, `state.json` and `manifest.json`. It gets its name when
+it is complete, so a `step_N` folder is either complete or was damaged later.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Checkpoint:
     step: int
     path: Path
     state: dict[str, Any]
-    """What the caller of `saving` gave, such as the position in the data."""
+    """Plain values of the caller, such as the position in the data."""
     metrics: dict[str, float]
     weights_only: bool = False
-    """It has no optimizer, so that no run can be resumed from it."""
+    """It has no optimizer, so no run can resume from it."""
 
 
 class PendingCheckpoint:
-    """A checkpoint that is being written: a hidden folder to fill, and then to commit or to discard."""
+    """A checkpoint that is being written: a hidden folder to fill, then to commit or discard."""
 
     def __init__(self, step: int, root: Path, record: str, on_commit: Callable[[], None]) -> None:
         self.step = step
@@ -61,10 +61,10 @@ class PendingCheckpoint:
         self._lock.enter_context(locked(self.folder))
 
     def commit(self, digests: Mapping[Path, FileDigest] | None = None) -> None:
-        """Make it a checkpoint; from then on it survives a crash of the machine.
+        """Make it a checkpoint, which survives a crash of the machine.
 
         Args:
-            digests: of files in the folder that were hashed while they were written; the others are read.
+            digests: of files that were hashed while they were written; the others are read.
         """
         try:
             (self.folder / STATE_NAME).write_text(self._record)
@@ -76,20 +76,19 @@ class PendingCheckpoint:
                 raise self.disk_full() from error
             if isinstance(error, OSError):
                 raise CheckpointError(
-                    f"cannot put {self._target} in place: {error}; see to its folder "
-                    "(earlier checkpoints are untouched)"
+                    f"cannot put {self._target} in place: {error}; check its folder (earlier checkpoints are unchanged)"
                 ) from error
             raise
         self._lock.close()
         self._on_commit()
 
     def discard(self) -> None:
-        """Remove what was written; earlier checkpoints are as they were. May be called twice."""
+        """Remove the folder; earlier checkpoints are unchanged. May be called twice."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
 
     def disk_full(self) -> CheckpointError:
-        """The error of a disk that filled up meanwhile."""
+        """The error for a full disk."""
         steps = [path for path in self._target.parent.iterdir() if _STEP.fullmatch(path.name)]
         newest = max(steps, key=lambda path: int(path.name.removeprefix("step_")), default=None)
         if newest is None:
@@ -102,10 +101,10 @@ class CheckpointManager:
     """The checkpoints below one folder.
 
     Args:
-        root: folder of the checkpoints; it is made by the first save.
-        keep_last: how many of the newest are kept.
-        metric: name of the metric whose best checkpoint is kept as well.
-        mode: whether the largest or the smallest value is best.
+        root: folder of the checkpoints; the first save makes it.
+        keep_last: number of newest checkpoints to keep.
+        metric: name of the metric whose best checkpoint is also kept.
+        mode: whether the largest or the smallest value is the best.
 
     Example:
         >>> with manager.saving(step, state={"epoch": 1}, metrics={"reward": 0.7}) as folder:
@@ -133,16 +132,15 @@ class CheckpointManager:
         *,
         weights_only: bool = False,
     ) -> PendingCheckpoint:
-        """Give a new folder to fill and then to commit as `step_N`.
+        """A new folder to fill and then commit as `step_N`.
 
-        An existing checkpoint of that step is replaced, and stays whole until the new one is. Old ones are pruned
-        after the commit.
+        The commit replaces an existing checkpoint of that step, and prunes old ones.
 
         Args:
             step: step that the checkpoint belongs to, 0 or more.
-            state: plain values (no tensors) to keep beside the files; taken now.
-            metrics: numbers of that step; the one named by `metric` ranks the checkpoint.
-            weights_only: the caller writes no optimizer.
+            state: plain values (no tensors) to save; copied now.
+            metrics: of that step; the one named by `metric` ranks the checkpoint.
+            weights_only: whether the caller writes no optimizer.
 
         Raises:
             CheckpointError: if the state cannot be written as JSON.
@@ -155,7 +153,7 @@ class CheckpointManager:
     def saving(
         self, step: int, state: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
     ) -> Iterator[Path]:
-        """`begin` as a block: leaving it commits, an exception discards.
+        """`begin` as a context: leaving it commits, an exception discards.
 
         Raises:
             CheckpointError: as `begin`, and if the disk is full.
@@ -171,18 +169,18 @@ class CheckpointManager:
         pending.commit()
 
     def latest(self) -> Checkpoint | None:
-        """The newest valid checkpoint, or None; damaged ones are skipped with a warning."""
+        """The newest valid checkpoint, or None; skips damaged ones with a warning."""
         return self._first_valid(reversed(self._folders(with_links=True).values()))
 
     def to_resume(self) -> Checkpoint:
-        """The newest valid checkpoint, for a run that goes on from it.
+        """The newest valid checkpoint, to resume from.
 
         Raises:
-            CheckpointError: if there is none, or if it holds weights alone.
+            CheckpointError: if there is none, or if it has no optimizer.
         """
         newest = self.latest()
         if newest is None:
-            raise CheckpointError(f"{self.root} holds no valid checkpoint to resume from; start a new run")
+            raise CheckpointError(f"{self.root} has no valid checkpoint to resume from; start a new run")
         if newest.weights_only:
             raise CheckpointError(
                 f"{newest.path} was saved with checkpoint.weights_only=true: it has no optimizer, so no run can be "
@@ -191,15 +189,15 @@ class CheckpointManager:
         return newest
 
     def best(self) -> Checkpoint | None:
-        """The valid checkpoint with the best metric, or None; of equal ones the newest, never a NaN."""
+        """The valid checkpoint with the best metric, or None; the newest of equal ones, never a NaN."""
         return self._first_valid(self.root / f"step_{step}" for step in self._ranked(self._metrics_by_step()))
 
     def load(self, which: Path | str | int) -> Checkpoint:
         """Verify and open the checkpoint of a step of this run, or the one at a path.
 
         Raises:
-            CheckpointError: if there is none, or if a file of it is missing, changed or unexpected; names the newest
-                valid one.
+            CheckpointError: if there is none, or if a file is missing, changed or unexpected; names the newest valid
+                one.
         """
         folder = self.root / f"step_{which}" if isinstance(which, int) else Path(which)
         if not folder.is_dir():
@@ -221,10 +219,10 @@ class CheckpointManager:
         return None
 
     def _folders(self, *, with_links: bool = False) -> dict[int, Path]:
-        """The step folders, oldest first; whatever else lies in the root is not ours.
+        """The step folders, oldest first; ignores other files.
 
         Args:
-            with_links: also links with such a name, which are refused when they are opened.
+            with_links: include links with such a name, which are refused when they are opened.
         """
         if not self.root.is_dir():
             return {}
@@ -235,7 +233,7 @@ class CheckpointManager:
         }
 
     def _metrics_by_step(self) -> dict[int, dict[str, float]]:
-        """Metrics of every checkpoint with a readable record; the tensors are not looked at."""
+        """Metrics of every checkpoint with a readable record; does not verify other files."""
         metrics = {}
         for step, folder in self._folders().items():
             try:
@@ -260,10 +258,10 @@ class CheckpointManager:
 
 
 def verify_part(folder: Path) -> None:
-    """Verify a folder that is read by its own path, such as `step_N/policy`; one outside of checkpoints is accepted.
+    """Verify a folder inside a checkpoint, such as `step_N/policy`; accepts folders outside of checkpoints.
 
     Raises:
-        CheckpointError: if a file of it is missing, changed or unexpected.
+        CheckpointError: if one of its files is missing, changed or unexpected.
     """
     checkpoint = folder.resolve().parent
     if (checkpoint / MANIFEST_NAME).is_file() and (checkpoint / STATE_NAME).is_file():
@@ -284,12 +282,12 @@ def _open_checkpoint(folder: Path) -> Checkpoint:
 
 def _encode_record(step: int, state: Mapping[str, Any], metrics: Mapping[str, float], weights_only: bool) -> str:
     if step < 0:
-        raise CheckpointError(f"step={step} cannot name a checkpoint; steps are 0 or more")
+        raise CheckpointError(f"step={step} is negative; give 0 or more")
     numbers = {name: float(value) for name, value in metrics.items()}
     content = {"step": step, "weights_only": weights_only, "metrics": numbers, "state": dict(state)}
     tensors, record = flatten_state(content)
     if tensors:
-        raise CheckpointError(f"{next(iter(tensors))} is a tensor; write it to a file of the folder")
+        raise CheckpointError(f"{next(iter(tensors))} is a tensor; write it to a file of the checkpoint")
     return json.dumps(record, indent=1, allow_nan=False) + "\n"
 
 
@@ -297,7 +295,7 @@ def _read_record(folder: Path) -> Checkpoint:
     try:
         record = unflatten_state({}, read_json(folder, STATE_NAME))
         metrics = {name: float(value) for name, value in dict(record["metrics"]).items()}
-        # Checkpoints of earlier releases always have an optimizer, and do not say so.
+        # Checkpoints of earlier releases lack the key and always have an optimizer.
         weights_only = bool(record.get("weights_only", False))
         return Checkpoint(int(record["step"]), folder, dict(record["state"]), metrics, weights_only)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

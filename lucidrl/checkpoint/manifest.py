@@ -1,4 +1,4 @@
-"""The manifest of a folder: size and SHA-256 of every file, so that damage is named before anything is read."""
+"""The manifest of a folder: size and SHA-256 of every file, to detect damage before reading."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What a file has to be."""
+    """Size and hash of a file."""
 
     size_bytes: int
     sha256: str
 
 
 def write_manifest(folder: Path, digests: Mapping[Path, FileDigest] | None = None) -> None:
-    """Describe every file below `folder` in its `manifest.json`.
+    """Write `manifest.json` with every file below `folder`.
 
     Args:
-        digests: of files below `folder` that were hashed while they were written; the others are read.
+        digests: of files that were hashed while they were written; the others are read.
 
     Raises:
-        CheckpointError: for a symbolic link or special file, or for a file that is not as long as its digest says.
+        CheckpointError: for a symbolic link, a special file, or a file whose size differs from its digest.
     """
     known = {PurePosixPath(path.relative_to(folder).as_posix()): digest for path, digest in (digests or {}).items()}
     files = {}
@@ -40,21 +40,21 @@ def write_manifest(folder: Path, digests: Mapping[Path, FileDigest] | None = Non
         _check_size(folder, str(name), path, digest.size_bytes)
         files[str(name)] = asdict(digest)
     for name in known:
-        raise _damage(folder, str(name), "it was written, but is gone")
+        raise _damage(folder, str(name), "it was written, but is missing")
     content = {"format_version": FORMAT_VERSION, "files": files}
     (folder / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def verify_manifest(folder: Path, below: str = "") -> None:
-    """Check that `folder` holds exactly the files of its manifest, unchanged.
+    """Check that `folder` has exactly the files of its manifest, unchanged.
 
     Args:
-        below: a folder inside of it; the files elsewhere are not looked at.
+        below: check only files of this folder inside it.
 
     Raises:
-        CheckpointError: names the first file that is wrong and says why.
+        CheckpointError: with the first wrong file and the reason.
     """
-    # Before the manifest is opened: a link or a pipe in its place is named, not followed.
+    # Before the manifest is opened, to refuse a link or a pipe in its place.
     present = {name: path for name, path in _regular_files(folder) if name.is_relative_to(below)}
     listed = _read_manifest(folder)
     for name, expected in listed.items():
@@ -74,17 +74,17 @@ def verify_manifest(folder: Path, below: str = "") -> None:
 
 
 def is_as_listed(folder: Path) -> bool:
-    """Whether `folder` holds the files of its manifest and no others; their content is not looked at.
+    """Whether `folder` has the files of its manifest and no others; does not check their content.
 
     Raises:
-        CheckpointError: if it has no readable manifest, or holds a link or a special file.
+        CheckpointError: if it has no readable manifest, or has a link or a special file.
     """
     present = {str(name) for name, _ in _regular_files(folder)}
     return present == set(_read_manifest(folder))
 
 
 def read_json(folder: Path, name: str) -> Any:
-    """The content of a JSON file that somebody else may have written.
+    """The content of an untrusted JSON file.
 
     Raises:
         CheckpointError: if it is missing, is no regular file, or is not JSON.
@@ -111,7 +111,7 @@ def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
             "use the release of lucidrl that wrote it"
         )
     if not well_formed:
-        raise _damage(folder, MANIFEST_NAME, "an entry has no whole number as its size")
+        raise _damage(folder, MANIFEST_NAME, "the size of an entry is not an integer")
     return files
 
 

@@ -1,7 +1,7 @@
-"""Folders that appear under their name only when they are complete.
+"""Folders that get their name only when they are complete.
 
-They are written under a hidden name beside it and renamed. A hidden folder in use is locked by its process: what is
-found unlocked later was left by a killed one.
+They are written under a hidden name and renamed. A process locks its hidden folders, so an unlocked one was left by a
+killed process.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _SAVING, _REMOVED, _REPLACED = _PREFIXES = (".saving-", ".removed-", ".replaced-
 
 
 def make_hidden_folder(target: Path) -> Path:
-    """A new folder beside `target`, to be put in its place later."""
+    """A new hidden folder beside `target`, for `put_in_place`."""
     return Path(tempfile.mkdtemp(prefix=f"{_SAVING}{target.name}-", dir=target.parent))
 
 
 def is_hidden(folder: Path) -> bool:
-    """Whether it was never put in place, or was taken away again."""
+    """Whether it was never put in place, or was removed."""
     return folder.name.startswith(_PREFIXES)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder; the lock ends with the process, however that ends. False if another has it.
+    """Lock a folder until the context or the process ends. False if another process holds the lock.
 
-    Also False where the file system has no such locks: saving goes on, and nothing found there is taken for unused.
+    Also False where the file system has no locks: saving continues, and all hidden folders count as used.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -55,18 +55,17 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 def put_in_place(folder: Path, target: Path) -> None:
-    """Give a complete hidden folder its name, for good; what had that name before stays whole until then."""
+    """Give a complete hidden folder its name, durably; an earlier folder of that name stays complete until then."""
     _sync_tree(folder)
-    # A temporary folder is private; a finished one is as readable as the folder that holds it.
-    # Others never write into it, even where everybody may write beside it.
+    # A temporary folder is private; a finished one is as readable as its parent, and never writable for others.
     folder.chmod(stat.S_IMODE(target.parent.stat().st_mode) & 0o755)
     if target.is_symlink() or target.is_file():
-        target.unlink()  # only a folder can be what was saved before
+        target.unlink()  # an earlier checkpoint is a folder
     if not target.exists():
         folder.rename(target)
         _sync(target.parent)
         return
-    # No call replaces a full folder in one go: step aside, and let the next start undo it if we die in between.
+    # No system call replaces a full folder: rename the old one first; the next start undoes that after a crash.
     aside = target.parent / f"{_REPLACED}{target.name}-{uuid.uuid4().hex}"
     with locked(target):
         target.rename(aside)
@@ -80,10 +79,10 @@ def put_in_place(folder: Path, target: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Take a folder's name away, and delete it in a thread that the process waits for at its end.
+    """Hide a folder and delete it in a thread, which the process waits for when it exits.
 
-    Freeing the blocks of large files takes about as long as copying them. A process killed half-way leaves a hidden
-    folder, not a damaged one.
+    Deleting large files takes about as long as copying them. A process killed half-way leaves a hidden folder, not a
+    damaged one.
     """
     try:
         hidden = folder.rename(folder.parent / f"{_REMOVED}{folder.name}-{uuid.uuid4().hex}")
@@ -94,10 +93,10 @@ def remove_folder(folder: Path) -> None:
 
 
 def clean_up_after_killed_processes(parent: Path, name: str | None = None) -> None:
-    """Delete what they left in `parent`, and bring back what they were about to replace.
+    """Delete their hidden folders in `parent`, and restore folders that they were replacing.
 
     Args:
-        name: of the folder that they were to make; by default any.
+        name: restrict this to hidden folders of `name`.
     """
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
         if not is_hidden(path) or not path.is_dir() or path.is_symlink():
@@ -105,7 +104,7 @@ def clean_up_after_killed_processes(parent: Path, name: str | None = None) -> No
         made = _name_of(path.name)
         if name not in (None, made):
             continue
-        with suppress(FileNotFoundError), locked(path) as is_unused:  # whoever removes it may be just about to end
+        with suppress(FileNotFoundError), locked(path) as is_unused:  # another process may be removing it
             if not is_unused:
                 log.info("leaving %s alone: another process may be using it", path)
             elif path.name.startswith(_REPLACED) and not (parent / made).exists():
@@ -119,25 +118,25 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def disk_full(target: Path, needed: str) -> CheckpointError:
-    """The error of a folder for which there is no space.
+    """The error for a folder that does not fit the disk.
 
     Args:
-        needed: what is known of the bytes that it takes.
+        needed: the bytes that it takes, as text.
     """
     named = Path(*(_name_of(part) if part.startswith(_PREFIXES) else part for part in target.parts))
     return CheckpointError(
         f"no space left to save {named}: {needed}, {shutil.disk_usage(target.parent).free} bytes are available; "
-        "free some space or keep fewer checkpoints (earlier ones are untouched)"
+        "free some space or keep fewer checkpoints (earlier ones are unchanged)"
     )
 
 
 def _name_of(hidden: str) -> str:
-    """What a hidden folder is to be called, or was."""
+    """The name of a hidden folder when it is in place."""
     return hidden.split("-", 1)[1].rpartition("-")[0]
 
 
 def _sync_tree(folder: Path) -> None:
-    """Make files before folders, and inner folders before outer ones, durable."""
+    """Flush files before folders, and inner folders before outer ones."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             _sync(Path(parent, name))

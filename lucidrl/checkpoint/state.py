@@ -1,7 +1,4 @@
-"""Nested states (of an optimizer, say) as tensors plus strict JSON.
-
-Nothing here pickles or unpickles. What comes back is equal to what went in, to the bit.
-"""
+"""Nested states, such as that of an optimizer, as tensors plus strict JSON; bit-exact, without pickle."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from lucidrl.errors import CheckpointError
 
 
 def flatten_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Take a nested state apart into its tensors and a structure that is strict JSON.
+    """Split a nested state into its tensors and a structure that is strict JSON.
 
     Dictionaries (with keys of any plain type), lists, tuples, strings, ints, floats (NaN and infinities too), bools
     and None are kept as they are; tensors are named by their path, such as `state/0/exp_avg`.
@@ -26,14 +23,14 @@ def flatten_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
         (dict_keys(['momentum']), {'step': 3, 'momentum': {'$tensor': 'momentum'}})
 
     Raises:
-        CheckpointError: names the path and type of a value that is none of these.
+        CheckpointError: for a value of another type, with its path.
     """
     tensors: dict[str, torch.Tensor] = {}
     return tensors, _encode(state, (), tensors)
 
 
 def unflatten_state(tensors: Mapping[str, torch.Tensor], structure: Any) -> Any:
-    """Put together again what `flatten_state` took apart."""
+    """The inverse of `flatten_state`."""
     if isinstance(structure, list):
         return [unflatten_state(tensors, item) for item in structure]
     if not isinstance(structure, dict):
@@ -55,7 +52,7 @@ def unflatten_state(tensors: Mapping[str, torch.Tensor], structure: Any) -> Any:
 
 
 def _encode(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` as JSON; what JSON lacks becomes an object with one key that starts with a dollar sign."""
+    """`value` as JSON; types that JSON lacks become an object with one key that starts with a dollar sign."""
     if isinstance(value, torch.Tensor):
         name = _free_name("/".join(path) or "tensor", tensors)
         tensors[name] = value

@@ -1,22 +1,25 @@
-"""The content of one safetensors file in host memory, laid out as on disk: filled in place, then written and hashed.
+"""Tensors as safetensors files of one folder, laid out as Hugging Face does: one file, or shards and an index.
 
-The library's own writer holds the interpreter while it writes, which would stop the training beside it.
+A file is filled in host memory, then written and hashed. The writer of the safetensors library would hold the
+interpreter lock meanwhile and so stop training. Nothing here pickles or unpickles.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from lucidrl.checkpoint.manifest import FileDigest
+from lucidrl.checkpoint.manifest import FileDigest, read_json
 from lucidrl.errors import CheckpointError
 
 _DTYPE_NAMES = {
@@ -26,11 +29,12 @@ _DTYPE_NAMES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _CHUNK_BYTES = 1 << 24
+LARGEST_SHARD_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What has to be known of a tensor to give it a place."""
+    """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -45,12 +49,12 @@ class TensorSpec:
 
 
 class TensorFile:
-    """Tensors that will be one file.
+    """The content of one file in host memory.
 
     Args:
         specs: of the tensors, by name.
-        memory: bytes to use, such as those of an earlier file of the same size; new ones by default.
-        pin_memory: of new memory, for copies from an accelerator.
+        memory: to reuse, if it has the right size; new memory by default.
+        pin_memory: whether new memory is pinned, for copies from an accelerator.
 
     Example:
         >>> file = TensorFile({"bias": TensorSpec(torch.float32, (4,))})
@@ -67,7 +71,7 @@ class TensorFile:
         # Wide elements first: then every tensor is aligned to its elements.
         for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
             if spec.dtype not in _DTYPE_NAMES:
-                raise CheckpointError(f"{name} has dtype {spec.dtype}, which safetensors cannot hold; convert it")
+                raise CheckpointError(f"{name} has dtype {spec.dtype}, which safetensors does not support; convert it")
             start, end = end, end + spec.size_bytes
             header[name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [start, end]}
             self._places[name] = (start, spec)
@@ -88,25 +92,121 @@ class TensorFile:
         return len(self._header) + self.memory.nbytes
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor to its place, in the dtype of its spec; from an accelerator when its stream comes to it."""
+        """Copy a tensor to its place, in the dtype of its spec; asynchronously from an accelerator."""
         start, spec = self._places[name]
         place = self.memory[start : start + spec.size_bytes]
         source = tensor.detach()
         if source.is_cpu and source.dtype == spec.dtype and source.is_contiguous() and not source.is_complex():
-            # Memory is the limit, not threads: torch would wait for all of its own at each of many small tensors.
+            # numpy, since torch would synchronize its threads at each of many small tensors.
             place.numpy()[:] = source.view(-1).view(torch.uint8).numpy()
         else:
             place.view(spec.dtype).view(spec.shape).copy_(source, non_blocking=True)
 
     def write(self, path: Path) -> FileDigest:
-        """Write a new file, down to the disk."""
+        """Write and flush a new file."""
         content: Any = self.memory.numpy()
         chunks = (content[start : start + _CHUNK_BYTES] for start in range(0, len(content), _CHUNK_BYTES))
-        digest = hashlib.sha256()
-        with path.open("xb") as file:
-            for chunk in (self._header, *chunks):
-                file.write(chunk)
-                digest.update(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        return FileDigest(self.size_bytes, digest.hexdigest())
+        return write_file(path, (self._header, *chunks))
+
+
+def write_file(path: Path, chunks: Iterable[bytes]) -> FileDigest:
+    """Write, hash and flush a new file."""
+    digest, size_bytes = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        for chunk in chunks:
+            size_bytes += file.write(chunk)
+            digest.update(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileDigest(size_bytes, digest.hexdigest())
+
+
+def plan_shards(
+    sizes: Mapping[str, int], num_writers: int, largest_bytes: int = LARGEST_SHARD_BYTES
+) -> list[list[str]]:
+    """Distribute tensors over files of about equal size, equally many per writer.
+
+    Args:
+        sizes: bytes of each tensor; the order of names is kept within a file.
+        num_writers: writer i writes files i, i + num_writers, ...
+        largest_bytes: of a file, unless a single tensor is larger.
+
+    Returns:
+        The names in each file; one empty file if there are no tensors.
+    """
+    num_shards = num_writers * max(1, -(-sum(sizes.values()) // (largest_bytes * num_writers)))
+    while True:
+        num_shards = max(1, min(num_shards, len(sizes)))
+        shards: list[set[str]] = [set() for _ in range(num_shards)]
+        emptiest = [(0, 0, number) for number in range(num_shards)]
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            size_bytes, num_tensors, number = emptiest[0]
+            shards[number].add(name)
+            heapq.heapreplace(emptiest, (size_bytes + sizes[name], num_tensors + 1, number))
+        fits = all(size_bytes <= largest_bytes or num_tensors <= 1 for size_bytes, num_tensors, _ in emptiest)
+        if fits or num_shards == len(sizes):
+            return [[name for name in sizes if name in shard] for shard in shards]
+        num_shards += num_writers
+
+
+def shard_file_names(stem: str, num_shards: int) -> list[str]:
+    """`stem.safetensors`, or `stem-00001-of-00002.safetensors` and so on."""
+    if num_shards == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{num_shards:05d}.safetensors" for number in range(1, num_shards + 1)]
+
+
+def index_name(stem: str) -> str:
+    return f"{stem}.safetensors.index.json"
+
+
+def index_text(shards: Mapping[str, list[str]], sizes: Mapping[str, int]) -> str:
+    """The index of several shards, from the names in each file."""
+    files = {name: file for file, names in shards.items() for name in names}
+    content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {name: files[name] for name in sizes}}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def open_tensors(folder: Path, stem: str) -> dict[str, torch.Tensor]:
+    """The tensors of a folder by name, mapped into memory and read at use.
+
+    Raises:
+        CheckpointError: with the file and the reason; also for an index that does not match its files.
+    """
+    if (folder / f"{stem}.safetensors").exists() or not (folder / index_name(stem)).exists():
+        return _open_file(folder / f"{stem}.safetensors")
+    where = folder / index_name(stem)
+    content = read_json(folder, where.name)
+    index = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+        raise _unusable(where, "it has no weight_map from names to files")
+    files = sorted(set(index.values()))
+    for file in files:
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise _unusable(where, f"{file!r} is not the name of a safetensors file in that folder")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        for name, tensor in _open_file(folder / file).items():
+            if name in tensors:
+                raise _unusable(folder / file, f"{name} is stored twice")
+            if index.get(name) != file:
+                raise _unusable(where, f"{name} is in {file}, not in {index.get(name, 'any file')}")
+            tensors[name] = tensor
+    for name, file in index.items():
+        if name not in tensors:
+            raise _unusable(folder / file, f"{name} is missing")
+    return tensors
+
+
+def _open_file(path: Path) -> dict[str, torch.Tensor]:
+    if not path.is_file():
+        raise _unusable(path, "it is not a regular file" if path.exists() else "it is missing")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except (OSError, SafetensorError, ValueError) as error:
+        raise _unusable(path, f"it is not a readable safetensors file ({error})") from error
+
+
+def _unusable(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be used: {reason}; restore the file or use another checkpoint")

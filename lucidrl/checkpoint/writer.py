@@ -1,8 +1,7 @@
-"""Writes tensors that all ranks gather together, each rank its own files, while training goes on."""
+"""Writes gathered tensors in the background; each rank writes its own files."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
@@ -11,19 +10,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 
-from lucidrl.checkpoint.agreement import agreed
 from lucidrl.checkpoint.manifest import FileDigest
-from lucidrl.checkpoint.shards import index_name, index_text, plan_shards, shard_file_names
 from lucidrl.checkpoint.staging import disk_full, is_disk_full
-from lucidrl.checkpoint.tensors import TensorFile, TensorSpec
-from lucidrl.errors import CheckpointError
+from lucidrl.checkpoint.tensors import (
+    TensorFile,
+    TensorSpec,
+    index_name,
+    index_text,
+    plan_shards,
+    shard_file_names,
+    write_file,
+)
+from lucidrl.distributed.collectives import gather_over
+from lucidrl.errors import CheckpointError, LucidError
+
+T = TypeVar("T")
 
 _NICENESS = 10
-"""Of the thread that writes: on busy cores it gets about a tenth of one, so that training is not held up."""
+"""Of the writing thread, which gets about a tenth of a busy core, so that training is not delayed."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +42,21 @@ class TensorSet:
     folder: Path
     stem: str
     specs: Mapping[str, TensorSpec]
-    """Of all of them; the same on every rank."""
+    """Of all tensors; the same on every rank."""
     gather: Callable[[], Iterable[tuple[str, torch.Tensor]]]
-    """The whole tensors, one at a time, in any dtype and on any device; every rank walks through them."""
+    """Iterates over the full tensors, in any dtype and on any device; every rank calls it."""
 
 
 class CheckpointWriter:
     """One rank's share of the files of a checkpoint.
 
-    Tensors are copied into host memory that is kept for the next save, because memory that is touched for the first
-    time costs several times the copy. A thread then writes it, so that nothing here waits for the disk.
+    It copies tensors into host memory, which it keeps for the next save because allocating costs several times the
+    copy. A thread then writes the memory to disk.
 
     Args:
         rank: of this process among those that save together.
-        num_ranks: how many these are.
-        group: theirs; None for one.
+        num_ranks: that save together.
+        group: of these ranks; None for one rank.
         pin_memory: whether the tensors come from an accelerator.
     """
 
@@ -55,44 +64,44 @@ class CheckpointWriter:
         self._rank, self._num_ranks, self._group = rank, num_ranks, group
         self._pin_memory = pin_memory
         self._memory: dict[str, torch.Tensor] = {}
-        """By the name of the file that it was last used for."""
+        """By the name of its last file."""
         self._writing: Future[dict[Path, FileDigest]] | None = None
         self._needed_bytes = 0
-        """Of all ranks, in the save that was begun last."""
+        """Of all ranks, in the last save."""
 
     @torch.no_grad()
     def begin(self, sets: Sequence[TensorSet], small_files: Mapping[Path, bytes]) -> int:
-        """Copy this rank's tensors and start to write them; to be called on every rank.
+        """Copy this rank's tensors and start to write them; call it on every rank.
 
-        Waits for what was begun before. When it returns, the tensors may change.
+        Waits for the previous save. When it returns, the tensors may change.
 
         Args:
-            small_files: what else is to be there; rank 0 writes it, and only its are looked at.
+            small_files: other files; only those of rank 0 are written.
 
         Returns:
             The bytes that this rank writes.
 
         Raises:
-            CheckpointError: if the disk has no space for all of it (nothing is written then), or if what was begun
-                before has failed.
+            CheckpointError: if the disk has too little space (nothing is written then), or if the previous save failed.
         """
         agreed(self.finish, self._group)
         plans = [_plan(tensor_set, self._num_ranks) for tensor_set in sets]
         contents: dict[Path, bytes] = {}
         if self._rank == 0:
-            contents = {**small_files, **{path: index for plan in plans for path, index in plan.index.items()}}
+            contents = {**small_files, **{path: text for _, index in plans for path, text in index.items()}}
         self._needed_bytes = sum(spec.size_bytes for tensor_set in sets for spec in tensor_set.specs.values())
         agreed(lambda: self._make_folders([tensor_set.folder for tensor_set in sets]), self._group)
         files: dict[Path, TensorFile] = {}
-        for tensor_set, plan in zip(sets, plans, strict=True):
-            own = {path: self._file(path.name, tensor_set, plan.names[path]) for path in plan.files_of(self._rank)}
+        for tensor_set, (names, _) in zip(sets, plans, strict=True):
+            own_paths = list(names)[self._rank :: self._num_ranks]
+            own = {path: self._file(path.name, tensor_set, names[path]) for path in own_paths}
             _fill(list(own.values()), tensor_set)
             files |= own
         if self._pin_memory:
             torch.cuda.synchronize()
         self._memory = {path.name: file.memory for path, file in files.items()}
         self._writing = Future()
-        # A daemon: a run that is told to end at once does not wait for the disk.
+        # A daemon: a run that must exit at once does not wait for the disk.
         thread = threading.Thread(target=_write_all, args=(self._writing, files, contents), daemon=True)
         thread.name = "checkpoint-writer"
         thread.start()
@@ -103,10 +112,10 @@ class CheckpointWriter:
         return self._writing is None or self._writing.done()
 
     def finish(self) -> dict[Path, FileDigest]:
-        """Wait until this rank's files are on disk; what they are. Nothing if nothing was begun.
+        """Wait until this rank's files are on disk; their digests, empty if no save was begun.
 
         Raises:
-            CheckpointError: if they could not be written.
+            CheckpointError: if writing failed.
         """
         writing, self._writing = self._writing, None
         try:
@@ -115,7 +124,7 @@ class CheckpointWriter:
             if is_disk_full(error):
                 raise disk_full(Path(error.filename), f"{self._needed_bytes} bytes are needed in all") from error
             raise CheckpointError(
-                f"cannot write the checkpoint: {error}; see to the disk (earlier checkpoints are untouched)"
+                f"cannot write the checkpoint: {error}; check the disk (earlier checkpoints are unchanged)"
             ) from error
 
     def _make_folders(self, folders: Sequence[Path]) -> None:
@@ -129,27 +138,32 @@ class CheckpointWriter:
         return TensorFile(specs, self._memory.pop(name, None), pin_memory=self._pin_memory)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The files of a set."""
+def agreed(work: Callable[[], T], group: ProcessGroup | None) -> T:
+    """The result of `work` on this rank; if it fails on any rank, every rank raises the first error.
 
-    names: dict[Path, list[str]]
-    index: dict[Path, bytes]
-    """Path and content of the index, if there are several files."""
-    num_ranks: int
+    Call it on all ranks of the group; `work` must not communicate with other ranks.
+    """
+    result: list[T] = []
+    error: Exception | None = None
+    try:
+        result.append(work())
+    except (LucidError, OSError, ValueError) as caught:
+        error = caught
+    for other in gather_over(error, group):
+        if other is not None:
+            raise other
+    return result[0]
 
-    def files_of(self, rank: int) -> list[Path]:
-        return list(self.names)[rank :: self.num_ranks]
 
-
-def _plan(tensor_set: TensorSet, num_ranks: int) -> _Plan:
+def _plan(tensor_set: TensorSet, num_ranks: int) -> tuple[dict[Path, list[str]], dict[Path, bytes]]:
+    """The names of the tensors in each file and, for several files, the index."""
     sizes = {name: spec.size_bytes for name, spec in tensor_set.specs.items()}
     shards = plan_shards(sizes, num_ranks)
     by_file = dict(zip(shard_file_names(tensor_set.stem, len(shards)), shards, strict=True))
     index = {}
     if len(shards) > 1:
         index[tensor_set.folder / index_name(tensor_set.stem)] = index_text(by_file, sizes).encode()
-    return _Plan({tensor_set.folder / file: names for file, names in by_file.items()}, index, num_ranks)
+    return {tensor_set.folder / file: names for file, names in by_file.items()}, index
 
 
 def _fill(files: Sequence[TensorFile], tensor_set: TensorSet) -> None:
@@ -162,7 +176,7 @@ def _fill(files: Sequence[TensorFile], tensor_set: TensorSet) -> None:
                 continue
             if tensor.is_cpu:
                 copies.append(pool.submit(file.fill, name, tensor))
-            else:  # a copy that the stream of this thread will make
+            else:  # asynchronous, on the stream of this thread
                 file.fill(name, tensor)
     for copy in copies:
         copy.result()
@@ -172,7 +186,7 @@ def _fill(files: Sequence[TensorFile], tensor_set: TensorSet) -> None:
 def _write_all(
     writing: Future[dict[Path, FileDigest]], files: Mapping[Path, TensorFile], contents: Mapping[Path, bytes]
 ) -> None:
-    if sys.platform == "linux":  # where a thread has a priority of its own
+    if sys.platform == "linux":  # where threads have their own priority
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     digests: dict[Path, FileDigest] = {}
     path = Path()
@@ -180,18 +194,10 @@ def _write_all(
         for path, file in files.items():
             digests[path] = file.write(path)
         for path, content in contents.items():
-            digests[path] = _write_small(path, content)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            digests[path] = write_file(path, (content,))
         writing.set_result(digests)
     except BaseException as error:
         if isinstance(error, OSError):
             error.filename = str(path)
         writing.set_exception(error)
-
-
-def _write_small(path: Path, content: bytes) -> FileDigest:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileDigest(len(content), hashlib.sha256(content).hexdigest())

@@ -1,7 +1,4 @@
-"""Collectors: they gather experience with the current policy.
-
-Nothing is imported before it is used, so that settings are read without torch.
-"""
+"""Collectors: they gather experience with the current policy. Names are imported at first use, without torch."""
 
 from lucidrl.utils.imports import names_imported_at_use
 
@@ -9,8 +6,8 @@ _HOMES = {
     "AsyncBatchedCollector": "lucidrl.collectors.async_batched",
     "Collector": "lucidrl.collectors.single",
     "ExplorationType": "lucidrl.collectors.single",
-    "MultiAsyncCollector": "lucidrl.collectors.multi_async",
-    "MultiSyncCollector": "lucidrl.collectors.multi_sync",
+    "MultiAsyncCollector": "lucidrl.collectors.multi",
+    "MultiSyncCollector": "lucidrl.collectors.multi",
     "RayCollector": "lucidrl.collectors.ray",
     "_ProfilerHook": "lucidrl.profiling.hook",
     "_maybe_record_function": "lucidrl.profiling.ranges",

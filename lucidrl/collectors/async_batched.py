@@ -1,34 +1,34 @@
-"""AsyncBatchedCollector: envs that step on their own, and one policy that answers whichever are ready.
+"""AsyncBatchedCollector: envs step independently, and one policy acts for those that are ready.
 
-Shapes: N envs, K of them that are ready, T frames.
+Shapes: T frames.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
-from lucidrl.collectors.frame_store import FrameStore
-from lucidrl.collectors.free_envs import FreeEnvs
+from lucidrl.collectors.base import CollectorOptions
 from lucidrl.collectors.local import LocalCollector
-from lucidrl.collectors.parts import CollectorArguments, CollectorOptions
-from lucidrl.collectors.policy_server import ENV_INDEX, PolicyServer
+from lucidrl.collectors.policy_server import ENV_INDEX, PolicyServer, as_block
+from lucidrl.envs.arrays import Key
 from lucidrl.envs.base import EnvBase
 from lucidrl.envs.creator import EnvCreator, EnvFactory, env_creators
 from lucidrl.envs.policies import ArrayPolicy, as_policy
+from lucidrl.envs.tensordicts import quick_view, tensordict_of
 from lucidrl.envs.transforms import TimeLimit, TransformedEnv
 from lucidrl.errors import ConfigError
 from lucidrl.profiling.ranges import profiled
 
 
 class AsyncBatchedCollector(LocalCollector):
-    """Each env steps in a process of its own, as soon as it has an action; the policy, in this process, answers all
-    that are ready in one call. A slow env delays nobody but itself.
+    """Steps each env in its own process as soon as it has an action; the policy, in this process, acts for all that are
+    ready in one call. A slow env delays only itself.
 
         collector = AsyncBatchedCollector([make_env] * 8, policy, frames_per_batch=1000, total_frames=1_000_000)
         for batch in collector:
@@ -36,24 +36,23 @@ class AsyncBatchedCollector(LocalCollector):
             collector.update_policy_weights_()
         collector.shutdown()
 
-    A batch is a TensorDict [T] of frames in the order in which they came, each with the number of its env as
-    "env_index", of its trajectory, and of the version of the weights that made it. Those of one env are in order. Envs
-    take their next step while the consumer works on a batch, so the first frames of a batch may be of older weights.
-
-    The arguments that are not listed here mean what they mean for `Collector`.
+    A batch is a TensorDict [T] of frames in the order of arrival, each with "env_index", its trajectory's number and
+    the version of its weights. Frames of one env are in order. Envs take their next step while the consumer works on a
+    batch, so its first frames may be of older weights.
 
     Args:
-        create_env_fn: one factory for each env; they make single envs.
-        create_env_kwargs: of the factories; one mapping for all, or one for each.
+        create_env_fn: one factory per env; they make single envs.
+        create_env_kwargs: of the factories; one mapping for all, or one per env.
         yield_completed_trajectories: yield whole trajectories [T], each when it is done, instead of
-            `frames_per_batch` frames; the last one may go beyond `total_frames`.
-        init_random_frames: so many actions are random to begin with.
-        step_timeout_s: how long a step of an env may take.
-        start_timeout_s: how long it may take until all envs are there.
+            `frames_per_batch` frames; the last one may exceed `total_frames`.
+        init_random_frames: the number of random actions to begin with.
+        step_timeout_s: of a step of an env.
+        start_timeout_s: of the start of all envs.
+        arguments: as for `Collector`.
 
     Raises:
-        EnvironmentFailure: here and in all calls, if an env raises or its process dies or misses the deadline; with
-            index, seed, action and, as its cause, the traceback of the process. All processes have ended then.
+        EnvironmentFailure: here and in all calls, if an env raises, times out or its process exits; with index, seed,
+            action and, as its cause, the traceback of the process. All processes have ended then.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class AsyncBatchedCollector(LocalCollector):
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         step_timeout_s: float = 60.0,
         start_timeout_s: float = 60.0,
-        **arguments: Unpack[CollectorArguments],
+        **arguments: Any,
     ):
         options = CollectorOptions(**arguments)
         super().__init__(policy, options)
@@ -75,42 +74,32 @@ class AsyncBatchedCollector(LocalCollector):
         if max_steps := options.max_frames_per_traj:
             creators = [EnvCreator(_limited, {"create": c, "max_steps": max_steps}) for c in creators]
         self._yields_trajectories = yield_completed_trajectories
-        self._num_asked = 0  # frames that were asked for, of which some are still to come
-        self._begins_anew = True
-        self._envs = FreeEnvs(creators, step_timeout_s=step_timeout_s, start_timeout_s=start_timeout_s)
-        self._server = PolicyServer(self._envs)
+        self._num_requested = 0  # frames, of which some are still to come
+        self._needs_reset = True
+        self._server = PolicyServer(creators, step_timeout_s=step_timeout_s, start_timeout_s=start_timeout_s)
+        self._numbers = self._server
         self._arrived = np.zeros(0, np.int64)  # envs whose frames were not taken yet
         self._frames = FrameStore(self.frames_per_batch)
         self._unfinished = [FrameStore(self.frames_per_batch) for _ in creators]  # trajectories, by env
         self._trajectories: deque[TensorDictBase] = deque()  # that are done
         try:
-            self._act = None if policy is None else as_policy(self.policy, self._envs.env, self._computes_on)
+            self._act = None if policy is None else as_policy(self.policy, self._server.env, self._computes_on)
             if options.seed is not None:
                 self.set_seed(options.seed)
         except BaseException:
             self.shutdown()
             raise
 
-    def state_dict(self) -> dict[str, Any]:
-        """How far collecting has come, as plain values; an env's own state is beyond reach, so new episodes begin."""
-        return {
-            "num_frames": self.num_frames,
-            "policy_version": self.policy_version,
-            "num_trajectories": self._server.num_trajectories,
-        }
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.num_frames, self.policy_version = state["num_frames"], state["policy_version"]
-        self._num_asked = self.num_frames
-        self._server.num_trajectories = state["num_trajectories"]
-        self.reset()
+        super().load_state_dict(state)
+        self._num_requested = self.num_frames
 
     def _close_envs(self) -> None:
-        self._envs.close()
+        self._server.close()
 
     def _seed_envs(self, seed: int) -> int:
-        """Which frames come first is decided by how long steps take, and not by a seed."""
-        return self._envs.set_seed(seed)
+        """The order of frames depends on how long steps take, not on the seed."""
+        return self._server.set_seed(seed)
 
     def _next_batch(self) -> TensorDictBase | None:
         batch = super()._next_batch()
@@ -120,18 +109,18 @@ class AsyncBatchedCollector(LocalCollector):
 
     def _rollout(self, num_frames: int) -> TensorDictBase:
         """So many frames, or a trajectory."""
-        if self._takes_new_episodes():
-            self._begin_anew()
+        if self._take_reset():
+            self._begin_episodes()
         return self._rollout_yield_trajs() if self._yields_trajectories else self._rollout_frames(num_frames)
 
     @profiled("AsyncBatchedCollector._rollout_frames")
     def _rollout_frames(self, num_frames: int) -> TensorDictBase:
-        """The next frames in the order in which they come."""
+        """The next frames in the order of arrival."""
         frames = self._frames
         while len(frames) < num_frames:
             arrived = self._next_arrived(num_frames - len(frames))
             frames.add(self._server.rows, arrived)
-            self._go_on(arrived)
+            self._step(arrived)
         return frames.take()
 
     @profiled("AsyncBatchedCollector._rollout_yield_trajs")
@@ -144,31 +133,79 @@ class AsyncBatchedCollector(LocalCollector):
                 trajectory.add(self._server.rows, arrived[arrived == index])
                 if is_done:
                     self._trajectories.append(trajectory.take())
-            self._go_on(arrived)
+            self._step(arrived)
         return self._trajectories.popleft()
 
     def _next_arrived(self, most: int) -> np.ndarray:
         """Envs that have taken a step, at least one."""
         if not self._arrived.size:
-            self._arrived = self._envs.wait()
+            self._arrived = self._server.wait()
         arrived, self._arrived = self._arrived[:most], self._arrived[most:]
         return arrived
 
-    def _begin_anew(self) -> None:
-        """What was under way is dropped."""
+    def _begin_episodes(self) -> None:
+        """Begin new episodes; frames that were not yielded yet are dropped."""
         self._arrived = self._arrived[:0]
         self._trajectories.clear()
         for frames in (self._frames, *self._unfinished):
             frames.clear()
-        self._server.begin(self._policy_to_ask(), self.policy_version)
-        self._num_asked += len(self._unfinished)
+        self._server.begin(self._acting_policy(), self.policy_version)
+        self._num_requested += len(self._unfinished)
 
-    def _go_on(self, arrived: np.ndarray) -> None:
-        self._server.go_on(arrived, self._policy_to_ask(), self.policy_version)
-        self._num_asked += arrived.size
+    def _step(self, arrived: np.ndarray) -> None:
+        self._server.step(arrived, self._acting_policy(), self.policy_version)
+        self._num_requested += arrived.size
 
-    def _policy_to_ask(self) -> ArrayPolicy | None:
-        return None if self._num_asked < self._options.init_random_frames else self._act
+    def _acting_policy(self) -> ArrayPolicy | None:
+        return None if self._num_requested < self._options.init_random_frames else self._act
+
+
+class FrameStore:
+    """Gathers rows as frames of a TensorDict.
+
+    Args:
+        room: frames that there is memory for at first; it grows.
+    """
+
+    def __init__(self, room: int):
+        self._room = room
+        self._tensors: dict[Key, torch.Tensor] = {}
+        self._views: dict[Key, Any] = {}
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def add(self, rows: Mapping[Key, Any], picked: np.ndarray) -> None:
+        """Add the picked rows; their numbers ascend."""
+        end = self._length + len(picked)
+        if end > self._room or len(rows) > len(self._tensors):
+            self._make_room(rows, end)
+        place, block = slice(self._length, end), as_block(picked)
+        for key, view in self._views.items():
+            view[place] = rows[key][block]
+        self._length = end
+
+    def take(self) -> TensorDict:
+        """A copy of all frames so far, [T]; clears the store."""
+        entries = {key: tensor[: self._length].clone() for key, tensor in self._tensors.items()}
+        taken = tensordict_of(entries, (self._length,), None)
+        self.clear()
+        return taken
+
+    def clear(self) -> None:
+        self._length = 0
+
+    def _make_room(self, rows: Mapping[Key, Any], num_frames: int) -> None:
+        """Make room for so many frames of these entries; new entries of earlier frames are zero."""
+        if num_frames > self._room:
+            self._room = max(num_frames, 2 * self._room)
+        for key, source in rows.items():
+            like = torch.as_tensor(source)
+            larger = torch.zeros(self._room, *like.shape[1:], dtype=like.dtype)
+            if key in self._tensors:
+                larger[: self._length] = self._tensors[key][: self._length]
+            self._tensors[key], self._views[key] = larger, quick_view(larger)
 
 
 def _limited(create: EnvCreator, max_steps: int) -> EnvBase:

@@ -1,25 +1,74 @@
-"""What all collectors of frames do with their batches, wherever these are made."""
+"""Options and interface of all frame collectors, and what they do with their batches."""
 
 from __future__ import annotations
 
+import logging
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from types import TracebackType
-from typing import Any, Self, Unpack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, Unpack
 
 from tensordict import TensorDictBase
+from tensordict.nn import InteractionType
 
-from lucidrl.collectors.parts import CollectorOptions, device_of
 from lucidrl.collectors.trajectories import split_trajectories
+from lucidrl.collectors.weights import Device, device_of
 from lucidrl.errors import ConfigError
 from lucidrl.profiling.gate import VARIABLES, armed_environment
 from lucidrl.profiling.hook import ProfileOptions, ProfileSettings
 from lucidrl.utils.imports import require_package
 
+log = logging.getLogger(__name__)
+
+
+class ReplayBuffer(Protocol):
+    """Anything that takes batches."""
+
+    def extend(self, data: Any) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorOptions:
+    """Keyword arguments of all frame collectors; `Collector` documents them."""
+
+    frames_per_batch: int
+    total_frames: int = -1
+    device: Device = None
+    storing_device: Device = None
+    policy_device: Device = None
+    init_random_frames: int = 0
+    max_frames_per_traj: int | None = None
+    split_trajs: bool = False
+    reset_at_each_iter: bool = False
+    exploration_type: InteractionType = InteractionType.RANDOM
+    postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
+    replay_buffer: ReplayBuffer | None = None
+    seed: int | None = None
+    post_collect_hook: Callable[[TensorDictBase], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.frames_per_batch < 1:
+            raise ConfigError(f"frames_per_batch={self.frames_per_batch} makes no batch; give at least 1")
+        if self.total_frames < -1 or self.total_frames == 0:
+            raise ConfigError(f"total_frames={self.total_frames} collects nothing; give at least 1, or -1 for no limit")
+
+    def warn_if_rounded(self, num_envs: int) -> None:
+        """Warn of numbers of frames that are no multiple of the envs, which step together."""
+        numbers = {"frames_per_batch": self.frames_per_batch, "total_frames": self.total_frames}
+        for name, number in numbers.items():
+            if number > 0 and number % num_envs:
+                log.warning(
+                    "%s=%d is no multiple of the %d envs, which step together; it is rounded up to %d",
+                    name,
+                    number,
+                    num_envs,
+                    math.ceil(number / num_envs) * num_envs,
+                )
+
 
 class FrameCollector(ABC):
-    """Iterate to get batches, processed as asked for, until there were `total_frames`. See `Collector` for the
-    arguments."""
+    """Iterate to get batches until `total_frames` are collected. See `Collector` for the arguments."""
 
     num_workers: int
 
@@ -37,7 +86,7 @@ class FrameCollector(ABC):
             yield batch
 
     def next(self) -> TensorDictBase | None:
-        """The next batch, processed as asked for; None when there were `total_frames`."""
+        """The next batch, after `split_trajs`, `postproc` and `replay_buffer`; None after `total_frames`."""
         batch = self._next_batch()
         if batch is None:
             self.disable_profile()
@@ -56,16 +105,16 @@ class FrameCollector(ABC):
 
             collector.enable_profile(workers=[0, 1], num_rollouts=5, save_path="traces/worker_{worker_idx}.json")
 
-        A worker writes its trace after the last of these rollouts; or, with what there is by then, when one fails, when
-        there were `total_frames`, at `disable_profile` and at `shutdown`. Then it can be enabled again. What runs
-        between rollouts in the same thread is recorded too. Rollouts, policy and env have names in the trace if
-        LUCIDRL_PROFILING=1 was set when `lucidrl` was imported.
+        A worker writes its trace after the last of these rollouts, or earlier, with the rollouts recorded so far: when
+        a rollout fails, after `total_frames`, at `disable_profile` and at `shutdown`. The trace includes what the same
+        thread runs between rollouts. It names rollouts, policy and env if LUCIDRL_PROFILING=1 was set when `lucidrl`
+        was imported.
 
         Args:
-            options: fields of `lucidrl.profiling.hook.ProfileSettings`, which says what they mean.
+            options: fields of `lucidrl.profiling.hook.ProfileSettings`.
 
         Raises:
-            ConfigError: before anything starts, if it cannot be done as asked.
+            ConfigError: before anything starts, if the rollouts cannot be recorded.
         """
         self._start_profile(ProfileSettings(**options).checked(self.num_workers))
 
@@ -77,8 +126,7 @@ class FrameCollector(ABC):
             batch = ray.get(actor.next.remote())
 
         Args:
-            options: of `ray.remote`, which are left as they are. If this process has per-frame ranges, the variable
-                that arms them is added to what the actor finds in its environment.
+            options: of `ray.remote`; not modified. If this process has per-frame ranges, the actor has them too.
         """
         require_package("ray", f"{cls.__name__}.as_remote()")
         import ray
@@ -88,11 +136,7 @@ class FrameCollector(ABC):
 
     @abstractmethod
     def disable_profile(self) -> None:
-        """Write what was recorded so far, and record no more; may be called twice."""
-
-    @abstractmethod
-    def set_profiling_enabled(self, enabled: bool) -> None:
-        """Show the per-frame ranges in the workers from now on, or silence them; they must be armed there."""
+        """Write the rollouts recorded so far and stop recording; may be called twice."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -100,43 +144,59 @@ class FrameCollector(ABC):
 
     @abstractmethod
     def _start_profile(self, settings: ProfileSettings) -> None:
-        """Let the workers record that the settings name, or none of them."""
+        """Start recording in all workers that the settings name, or raise and start none."""
 
     @abstractmethod
     def _next_batch(self) -> TensorDictBase | None:
-        """A batch as it was collected; None when there were `total_frames`."""
+        """The next batch as collected; None after `total_frames`."""
 
     def _num_or_default(self, num_frames: int | None) -> int:
-        """Frames of a rollout that was asked for."""
         if num_frames is None:
             return self.frames_per_batch
         if num_frames < 1:
             raise ConfigError(f"num_frames={num_frames} makes no batch; give at least 1")
         return num_frames
 
-    def _num_wanted(self, num_asked: int) -> int:
-        """Frames of the next batch, if so many were asked for; 0 at the end."""
+    def _num_wanted(self, num_requested: int) -> int:
+        """Frames of the next batch after `num_requested` frames; 0 at the end."""
         if self.total_frames < 0:
             return self.frames_per_batch
-        return max(0, min(self.total_frames - num_asked, self.frames_per_batch))
+        return max(0, min(self.total_frames - num_requested, self.frames_per_batch))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
 
-def armed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `ray.remote`, for actors that have per-frame ranges if this process has them; a copy.
+def check_calls(list_of_args: Sequence[tuple[Any, ...]], num_workers: int) -> None:
+    """Refuse arguments of `map_fn` that are not one tuple per worker."""
+    if len(list_of_args) != num_workers:
+        raise ConfigError(
+            f"list_of_args has {len(list_of_args)} tuples for {num_workers} worker(s); give one tuple per worker"
+        )
+    if wrong := [args for args in list_of_args if not isinstance(args, list | tuple)]:
+        raise ConfigError(f"list_of_args has {wrong[0]!r}, which is no tuple of arguments; give one tuple per worker")
 
-    If the options name one of the variables that arm, they stay as they are.
+
+def method_of(target: object, name: str) -> Callable[..., Any]:
+    """The method that `map_fn` calls."""
+    method = getattr(target, name, None)
+    if not callable(method):
+        kind = target if isinstance(target, type) else type(target)
+        raise ConfigError(f"{kind.__name__} has no method {name!r} to call; give the name of one that it has")
+    return method
+
+
+def armed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of options of `ray.remote` that gives actors per-frame ranges if this process has them.
+
+    Options that set one of the arming variables stay as they are.
     """
-    own: Mapping[str, Any] = options.get("runtime_env") or {}
-    variables = own.get("env_vars") or {}
+    runtime_env: Mapping[str, Any] = options.get("runtime_env") or {}
+    variables = runtime_env.get("env_vars") or {}
     added = armed_environment() if variables.keys().isdisjoint(VARIABLES) else {}
     if not added:
         return dict(options)
-    return {**options, "runtime_env": {**own, "env_vars": {**added, **variables}}}
+    return {**options, "runtime_env": {**runtime_env, "env_vars": {**added, **variables}}}

@@ -1,110 +1,101 @@
-"""What the collectors with workers share: everything but the order of batches and the place of the workers."""
+"""Collectors with worker processes: MultiSyncCollector and MultiAsyncCollector."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from lucidrl.collectors.base import FrameCollector
-from lucidrl.collectors.batch_orders import BatchOrder, Requests
-from lucidrl.collectors.parts import (
-    CollectorArguments,
-    CollectorOptions,
-    Device,
-    check_calls,
-    check_frames,
-    weights_of,
-)
+from lucidrl.collectors.base import CollectorOptions, FrameCollector, check_calls, method_of
+from lucidrl.collectors.batches import Batch, CatResults, joined
 from lucidrl.collectors.single import Collector
+from lucidrl.collectors.weights import Device, check_weights, shapes_of, weights_of
 from lucidrl.collectors.workers import CollectorWorkers, WorkerPlan
 from lucidrl.distributed.workers.process import pickled
 from lucidrl.envs.base import MAX_SEED
 from lucidrl.envs.creator import EnvFactory, env_creators
 from lucidrl.envs.stacked import check_alike
+from lucidrl.envs.tensordicts import tensordict_of
 from lucidrl.errors import ConfigError
 from lucidrl.profiling.hook import ProfileSettings
 from lucidrl.profiling.ranges import _maybe_record_function
 
 
 class MultiCollector(FrameCollector):
-    """Workers, processes of this machine, that each run a `Collector` on an env of their own; iterate to get batches.
+    """Runs a `Collector` with its own env in each of several worker processes; iterate to get batches.
 
-    The arguments that are not listed here mean what they mean for `Collector`. The env, the policy and
-    `post_collect_hook` live in the workers, `split_trajs`, `postproc` and `replay_buffer` apply here, to whole batches.
-    The numbers of trajectories are unique over all workers. Envs, policy and hook travel by cloudpickle: they may be
-    local functions and lambdas.
+    Envs, policy and `post_collect_hook` run in the workers; `split_trajs`, `postproc` and `replay_buffer` apply in the
+    driver, to whole batches. Trajectory numbers are unique over all workers. Envs, policy and hook are pickled by
+    cloudpickle: they may be local functions and lambdas.
 
     Args:
-        create_env_fn: one factory for each worker, or one for all with `num_workers`.
-        order: whose frames a batch has.
-        policy: every worker has a copy; that of an `nn.Module` gets new weights from `update_policy_weights_`, that of
-            any other callable stays as it was, with all that it refers to.
-        create_env_kwargs: of the factories; one mapping for all, or one for each.
+        create_env_fn: one factory per worker, or one for all with `num_workers`.
+        policy: every worker has a copy. `update_policy_weights_` updates the weights of an `nn.Module`; any other
+            callable stays as it was pickled.
+        sync: whether batches are those of `MultiSyncCollector`, otherwise of `MultiAsyncCollector`.
+        cat_results: as for `MultiSyncCollector`.
+        create_env_kwargs: of the factories; one mapping for all, or one per worker.
         num_workers: number of processes, if there is only one factory.
-        num_threads: that torch uses in each worker.
-        timeout_s: how long a batch, or a call to the workers, may take.
-        start_timeout_s: how long it may take until all workers are ready.
+        num_threads: torch threads per worker.
+        timeout_s: of a batch, and of a call to the workers.
+        start_timeout_s: of the start of all workers.
+        arguments: as for `Collector`.
 
     Raises:
-        WorkerError: here and in all calls, if a worker raises, exits or times out; the worker's own traceback is its
-            cause. Errors of ours that a worker raises (`LucidError`) keep their type. All workers have ended then.
+        WorkerError: here and in all calls, if a worker raises, exits or times out; its cause is the worker's traceback.
+            A worker's `LucidError` keeps its type. All workers have ended then.
     """
 
     def __init__(
         self,
         create_env_fn: EnvFactory | Sequence[EnvFactory],
-        policy: Any,
-        order: BatchOrder,
+        policy: Any = None,
         *,
+        sync: bool,
+        cat_results: CatResults = "stack",
         env_device: Device = None,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         num_workers: int | None = None,
         num_threads: int = 1,
         timeout_s: float = 60.0,
         start_timeout_s: float = 60.0,
-        **arguments: Unpack[CollectorArguments],
+        **arguments: Any,
     ):
         options = CollectorOptions(**arguments)
         super().__init__(options)
         for name, seconds in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
             if not seconds > 0:
-                raise ConfigError(f"{name}={seconds} leaves no time for anything; give seconds above 0")
+                raise ConfigError(f"{name}={seconds} is not above 0; give a number of seconds")
+        _check_cat_results(cat_results, sync)
         if num_workers is None:
             if not isinstance(create_env_fn, list | tuple):
-                raise ConfigError("create_env_fn is one for all workers; say with num_workers how many there are")
+                raise ConfigError(
+                    "create_env_fn is one factory for all workers; set num_workers, or give a list of factories"
+                )
             num_workers = len(create_env_fn)
         self.num_workers = num_workers
         creators = env_creators(num_workers, create_env_fn, create_env_kwargs)
-        self.policy = policy
-        shared_arguments = {
-            "policy": policy,
-            "frames_per_batch": order.frames_of_worker(options.frames_per_batch, num_workers),
-            "device": options.device,
-            "storing_device": "cpu",  # batches travel through host memory
-            "policy_device": options.policy_device,
-            "env_device": env_device,
-            "init_random_frames": options.init_random_frames,
-            "max_frames_per_traj": options.max_frames_per_traj,
-            "reset_at_each_iter": options.reset_at_each_iter,
-            "exploration_type": options.exploration_type,
-            "post_collect_hook": options.post_collect_hook,
-            "trajectory_stride": num_workers,
-        }
-        weights = weights_of(policy) if isinstance(policy, nn.Module) else {}
+        if sync and options.frames_per_batch < num_workers:
+            raise ConfigError(
+                f"frames_per_batch={options.frames_per_batch} leaves some of {num_workers} workers without a frame; "
+                "give at least one per worker"
+            )
+        self.policy, self._is_sync, self._cat_results = policy, sync, cat_results
+        self._weight_shapes = shapes_of(policy)
         plan = WorkerPlan(
-            pickled("the policy or the hook", shared_arguments),
+            pickled("the policy or the hook", self._worker_arguments(env_device)),
             [
                 pickled(f"create_env_fn of worker {index}", {"create_env_fn": creator, "first_trajectory": index})
                 for index, creator in enumerate(creators)
             ],
-            weight_shapes={name: tensor.shape for name, tensor in weights.items()},
             num_threads=num_threads,
-            base_seed=int(torch.randint(2**62, ())),  # torch.manual_seed in the driver decides what they do unseeded
+            base_seed=int(torch.randint(2**62, ())),  # so torch.manual_seed in the driver seeds the workers
             timeout_s=timeout_s,
             start_timeout_s=start_timeout_s,
         )
@@ -113,10 +104,7 @@ class MultiCollector(FrameCollector):
         util.Finalize(self, self.workers.shutdown, exitpriority=0)
         try:
             check_alike(self.workers.specs, lambda index: f"the env of worker {index}")
-            self._requests = Requests(self.workers)
-            self._order = order
-            order.begin(self._requests, self._storing_device)
-            check_frames(options.frames_per_batch, options.total_frames, order.num_envs_that_step_together)
+            options.warn_if_rounded(self._envs_per_step)
             if options.seed is not None:
                 self.set_seed(options.seed)
         except BaseException:
@@ -128,7 +116,7 @@ class MultiCollector(FrameCollector):
 
         Args:
             policy_or_weights: a state dict, a TensorDict of parameters, or a module to take them from; by default the
-                policy that the collector was given.
+                collector's policy.
             version: what batches are stamped with; by default one more than before.
         """
         if policy_or_weights is None:
@@ -137,78 +125,146 @@ class MultiCollector(FrameCollector):
             raise ConfigError("the policy has no weights to update; give the collector an nn.Module")
         version = self.policy_version + 1 if version is None else version
         with _maybe_record_function(f"{type(self).__name__}.update_policy_weights_"):
-            self.workers.publish(weights_of(policy_or_weights), version)
+            weights = weights_of(policy_or_weights)
+            check_weights(weights, self._weight_shapes)
+            self.workers.publish(weights, version)
         self.policy_version = version
 
     def set_seed(self, seed: int) -> int:
         """Seed every worker differently: its env, and the generators of torch, numpy and Python in its process.
 
-        New episodes begin with each worker's next batch; those that are under way stay as they are.
+        New episodes begin with each worker's next batch; batches that a worker already collects stay as they are.
 
         Returns:
-            The first seed that is not used by it.
+            The first unused seed.
         """
-        seeds = [seed]
-        for specs in self.workers.specs[:-1]:
-            seeds.append((seeds[-1] + specs.num_seeds) % (MAX_SEED + 1))
-        return self.workers.seed(seeds)[-1]
+        seeds = itertools.accumulate((specs.num_seeds for specs in self.workers.specs[:-1]), initial=seed)
+        return self.map_fn("set_seed", [(each % (MAX_SEED + 1),) for each in seeds])[-1]
 
     def reset(self) -> None:
         """Begin new episodes with each worker's next batch."""
-        self.map_fn("reset", [()] * self.num_workers)
+        self._call_all("reset")
 
     def set_post_collect_hook(self, hook: Callable[[TensorDictBase], object] | None) -> None:
-        """Call the hook with each batch of a worker from now on, in that worker and in place of an earlier one."""
-        self.map_fn("set_post_collect_hook", [(hook,)] * self.num_workers)
+        """Call this hook in the worker with each of its batches from now on, instead of an earlier one."""
+        self._call_all("set_post_collect_hook", hook)
 
     def disable_profile(self) -> None:
-        """Let the workers write what they recorded so far, and record no more; may be called twice."""
+        """Let the workers write the traces recorded so far and stop recording; may be called twice."""
         if self.workers.recording:
-            self.map_fn("disable_profile", [()] * self.num_workers)
+            self._call_all("disable_profile")
 
     def set_profiling_enabled(self, enabled: bool) -> None:
-        """Show the per-frame ranges of all workers from now on, or silence them; they must be armed there."""
-        self.map_fn("set_profiling_enabled", [(enabled,)] * self.num_workers)
+        """Show or hide the per-frame ranges of all workers from now on; they must be armed there."""
+        self._call_all("set_profiling_enabled", enabled)
 
     def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call the method `name` of every worker's `Collector`, each with its own arguments; the results, by worker.
+        """Call the method `name` of every worker's `Collector`, each with its own arguments, between two rollouts.
 
-        A worker answers between two rollouts.
+        Returns:
+            The results, by worker.
         """
         check_calls(list_of_args, self.num_workers)
-        if not callable(getattr(Collector, name, None)):
-            raise ConfigError(f"Collector has no method {name!r} to call; give the name of one that it has")
+        method_of(Collector, name)
         return self.workers.call(name, [pickled(f"the arguments of {name}", args) for args in list_of_args])
 
     def state_dict(self) -> dict[str, Any]:
-        """How far collecting has come, as plain values."""
-        workers = self.map_fn("state_dict", [()] * self.num_workers)
+        """Progress as plain values."""
+        workers = self._call_all("state_dict")
         return {"num_frames": self.num_frames, "policy_version": self.policy_version, "workers": workers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, with new episodes; publishes the policy's weights, which are to be loaded before."""
+        """Resume from this state with new episodes. Load the policy first: its weights are published."""
         if len(state["workers"]) != self.num_workers:
             raise ConfigError(
-                f"the state is that of {len(state['workers'])} workers, but there are {self.num_workers}; "
-                "load it with as many as it was saved with"
+                f"the state has {len(state['workers'])} workers, but the collector has {self.num_workers}; "
+                "resume with the number of workers that it was saved with"
             )
-        self._requests.drop()  # of the episodes that end here
+        while self.workers.requested:  # batches of the episodes that end here
+            self.workers.next_batch()
         self.map_fn("load_state_dict", [(worker,) for worker in state["workers"]])
         self.num_frames = state["num_frames"]
         self.update_policy_weights_(version=state["policy_version"])
 
     def shutdown(self) -> None:
-        """End the workers, within seconds whatever they are busy with; may be called twice."""
+        """Shut down the workers; those that are busy are killed after seconds. May be called twice."""
         self.workers.shutdown()
+
+    def _worker_arguments(self, env_device: Device) -> dict[str, Any]:
+        """Of every worker's `Collector`."""
+        options = self._options
+        return {
+            "policy": self.policy,
+            "frames_per_batch": math.ceil(options.frames_per_batch / (self.num_workers if self._is_sync else 1)),
+            "device": options.device,
+            "storing_device": "cpu",  # batches travel through host memory
+            "policy_device": options.policy_device,
+            "env_device": env_device,
+            "init_random_frames": options.init_random_frames,
+            "max_frames_per_traj": options.max_frames_per_traj,
+            "reset_at_each_iter": options.reset_at_each_iter,
+            "exploration_type": options.exploration_type,
+            "post_collect_hook": options.post_collect_hook,
+            "trajectory_stride": self.num_workers,
+        }
 
     def _start_workers(self, plan: WorkerPlan) -> CollectorWorkers:
         return CollectorWorkers(plan)
 
+    @property
+    def _envs_per_step(self) -> int:
+        """Envs that step together; the frames of a batch are a multiple of this."""
+        env_batch_size = self.workers.specs[0].batch_size
+        if not self._is_sync:
+            return math.prod(env_batch_size)
+        has_equal_shares = self._cat_results == "stack" or env_batch_size
+        return self.num_workers * math.prod(env_batch_size) if has_equal_shares else 1
+
+    def _whole_steps(self, num_frames: int) -> int:
+        return math.ceil(num_frames / self._envs_per_step) * self._envs_per_step
+
     def _next_batch(self) -> TensorDictBase | None:
-        batch = self._order.next_batch(self.num_frames, self._num_wanted)
-        if batch is not None:
-            self.num_frames += batch.numel()
+        if not self._is_sync:
+            batch = self._async_batch()
+        else:
+            num_frames = self._num_wanted(self.num_frames)
+            batch = self._sync_batch(num_frames) if num_frames else None
+        return None if batch is None else self._stored(batch)
+
+    def _sync_batch(self, num_frames: int) -> Batch:
+        """Let all workers collect a share, and join the shares."""
+        least, rest = divmod(self._whole_steps(num_frames), self.num_workers)
+        shares = [least + (index < rest) for index in range(self.num_workers)]
+        busy = [index for index, share in enumerate(shares) if share]
+        for index in busy:
+            self.workers.request(index, shares[index], self.num_frames)
+        batches = dict(self.workers.next_batch() for _ in busy)
+        return joined([batches[index] for index in busy], self._cat_results)
+
+    def _async_batch(self) -> Batch | None:
+        """The batch of the worker that finishes first; keeps all workers busy."""
+        for index in range(self.num_workers):
+            if index not in self.workers.requested:
+                self._request(index, self.num_frames)
+        if not self.workers.requested:
+            return None
+        index, batch = self.workers.next_batch()
+        self._request(index, self.num_frames + batch.num_frames)
         return batch
+
+    def _request(self, index: int, num_frames: int) -> None:
+        """Request the next batch of a worker, unless the collected and the requested frames suffice."""
+        num_before = num_frames + sum(self.workers.requested.values())
+        if wanted := self._num_wanted(num_before):
+            self.workers.request(index, self._whole_steps(wanted), num_before)
+
+    def _stored(self, batch: Batch) -> TensorDictBase:
+        """Count a batch and move it to its device."""
+        self.num_frames += batch.num_frames
+        return tensordict_of(batch.entries, batch.batch_size, self._storing_device)
+
+    def _call_all(self, name: str, *args: Any) -> list[Any]:
+        return self.map_fn(name, [args] * self.num_workers)
 
     def _start_profile(self, settings: ProfileSettings) -> None:
         calls = [(settings, index) for index in range(self.num_workers)]
@@ -216,3 +272,65 @@ class MultiCollector(FrameCollector):
             if obstacle is not None:
                 raise ConfigError(f"worker {index} cannot be recorded: {obstacle}")
         self.map_fn("start_profile", calls)
+
+
+class MultiSyncCollector(MultiCollector):
+    """Each batch has a share of every worker, collected at the same time with the same weights.
+
+        collector = MultiSyncCollector([make_env] * 4, policy, frames_per_batch=4000, total_frames=1_000_000)
+        for batch in collector:  # [4, 1000]
+            train(batch)
+            collector.update_policy_weights_()
+        collector.shutdown()
+
+    Args:
+        cat_results: "stack" gives batches [workers, *env batch, time] with equally many frames per worker:
+            `frames_per_batch` and `total_frames` are rounded up. 0 joins the workers' shares along the first dim, which
+            is time for single envs; there, shares differ by one frame at most. -1 joins them along time. Joined along
+            time, the last frame of each share is marked as truncated, so that advantages do not mix two workers; the
+            trajectory continues in the next batch.
+        create_env_fn, policy, arguments: as for `MultiCollector`.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: EnvFactory | Sequence[EnvFactory],
+        policy: Any = None,
+        *,
+        cat_results: CatResults = "stack",
+        **arguments: Any,
+    ):
+        super().__init__(create_env_fn, policy, sync=True, cat_results=cat_results, **arguments)
+
+    def rollout(self, num_frames: int | None = None) -> TensorDictBase:
+        """A batch of `num_frames`, by default `frames_per_batch`, as collected."""
+        return self._stored(self._sync_batch(self._num_or_default(num_frames)))
+
+
+class MultiAsyncCollector(MultiCollector):
+    """Each batch is of the worker that finishes first.
+
+    All workers are always busy with their next batch, even while the consumer works on one. So a batch may be of older
+    weights; ("collector", "policy_version") is their version.
+
+        collector = MultiAsyncCollector([make_env] * 4, policy, frames_per_batch=1000, total_frames=1_000_000)
+        for batch in collector:
+            train(batch)
+            collector.update_policy_weights_()
+        collector.shutdown()
+
+    See `MultiCollector` for the arguments.
+    """
+
+    def __init__(self, create_env_fn: EnvFactory | Sequence[EnvFactory], policy: Any = None, **arguments: Any):
+        super().__init__(create_env_fn, policy, sync=False, **arguments)
+
+
+def _check_cat_results(cat_results: CatResults, sync: bool) -> None:
+    if cat_results not in ("stack", 0, -1):
+        raise ConfigError(
+            f"cat_results={cat_results!r} is not known; give 'stack' for a worker axis, 0 to join the workers' shares "
+            "along the first dim, or -1 to join them along time"
+        )
+    if not sync and cat_results != "stack":
+        raise ConfigError(f"cat_results={cat_results!r} is for synchronous collectors; remove it")

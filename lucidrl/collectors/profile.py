@@ -1,4 +1,4 @@
-"""The profiler of a collector's rollouts, in the process that makes them, and how traces get to another machine."""
+"""Records the rollouts of a worker with torch's profiler, and sends traces to a driver on another machine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import logging
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import util
 from pathlib import Path
-from typing import TypeVar
 
 from torch.profiler import profile
 
@@ -22,11 +19,9 @@ from lucidrl.profiling.trace_files import filled
 
 _log = logging.getLogger(__name__)
 
-BatchT = TypeVar("BatchT")
-
 
 class RolloutProfiler:
-    """Records the rollouts of one worker that it is asked to, for one trace at a time.
+    """Records rollouts of one worker, for one trace at a time; use it as the context of every rollout.
 
     Args:
         role: what traces call the process.
@@ -35,8 +30,8 @@ class RolloutProfiler:
     def __init__(self, role: str = "collector worker"):
         self._role = role
         self._hooks: list[_ProfilerHook] = []  # at most one
-        self._recording: list[_ProfilerHook] = []  # that of the rollout that is being made
-        # Runs when nobody has this any more, and at exit, also that of a process of multiprocessing, unlike `atexit`.
+        self._recording: list[_ProfilerHook] = []  # the hook of the current rollout
+        # Runs at garbage collection and at exit; unlike `atexit`, also in a process of multiprocessing.
         util.Finalize(self, _stop, (self._hooks,), exitpriority=0)
 
     @property
@@ -45,15 +40,15 @@ class RolloutProfiler:
         return any(not hook.is_done for hook in self._hooks)
 
     def obstacle(self, settings: ProfileSettings) -> str | None:
-        """Why rollouts cannot be recorded so; None if they can."""
+        """Why rollouts cannot be recorded; None if they can."""
         if any(hook.is_ending for hook in self._hooks):
-            return "the trace before is not written yet; its thread does that before its next rollout"
+            return "the previous trace is not written yet; its thread writes it before its next rollout"
         if self.is_active:
-            return "rollouts are being recorded already; wait for their trace, or call disable_profile() first"
+            return "rollouts are already being recorded; wait for their trace, or call disable_profile() first"
         return profiler_obstacle(settings.activities)
 
     def enable(self, settings: ProfileSettings, worker_idx: int = 0) -> None:
-        """Record from the next rollout on, or from that after the warm-up.
+        """Record the rollouts after the warm-up.
 
         Raises:
             ConfigError: if there is an obstacle.
@@ -63,20 +58,14 @@ class RolloutProfiler:
         self._hooks[:] = [_ProfilerHook(settings, worker_idx, self._role)]
 
     def disable(self) -> None:
-        """Write what was recorded so far; may be called twice."""
+        """Write the trace recorded so far; may be called twice."""
         _stop(self._hooks)
 
     def forget(self) -> None:
-        """Write nothing, in a process that is about to end."""
+        """Drop the trace, in a process that is about to end."""
         self._hooks.clear()
 
-    def run(self, rollout: Callable[[], BatchT]) -> BatchT:
-        """Make a rollout, recorded if it is one of those that were asked for."""
-        with self:
-            return rollout()
-
     def __enter__(self) -> None:
-        """Begin a rollout, as `run` does, without a frame of its own."""
         self._recording = self._hooks[:] if self.is_active else []
         for hook in self._recording:
             hook.before_rollout()
@@ -96,17 +85,17 @@ def _stop(hooks: list[_ProfilerHook]) -> None:
 
 @dataclass(frozen=True)
 class SentTrace:
-    """A file, as its worker wrote it."""
+    """The content of a trace file."""
 
     path: Path
-    """Where the driver is to put it."""
+    """Where the driver saves it."""
     content: bytes | None
     """None if the worker could not write it."""
 
     def save(self, worker_idx: int) -> None:
-        """Put it where it belongs, all of it or nothing; that it cannot be is a warning."""
+        """Write the file, all of it or nothing; warns if that fails."""
         if self.content is None:
-            _log.warning("the trace of collector worker %d is lost: it could not write any", worker_idx)
+            _log.warning("the trace of collector worker %d is lost: the worker could not write it", worker_idx)
             return
         new = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex}")
         try:
@@ -121,38 +110,19 @@ class SentTrace:
             )
 
 
-class TraceOutbox:
-    """The worker's end: keeps the traces of its process until they are sent."""
+def redirected(settings: ProfileSettings, worker_idx: int, traces: list[SentTrace]) -> ProfileSettings:
+    """The same recording, whose trace is appended to `traces` when it is done."""
+    template = settings.path_template
+    if template is None or worker_idx not in settings.workers:
+        return settings
+    destination = filled(template, worker_idx)
+    # In a temporary folder; the suffix decides whether the trace is compressed.
+    here = Path(tempfile.gettempdir(), f"lucidrl-trace-{uuid.uuid4().hex}", f"trace{destination.suffix}")
 
-    def __init__(self) -> None:
-        self._traces: list[SentTrace] = []
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether there is any to be taken."""
-        return bool(self._traces)
-
-    def take(self) -> list[SentTrace]:
-        """Those that have not been taken yet."""
-        traces, self._traces = self._traces, []
-        return traces
-
-    def redirected(self, settings: ProfileSettings, worker_idx: int) -> ProfileSettings:
-        """The same recording, whose trace comes here when it is done."""
-        template = settings.path_template
-        if template is None or worker_idx not in settings.workers:
-            return settings
-        destination = filled(template, worker_idx)
-        # A folder that is there while the trace is written; the suffix says whether to compress.
-        here = Path(tempfile.gettempdir(), f"lucidrl-trace-{uuid.uuid4().hex}", f"trace{destination.suffix}")
-        return replace(
-            settings,
-            save_path=str(here).replace("{", "{{").replace("}", "}}"),
-            on_trace_ready=partial(self._put, here, destination, settings.on_trace_ready),
-        )
-
-    def _put(self, here: Path, destination: Path, then: Callable[[profile], object] | None, profiler: profile) -> None:
-        self._traces.append(SentTrace(destination, here.read_bytes() if here.exists() else None))
+    def put(profiler: profile) -> None:
+        traces.append(SentTrace(destination, here.read_bytes() if here.exists() else None))
         shutil.rmtree(here.parent, ignore_errors=True)
-        if then is not None:
-            then(profiler)
+        if settings.on_trace_ready is not None:
+            settings.on_trace_ready(profiler)
+
+    return replace(settings, save_path=str(here).replace("{", "{{").replace("}", "}}"), on_trace_ready=put)

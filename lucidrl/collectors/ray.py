@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from lucidrl.collectors.base import armed
-from lucidrl.collectors.batch_orders import AsyncOrder, CatResults, SyncOrder
 from lucidrl.collectors.multi import MultiCollector
-from lucidrl.collectors.workers import CollectorWorkers, RayPlan, WorkerPlan
+from lucidrl.collectors.workers import CollectorWorkers, WorkerPlan
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Hosting, Numbering
 from lucidrl.distributed.workers.ray_cluster import VARIABLE, connected
@@ -21,7 +21,7 @@ from lucidrl.utils.imports import require_package
 Options = Mapping[str, Any]
 """Of `ray.remote`."""
 
-_DECIDED = (
+_RESERVED = (
     "allow_out_of_order_execution",
     "concurrency_groups",
     "get_if_exists",
@@ -33,11 +33,12 @@ _DECIDED = (
     "name",
     "namespace",
 )
-"""Options that the collector decides: what the actors are called, how long they live, what they do in which order."""
+"""Options that the collector sets itself: names, lifetime, concurrency and restarts of the actors."""
 
 
 class RayCollector(MultiCollector):
-    """Workers that each run a `Collector` on an env of their own, on any node of a cluster; iterate to get batches.
+    """Runs a `Collector` with its own env in each of several workers on the nodes of a Ray cluster; iterate to get
+    batches.
 
         ray.init("auto")
         collector = RayCollector([make_env] * 8, policy, frames_per_batch=4000, total_frames=1_000_000, sync=True)
@@ -46,26 +47,24 @@ class RayCollector(MultiCollector):
             collector.update_policy_weights_()
         collector.shutdown()
 
-    Each worker is a process below a Ray actor that holds its resources. If the program has not called `ray.init`, the
-    collector joins the cluster that RAY_ADDRESS names, or starts a local one, and leaves or ends it at `shutdown`.
-    Nodes have the packages that envs and policy import; they look for the program's own modules where the driver has
-    them.
+    Each worker is a child process of a Ray actor that holds its resources. If the program has not called `ray.init`,
+    the collector joins the cluster that RAY_ADDRESS names, or starts a local one, and leaves or stops it at `shutdown`.
+    Nodes need the packages that envs and policy import; workers look for the program's own modules at the driver's
+    paths.
 
     Args:
-        create_env_fn, policy: as for `MultiCollector`.
-        sync: whether all workers collect their share of each batch at the same time, as in `MultiSyncCollector`, with
-            the same seed to the bit; otherwise each batch is one worker's, as in `MultiAsyncCollector`.
-        cat_results: as for `MultiSyncCollector`, with `sync`.
+        sync: collect batches as `MultiSyncCollector` does, bit-exact for the same seed; otherwise as
+            `MultiAsyncCollector` does.
         remote_options: of `ray.remote` for the actors, such as `num_cpus`, `num_gpus`, `resources` or `runtime_env`;
-            one mapping for all, or one for each. By default an actor asks for one CPU, and for next to nothing in a
-            local cluster that the collector starts.
-        max_restarts: consecutive restarts of one worker without a batch in between. A worker whose process exits or
-            times out, or whose node is lost, is restarted with the newest weights and the hook, and gets its
-            unanswered request again; it begins new episodes, unseeded. Workers that raise are not restarted.
-        arguments: as for `MultiCollector`.
+            one mapping for all, or one per worker. By default an actor reserves one CPU, and almost nothing in a local
+            cluster that the collector starts.
+        max_restarts: consecutive restarts of one worker without a batch in between. The driver restarts a worker whose
+            process exits or times out, or whose node is lost, with the newest weights and the hook, and sends its
+            unfinished calls again; the worker begins new episodes, unseeded. Workers that raise are not restarted.
+        create_env_fn, policy, arguments: as for `MultiCollector`, `cat_results` included.
 
     Raises:
-        ConfigError: if the cluster lacks what the actors ask for, before any is started.
+        ConfigError: if the cluster lacks the resources of the actors, before any is started.
         WorkerError: see `MultiCollector`; it names the node too.
     """
 
@@ -75,7 +74,6 @@ class RayCollector(MultiCollector):
         policy: Any = None,
         *,
         sync: bool = False,
-        cat_results: CatResults = "stack",
         remote_options: Options | Sequence[Options] | None = None,
         max_restarts: int = 0,
         **arguments: Any,
@@ -84,7 +82,7 @@ class RayCollector(MultiCollector):
         if max_restarts < 0:
             raise ConfigError(f"max_restarts={max_restarts} is negative; give 0 to never restart, or a positive number")
         self._remote_options, self._max_restarts = remote_options, max_restarts
-        super().__init__(create_env_fn, policy, SyncOrder(cat_results) if sync else AsyncOrder(), **arguments)
+        super().__init__(create_env_fn, policy, sync=sync, **arguments)
 
     @property
     def num_restarts(self) -> int:
@@ -95,22 +93,24 @@ class RayCollector(MultiCollector):
         options = _options_by_worker(self._remote_options, len(plan.own_arguments))
         options = [{"num_gpus": 0, **armed(each)} for each in options]
         with ExitStack() as held:
-            # A cluster that the variable names is joined as it is, as by `ray.init`.
+            # Join the cluster that the variable names as `ray.init` does.
             is_own_ray = held.enter_context(connected(VARIABLE, allow_open_dashboard=True, shows_output=True))
             _check_room(options, is_own_ray)
-            return CollectorWorkers(plan, RayPlan(options, self._max_restarts, held.pop_all().close))
+            return CollectorWorkers(
+                replace(plan, ray_options=options, max_restarts=self._max_restarts, release=held.pop_all().close)
+            )
 
 
 def _options_by_worker(remote_options: Options | Sequence[Options] | None, num_workers: int) -> list[Options]:
-    """One mapping for each worker, from one for all or a list of them.
+    """One mapping per worker, from one for all or a list of them.
 
     Raises:
-        ConfigError: if it is something else, or has what the collector decides.
+        ConfigError: for other types, or options that the collector sets itself.
     """
     given = remote_options if isinstance(remote_options, list | tuple) else [remote_options or {}] * num_workers
     if len(given) != num_workers:
         raise ConfigError(
-            f"remote_options has {len(given)} entries for {num_workers} workers; give one mapping, or one for each"
+            f"remote_options has {len(given)} entries for {num_workers} workers; give one mapping, or one per worker"
         )
     for options in given:
         if not isinstance(options, Mapping):
@@ -118,19 +118,19 @@ def _options_by_worker(remote_options: Options | Sequence[Options] | None, num_w
                 f"remote_options has {options!r}, which is no mapping; give options of ray.remote such as "
                 '{"num_cpus": 1}'
             )
-        if decided := [name for name in _DECIDED if name in options]:
+        if reserved_names := [name for name in _RESERVED if name in options]:
             raise ConfigError(
-                f"remote_options has {decided[0]}, which the collector decides; leave it out (restarts of a worker "
-                "are limited by the collector's own argument max_restarts)"
+                f"remote_options has {reserved_names[0]}, which the collector sets itself; remove it (the collector's "
+                "argument max_restarts limits restarts)"
             )
     return list(given)
 
 
 def _check_room(options: Sequence[Options], is_own_ray: bool) -> None:
-    """Refuse workers for which the cluster has no room, all together, before any is started.
+    """Refuse workers that do not fit the cluster all together, before any is started.
 
     Raises:
-        ConfigError: with what was asked for and what is free.
+        ConfigError: with the required and the free resources.
     """
     cluster = ClusterConfig(launcher="ray")
     with ExitStack() as held:

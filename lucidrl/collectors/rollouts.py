@@ -1,4 +1,4 @@
-"""What a text collector gives: finished conversations, their rewards, and the batch a policy trains on."""
+"""What a text collector returns: finished samples, their rewards, and the batch that a policy trains on."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 
 
 @dataclass
-class Conversation:
-    """One sample while it grows, turn by turn."""
+class Sample:
+    """A prompt with its completions and reward; grows turn by turn."""
 
     prompt: Prompt
-    sample: int
+    index: int
+    """Among the samples of the prompt in this step."""
     log: LLMMessageLogType
     info: dict[str, Any]
     reward: float = 0.0
     turns: int = 0
     is_done: bool = False
     is_truncated: bool = False
-    """An answer was cut at the token limit."""
+    """A completion was cut at the token limit."""
     is_dropped: bool = False
-    """The environment could not judge it; it counts nowhere."""
+    """The environment could not score it; it counts nowhere."""
     metrics: dict[str, float] | None = None
-    """Of the environment's last reply."""
+    """Of the environment's last step result."""
 
     @property
     def name(self) -> str:
-        return f"{self.prompt.prompt_id}#{self.sample}"
+        return f"{self.prompt.prompt_id}#{self.index}"
 
     @property
     def num_tokens(self) -> int:
@@ -47,48 +48,46 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The conversations of one step, those of a prompt side by side."""
+    """The samples of one step; those of a prompt are side by side."""
 
-    conversations: list[Conversation]
+    samples: list[Sample]
     group_ids: torch.Tensor
-    """[B] int64, equal for the samples that are compared with each other."""
+    """[B] int64, equal for the samples of a group."""
     policy_version: int
-    """Version of the weights that sampled all of them."""
+    """Version of the weights that sampled all completions."""
     metrics: dict[str, float]
 
     @cached_property
     def rewards(self) -> torch.Tensor:
         """[B] float32; 0 where dropped."""
-        return torch.tensor([conversation.reward for conversation in self.conversations], dtype=torch.float32)
+        return torch.tensor([sample.reward for sample in self.samples], dtype=torch.float32)
 
     @cached_property
     def is_valid(self) -> torch.Tensor:
         """[B] bool, False where the environment dropped the sample."""
-        return torch.tensor([not conversation.is_dropped for conversation in self.conversations])
+        return torch.tensor([not sample.is_dropped for sample in self.samples])
 
     @cached_property
     def is_truncated(self) -> torch.Tensor:
-        """[B] bool, True where an answer was cut at the token limit."""
-        return torch.tensor([conversation.is_truncated for conversation in self.conversations])
+        """[B] bool, True where a completion was cut at the token limit."""
+        return torch.tensor([sample.is_truncated for sample in self.samples])
 
     def to_batch(self, pad_id: int) -> BatchedDataDict[Any]:
         """Right-padded training batch; `idx` names each row, dropped samples have `sample_mask` 0."""
-        batch = collate(
-            [conversation.log for conversation in self.conversations], pad_id, loss_multipliers=self.is_valid.tolist()
-        )
-        batch["idx"] = [conversation.name for conversation in self.conversations]
+        batch = collate([sample.log for sample in self.samples], pad_id, loss_multipliers=self.is_valid.tolist())
+        batch["idx"] = [sample.name for sample in self.samples]
         return batch
 
     def to_samples(self) -> dict[str, list[Any]]:
         """Readable columns for the sample dump."""
         return {
-            "sample": [conversation.name for conversation in self.conversations],
+            "sample": [sample.name for sample in self.samples],
             "messages": [
-                [{"role": message["role"], "content": message["content"]} for message in conversation.log]
-                for conversation in self.conversations
+                [{"role": message["role"], "content": message["content"]} for message in sample.log]
+                for sample in self.samples
             ],
             "reward": self.rewards.tolist(),
-            "policy_version": [self.policy_version] * len(self.conversations),
+            "policy_version": [self.policy_version] * len(self.samples),
             "truncated": self.is_truncated.tolist(),
             "dropped": (~self.is_valid).tolist(),
         }

@@ -1,4 +1,4 @@
-"""Collector: experience from one env, or a batch of them, in this process.
+"""Collector: frames of one env, or of a batch of envs, in this process.
 
 Shapes: B the env's batch size, T time.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
+from lucidrl.collectors.base import CollectorOptions
 from lucidrl.collectors.local import LocalCollector
-from lucidrl.collectors.parts import CollectorArguments, CollectorOptions, Device, check_frames
 from lucidrl.collectors.trajectories import POLICY_VERSION, TRAJECTORY_IDS, TrajectoryNumbers
+from lucidrl.collectors.weights import Device
 from lucidrl.envs.base import EnvBase
 from lucidrl.envs.creator import EnvCreator, EnvFactory, make_env
 from lucidrl.envs.policies import as_policy
@@ -27,7 +28,7 @@ ExplorationType = InteractionType
 
 
 class Collector(LocalCollector):
-    """Yields batches of frames that the policy's newest weights made; episodes go on from one batch to the next.
+    """Yields batches of frames collected with the newest weights; episodes continue from one batch to the next.
 
         collector = Collector(GymEnv("CartPole-v1"), policy, frames_per_batch=1000, total_frames=100_000)
         for batch in collector:
@@ -35,31 +36,33 @@ class Collector(LocalCollector):
             collector.update_policy_weights_()
         collector.shutdown()
 
-    A batch is a TensorDict of [*B, T] with the root's observation, the actions, what else the policy put out, "next",
-    the number of each frame's trajectory and the version of the weights that made it. It shares memory with nothing.
+    A batch is a TensorDict of [*B, T] with observations, actions, other outputs of the policy, "next" and, under
+    "collector", the trajectory number and policy version of each frame. It shares memory with nothing.
 
     Args:
-        create_env_fn: makes the env, or is it; shut down with the collector.
+        create_env_fn: makes the env, or is the env; closed with the collector.
         policy: a TensorDict module, an `nn.Module` on the observation, a callable, or None to act at random; see
             `lucidrl.envs.policies.as_policy`.
         frames_per_batch: of all envs together; rounded up to whole steps of all envs.
-        total_frames: ends after so many, the last batch being shorter; -1 never ends.
-        device: of policy and batches, where the next three say nothing else.
+        total_frames: ends after this many, with a shorter last batch; -1 never ends.
+        device: default of the next three.
         storing_device: of the batches.
         policy_device: where a copy of the policy computes, if it is not there already.
-        env_device: of the TensorDicts that an env written for TensorDicts gets.
+        env_device: of the TensorDicts that a TensorDict env gets.
         create_env_kwargs: of `create_env_fn`.
-        init_random_frames: whole batches at random until there were so many.
-        max_frames_per_traj: cuts episodes at this length, and marks them as truncated.
-        split_trajs: yield [N, T_max], one padded row for each trajectory, with ("collector", "mask").
+        init_random_frames: act at random, in whole batches, until this many frames are collected.
+        max_frames_per_traj: truncate episodes at this length.
+        split_trajs: yield [N, T_max], one padded row per trajectory, with ("collector", "mask").
         reset_at_each_iter: begin new episodes with each batch.
-        exploration_type: how a probabilistic policy decides; by default it draws.
-        postproc: changes each batch.
-        replay_buffer: is extended with each batch.
+        exploration_type: how a probabilistic policy acts; by default it samples.
+        postproc: called with each batch; returns the batch to yield.
+        replay_buffer: extended with each batch.
         seed: as for `set_seed`.
-        post_collect_hook: is called with each batch, as it was collected.
-        first_trajectory, trajectory_stride: of the trajectories' numbers.
+        post_collect_hook: called with each batch as collected.
+        first_trajectory, trajectory_stride: of the trajectory numbers.
     """
+
+    _numbers: TrajectoryNumbers
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class Collector(LocalCollector):
         create_env_kwargs: Mapping[str, Any] | None = None,
         first_trajectory: int = 0,
         trajectory_stride: int = 1,
-        **arguments: Unpack[CollectorArguments],
+        **arguments: Any,
     ):
         options = CollectorOptions(**arguments)
         super().__init__(policy, options)
@@ -84,7 +87,7 @@ class Collector(LocalCollector):
         if options.max_frames_per_traj:
             self.env = TransformedEnv(self.env, TimeLimit(options.max_frames_per_traj))
         self._num_envs = math.prod(self.env.batch_size)
-        check_frames(options.frames_per_batch, options.total_frames, self._num_envs)
+        options.warn_if_rounded(self._num_envs)
         self._act = as_policy(self.policy, self.env, self._computes_on)
         self._act_at_random = as_policy(None, self.env)
         self._recorder = Recorder(self.env, self._num_steps(options.frames_per_batch), "Collector.policy")
@@ -92,23 +95,10 @@ class Collector(LocalCollector):
         if options.seed is not None:
             self.set_seed(options.seed)
 
-    def state_dict(self) -> dict[str, Any]:
-        """How far collecting has come, as plain values; an env's own state is beyond reach, so new episodes begin."""
-        return {
-            "num_frames": self.num_frames,
-            "policy_version": self.policy_version,
-            "num_trajectories": self._numbers.num_begun,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.num_frames, self.policy_version = state["num_frames"], state["policy_version"]
-        self._numbers.num_begun = state["num_trajectories"]
-        self.reset()
-
     @profiled("Collector.rollout")
     def _rollout(self, num_frames: int) -> TensorDictBase:
-        if self._takes_new_episodes():
-            self._numbers.begin_anew()
+        if self._take_reset():
+            self._numbers.reset()
             self._recorder.reset()
         is_random, version = self.num_frames < self._options.init_random_frames, self.policy_version
         self._recorder.record(self._act_at_random if is_random else self._act, self._num_steps(num_frames))

@@ -1,4 +1,4 @@
-"""Which frames belong together: numbers of trajectories, and batches split by them.
+"""Trajectory numbers, and batches split by trajectory.
 
 Shapes: B the env's batch size, T time, N trajectories.
 """
@@ -18,35 +18,35 @@ MASK = ("collector", "mask")
 
 
 class TrajectoryNumbers:
-    """Numbers the trajectories of a batch of envs in the order in which they begin; they go on across batches.
+    """Numbers the trajectories of a batch of envs in the order of their begin; they continue across batches.
 
     Args:
-        first, stride: the numbers are first, first + stride, ..., so that several workers never use the same one.
+        first, stride: the numbers are first, first + stride, ..., so that workers never share one.
     """
 
     def __init__(self, batch_size: Sequence[int], first: int = 0, stride: int = 1):
         self._batch_size = tuple(batch_size)
         self._first, self._stride = first, stride
-        self.num_begun = 0
-        """How many there have been."""
+        self.num_trajectories = 0
+        """Trajectories that have begun."""
         self._current: np.ndarray | None = None
 
-    def begin_anew(self) -> None:
-        """All envs begin new trajectories with the next batch."""
+    def reset(self) -> None:
+        """Begin new trajectories in all envs with the next batch."""
         self._current = None
 
     def of(self, done: np.ndarray) -> torch.Tensor:
-        """The number of every frame of the next batch, from its `done` [*B, T]; [*B, T] int64."""
+        """The trajectory number of every frame of the next batch, [*B, T] int64, from its `done` [*B, T]."""
         num_envs, num_frames = prod(self._batch_size), done.shape[-1]
         if self._current is None:
-            self._current = self.num_begun + np.arange(num_envs)
-            self.num_begun += num_envs
+            self._current = self.num_trajectories + np.arange(num_envs)
+            self.num_trajectories += num_envs
         begins = np.zeros((num_frames + 1, num_envs), np.int64)
         begins[0] = self._current
         ends = done.reshape(num_envs, num_frames).T
-        begins[1:][ends] = self.num_begun + np.arange(ends.sum())
-        self.num_begun += int(ends.sum())
-        # Numbers grow, so a frame has the largest that began before it in its env.
+        begins[1:][ends] = self.num_trajectories + np.arange(ends.sum())
+        self.num_trajectories += int(ends.sum())
+        # Numbers grow, so a frame has the largest number that began before it in its env.
         counts = np.maximum.accumulate(begins, axis=0)
         self._current = counts[-1]
         ids = self._first + self._stride * counts[:-1].T
@@ -54,8 +54,8 @@ class TrajectoryNumbers:
 
 
 def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
-    """A batch [*B, T] as one row for each trajectory: [N, T_max], padded with zeros where ("collector", "mask") is
-    False. The parts of a trajectory that are in different batches stay apart."""
+    """Reshape a batch [*B, T] to one row per trajectory: [N, T_max], padded with zeros where ("collector", "mask") is
+    False. Parts of a trajectory in different batches are not joined."""
     ids = batch[TRAJECTORY_IDS]
     is_first = torch.ones_like(ids, dtype=torch.bool)
     is_first[..., 1:] = ids[..., 1:] != ids[..., :-1]
@@ -66,7 +66,7 @@ def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
 
     def spread(values: torch.Tensor) -> torch.Tensor:
         rows = values.new_zeros(*mask.shape, *values.shape[1:])
-        rows[mask] = values  # frames of a trajectory are side by side, and so are the places where the mask is True
+        rows[mask] = values  # frames of a trajectory are side by side, as are the True places of a row
         return rows
 
     split = frames.apply(spread, batch_size=mask.shape)

@@ -1,7 +1,6 @@
 """The workers of a collector, as its driver sees them: called together or one by one, restarted and ended together.
 
-They are a `WorkerPool`. After a failure that no restart repairs, all workers are ended: a collector cannot go on
-without one of them.
+They are a `WorkerPool`. A collector needs all of its workers, so a failure that no restart repairs ends them all.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from functools import partial
 from typing import Any
 
 import cloudpickle
-import torch
 
-from lucidrl.collectors.parts import Weights, check_weights
-from lucidrl.collectors.worker import Answer, Batch, CollectorWorker, Past, Started
+from lucidrl.collectors.batches import Batch
+from lucidrl.collectors.weights import Weights
+from lucidrl.collectors.worker import CollectorWorker, Reply
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Arguments, Hosting
 from lucidrl.distributed.workers.messages import Message, Stored
@@ -34,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 ROLLOUT = "a rollout"
 """The phase in which a batch is collected."""
-_KEPT = ("set_post_collect_hook", "set_profiling_enabled")
-"""Methods that change how a worker collects; a restarted worker gets the last call of each."""
+_REPEATED = ("set_post_collect_hook", "set_profiling_enabled")
+"""Methods that change how a worker collects; a restarted worker repeats the last call of each."""
 _LONGEST_TIMEOUT_S = 30 * 24 * 3600.0
 _SHUTDOWN_TIMEOUT_S = 1.0
 _RAY_SHUTDOWN_TIMEOUT_S = 4.0
@@ -45,88 +44,90 @@ _TRACE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What the workers of a collector are, wherever they run."""
+    """How to start the workers of a collector."""
 
     shared_arguments: bytes
     """Of all workers' collectors, by cloudpickle."""
     own_arguments: Sequence[bytes]
     """Of each worker's collector, by cloudpickle."""
-    weight_shapes: Mapping[str, torch.Size]
-    """Of the policy."""
     num_threads: int
     base_seed: int
-    """Of everything that is not seeded; workers have different streams of it."""
+    """Of everything that `set_seed` does not seed; workers have different streams of it."""
     timeout_s: float
     """Of a batch and of a call."""
     start_timeout_s: float
-
-
-@dataclass(frozen=True)
-class RayPlan:
-    """How workers run on a Ray cluster."""
-
-    options: Sequence[Mapping[str, Any]]
-    """Of `ray.remote`, by worker."""
-    max_restarts: int
+    ray_options: Sequence[Mapping[str, Any]] | None = None
+    """Options of `ray.remote`, by worker; None for processes of this machine."""
+    max_restarts: int = 0
     """Consecutive restarts of one worker without a batch in between."""
-    release: Callable[[], None]
+    release: Callable[[], None] = lambda: None
     """Called when all workers have ended; may be called twice."""
 
 
 @dataclass(eq=False)
 class _Request:
-    """A call that a worker has not answered yet."""
+    """A call that a worker has not finished yet."""
 
     index: int
-    phase: str
     method: str
+    """Of `CollectorWorker`: "collect" or "call"."""
     args: Sequence[Any]
     future: Future[Any] = field(default_factory=Future)
-    """What the call returns, after what came with it was taken."""
+    """The result, available once the rest of the reply is processed."""
 
     @property
     def is_for_batch(self) -> bool:
         return self.method == "collect"
 
+    @property
+    def phase(self) -> str:
+        return ROLLOUT if self.is_for_batch else self.args[0]
+
+
+@dataclass
+class _WorkerRecord:
+    """What the driver knows of one worker, through all its processes."""
+
+    specs: EnvSpecs | None = None
+    state: Mapping[str, Any] | None = None
+    """Of the collector, after its last reply."""
+    repeated_calls: dict[str, bytes] = field(default_factory=dict)
+    """Arguments of the calls that a restart repeats."""
+    has_newest_weights: bool = True
+    unfinished: list[_Request] = field(default_factory=list)
+    failure: BaseException | None = None
+    """The first one."""
+
 
 class CollectorWorkers:
-    """Workers that have started. Batches are for one thread; calls may come from any.
-
-    Args:
-        ray: by default they are processes of this machine, and never restarted.
+    """Started workers. Batches are for one thread; calls may come from any.
 
     Raises:
-        WorkerError: here and in all calls, if a worker raises, exits or times out. Errors of ours that a worker raises
-            (`LucidError`) keep their type. All workers have ended then.
+        WorkerError: here and in all calls, if a worker raises, exits or times out. A worker's `LucidError` keeps its
+            type. All workers have ended then.
     """
 
-    def __init__(self, plan: WorkerPlan, ray: RayPlan | None = None):
+    def __init__(self, plan: WorkerPlan):
         self.size = len(plan.own_arguments)
-        self.pids = [0] * self.size
-        """Of the workers' processes, on whichever machine."""
-        self.specs: list[EnvSpecs] = []
-        """Of the workers' envs."""
+        self.requested: dict[int, int] = {}
+        """Frames of the requested batches that were not taken yet, by worker."""
         self.recording: set[int] = set()
         """Workers with a trace to write before they end."""
-        self._plan, self._ray = plan, ray
+        self._plan = plan
         self._timeout_s = min(plan.timeout_s, _LONGEST_TIMEOUT_S)
         self._start_timeout_s = min(plan.start_timeout_s, _LONGEST_TIMEOUT_S)
         self._ended: str | None = None
         self._calling, self._changing = threading.Lock(), threading.RLock()
         self._shared_arguments = Stored.of(plan.shared_arguments)
         self._weights: Message | None = None
-        self._has_weights = [True] * self.size  # the newest ones, by worker
-        self._specs: list[bytes] = [b""] * self.size
-        self._past = [Past()] * self.size
-        self._unanswered: list[list[_Request]] = [[] for _ in range(self.size)]
-        self._failures: dict[int, BaseException] = {}  # the first one of each worker
+        self._records = [_WorkerRecord() for _ in range(self.size)]
         self._arrivals: queue.SimpleQueue[tuple[_Request, Future[Any]]] = queue.SimpleQueue()
         try:
             self._pool = WorkerPool(
                 CollectorWorker,
-                [Arguments((plan.base_seed, ray is not None))] * self.size,
+                [Arguments((plan.base_seed, plan.ray_options is not None))] * self.size,
                 cluster=ClusterConfig(
-                    launcher="local" if ray is None else "ray",
+                    launcher="local" if plan.ray_options is None else "ray",
                     num_threads=plan.num_threads,
                     start_timeout_s=self._start_timeout_s,
                     call_timeout_s=self._timeout_s,
@@ -142,89 +143,47 @@ class CollectorWorkers:
                     start_setting="start_timeout_s",
                     call_setting="timeout_s",
                 ),
-                ray_options=None if ray is None else ray.options,
-                max_restarts=0 if ray is None else ray.max_restarts,
+                ray_options=plan.ray_options,
+                max_restarts=plan.max_restarts,
                 on_start=self._start,
             )
         except BaseException:
             self._release()
             raise
-        self.specs = [cloudpickle.loads(specs) for specs in self._specs]
+        self.specs = [record.specs for record in self._records if record.specs is not None]
+        """Of the workers' envs."""
         atexit.register(self.shutdown)  # before the pool's own, which was registered earlier
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers, each on its machine."""
+        return [pid for worker in self._pool.workers for pid in worker.process.pids]
 
     @property
     def num_restarts(self) -> int:
         return self._pool.restarts.total
 
     def publish(self, weights: Weights, version: int) -> None:
-        """What every worker takes, whole, when it begins its next batch.
-
-        Raises:
-            ConfigError: if these are not the weights of the policy; nothing has happened then.
-        """
-        check_weights(weights, self._plan.weight_shapes)
+        """Give every worker these weights, whole, when it begins its next batch."""
         # A copy: the policy may change before a worker begins its next batch.
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
         with self._changing:
             if not self._ended:
                 self._weights = Stored.of((copies, version))
-                self._has_weights = [False] * self.size
+                for record in self._records:
+                    record.has_newest_weights = False
 
     def call(self, method: str, args: Sequence[bytes]) -> list[Any]:
-        """Call a method of every worker's collector, each with its arguments by cloudpickle; the results, by worker.
+        """Call a method of every worker's collector after its current rollout; the results, by worker.
 
-        A worker answers after the rollout that it is busy with.
+        Args:
+            args: of each worker, by cloudpickle.
         """
-        return self._call_each(method, "call", [(method, of_worker) for of_worker in args])
-
-    def seed(self, seeds: Sequence[int]) -> list[int]:
-        """Seed every worker; the first seed that each does not use."""
-        return self._call_each("set_seed", "seed", [(seed,) for seed in seeds])
-
-    def request(self, index: int, num_frames: int, num_frames_before: int) -> None:
-        """Ask a worker for a batch, without waiting for it."""
-        self._check_alive(ROLLOUT)
-        self._ask(_Request(index, ROLLOUT, "collect", (num_frames, num_frames_before)))
-
-    def next_batch(self) -> tuple[int, Batch]:
-        """The batch that comes first of those that were asked for, and its worker."""
-        self._check_alive(ROLLOUT)
-        with self._in_whole(ROLLOUT):
-            while True:
-                request, future = self._arrivals.get()
-                if future.exception() is not None:
-                    self._recover(request, future)
-                elif (batch := future.result()) is None:  # it sent its trace before its error
-                    self._ask(request)
-                else:
-                    return request.index, batch
-
-    def shutdown(self) -> None:
-        """Let the workers close their envs; those that take too long are killed. May be called twice."""
-        if self._ended:
-            return
-        self._ended = "was shut down"
-        try:
-            self._write_traces()
-            self._pool.shutdown(_SHUTDOWN_TIMEOUT_S if self._ray is None else _RAY_SHUTDOWN_TIMEOUT_S)
-        finally:
-            self._kill("was shut down")
-
-    def _start(self, worker: PoolWorker) -> None:
-        """Let a new process make its collector, in the worker's thread."""
-        index = worker.number
-        stream = index + (worker.num_starts - 1) * self.size  # a restarted worker does not repeat what others drew
-        arguments = (self._shared_arguments, self._plan.own_arguments[index], stream, self._past[index])
-        answer: Answer = worker.run("start", *arguments, timeout_s=self._start_timeout_s, phase=START)
-        started: Started = answer.value
-        self.pids[index], self._specs[index] = started.pid, started.specs
-
-    def _call_each(self, phase: str, method: str, args: Sequence[Sequence[Any]]) -> list[Any]:
-        with self._calling, self._in_whole(phase):
-            self._check_alive(phase)
-            requests = [_Request(index, phase, method, of_worker) for index, of_worker in enumerate(args)]
+        with self._calling, self._killed_on_error(method):
+            self._check_alive(method)
+            requests = [_Request(index, "call", (method, of_worker)) for index, of_worker in enumerate(args)]
             for request in requests:
-                self._ask(request)
+                self._send(request)
             while True:
                 by_future = {request.future: request for request in requests}
                 done, _ = wait(by_future, return_when=FIRST_EXCEPTION)
@@ -234,76 +193,122 @@ class CollectorWorkers:
                 for future in failed:
                     self._recover(by_future[future], future)
 
-    def _ask(self, request: _Request) -> None:
+    def request(self, index: int, num_frames: int, num_frames_before: int) -> None:
+        """Request a batch of a worker, without waiting for it.
+
+        Args:
+            num_frames_before: frames requested of all workers before; decides whether to act at random.
+        """
+        self._check_alive(ROLLOUT)
+        self._send(_Request(index, "collect", (num_frames, num_frames_before)))
+        self.requested[index] = num_frames
+
+    def next_batch(self) -> tuple[int, Batch]:
+        """Wait for the first of the requested batches; the worker and its batch."""
+        self._check_alive(ROLLOUT)
+        with self._killed_on_error(ROLLOUT):
+            while True:
+                request, future = self._arrivals.get()
+                if future.exception() is not None:
+                    self._recover(request, future)
+                elif (batch := future.result()) is None:  # it sent its trace before its error
+                    self._send(request)
+                else:
+                    del self.requested[request.index]
+                    return request.index, batch
+
+    def shutdown(self) -> None:
+        """Let the workers close their envs; those that take too long are killed. May be called twice."""
+        if self._ended:
+            return
+        self._ended = "was shut down"
+        try:
+            self._write_traces()
+            is_local = self._plan.ray_options is None
+            self._pool.shutdown(_SHUTDOWN_TIMEOUT_S if is_local else _RAY_SHUTDOWN_TIMEOUT_S)
+        finally:
+            self._kill("was shut down")
+
+    def _start(self, worker: PoolWorker) -> None:
+        """Let a new process make its collector, in the worker's thread."""
+        index, record = worker.number, self._records[worker.number]
+        stream = index + (worker.num_starts - 1) * self.size  # a restarted worker does not repeat what others drew
+        own_arguments = self._plan.own_arguments[index]
+        arguments = (self._shared_arguments, own_arguments, stream, record.state, record.repeated_calls)
+        reply: Reply = worker.run("start", *arguments, timeout_s=self._start_timeout_s, phase=START)
+        record.specs = cloudpickle.loads(reply.value)
+
+    def _send(self, request: _Request) -> None:
         with self._changing:
-            self._unanswered[request.index].append(request)
+            self._records[request.index].unfinished.append(request)
             self._submit(request)
 
     def _submit(self, request: _Request) -> None:
-        args, index = request.args, request.index
+        args, record = request.args, self._records[request.index]
         if request.is_for_batch:
-            args = (*args, None if self._has_weights[index] else self._weights)
-            self._has_weights[index] = True
+            args = (*args, None if record.has_newest_weights else self._weights)
+            record.has_newest_weights = True
         request.future = Future()
-        answer = self._pool.submit(index, request.method, *args, timeout_s=self._timeout_s, phase=request.phase)
-        answer.add_done_callback(partial(self._answered, request, request.future))
+        reply = self._pool.submit(request.index, request.method, *args, timeout_s=self._timeout_s, phase=request.phase)
+        reply.add_done_callback(partial(self._replied, request, request.future))
 
-    def _answered(self, request: _Request, future: Future[Any], answer: Future[Answer]) -> None:
-        """Take what came of a call, in the worker's thread and so in the order of its calls."""
-        error = answer.exception()
+    def _replied(self, request: _Request, future: Future[Any], reply: Future[Reply]) -> None:
+        """Process a reply, in the worker's thread and so in the order of its calls."""
+        error = reply.exception()
         if error is None:
-            self._take(request, answer.result())
-            future.set_result(answer.result().value)
+            self._take(request, reply.result())
+            future.set_result(reply.result().value)
         else:
-            self._failures.setdefault(request.index, error)
+            record = self._records[request.index]
+            record.failure = record.failure or error
             future.set_exception(error)
         if request.is_for_batch:
             self._arrivals.put((request, future))
 
-    def _take(self, request: _Request, answer: Answer) -> None:
-        index = request.index
-        self._unanswered[index].remove(request)
-        calls = dict(self._past[index].calls or {})
-        if request.method == "call" and request.args[0] in _KEPT:
-            calls[request.args[0]] = request.args[1]
-        self._past[index] = Past(answer.state, calls)
-        if answer.is_recording:
+    def _take(self, request: _Request, reply: Reply) -> None:
+        index, record = request.index, self._records[request.index]
+        record.unfinished.remove(request)
+        record.state = reply.state
+        if request.method == "call" and request.args[0] in _REPEATED:
+            record.repeated_calls[request.args[0]] = request.args[1]
+        if reply.is_recording:
             self.recording.add(index)
         else:
             self.recording.discard(index)
-        for trace in answer.traces:
+        for trace in reply.traces:
             trace.save(index)
-        if isinstance(answer.value, Batch):
+        if isinstance(reply.value, Batch):
             self._pool.workers[index].succeeded()
 
     def _recover(self, request: _Request, future: Future[Any]) -> None:
-        """Restart the worker that failed in a call, or raise the failure."""
+        """Restart the worker whose call failed, or raise the failure."""
         with self._changing:
             self._check_alive(request.phase)
             if request.future is not future:  # another thread has restarted the worker
                 return
-            if self._pool.workers[request.index].loss is None or not self._pool.restarts.max_restarts:
+            if self._pool.workers[request.index].loss is None or not self._plan.max_restarts:
                 self._kill(f"failed in {request.phase}")
-                raise self._failures[request.index]
+                failure = self._records[request.index].failure
+                assert failure is not None
+                raise failure
             self._restart()
 
     def _restart(self) -> None:
-        """Restart all lost workers, and send them the calls that they did not answer."""
+        """Restart all lost workers, and send them their unfinished calls again."""
         for worker in self._pool.lost:
-            wait([request.future for request in self._unanswered[worker.number]])  # they fail at once
+            wait([request.future for request in self._records[worker.number].unfinished])  # they fail at once
             if worker.number in self.recording:
                 self.recording.discard(worker.number)
                 _log.warning("the trace that worker %d was recording is lost", worker.number)
         for worker in self._pool.restart_lost():
-            index = worker.number
-            self._failures.pop(index, None)
-            self._has_weights[index] = self._weights is None
-            for request in self._unanswered[index]:
+            record = self._records[worker.number]
+            record.failure, record.has_newest_weights = None, self._weights is None
+            for request in record.unfinished:
                 self._submit(request)
 
     @contextmanager
-    def _in_whole(self, phase: str) -> Iterator[None]:
-        """End the workers if the driver is interrupted, for instance by Ctrl-C, and so does not know what they do."""
+    def _killed_on_error(self, phase: str) -> Iterator[None]:
+        """Kill the workers if an exception, such as Ctrl-C, leaves the driver without knowledge of what they do."""
         try:
             yield
         except BaseException:
@@ -315,13 +320,11 @@ class CollectorWorkers:
             raise WorkerError(f"{phase} cannot begin: the collector {self._ended}; make another one")
 
     def _write_traces(self) -> None:
-        """Let workers that record end their rollout and write what they have."""
-        requests = [
-            _Request(index, "disable_profile", "call", ("disable_profile", cloudpickle.dumps(())))
-            for index in sorted(self.recording)
-        ]
+        """Let workers that record end their rollout and write their trace."""
+        args = ("disable_profile", cloudpickle.dumps(()))
+        requests = [_Request(index, "call", args) for index in sorted(self.recording)]
         for request in requests:
-            self._ask(request)
+            self._send(request)
         wait([request.future for request in requests], _TRACE_TIMEOUT_S)
         self.recording.clear()
         if lost := [request.index for request in requests if not request.future.done()]:
@@ -344,5 +347,4 @@ class CollectorWorkers:
         atexit.unregister(self.shutdown)
         self._weights = None
         self._shared_arguments = Stored.of(None)
-        if self._ray is not None:
-            self._ray.release()
+        self._plan.release()

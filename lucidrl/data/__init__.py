@@ -1,1 +1,1 @@
-"""Prompts, conversations as token ids, and the batches made of them."""
+"""Prompts, supervised examples, chat messages as token ids, and batches of them."""

@@ -1,4 +1,4 @@
-"""Chat templates: checked under limits when a tokenizer is loaded, and rendered with errors that name them."""
+"""Chat templates: checked under limits when a tokenizer is loaded, and rendered with clear errors."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 PROBE_TIMEOUT_S = 120
 """Upper bound on waiting for the probe on a busy machine; its own limit is CPU time."""
 BROKEN = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-"""What the code of a template raises besides jinja's own errors."""
+"""Errors of a template's code beside those of jinja."""
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Refuse a chat template that takes too long, too much memory or writes too much for a short conversation.
+    """Refuse a chat template that takes too long, too much memory or writes too much for a few short messages.
 
-    A process of its own renders it once. A template that misbehaves only for certain messages is not found here.
+    A separate process renders it once. This does not find a template that misbehaves only for certain messages.
 
     Raises:
         ConfigError: names the file that holds the template.
@@ -39,31 +39,24 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Non
     special_tokens = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     if excess := _excess(template, tuple(sorted(special_tokens.items()))):
         raise ConfigError(
-            f"the chat template in {template_file(folder)} {excess} for a conversation of three short messages; "
-            "correct the template, or remove it to have the messages joined"
+            f"the chat template in {template_file(folder)} {excess} for three short messages; fix the template, "
+            "or remove it to have the messages joined"
         )
 
 
-def apply_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    chat_template_kwargs: Mapping[str, Any] | None,
-    **options: Any,
-) -> Any:
-    """A conversation in the words of the tokenizer's chat template, as text or tokenized.
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+    """Render messages with the tokenizer's chat template, as text or tokenized.
 
     Raises:
         DataError: if the template refuses the messages, or fails.
     """
     plain = [{"role": message["role"], "content": message["content"]} for message in messages]
     try:
-        return tokenizer.apply_chat_template(
-            plain, **{"add_generation_prompt": True, **options}, **(chat_template_kwargs or {})
-        )
+        return tokenizer.apply_chat_template(plain, **{"add_generation_prompt": True, **options})
     except (TemplateSyntaxError, *BROKEN) as error:
         where = template_file(Path(tokenizer.name_or_path)) if tokenizer.name_or_path else "the tokenizer"
         raise DataError(
-            f"the chat template in {where} fails: {type(error).__name__}: {error}; correct the template"
+            f"the chat template in {where} fails: {type(error).__name__}: {error}; fix the template"
         ) from error
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in plain)
@@ -80,11 +73,11 @@ def template_file(folder: Path) -> Path:
 
 @lru_cache(maxsize=16)
 def _excess(template: str, special_tokens: tuple[tuple[str, str], ...]) -> str | None:
-    """What a template does too much of, if anything."""
+    """The limit that a template exceeds, if any."""
     command = [sys.executable, "-P", template_probe.__file__]
-    given = json.dumps({"template": template, "special_tokens": dict(special_tokens)}).encode()
+    content = json.dumps({"template": template, "special_tokens": dict(special_tokens)}).encode()
     try:
-        exit_code = subprocess.run(command, input=given, capture_output=True, timeout=PROBE_TIMEOUT_S).returncode
+        exit_code = subprocess.run(command, input=content, capture_output=True, timeout=PROBE_TIMEOUT_S).returncode
     except subprocess.TimeoutExpired:
         exit_code = -signal.SIGXCPU
     return {

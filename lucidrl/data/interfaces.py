@@ -6,18 +6,17 @@ from typing import Any, TypedDict
 
 
 class ChatMessage(TypedDict):
-    """One message of a conversation, as chat templates read it."""
+    """One message, as chat templates read it."""
 
     role: str
     content: str
 
 
 LLMMessageLogType = list[dict[str, Any]]
-"""A conversation with its tokens.
+"""Messages with their tokens.
 
-Every message has `role`, `content` and `token_ids` (1-d int64). Messages rendered together, a prompt or an
-environment's reply, keep their ids on the last of them and empty tensors on the others: a chat template does not say
-which message a token belongs to. Sampled assistant messages also have `generation_logprobs` (1-d float32), one for
-each token, and the `policy_version` of the policy that sampled them. The concatenated `token_ids` are exactly what the
-model saw and sampled.
+Every message has `role`, `content` and `token_ids` (1-d int64). Messages rendered together, such as a prompt, keep
+their ids on the last of them and empty tensors on the others: a chat template does not say which message a token
+belongs to. Sampled assistant messages also have `generation_logprobs` (1-d float32), one per token, and the
+`policy_version` that sampled them. The concatenated `token_ids` are exactly the tokens that the model saw and sampled.
 """

@@ -1,4 +1,4 @@
-"""JSON lines: one object on each line, refused by file and line where it cannot be read as such."""
+"""JSON lines: one object per line; errors name file and line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import orjson
 from lucidrl.errors import DataError
 
 LONGEST_LINE_BYTES = 8 << 20
-"""Far above any context length; a longer line is a file of another kind, or was joined by mistake."""
+"""Far above any context length; a longer line is a mistake or a file of another kind."""
 OTHER_KINDS = {
     b"PAR1": "a Parquet file; convert it with pandas.read_parquet(...).to_json(..., orient='records', lines=True)",
     b"ARROW1": "an Arrow file; convert it with pandas.read_feather(...).to_json(..., orient='records', lines=True)",
@@ -21,7 +21,7 @@ OTHER_KINDS = {
     b"\x28\xb5\x2f\xfd": "compressed with Zstandard; unpack it with unzstd",
     b"PK\x03\x04": "a ZIP archive; unpack it",
 }
-"""How files of other kinds begin, and what makes JSONL of them."""
+"""First bytes of other kinds of files, and how to convert them."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class JsonLine:
     number: int
     """Counted from 1."""
     content: bytes
-    """Without the end of the line."""
+    """Without the line end."""
     record: dict[str, Any]
 
 
@@ -58,7 +58,7 @@ def read_json_lines(path: Path, kind: str) -> Iterator[JsonLine]:
             place = f"{path}:{number}"
             if len(line) > LONGEST_LINE_BYTES:
                 raise DataError(
-                    f"{place}: the line is longer than {LONGEST_LINE_BYTES} bytes; write one JSON object on each line, "
+                    f"{place}: the line is longer than {LONGEST_LINE_BYTES} bytes; write one JSON object per line, "
                     "and split longer ones"
                 )
             if line.strip():
@@ -69,27 +69,27 @@ def read_json_lines(path: Path, kind: str) -> Iterator[JsonLine]:
 def _refuse_other_kinds(path: Path, kind: str, start: bytes) -> None:
     for magic, other in OTHER_KINDS.items():
         if start.startswith(magic):
-            raise DataError(f"{kind} file {path} must be JSONL, one JSON object on each line, but is {other}")
+            raise DataError(f"{kind} file {path} must be JSONL, one JSON object per line, but is {other}")
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise DataError(f"{place}: not valid JSON ({error}); write one JSON object on each line") from error
+        raise DataError(f"{place}: not valid JSON ({error}); write one JSON object per line") from error
     if not isinstance(record, dict):
-        raise DataError(f"{place}: holds a {type(record).__name__}; write one JSON object on each line")
+        raise DataError(f"{place}: holds a {type(record).__name__}; write one JSON object per line")
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise DataError(f"{place}: has the key {key!r} twice in one object; keep one of them")
+                raise DataError(f"{place}: has the key {key!r} twice in one object; remove one of them")
             seen.add(key)
 
-    # orjson keeps the last of equal keys without a word.
+    # orjson silently keeps the last of equal keys.
     try:
         json.loads(line, object_pairs_hook=without_duplicates, parse_int=float)
     except RecursionError as error:
-        raise DataError(f"{place}: is nested too deeply; write plainer objects") from error
+        raise DataError(f"{place}: is nested too deeply; write flatter objects") from error
     return record

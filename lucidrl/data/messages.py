@@ -1,13 +1,13 @@
-"""Token in, token out: conversations become token ids, and what was sampled is never tokenised again.
+"""Token in, token out: messages become token ids, and sampled ids are never tokenised again.
 
-A tokenizer with a chat template renders conversations by that template. One without (a base or embedded model) gets
-the contents joined, with the special tokens it adds by itself.
+A tokenizer with a chat template renders messages by that template. One without (a base or embedded model) gets the
+joined contents, with the special tokens that it adds by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -20,52 +20,34 @@ from lucidrl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Stands for the assistant's text while a template is rendered, so that the text itself stays out of it.
+# Stands for the assistant's text while a template is rendered, which may change the text itself.
 _SENTINEL = "@@assistant-text@@"
 
 
-class FlatMessageLog(TypedDict):
-    """A message log as one sequence of `length` tokens."""
-
-    input_ids: torch.Tensor
-    token_mask: torch.Tensor
-    """float32, 1 where a token counts for the loss."""
-    generation_logprobs: NotRequired[torch.Tensor]
-    """float32, 0 on tokens that were not sampled; absent in supervised logs."""
-    length: int
-
-
-def render_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """Ids of a conversation up to the point where the assistant begins to answer."""
-    _check_awaits_answer(messages)
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Ids of messages, generation prompt included."""
+    _check_awaits_completion(messages)
     if not tokenizer.chat_template:
         return tokenizer.encode(_joined(messages))
-    return apply_template(tokenizer, messages, chat_template_kwargs, tokenize=True, return_dict=True)["input_ids"]
+    return apply_template(tokenizer, messages, tokenize=True, return_dict=True)["input_ids"]
 
 
-def render_reply(
-    tokenizer: PreTrainedTokenizerBase,
-    message_log: LLMMessageLogType,
-    messages: Sequence[Mapping[str, Any]],
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+def render_next_turn(
+    tokenizer: PreTrainedTokenizerBase, message_log: LLMMessageLogType, messages: Sequence[Mapping[str, Any]]
 ) -> list[int]:
-    """Ids that reply messages append to a log ending in an assistant message, next generation prompt included.
+    """Ids that an environment's messages append to a log ending in an assistant message, generation prompt included.
 
     The ids begin by closing the assistant's turn, unless its sampled ids end it themselves.
     """
-    _check_awaits_answer(messages)
+    _check_awaits_completion(messages)
     if not message_log or message_log[-1]["role"] != "assistant":
-        raise DataError("a reply must follow an assistant message; append the sampled answer to the log first")
+        raise DataError("a new turn must follow an assistant message; append the completion to the log first")
     if not tokenizer.chat_template:
         return tokenizer.encode(_joined(messages), add_special_tokens=False)
     history, sampled_ids = message_log[:-1], message_log[-1]["token_ids"].tolist()
-    _, after = _around_answer(tokenizer, history, messages, chat_template_kwargs)
+    _, after = _around_completion(tokenizer, history, messages)
     ids = tokenizer.encode(after, add_special_tokens=False)
-    closing = _closing_ids(tokenizer, history, chat_template_kwargs)
+    closing = _closing_ids(tokenizer, history)
     ended = bool(closing and sampled_ids) and sampled_ids[-1] in (closing[-1], tokenizer.eos_token_id)
     return ids[len(closing) :] if ended and ids[: len(closing)] == closing else ids
 
@@ -80,7 +62,7 @@ def with_tokens(messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int])
 def sampled_message(
     content: str, token_ids: torch.Tensor, generation_logprobs: torch.Tensor, policy_version: int
 ) -> dict[str, Any]:
-    """The log entry of an answer, with the log-probabilities its tokens were sampled at, and by which weights."""
+    """The log entry of a completion."""
     return {
         "role": "assistant",
         "content": content,
@@ -90,59 +72,50 @@ def sampled_message(
     }
 
 
-def supervised_example(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> LLMMessageLogType:
-    """The log of a written conversation, each assistant message with the tokens the model is to learn.
+def supervised_example(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> LLMMessageLogType:
+    """The log of an example; the model learns the tokens of its assistant messages.
 
-    Tokens lie where a rollout would have them: the part before the first answer is `render_prompt` of it, later parts
-    are `render_reply`, and an answer ends with the end-of-turn token and nothing behind it.
+    Tokens are those of a rollout: the messages before the first assistant message are rendered by `render_prompt`,
+    later ones by `render_next_turn`, and an assistant message ends with the end-of-turn token.
     """
     if not messages or messages[-1]["role"] != "assistant":
-        raise DataError("a supervised example must end with an assistant message; it is what the model learns")
+        raise DataError("a supervised example must end with an assistant message, which the model learns; append one")
     log: LLMMessageLogType = []
     turn: list[Mapping[str, Any]] = []
     for message in messages:
         if message["role"] != "assistant":
             turn.append(message)
             continue
-        if log:
-            ids = render_reply(tokenizer, log, turn, chat_template_kwargs)
-        else:
-            ids = render_prompt(tokenizer, turn, chat_template_kwargs)
+        ids = render_next_turn(tokenizer, log, turn) if log else render_prompt(tokenizer, turn)
         log += with_tokens(turn, ids)
-        log += with_tokens([message], _answer_ids(tokenizer, log, message["content"], chat_template_kwargs))
+        log += with_tokens([message], _completion_ids(tokenizer, log, message["content"]))
         turn = []
     return log
 
 
-def flatten_message_log(log: LLMMessageLogType, supervised: bool = False) -> FlatMessageLog:
-    """Join the messages of a log to one sequence.
+def flatten_message_log(log: LLMMessageLogType, supervised: bool = False) -> dict[str, torch.Tensor]:
+    """Join the messages of a log to one sequence: `input_ids`, `token_mask` and, unless supervised,
+    `generation_logprobs` (0 on tokens that were not sampled).
 
     Args:
-        log: the conversation; an assistant message with tokens counts for the loss.
-        supervised: whether the answers were written, not sampled, and so have no log-probabilities.
+        log: assistant messages with tokens count for the loss.
+        supervised: whether assistant messages were written, not sampled, and so have no log-probabilities.
 
     Raises:
         DataError: for a log without tokens, or a sampled message whose log-probabilities are missing, not finite or
-            not one for each token.
+            not one per token.
     """
     if not sum(len(message["token_ids"]) for message in log):
         raise DataError(f"a message log of {len(log)} messages has no tokens; render its prompt first")
     masks, logprobs = [], []
     for index, message in enumerate(log):
         size = len(message["token_ids"])
-        answered = message["role"] == "assistant" and size > 0
-        masks.append(torch.full((size,), float(answered)))
+        counts = message["role"] == "assistant" and size > 0
+        masks.append(torch.full((size,), float(counts)))
         if not supervised:
-            logprobs.append(_checked_logprobs(index, message) if answered else torch.zeros(size))
-    input_ids = torch.cat([message["token_ids"] for message in log])
-    flat: FlatMessageLog = {"input_ids": input_ids, "token_mask": torch.cat(masks), "length": len(input_ids)}
-    if not supervised:
-        flat["generation_logprobs"] = torch.cat(logprobs)
-    return flat
+            logprobs.append(_checked_logprobs(index, message) if counts else torch.zeros(size))
+    flat = {"input_ids": torch.cat([message["token_ids"] for message in log]), "token_mask": torch.cat(masks)}
+    return flat if supervised else {**flat, "generation_logprobs": torch.cat(logprobs)}
 
 
 def collate(
@@ -161,16 +134,15 @@ def collate(
     flats = [flatten_message_log(log, supervised) for log in logs]
     multipliers = [1.0] * len(logs) if loss_multipliers is None else loss_multipliers
     if len(multipliers) != len(logs):
-        raise DataError(f"{len(multipliers)} loss multipliers for {len(logs)} message logs; give one for each log")
+        raise DataError(f"{len(multipliers)} loss multipliers for {len(logs)} message logs; give one per log")
     columns = {
-        "input_ids": pad_sequence([flat["input_ids"] for flat in flats], batch_first=True, padding_value=pad_id),
-        "input_lengths": torch.tensor([flat["length"] for flat in flats]),
-        "token_mask": pad_sequence([flat["token_mask"] for flat in flats], batch_first=True),
-        "sample_mask": torch.tensor(multipliers, dtype=torch.float32),
+        name: pad_sequence(
+            [flat[name] for flat in flats], batch_first=True, padding_value=pad_id if name == "input_ids" else 0
+        )
+        for name in flats[0]
     }
-    if not supervised:
-        logprobs = [flat["generation_logprobs"] for flat in flats if "generation_logprobs" in flat]
-        columns["generation_logprobs"] = pad_sequence(logprobs, batch_first=True)
+    columns["input_lengths"] = torch.tensor([len(flat["input_ids"]) for flat in flats])
+    columns["sample_mask"] = torch.tensor(multipliers, dtype=torch.float32)
     return BatchedDataDict(columns)
 
 
@@ -178,13 +150,13 @@ def _checked_logprobs(index: int, message: Mapping[str, Any]) -> torch.Tensor:
     size, logprobs = len(message["token_ids"]), message.get("generation_logprobs")
     if logprobs is None:
         raise DataError(
-            f"message {index} is an answer of {size} tokens without generation_logprobs; "
-            "sampled answers need one for each token, written ones are for supervised training"
+            f"message {index} is a completion of {size} tokens without generation_logprobs; "
+            "give one per token, or train supervised on written messages"
         )
     if logprobs.shape != (size,):
         raise DataError(
             f"message {index} has {size} tokens but generation_logprobs of shape {tuple(logprobs.shape)}; "
-            "the generator must return one for each sampled token"
+            "the generator must return one per sampled token"
         )
     if not torch.isfinite(logprobs).all():
         raise DataError(
@@ -194,12 +166,12 @@ def _checked_logprobs(index: int, message: Mapping[str, Any]) -> torch.Tensor:
     return logprobs.float()
 
 
-def _check_awaits_answer(messages: Sequence[Mapping[str, Any]]) -> None:
+def _check_awaits_completion(messages: Sequence[Mapping[str, Any]]) -> None:
     if not messages:
-        raise DataError("there are no messages to answer; give at least one")
+        raise DataError("there are no messages to complete; give at least one")
     if messages[-1]["role"] == "assistant":
         raise DataError(
-            "the last message has the role assistant; end with one the assistant is to answer, such as user"
+            "the last message has the role assistant; end with one for the assistant to complete, such as user"
         )
 
 
@@ -207,51 +179,41 @@ def _joined(messages: Sequence[Mapping[str, Any]]) -> str:
     return "".join(message["content"] for message in messages)
 
 
-def _answer_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    history: LLMMessageLogType,
-    content: str,
-    chat_template_kwargs: Mapping[str, Any] | None,
-) -> list[int]:
+def _completion_ids(tokenizer: PreTrainedTokenizerBase, history: LLMMessageLogType, content: str) -> list[int]:
     eos_id: Any = tokenizer.eos_token_id
     lead = ""
     closing: list[int] = []
     if tokenizer.chat_template:
-        prompt = apply_template(tokenizer, history, chat_template_kwargs, tokenize=False)
-        before, _ = _around_answer(tokenizer, history, (), chat_template_kwargs)
-        # Some templates write more before an answer than the generation prompt holds: the model has to learn that too.
+        prompt = apply_template(tokenizer, history, tokenize=False)
+        before, _ = _around_completion(tokenizer, history, ())
+        # Some templates write more before the text than the generation prompt holds: the model must learn that too.
         lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
-        closing = _closing_ids(tokenizer, history, chat_template_kwargs)
+        closing = _closing_ids(tokenizer, history)
     if not closing and eos_id is not None:
         closing = [eos_id]
     return tokenizer.encode(lead + content, add_special_tokens=False) + closing
 
 
-def _closing_ids(
-    tokenizer: PreTrainedTokenizerBase, history: LLMMessageLogType, chat_template_kwargs: Mapping[str, Any] | None
-) -> list[int]:
-    """Ids by which the template ends an answer, through the end-of-turn token; empty if it writes no such token."""
-    _, after = _around_answer(tokenizer, history, (), chat_template_kwargs)
+def _closing_ids(tokenizer: PreTrainedTokenizerBase, history: LLMMessageLogType) -> list[int]:
+    """Ids that end an assistant message, up to the end-of-turn token; empty if the template writes none."""
+    _, after = _around_completion(tokenizer, history, ())
     ids = tokenizer.encode(after, add_special_tokens=False)
     markers = [tokenizer.eos_token_id, *tokenizer.added_tokens_decoder]
     return next((ids[: end + 1] for end, token in enumerate(ids) if token in markers), [])
 
 
-def _around_answer(
+def _around_completion(
     tokenizer: PreTrainedTokenizerBase,
     history: Sequence[Mapping[str, Any]],
-    replies: Sequence[Mapping[str, Any]],
-    chat_template_kwargs: Mapping[str, Any] | None,
+    following: Sequence[Mapping[str, Any]],
 ) -> tuple[str, str]:
-    """Text that the template writes before and after an answer; replies, if any, await the next answer."""
-    conversation = [*history, {"role": "assistant", "content": _SENTINEL}, *replies]
-    text = apply_template(
-        tokenizer, conversation, chat_template_kwargs, tokenize=False, add_generation_prompt=bool(replies)
-    )
+    """Text that the template writes before and after an assistant message that `following` messages follow."""
+    messages = [*history, {"role": "assistant", "content": _SENTINEL}, *following]
+    text = apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=bool(following))
     if text.count(_SENTINEL) != 1:
         raise DataError(
-            f"the chat template shows an answer {text.count(_SENTINEL)} times; "
-            "conversations of several turns need a template that shows each answer once"
+            f"the chat template writes an assistant message {text.count(_SENTINEL)} times; "
+            "samples of several turns need a template that writes each message once"
         )
     before, _, after = text.partition(_SENTINEL)
     return before, after

@@ -1,7 +1,7 @@
-"""Renders a chat template once under limits; run as a script in a process of its own, which imports little.
+"""Script that renders a chat template once, in a separate process with limits; it imports little.
 
-A template is code of the model's author. jinja's sandbox keeps it from files and Python objects, not from endless
-loops and huge strings; a process with limits does.
+A template is code of the model's author. jinja's sandbox protects files and Python objects; the limits protect against
+endless loops and huge strings.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 CPU_LIMIT_S = 2
 MEMORY_LIMIT_MB = 1024
 LONGEST_TEXT = 1_000_000
-"""Characters that a template may write for a conversation of a few words."""
+"""Characters that a template may write for messages of a few words."""
 TOO_LONG, OUT_OF_MEMORY = 3, 4
 """Exit codes."""
 USER, ASSISTANT = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
-CONVERSATIONS = ([USER], [{"role": "system", "content": "Be brief"}, USER], [USER, ASSISTANT, USER])
+MESSAGE_LISTS = ([USER], [{"role": "system", "content": "Be brief"}, USER], [USER, ASSISTANT, USER])
 
 
 class Generation(Extension):
-    """The `generation` tag, which marks what the assistant wrote and leaves the text as it is."""
+    """The `generation` tag, which marks assistant text and does not change it."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
@@ -37,7 +37,7 @@ class Generation(Extension):
 
 
 def render(template: str, special_tokens: dict[str, str]) -> None:
-    """Render the conversations as transformers does; errors of the template are left to the real rendering."""
+    """Render some messages as transformers does; ignores errors of the template, which real rendering reports."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -45,7 +45,7 @@ def render(template: str, special_tokens: dict[str, str]) -> None:
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     compiled = environment.from_string(template)
-    for messages in CONVERSATIONS:
+    for messages in MESSAGE_LISTS:
         length = 0
         try:
             for text in compiled.generate(messages=messages, add_generation_prompt=True, **special_tokens):
@@ -65,9 +65,9 @@ def _raise(message: str) -> None:
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_MB << 20, MEMORY_LIMIT_MB << 20))
-    given = json.loads(sys.stdin.buffer.read())
+    content = json.loads(sys.stdin.buffer.read())
     try:
-        render(given["template"], given["special_tokens"])
+        render(content["template"], content["special_tokens"])
     except MemoryError:
         sys.exit(OUT_OF_MEMORY)
     except (jinja2.TemplateError, RecursionError, ValueError, TypeError):

@@ -10,8 +10,7 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from lucidrl.data.datasets import Prompt, PromptOrder
-from lucidrl.data.examples import answered, load_examples
+from lucidrl.data.datasets import Prompt, PromptOrder, example_of, load_examples
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.distributed.config import ClusterConfig
@@ -97,7 +96,7 @@ class TextInputs:
         if isinstance(self._config, SFTRunConfig) and self._config.data.file is not None:
             train, held_out = load_examples(self._config.data.file, self._config.data.validation_fraction)
         else:
-            train, held_out = ([answered(prompt) for prompt in side] for side in self.prompts)
+            train, held_out = ([example_of(prompt) for prompt in side] for side in self.prompts)
         return (
             [supervised_example(self.tokenizer, messages) for messages in train],
             [supervised_example(self.tokenizer, messages) for messages in held_out],

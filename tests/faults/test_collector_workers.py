@@ -1,4 +1,4 @@
-"""Whatever happens to a worker of a collector, the consumer learns of it soon, and nothing is left behind."""
+"""Faults of collector workers raise soon, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from functools import partial
 import psutil
 import pytest
 
-from lucidrl.collectors.multi_async import MultiAsyncCollector
-from lucidrl.collectors.multi_sync import MultiSyncCollector
+from lucidrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from lucidrl.envs import ParallelEnv
 from lucidrl.errors import EnvironmentFailure, WorkerError
 from tests.faults.processes import wait_until_gone
@@ -36,7 +35,7 @@ ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture(scope="module", autouse=True)
 def fork_server():
-    """It stays for the next processes, and must not be taken for something left behind."""
+    """Stays for the next processes; it is not left behind."""
     MultiSyncCollector([Walk], frames_per_batch=1).shutdown()
 
 
@@ -78,7 +77,7 @@ def test_a_worker_that_fails_is_named_at_once_with_its_traceback(kind, fault, wh
 
 
 @ALL_KINDS
-def test_a_worker_that_hangs_is_named_at_the_deadline(kind):
+def test_a_worker_that_hangs_is_named_at_the_timeout(kind):
     collector = kind(one_faulty(2, 0, "hang"), frames_per_batch=20, timeout_s=TIMEOUT_S)
     failure, seconds = collect_until_it_fails(collector)
     # On a busy machine the other one may be late too.
@@ -87,7 +86,7 @@ def test_a_worker_that_hangs_is_named_at_the_deadline(kind):
 
 
 @pytest.mark.parametrize(("number", "what"), KILLED_OR_STOPPED)
-def test_a_worker_that_is_killed_or_stopped_from_outside_is_told(number, what):
+def test_a_worker_that_is_killed_or_stopped_from_outside_is_reported(number, what):
     for repetition in range(REPETITIONS):
         collector = KINDS[repetition % 2]([healthy] * 2, frames_per_batch=20, timeout_s=TIMEOUT_S)
         if repetition % 4 > 1:
@@ -99,22 +98,22 @@ def test_a_worker_that_is_killed_or_stopped_from_outside_is_told(number, what):
 
 
 @pytest.mark.parametrize(("number", "what"), KILLED_OR_STOPPED)
-def test_a_worker_that_is_gone_is_told_by_calls_too(number, what):
+def test_calls_report_a_killed_or_stopped_worker_too(number, what):
     collector = MultiSyncCollector([healthy] * 2, frames_per_batch=20, timeout_s=TIMEOUT_S)
     os.kill(collector.workers.pids[0], number)
     with pytest.raises(WorkerError, match=rf"worker [01] of 2 .*{what}"):
         collector.set_seed(0)
 
 
-def test_ctrl_c_is_for_the_driver_to_decide():
-    """It reaches the workers too; a program that finishes its step first still needs them."""
+def test_workers_survive_ctrl_c():
+    """A program that finishes its step first still needs its workers."""
     with MultiSyncCollector([healthy] * 2, frames_per_batch=20) as collector:
         for pid in collector.workers.pids:
             os.kill(pid, signal.SIGINT)
         assert collector.next().numel() == 20
 
 
-def test_a_dead_worker_whose_own_process_lives_on_is_told_at_once():
+def test_a_dead_worker_whose_child_process_lives_is_reported_at_once():
     def forking():
         if os.fork() == 0:
             time.sleep(40)  # and holds the worker's connections open
@@ -137,8 +136,8 @@ def test_a_large_argument_for_a_stopped_worker_does_not_block():
     assert time.monotonic() - begun < TIMEOUT_S + 30
 
 
-def test_a_call_that_is_interrupted_ends_the_workers():
-    """Its answers would be taken for those of the next one."""
+def test_an_interrupted_call_kills_the_workers():
+    """Its replies would be mistaken for those of the next call."""
     collector = MultiSyncCollector([healthy] * 2, frames_per_batch=20, timeout_s=60)
     os.kill(collector.workers.pids[1], signal.SIGSTOP)
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
@@ -151,7 +150,7 @@ def test_a_call_that_is_interrupted_ends_the_workers():
         collector.state_dict()
 
 
-def test_an_error_of_ours_keeps_its_type():
+def test_a_lucid_error_keeps_its_type():
     def raising():
         raise EnvironmentFailure("the track is closed; wait for summer")
 
@@ -168,21 +167,21 @@ def test_an_error_of_ours_keeps_its_type():
         ("import time; time.sleep(99)", r"worker 1 of 2 did not finish the start within 1 s\. .*start_timeout_s"),
     ],
 )
-def test_a_start_that_fails_is_told(code, what):
+def test_a_start_that_fails_is_reported(code, what):
     with pytest.raises(WorkerError, match=what):
         MultiSyncCollector([healthy, lambda: exec(code)], frames_per_batch=2, start_timeout_s=1)
 
 
 @ALL_KINDS
-def test_shutdown_does_not_wait_for_workers_that_are_busy(kind):
+def test_shutdown_does_not_wait_for_busy_workers(kind):
     collector = kind([lambda: Faulty("hang")] * 2, frames_per_batch=20)
-    collector._requests.ask(0, 20, 0)
+    collector.workers.request(0, 20, 0)
     begun = time.monotonic()
     collector.shutdown()
     assert time.monotonic() - begun < 30
 
 
-def test_a_collector_that_nobody_has_any_more_ends_its_workers():
+def test_a_garbage_collected_collector_ends_its_workers():
     collector = MultiAsyncCollector([healthy] * 2, frames_per_batch=20)
     collector.next()
     pids = collector.workers.pids
@@ -208,7 +207,7 @@ def test_env_processes_of_a_worker_end_with_it():
 
 PROGRAM = """
 import sys, time
-from lucidrl.collectors.{module} import {kind}
+from lucidrl.collectors import {kind}
 from lucidrl.envs import GymEnv
 
 collector = {kind}([lambda: GymEnv("CartPole-v1")] * 2, frames_per_batch=200)
@@ -219,9 +218,8 @@ print(*collector.workers.pids, flush=True)
 
 
 def program(kind, rest=""):
-    """A program that nothing shuts down, without a guard for its main module; and the processes of its workers."""
-    module = {"MultiSyncCollector": "multi_sync", "MultiAsyncCollector": "multi_async"}[kind.__name__]
-    code = PROGRAM.format(module=module, kind=kind.__name__, rest=rest)
+    """Start a program without shutdown and main guard; returns it and the processes of its workers."""
+    code = PROGRAM.format(kind=kind.__name__, rest=rest)
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -230,7 +228,7 @@ def program(kind, rest=""):
 
 
 @pytest.mark.slow
-def test_a_program_that_ends_without_shutdown_exits_and_says_nothing():
+def test_a_program_without_shutdown_exits_silently():
     process, pids = program(MultiSyncCollector)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0
@@ -239,7 +237,7 @@ def test_a_program_that_ends_without_shutdown_exits_and_says_nothing():
 
 
 @pytest.mark.slow
-def test_a_program_that_is_interrupted_exits_at_once_without_a_word_of_the_workers():
+def test_an_interrupted_program_exits_at_once_without_output_of_the_workers():
     process, pids = program(MultiAsyncCollector, "while True: collector.next()")
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them

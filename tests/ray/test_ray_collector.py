@@ -154,7 +154,7 @@ def test_traces_come_to_the_folder_of_the_driver(shared, tmp_path):
 
     # Earlier, if it is disabled; and to be enabled again after that.
     shared.enable_profile(workers=[1], num_rollouts=9, warmup_rollouts=0, save_path=tmp_path.parent / "early.json.gz")
-    with pytest.raises(ConfigError, match="worker 1 cannot be recorded: rollouts are being recorded already"):
+    with pytest.raises(ConfigError, match="worker 1 cannot be recorded: rollouts are already being recorded"):
         shared.enable_profile(workers=[0, 1])
     shared.next()
     shared.disable_profile()
@@ -198,8 +198,8 @@ def test_a_collector_class_as_an_actor_collects_until_its_frames_are_there():
         ({"remote_options": {"accelerator_type": "H100"}}, r"accelerator_type:H100 0\.001 on one node, but"),
         ({"remote_options": [{}] * 3}, "remote_options has 3 entries for 2 workers; give one mapping, or one for each"),
         ({"remote_options": [{}, 4]}, "remote_options has 4, which is no mapping"),
-        ({"remote_options": {"max_restarts": 2}}, "remote_options has max_restarts, which the collector decides"),
-        ({"remote_options": {"name": "walker"}}, "remote_options has name, which the collector decides"),
+        ({"remote_options": {"max_restarts": 2}}, "remote_options has max_restarts, which the collector sets itself"),
+        ({"remote_options": {"name": "walker"}}, "remote_options has name, which the collector sets itself"),
         ({"remote_options": {"num_spus": 1}}, "Ray refuses the options .*num_spus"),
         (
             {"remote_options": {"runtime_env": {"env_vars": {"A": 1}}}},
@@ -207,7 +207,7 @@ def test_a_collector_class_as_an_actor_collects_until_its_frames_are_there():
         ),
         ({"max_restarts": -1}, "max_restarts=-1 is negative; give 0 to never restart"),
         ({"frames_per_batch": 1, "sync": True}, "frames_per_batch=1 leaves some of 2 workers without a frame"),
-        ({"timeout_s": 0}, "timeout_s=0 leaves no time for anything"),
+        ({"timeout_s": 0}, "timeout_s=0 is not above 0"),
         ({"create_env_fn": [threading.Lock().acquire] * 2}, "create_env_fn of worker 0 cannot be sent"),
     ],
 )

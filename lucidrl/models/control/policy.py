@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from lucidrl.checkpoint.manifest import FileDigest, read_json
-from lucidrl.checkpoint.shards import open_tensors
 from lucidrl.checkpoint.state import flatten_state, unflatten_state
-from lucidrl.checkpoint.tensors import TensorSpec
+from lucidrl.checkpoint.tensors import TensorSpec, open_tensors
 from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet
 from lucidrl.errors import CheckpointError, TrainingError
 from lucidrl.losses.interfaces import FrameLoss, FrameOutputs, Frames

@@ -19,13 +19,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 
-from lucidrl.checkpoint.agreement import agreed
 from lucidrl.checkpoint.manager import STATE_NAME, verify_part
 from lucidrl.checkpoint.manifest import MANIFEST_NAME, FileDigest, is_as_listed, verify_manifest, write_manifest
-from lucidrl.checkpoint.shards import open_tensors
 from lucidrl.checkpoint.staging import clean_up_after_killed_processes, locked, make_hidden_folder, put_in_place
-from lucidrl.checkpoint.tensors import TensorSpec
-from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet
+from lucidrl.checkpoint.tensors import TensorSpec, open_tensors
+from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet, agreed
 from lucidrl.distributed.collectives import gather_over
 from lucidrl.errors import CheckpointError
 from lucidrl.models.loading import DTYPES

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from lucidrl.checkpoint.manifest import read_json
-from lucidrl.checkpoint.shards import open_tensors
 from lucidrl.checkpoint.state import flatten_state, unflatten_state
-from lucidrl.checkpoint.tensors import TensorSpec
+from lucidrl.checkpoint.tensors import TensorSpec, open_tensors
 from lucidrl.checkpoint.writer import TensorSet
 from lucidrl.errors import CheckpointError
 from lucidrl.models.optim import PolicyOptimizer

@@ -1,4 +1,4 @@
-"""A process that is killed at any moment of saving leaves what it reported as saved.
+"""A process that is killed at any moment of saving leaves every checkpoint that it reported.
 
 The test runs this file in a process without threads, which forks those that are killed: importing torch for each would
 take longer than saving.
@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from lucidrl.checkpoint.manager import CheckpointManager
-from lucidrl.checkpoint.shards import open_tensors
-from lucidrl.checkpoint.tensors import TensorSpec
+from lucidrl.checkpoint.tensors import TensorSpec, open_tensors
 from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet
 
 NUM_KILLS = 50
@@ -34,7 +33,7 @@ def test_the_newest_valid_checkpoint_is_never_older_than_the_last_that_was_repor
 
 
 def save_forever(root: Path, report: int) -> None:
-    """Save step after step, every third one twice; a byte goes to `report` for each that is committed."""
+    """Save step after step, every third one twice; write a byte to `report` after each commit."""
     manager, writer = CheckpointManager(root, keep_last=2), CheckpointWriter(0, 1, None, pin_memory=False)
     newest = manager.latest()
     for step in count(newest.step + 1 if newest is not None else 1):

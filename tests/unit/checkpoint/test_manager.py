@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent, whatever happens to the process that writes them."""
+"""Checkpoints are complete or absent, even if the process that writes them fails or is killed."""
 
 import errno
 import hashlib
@@ -26,7 +26,7 @@ def save(manager, step, content="weights", **metrics):
 
 
 def names(root):
-    """What is there, once old checkpoints are deleted."""
+    """File names, once old checkpoints are deleted."""
     for thread in threading.enumerate():
         if thread.name == "remover":
             thread.join()
@@ -112,14 +112,14 @@ def test_saving_a_step_again_replaces_it(tmp_path):
         pytest.param("import shutil; shutil.rmtree = die", "weights.bin", id="before the old one is deleted"),
     ],
 )
-def test_a_step_replaced_by_a_killed_process_is_old_or_new_but_whole(tmp_path, patch, left):
+def test_a_step_replaced_by_a_killed_process_is_old_or_new_but_complete(tmp_path, patch, left):
     save(CheckpointManager(tmp_path), 1)
     killed_child(tmp_path, patch)
     assert left in names(CheckpointManager(tmp_path).latest().path)
     assert names(tmp_path) == ["step_1"]
 
 
-def test_a_failing_rename_brings_the_replaced_step_back(tmp_path, monkeypatch):
+def test_a_failing_rename_restores_the_replaced_step(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path)
     save(manager, 1, content="old")
     rename = Path.rename
@@ -151,7 +151,7 @@ def test_damaged_checkpoints_are_skipped_and_named(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_refused_checkpoint_comes_with_the_newest_valid_one(tmp_path, step):
+def test_a_refused_checkpoint_names_the_newest_valid_one(tmp_path, step):
     manager = CheckpointManager(tmp_path)
     for number in (1, 2):
         save(manager, number)
@@ -180,7 +180,7 @@ def test_links_uncommitted_and_renamed_folders_are_refused(tmp_path, caplog):
     assert manager.load(tmp_path / "best").step == 3
 
 
-def test_a_pending_checkpoint_is_no_checkpoint_before_its_commit(tmp_path):
+def test_a_pending_checkpoint_is_invisible_before_its_commit(tmp_path):
     manager = CheckpointManager(tmp_path)
     pending = manager.begin(1, state={"epoch": 1})
     (pending.folder / "weights.bin").write_text("weights")
@@ -195,7 +195,7 @@ def test_a_pending_checkpoint_is_no_checkpoint_before_its_commit(tmp_path):
     assert names(tmp_path) == ["step_1"]
 
 
-def test_only_step_folders_are_looked_at(tmp_path):
+def test_other_files_than_step_folders_are_ignored(tmp_path):
     manager = CheckpointManager(tmp_path)
     save(manager, 2)
     for name in ("step_latest", "step_", "step_09", "old_step_9", "tmp"):
@@ -220,14 +220,14 @@ def test_pruning_keeps_the_last_ones_and_the_best(tmp_path):
     assert manager.best().step == 1
 
 
-def test_pruning_never_removes_what_was_just_saved(tmp_path):
+def test_pruning_never_removes_the_checkpoint_just_saved(tmp_path):
     manager = CheckpointManager(tmp_path, keep_last=1)
     save(manager, 9)
     save(manager, 5)  # a run that went back to step 4
     assert names(tmp_path) == ["step_5", "step_9"]
 
 
-def test_pruning_leaves_damaged_checkpoints_to_their_owner(tmp_path):
+def test_pruning_keeps_damaged_checkpoints(tmp_path):
     manager = CheckpointManager(tmp_path, keep_last=1)
     save(manager, 1)
     (tmp_path / "step_1" / "state.json").write_text("{")
@@ -244,7 +244,7 @@ def test_the_best_is_by_mode_with_ties_to_the_newer_and_never_nan(tmp_path, mode
     assert manager.best().step == best
 
 
-def test_a_damaged_best_gives_way_to_the_next_best(tmp_path):
+def test_a_damaged_best_checkpoint_is_skipped_for_the_next_best(tmp_path):
     manager = CheckpointManager(tmp_path, metric="reward")
     save(manager, 1, reward=1.0)
     save(manager, 2, reward=2.0)
@@ -260,7 +260,7 @@ def test_there_is_no_best_when_every_value_is_nan_or_no_metric_is_named(tmp_path
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_one_sentence_and_spares_earlier_checkpoints(tmp_path, code):
+def test_a_full_disk_raises_one_sentence_and_keeps_earlier_checkpoints(tmp_path, code):
     manager = CheckpointManager(tmp_path)
     save(manager, 1)
     with (
@@ -272,7 +272,7 @@ def test_a_full_disk_is_one_sentence_and_spares_earlier_checkpoints(tmp_path, co
     assert manager.latest().step == 1
 
 
-def test_a_disk_that_fills_up_while_committing_is_reported_alike(tmp_path, monkeypatch):
+def test_a_disk_that_fills_up_while_committing_raises_the_same_error(tmp_path, monkeypatch):
     manager = CheckpointManager(tmp_path)
 
     def full(folder, digests):
@@ -327,7 +327,7 @@ def test_wrong_settings_are_refused(tmp_path):
         pass
 
 
-def test_what_is_no_folder_gives_way_to_a_checkpoint(tmp_path):
+def test_a_file_with_the_name_of_a_checkpoint_is_replaced(tmp_path):
     manager = CheckpointManager(tmp_path)
     (tmp_path / "step_1").symlink_to(tmp_path / "nowhere")
     (tmp_path / "step_2").write_text("a file")
@@ -337,7 +337,7 @@ def test_what_is_no_folder_gives_way_to_a_checkpoint(tmp_path):
     assert names(tmp_path) == ["step_1", "step_2"]
 
 
-def test_where_everybody_may_write_a_checkpoint_is_still_its_owners(tmp_path):
+def test_only_the_owner_may_write_a_checkpoint_even_in_a_world_writable_folder(tmp_path):
     tmp_path.chmod(0o1777)
     save(CheckpointManager(tmp_path), 1)
     assert (tmp_path / "step_1").stat().st_mode & 0o7777 == 0o755

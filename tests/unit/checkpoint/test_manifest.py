@@ -1,4 +1,4 @@
-"""A manifest names any file that is not what was written."""
+"""Verifying a manifest finds every changed, missing or unexpected file."""
 
 import json
 import os
@@ -109,7 +109,7 @@ def test_a_pipe_in_place_of_the_manifest_is_refused_without_being_opened(folder)
         verify_manifest(folder)
 
 
-def test_a_part_of_the_folder_is_verified_alone(folder):
+def test_a_subfolder_is_verified_alone(folder):
     (folder / "state.json").write_text("changed")
     verify_manifest(folder, below="weights")
     (folder / "weights" / "a.bin").write_bytes(b"aaba")
@@ -117,14 +117,14 @@ def test_a_part_of_the_folder_is_verified_alone(folder):
         verify_manifest(folder, below="weights")
 
 
-def test_known_digests_are_taken_as_they_are_and_the_other_files_are_read(folder):
+def test_known_digests_are_used_and_the_other_files_are_read(folder):
     write_manifest(folder, {folder / "weights" / "a.bin": FileDigest(4, "known")})
     files = json.loads((folder / "manifest.json").read_text())["files"]
     assert files["weights/a.bin"] == {"size_bytes": 4, "sha256": "known"}
     assert len(files["state.json"]["sha256"]) == 64
 
 
-@pytest.mark.parametrize(("name", "complaint"), [("a.bin", "it has 4 bytes instead of 5"), ("b.bin", "is gone")])
+@pytest.mark.parametrize(("name", "complaint"), [("a.bin", "it has 4 bytes instead of 5"), ("b.bin", "but is missing")])
 def test_a_digest_of_another_file_than_the_one_there_is_refused(folder, name, complaint):
     with pytest.raises(CheckpointError, match=complaint):
         write_manifest(folder, {folder / "weights" / name: FileDigest(5, "known")})

@@ -1,4 +1,4 @@
-"""Tensors are shared out evenly over files, and an index that lies is refused."""
+"""Tensors are distributed evenly over files, and a wrong index is refused."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from lucidrl.checkpoint.shards import index_name, index_text, open_tensors, plan_shards, shard_file_names
+from lucidrl.checkpoint.tensors import index_name, index_text, open_tensors, plan_shards, shard_file_names
 from lucidrl.errors import CheckpointError
 
 SIZES = st.dictionaries(st.text("abcdef", min_size=1, max_size=4), st.integers(0, 100), max_size=30)
@@ -25,7 +25,7 @@ def test_every_tensor_is_in_one_file_none_too_large_and_every_writer_has_some(si
     assert all(shards) or shards == [[]]
 
 
-def test_files_are_of_about_equal_size_and_as_many_for_each_writer():
+def test_files_are_of_about_equal_size_and_equally_many_per_writer():
     sizes = {"embedding": 60, **{f"layer_{number}": 10 for number in range(30)}}
     shards = plan_shards(sizes, 2, largest_bytes=130)
     assert [sum(sizes[name] for name in shard) for shard in shards] == [90, 90, 90, 90]

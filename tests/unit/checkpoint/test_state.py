@@ -1,4 +1,4 @@
-"""Nested states survive being taken apart into tensors and strict JSON."""
+"""Nested states survive the split into tensors and strict JSON."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A file that is laid out in memory is what the safetensors library reads, to the bit, and its digest is its own."""
+"""The safetensors library reads our files bit-exactly, and digests match the files."""
 
 import hashlib
 
@@ -22,7 +22,7 @@ def file_of(tensors, memory=None):
     return file
 
 
-def test_every_dtype_comes_back_to_the_bit_from_one_file(tmp_path):
+def test_every_dtype_comes_back_bit_exactly_from_one_file(tmp_path):
     tensors = {str(dtype): torch.tensor([0, 1, 1, 0, 1, 3, 1]).to(dtype) for dtype in DTYPES}
     file_of(tensors).write(tmp_path / "x.safetensors")
     loaded = load_file(tmp_path / "x.safetensors")
@@ -67,19 +67,19 @@ def test_views_are_stored_as_they_are_seen(tmp_path, see):
     assert torch.equal(load_file(tmp_path / "x.safetensors")["x"], tensor)
 
 
-def test_memory_of_the_right_size_is_used_again(tmp_path):
+def test_memory_of_the_right_size_is_reused(tmp_path):
     first = file_of({"x": torch.ones(5)})
     again = file_of({"y": torch.zeros(5)}, first.memory)
     assert again.memory is first.memory
     assert file_of({"y": torch.zeros(6)}, first.memory).memory is not first.memory
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path):
+def test_an_existing_file_is_not_overwritten(tmp_path):
     (tmp_path / "x.safetensors").write_text("mine")
     with pytest.raises(FileExistsError):
         file_of({"x": torch.ones(1)}).write(tmp_path / "x.safetensors")
 
 
-def test_a_dtype_that_the_format_cannot_hold_is_named():
+def test_an_unsupported_dtype_is_named():
     with pytest.raises(CheckpointError, match=r"momentum has dtype torch\.complex128"):
         TensorFile({"momentum": TensorSpec(torch.complex128, (2,))})

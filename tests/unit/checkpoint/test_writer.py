@@ -1,4 +1,4 @@
-"""What is begun is written as it was, whatever happens to the tensors and to the disk meanwhile."""
+"""A save writes the tensors as they were when it began, and reports a failing disk."""
 
 import errno
 import json
@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 from lucidrl.checkpoint import writer as writer_module
 from lucidrl.checkpoint.manifest import write_manifest
-from lucidrl.checkpoint.shards import open_tensors
-from lucidrl.checkpoint.tensors import TensorFile, TensorSpec
+from lucidrl.checkpoint.tensors import TensorFile, TensorSpec, open_tensors
 from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet
 from lucidrl.errors import CheckpointError
 
@@ -62,7 +61,7 @@ def test_tensors_may_change_while_they_are_written(writer, held_back, tmp_path):
     assert json.loads((tmp_path / "manifest.json").read_text()) == known
 
 
-def test_a_second_save_waits_for_the_first_and_uses_its_memory(writer, tmp_path):
+def test_a_second_save_waits_for_the_first_and_reuses_its_memory(writer, tmp_path):
     tensors = {"a": torch.ones(1000)}
     writer.begin([tensor_set(tmp_path / "1", tensors)], {})
     memory = writer._memory["model.safetensors"].data_ptr()
@@ -82,12 +81,12 @@ def test_several_files_have_an_index(writer, tmp_path, monkeypatch):
     assert all(torch.equal(opened[name], tensor) for name, tensor in tensors.items())
 
 
-def test_nothing_begun_is_nothing_to_wait_for(writer):
+def test_finish_returns_at_once_if_no_save_was_begun(writer):
     assert writer.is_done()
     assert writer.finish() == {}
 
 
-def test_a_disk_that_is_too_small_is_found_before_anything_is_written(writer, tmp_path, monkeypatch):
+def test_too_little_disk_space_is_found_before_anything_is_written(writer, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 61, 39))
     complaint = r"no space left to save \S+step: 40 bytes are needed in all, 39 bytes are available"
@@ -100,18 +99,18 @@ def test_a_disk_that_is_too_small_is_found_before_anything_is_written(writer, tm
 @pytest.mark.parametrize(
     ("code", "complaint"), [(errno.ENOSPC, "8 bytes are needed in all"), (errno.EIO, "cannot write")]
 )
-def test_what_stops_the_writing_is_raised_once(writer, tmp_path, monkeypatch, code, complaint):
+def test_an_error_while_writing_is_raised_once(writer, tmp_path, monkeypatch, code, complaint):
     def fail(file, path):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(TensorFile, "write", fail)
     writer.begin([tensor_set(tmp_path, {"a": torch.ones(2)})], {})
-    with pytest.raises(CheckpointError, match=rf"{complaint}.*untouched"):
+    with pytest.raises(CheckpointError, match=rf"{complaint}.*unchanged"):
         writer.finish()
     assert writer.finish() == {}
 
 
-def test_a_failed_save_is_told_to_whoever_begins_the_next(writer, tmp_path):
+def test_a_failed_save_raises_when_the_next_begins(writer, tmp_path):
     (tmp_path / "model.safetensors").write_text("in the way")
     writer.begin([tensor_set(tmp_path, {"a": torch.ones(2)})], {})
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint: .*model\.safetensors"):
@@ -147,7 +146,7 @@ print(sorted(path.name for path in root.iterdir()), manager.latest().step)
 """
 
 
-def test_a_disk_that_is_really_full_leaves_the_checkpoint_before_whole(tmp_path):
+def test_a_disk_that_is_really_full_keeps_the_earlier_checkpoint_complete(tmp_path):
     mount = [
         "unshare",
         "--map-root-user",

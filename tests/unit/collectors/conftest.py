@@ -17,7 +17,7 @@ from lucidrl.models.logprobs import LogprobModel
 
 
 class RecordingGenerator(BuiltinGenerator):
-    """Keeps what it was asked and what it returned."""
+    """Records its inputs and outputs."""
 
     def generate(self, data, greedy=False):
         output = super().generate(data, greedy)
@@ -27,13 +27,13 @@ class RecordingGenerator(BuiltinGenerator):
 
 @pytest.fixture(scope="session")
 def models():
-    """The warm model, and one whose answers are noise, special tokens included."""
+    """The warm model, and one whose completions are noise, special tokens included."""
     return {name: LogprobModel(load_model(name, torch.float32), 1.0) for name in ("embedded", "embedded-untrained")}
 
 
 @pytest.fixture
 def make_collector(models):
-    """Builds collectors and ends them; the generator is the collector's `generator` attribute here."""
+    """Makes collectors with a `generator` attribute, and shuts them down."""
     made = []
 
     def make(env, prompts, *, model="embedded", seed=0, timeout_s=10.0, on_error="fail", context=512, **settings):

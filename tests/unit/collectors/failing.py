@@ -1,4 +1,4 @@
-"""How tests let a collector run into a failure."""
+"""Collect until a failure, for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lucidrl.errors import WorkerError
 
 
 def collect_until_it_fails(collector, error=WorkerError):
-    """The failure, and how long the consumer waited for it."""
+    """Returns the failure, and how long the consumer waited for it."""
     until = time.monotonic() + 30
     while time.monotonic() < until:
         begun = time.monotonic()

@@ -16,7 +16,7 @@ ENVIRONMENT = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": 
 
 
 def run_armed(script: str) -> str:
-    """Run a script with a Ray of its own, in a process that is armed; what it printed."""
+    """Run a script with a local Ray cluster in an armed process; returns its output."""
     environment = {**os.environ, **ENVIRONMENT, "TORCHRL_PROFILING": "1"}
     code = textwrap.dedent(script)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=180)
@@ -25,7 +25,7 @@ def run_armed(script: str) -> str:
 
 
 @pytest.mark.slow
-def test_an_actor_collects_with_ranges_that_its_driver_armed_and_the_callers_options_stay_as_they_were(tmp_path):
+def test_an_actor_has_the_ranges_of_its_driver_and_the_callers_options_are_unchanged(tmp_path):
     run_armed(f"""
         import json
         import ray
@@ -51,7 +51,7 @@ def test_an_actor_collects_with_ranges_that_its_driver_armed_and_the_callers_opt
 
 
 @pytest.mark.slow
-def test_the_variable_is_put_into_the_actors_environment_beside_the_callers_own():
+def test_the_arming_variable_is_added_to_the_callers_variables():
     output = run_armed("""
         import ray
         from lucidrl.collectors import MultiSyncCollector
@@ -71,7 +71,7 @@ def test_the_variable_is_put_into_the_actors_environment_beside_the_callers_own(
     ]
 
 
-def test_an_actor_that_nobody_tells_to_record_steps_is_not_run_under_nsight_systems(monkeypatch):
+def test_an_actor_without_steps_to_record_is_not_run_under_nsight_systems(monkeypatch):
     ray = pytest.importorskip("ray")
     seen = []
     monkeypatch.setattr(ray, "remote", lambda *args, **options: seen.append(options) or (lambda cls: cls))

@@ -1,4 +1,4 @@
-"""Envs that step on their own, answered by one policy."""
+"""AsyncBatchedCollector: envs step independently, and one policy acts for those that are ready."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, Tenso
 from torch import nn
 
 from lucidrl.collectors.async_batched import AsyncBatchedCollector
-from lucidrl.collectors.free_envs import FreeEnvs
+from lucidrl.collectors.policy_server import PolicyServer
 from lucidrl.collectors.single import ExplorationType
 from lucidrl.collectors.trajectories import MASK, POLICY_VERSION, TRAJECTORY_IDS
 from lucidrl.envs.creator import EnvCreator
@@ -29,7 +29,7 @@ NUM_ENVS = 3
 
 
 class Recording(nn.Module):
-    """Goes right, and keeps how many envs it was asked for at once."""
+    """Goes right, and records the number of envs of each call."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Recording(nn.Module):
 
 
 def frames_of_all(collector):
-    """Batches until every env has given a frame, whatever keeps one from it."""
+    """Batches until every env has a frame."""
     batches = []
     for _ in range(500):
         batches.append(collector.next())
@@ -55,7 +55,7 @@ def of_env(frames, index):
 
 
 def test_frames_of_one_env_are_those_of_a_bare_loop_in_order():
-    """The same env, stepped by hand with the actions of the batches, tells the same."""
+    """The same env, stepped by hand with the actions of the batches, returns the same."""
     with AsyncBatchedCollector([Walk] * NUM_ENVS, Chance(), frames_per_batch=50, total_frames=300, seed=3) as collector:
         batches = list(collector)
     assert [batch.shape for batch in batches] == [(50,)] * 6
@@ -89,14 +89,14 @@ def test_the_last_batch_is_shorter():
         assert collector.next() is None
 
 
-def test_an_env_that_hangs_delays_nobody_but_itself():
+def test_an_env_that_hangs_delays_only_itself():
     with AsyncBatchedCollector(one_faulty(2, 1, "hang"), frames_per_batch=100) as collector:
         batch = collector.next()
     assert len(of_env(batch, 0)) >= 98
     assert len(of_env(batch, 1)) <= 2
 
 
-def test_the_policy_answers_all_that_are_ready_at_once():
+def test_the_policy_acts_for_all_ready_envs_at_once():
     policy = Recording()
     with AsyncBatchedCollector([Walk] * NUM_ENVS, policy, frames_per_batch=300) as collector:
         collector.next()
@@ -106,7 +106,7 @@ def test_the_policy_answers_all_that_are_ready_at_once():
     assert sum(policy.sizes) == 600 + NUM_ENVS  # the envs go on while the consumer works
 
 
-def test_whole_trajectories_come_as_they_finish():
+def test_whole_trajectories_are_yielded_as_they_finish():
     with AsyncBatchedCollector(
         [Walk] * NUM_ENVS, Chance(), frames_per_batch=10, total_frames=200, yield_completed_trajectories=True, seed=1
     ) as collector:
@@ -125,14 +125,14 @@ def test_whole_trajectories_come_as_they_finish():
     [Chance(), TensorDictModule(Chance(), in_keys=["observation"], out_keys=["action"]), always_right, None],
     ids=["module", "tensordict module", "callable", "random"],
 )
-def test_every_kind_of_policy_serves(policy):
+def test_every_kind_of_policy_works(policy):
     with AsyncBatchedCollector([Walk] * NUM_ENVS, policy, frames_per_batch=60, seed=0) as collector:
         actions = collector.next()["action"]
     assert (actions.sum(-1) == 1).all()
     assert len(actions.unique(dim=0)) == (1 if policy is always_right else 2)
 
 
-def test_every_frame_has_the_version_that_made_it():
+def test_every_frame_has_its_policy_version():
     policy = Versioned(size=3)
     with AsyncBatchedCollector([Walk] * NUM_ENVS, policy, frames_per_batch=20) as collector:
         for version in range(1, 6):
@@ -153,7 +153,7 @@ def test_batches_share_no_memory():
     assert (first == kept).all()
 
 
-def test_set_seed_begins_anew_and_decides_what_every_env_does():
+def test_set_seed_begins_new_episodes_and_seeds_every_env():
     with AsyncBatchedCollector([Walk] * NUM_ENVS, always_right, frames_per_batch=60) as collector:
         assert collector.set_seed(7) == 7 + NUM_ENVS
         first = frames_of_all(collector)
@@ -166,7 +166,7 @@ def test_set_seed_begins_anew_and_decides_what_every_env_does():
         assert torch.equal(one[:length], two[:length])
 
 
-def test_the_first_actions_are_random_if_asked():
+def test_the_first_actions_are_random_with_init_random_frames():
     with AsyncBatchedCollector(
         [Walk] * NUM_ENVS, always_right, frames_per_batch=30, init_random_frames=60
     ) as collector:
@@ -175,7 +175,7 @@ def test_the_first_actions_are_random_if_asked():
     assert 0 < (frames["action"][:, 0] == 1).sum() < 60
 
 
-def test_trajectories_are_cut_split_and_begun_anew():
+def test_trajectories_are_truncated_split_and_reset():
     with AsyncBatchedCollector(
         [Countdown] * 2, frames_per_batch=24, max_frames_per_traj=4, split_trajs=True, reset_at_each_iter=True
     ) as collector:
@@ -208,7 +208,7 @@ def test_hook_postproc_and_buffer_see_every_batch():
     assert seen == [False, False]
 
 
-def test_a_state_is_gone_on_from():
+def test_a_collector_resumes_from_a_state():
     with AsyncBatchedCollector([Walk] * 2, Versioned(size=3), frames_per_batch=10, total_frames=50) as collector:
         collector.update_policy_weights_()
         before = torch.cat([collector.next(), collector.next()])
@@ -238,9 +238,9 @@ def test_after_a_reset_no_trajectory_is_one_that_was_done_before():
         for num_taken in (1, 2, 1):
             for _ in range(num_taken):
                 collector.next()
-            num_begun = collector.state_dict()["num_trajectories"]
+            num_trajectories = collector.state_dict()["num_trajectories"]
             collector.reset()
-            assert (collector.next()[TRAJECTORY_IDS] >= num_begun).all()
+            assert (collector.next()[TRAJECTORY_IDS] >= num_trajectories).all()
 
 
 def test_after_a_reset_no_trajectory_is_of_earlier_episodes():
@@ -249,12 +249,12 @@ def test_after_a_reset_no_trajectory_is_of_earlier_episodes():
     ) as collector:
         for _ in range(5):
             before = [collector.next() for _ in range(4)]
-            num_begun = collector.state_dict()["num_trajectories"]
+            num_trajectories = collector.state_dict()["num_trajectories"]
             collector.reset()
             after = [collector.next() for _ in range(4)]
-            assert max(t[TRAJECTORY_IDS].max() for t in before) < num_begun
+            assert max(t[TRAJECTORY_IDS].max() for t in before) < num_trajectories
             assert all((t[TRAJECTORY_IDS] == t[TRAJECTORY_IDS][0]).all() for t in after)
-            assert min(t[TRAJECTORY_IDS].min() for t in after) >= num_begun
+            assert min(t[TRAJECTORY_IDS].min() for t in after) >= num_trajectories
 
 
 def test_the_exploration_type_decides_how_a_probabilistic_policy_acts():
@@ -268,19 +268,21 @@ def test_the_exploration_type_decides_how_a_probabilistic_policy_acts():
         assert (collector.next()["action"][:, 1] == 1).all()
 
 
-def test_envs_are_told_in_order_whichever_was_first():
-    envs = FreeEnvs([EnvCreator(Walk)] * 4, step_timeout_s=20, start_timeout_s=60)
+def test_finished_envs_are_returned_in_ascending_order():
+    server = PolicyServer([EnvCreator(Walk)] * 4, step_timeout_s=20, start_timeout_s=60)
     try:
-        envs.reset()
-        envs.env.sample_actions(envs.env.rows.actions)
-        envs.start(np.array([3, 0, 2]))
+        server.begin(None, version=0)
+        arrived = []
+        while len(arrived) < 4:
+            arrived += server.wait().tolist()
+        server.step(np.array([3, 0, 2]), None, version=0)
         time.sleep(0.5)  # until all are done
-        assert envs.wait().tolist() == [0, 2, 3]
+        assert server.wait().tolist() == [0, 2, 3]
     finally:
-        envs.close()
+        server.close()
 
 
-def test_a_policy_that_raised_once_can_be_asked_again():
+def test_a_policy_that_raised_once_is_called_again():
     class Moody(nn.Module):
         num_calls = 0
 
@@ -306,7 +308,7 @@ def test_a_policy_that_raised_once_can_be_asked_again():
         ({"policy": 3}, "policy is 3; give a TensorDict module"),
     ],
 )
-def test_bad_input_is_told_at_once(arguments, message):
+def test_bad_input_is_refused_at_once(arguments, message):
     with pytest.raises(ConfigError, match=message):
         AsyncBatchedCollector(**{"create_env_fn": [Walk] * 2, "frames_per_batch": 10, **arguments})
 
@@ -325,20 +327,20 @@ def test_bad_input_is_told_at_once(arguments, message):
         ),
     ],
 )
-def test_a_policy_that_does_not_suit_the_envs_is_told(policy, error, message):
+def test_a_policy_that_does_not_fit_the_envs_is_refused(policy, error, message):
     collector = AsyncBatchedCollector([Walk] * 2, policy, frames_per_batch=10)
     with pytest.raises(error, match=message):
         collector.next()
 
 
-def test_a_policy_that_does_not_suit_the_envs_is_told_when_it_first_acts():
+def test_a_policy_that_does_not_fit_the_envs_is_refused_when_it_first_acts():
     both = lambda td: torch.ones(len(td), 2)  # noqa: E731
     collector = AsyncBatchedCollector([Walk] * 2, both, frames_per_batch=10, init_random_frames=10)
     with collector, pytest.raises(DataError, match="which is not in OneHot"):
         list(collector)
 
 
-def test_a_policy_may_keep_what_it_was_given_and_change_it():
+def test_a_policy_may_keep_and_change_its_inputs():
     class Keeping(nn.Module):
         def __init__(self):
             super().__init__()
@@ -393,7 +395,7 @@ def test_weights_that_another_thread_updates_are_never_torn():
     assert torch.equal(frames["largest"], frames[POLICY_VERSION].float())
 
 
-def test_a_seed_from_another_thread_comes_between_two_batches():
+def test_a_seed_from_another_thread_takes_effect_between_two_batches():
     with AsyncBatchedCollector([SlowWalk] * 2, frames_per_batch=100, step_timeout_s=5) as collector:
         seeding = threading.Timer(0.03, collector.set_seed, (7,))
         seeding.start()
@@ -403,14 +405,14 @@ def test_a_seed_from_another_thread_comes_between_two_batches():
     assert first[TRAJECTORY_IDS].max() < second[TRAJECTORY_IDS].min()
 
 
-def test_a_shutdown_from_another_thread_is_told():
+def test_a_shutdown_from_another_thread_raises():
     collector = AsyncBatchedCollector([lambda: SlowWalk(0.1)] * 2, frames_per_batch=100)
     threading.Timer(0.3, collector.shutdown).start()
     with pytest.raises(EnvironmentFailure, match="the envs were closed in the middle of a step"):
         collector.next()
 
 
-def test_an_env_that_fails_is_named_and_everything_ends():
+def test_an_env_that_fails_is_named_and_all_processes_end():
     collector = AsyncBatchedCollector(one_faulty(2, 1, "raise"), frames_per_batch=50, seed=20)
     with pytest.raises(EnvironmentFailure, match=r"env 1 \(seed 21, action .*\) failed in its step: ValueError: the"):
         collector.next()
@@ -420,10 +422,10 @@ def test_an_env_that_fails_is_named_and_everything_ends():
 
 
 @pytest.mark.parametrize(("number", "what"), [(signal.SIGKILL, "ended by SIGKILL"), (signal.SIGSTOP, "within 0.5 s")])
-def test_an_env_process_that_is_killed_or_stopped_is_told(number, what):
+def test_an_env_process_that_is_killed_or_stopped_is_reported(number, what):
     collector = AsyncBatchedCollector([Walk] * 2, frames_per_batch=50, total_frames=10**6, step_timeout_s=0.5)
     collector.next()
-    os.kill(collector._envs.env.processes[1].pid, number)
+    os.kill(collector._server.env.processes[1].pid, number)
     begun = time.monotonic()
     with pytest.raises(EnvironmentFailure, match=rf"env 1 .*{what}"):
         list(collector)

@@ -1,4 +1,4 @@
-"""Collectors with worker processes: what they collect, and in whose order."""
+"""Collectors with worker processes: their batches, weights, seeds and calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from lucidrl.collectors.multi_async import MultiAsyncCollector
-from lucidrl.collectors.multi_sync import MultiSyncCollector
+from lucidrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from lucidrl.collectors.single import Collector
 from lucidrl.collectors.trajectories import MASK, POLICY_VERSION, TRAJECTORY_IDS
 from lucidrl.envs import SerialEnv
@@ -29,7 +28,7 @@ BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector]
 
 
 def batches_alone(index, *, batch_size=(), frames_per_batch, num_batches, seed):
-    """What a collector without processes collects in place of one of two workers."""
+    """Batches that a single-process collector collects in place of one of two workers."""
     collector = Collector(
         Walk(batch_size),
         Chance(),
@@ -54,21 +53,21 @@ def worker_of(batch):
     return worker
 
 
-@pytest.mark.parametrize(("batch_size", "frames_a_worker"), [((), 10), ((3,), 12)])
-def test_a_sync_batch_is_what_two_collectors_collect_side_by_side(batch_size, frames_a_worker):
+@pytest.mark.parametrize(("batch_size", "frames_per_worker"), [((), 10), ((3,), 12)])
+def test_a_sync_batch_is_what_two_collectors_collect_side_by_side(batch_size, frames_per_worker):
     with MultiSyncCollector(
-        [partial(Walk, batch_size)] * 2, Chance(), frames_per_batch=2 * frames_a_worker, total_frames=80, seed=5
+        [partial(Walk, batch_size)] * 2, Chance(), frames_per_batch=2 * frames_per_worker, total_frames=80, seed=5
     ) as collector:
         together = list(collector)
     for index in (0, 1):
         alone = batches_alone(
-            index, batch_size=batch_size, frames_per_batch=frames_a_worker, num_batches=len(together), seed=5
+            index, batch_size=batch_size, frames_per_batch=frames_per_worker, num_batches=len(together), seed=5
         )
         for batch, expected in zip(together[:3], alone[:3], strict=True):
             assert are_equal(batch[index], expected)
 
 
-def test_every_worker_of_an_async_collector_collects_what_it_would_alone():
+def test_every_worker_of_an_async_collector_collects_as_it_would_alone():
     with MultiAsyncCollector([Walk] * 2, Chance(), frames_per_batch=10, total_frames=100, seed=5) as collector:
         batches = list(collector)
     assert sum(batch.numel() for batch in batches) == 100
@@ -78,7 +77,7 @@ def test_every_worker_of_an_async_collector_collects_what_it_would_alone():
         assert all(are_equal(batch, expected) for batch, expected in zip(own, alone, strict=True))
 
 
-def test_two_runs_with_one_seed_are_equal_to_the_bit_and_another_seed_is_not():
+def test_two_runs_with_one_seed_are_bit_exact_and_another_seed_differs():
     def collected(seed):
         with MultiSyncCollector([Walk] * 2, Chance(), frames_per_batch=11, total_frames=33, cat_results=0) as collector:
             assert collector.set_seed(seed) == seed + 2
@@ -89,7 +88,7 @@ def test_two_runs_with_one_seed_are_equal_to_the_bit_and_another_seed_is_not():
     assert not are_equal(first, other)
 
 
-def test_a_seed_decides_what_numpy_and_python_draw_in_the_workers():
+def test_a_seed_seeds_numpy_and_python_in_the_workers():
     def actions():
         with MultiSyncCollector([Walk] * 2, by_other_generators, frames_per_batch=40, seed=7) as collector:
             return collector.rollout()["action"]
@@ -99,7 +98,7 @@ def test_a_seed_decides_what_numpy_and_python_draw_in_the_workers():
     assert not torch.equal(first[0], first[1])
 
 
-def test_workers_that_were_never_seeded_do_not_all_draw_the_same():
+def test_unseeded_workers_draw_different_numbers():
     with MultiSyncCollector([Walk] * 2, Chance(), frames_per_batch=60) as collector:
         actions = collector.rollout()["action"]
     assert not torch.equal(actions[0], actions[1])
@@ -115,7 +114,7 @@ def test_a_stacked_batch_has_equally_many_frames_of_each_worker(caplog):
     assert "frames_per_batch=5 is no multiple of the 2 envs" in caplog.text
 
 
-def test_a_joined_batch_has_exactly_the_frames_that_were_asked_for():
+def test_a_joined_batch_has_exactly_the_requested_frames():
     with MultiSyncCollector([Walk] * 2, frames_per_batch=5, total_frames=13, cat_results=0) as collector:
         batches = list(collector)
         assert [batch.numel() for batch in batches] == [5, 5, 3]
@@ -126,7 +125,7 @@ def test_a_joined_batch_has_exactly_the_frames_that_were_asked_for():
             collector.rollout(0)
 
 
-def test_an_async_collector_never_asks_for_more_than_is_wanted():
+def test_an_async_collector_never_requests_more_frames_than_wanted():
     with MultiAsyncCollector([Walk] * 3, frames_per_batch=10, total_frames=25) as collector:
         assert sorted(batch.numel() for batch in collector) == [5, 10, 10]
         frames = [state["num_frames"] for state in collector.map_fn("state_dict", [()] * 3)]
@@ -212,7 +211,7 @@ def test_numbers_of_trajectories_are_unique_over_workers_and_grow(kind):
 
 
 @BOTH
-def test_batches_carry_the_version_that_made_them(kind):
+def test_batches_have_their_policy_version(kind):
     policy = Versioned()
     with kind([Walk] * 2, policy, frames_per_batch=20) as collector:
         for version in range(1, 8):
@@ -226,7 +225,7 @@ def test_batches_carry_the_version_that_made_them(kind):
     assert newest == 7
 
 
-def test_a_sync_batch_is_of_the_newest_version_whatever_the_weights_come_from():
+def test_a_sync_batch_is_of_the_newest_version_for_every_source_of_weights():
     policy = Versioned()
     with MultiSyncCollector([Walk] * 2, policy, frames_per_batch=4) as collector:
         for number, source in enumerate(
@@ -239,7 +238,7 @@ def test_a_sync_batch_is_of_the_newest_version_whatever_the_weights_come_from():
 
 
 @BOTH
-def test_weights_are_never_torn_by_a_publisher_that_never_rests(kind):
+def test_weights_are_never_torn_by_a_busy_publisher(kind):
     policy, stop = Versioned(), threading.Event()
     with kind([Walk] * 2, policy, frames_per_batch=10) as collector:
 
@@ -303,7 +302,9 @@ def test_map_fn_gives_every_worker_its_arguments_and_returns_the_results_in_orde
     with MultiSyncCollector([Walk] * 2, frames_per_batch=4) as collector:
         assert collector.num_workers == 2
         assert collector.map_fn("set_seed", [(3,), (30,)]) == [4, 31]
-        with pytest.raises(ConfigError, match=r"list_of_args has 1 tuples for 2 worker\(s\); give one tuple a worker"):
+        with pytest.raises(
+            ConfigError, match=r"list_of_args has 1 tuples for 2 worker\(s\); give one tuple per worker"
+        ):
             collector.map_fn("set_seed", [(3,)])
         with pytest.raises(ConfigError, match="list_of_args has 3, which is no tuple of arguments"):
             collector.map_fn("set_seed", [3, 30])
@@ -356,7 +357,7 @@ def test_a_hook_can_be_set_later():
         assert collector.rollout()["mark"].tolist() == [[1] * 2] * 2
 
 
-def test_entries_that_some_workers_do_not_give_are_told():
+def test_entries_that_some_workers_lack_are_named():
     with MultiSyncCollector([Walk] * 2, frames_per_batch=4) as collector:
         collector.map_fn("set_post_collect_hook", [(None,), (lambda batch: batch.set("mark", batch["action"]),)])
         with pytest.raises(DataError, match="the batches of workers 0 and 1 differ in mark"):
@@ -365,7 +366,7 @@ def test_entries_that_some_workers_do_not_give_are_told():
         assert collector.rollout().numel() == 4
 
 
-def test_trajectories_are_cut_and_begun_anew_in_the_workers():
+def test_trajectories_are_truncated_and_reset_in_the_workers():
     with MultiSyncCollector([Countdown] * 2, frames_per_batch=12, max_frames_per_traj=4) as collector:
         batch = collector.rollout()
     assert batch["next", "truncated"].squeeze(-1).nonzero().tolist() == [[0, 3], [1, 3]]
@@ -373,7 +374,7 @@ def test_trajectories_are_cut_and_begun_anew_in_the_workers():
         assert [collector.rollout()["left"][0, 0].item() for _ in range(3)] == [21, 21, 21]
 
 
-def test_one_factory_serves_several_workers_with_arguments_of_their_own():
+def test_one_factory_makes_envs_of_several_workers_with_different_arguments():
     make = lambda step_s: SlowWalk(step_s)  # noqa: E731 - lambdas reach workers too
     with MultiSyncCollector(
         make, frames_per_batch=6, num_workers=3, create_env_kwargs=[{"step_s": 0.0}] * 3
@@ -383,7 +384,7 @@ def test_one_factory_serves_several_workers_with_arguments_of_their_own():
 
 
 @BOTH
-def test_a_state_is_gone_on_from(kind):
+def test_a_collector_resumes_from_a_state(kind):
     with kind([Walk] * 2, Versioned(), frames_per_batch=10, total_frames=50) as collector:
         collector.update_policy_weights_()
         before = [collector.next() for _ in range(2)]
@@ -401,7 +402,7 @@ def test_a_state_is_gone_on_from(kind):
             assert of_worker[0].max() < of_worker[1].min()
 
 
-def test_a_state_is_gone_on_from_with_the_weights_that_the_policy_has_by_then():
+def test_a_collector_resumes_with_the_current_weights_of_the_policy():
     policy = Versioned()
     with MultiSyncCollector([Walk] * 2, policy, frames_per_batch=4) as collector:
         policy.load_state_dict(Versioned(5).state_dict())
@@ -416,7 +417,7 @@ def test_workers_use_no_seed_twice():
     assert len(places.unique()) == 4
 
 
-def test_workers_use_as_many_threads_as_they_are_told():
+def test_workers_use_num_threads():
     def policy(tensordict):
         return {"action": always_right(tensordict), "num_threads": torch.tensor(torch.get_num_threads())}
 
@@ -424,7 +425,7 @@ def test_workers_use_as_many_threads_as_they_are_told():
         assert collector.rollout()["num_threads"].unique().tolist() == [3]
 
 
-def test_an_async_collector_goes_on_while_the_consumer_works():
+def test_an_async_collector_continues_while_the_consumer_works():
     def stamp(batch):
         batch["at_s"] = torch.full(batch.batch_size, time.monotonic(), dtype=torch.float64)
 
@@ -448,7 +449,7 @@ def test_a_state_of_another_number_of_workers_is_refused():
     with MultiSyncCollector([Walk] * 2, frames_per_batch=4) as collector:
         state = collector.state_dict()
         state["workers"].append(state["workers"][0])
-        with pytest.raises(ConfigError, match="the state is that of 3 workers, but there are 2"):
+        with pytest.raises(ConfigError, match="the state has 3 workers, but the collector has 2"):
             collector.load_state_dict(state)
 
 
@@ -485,7 +486,7 @@ def test_variables_that_the_program_removed_do_not_reach_the_workers():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_the_deadline_can_be_never():
+def test_the_timeout_can_be_infinite():
     with MultiSyncCollector([Walk], frames_per_batch=4, timeout_s=math.inf, start_timeout_s=math.inf) as collector:
         assert collector.rollout().numel() == 4
 
@@ -509,24 +510,29 @@ def test_specs_may_be_of_a_class_that_only_the_program_knows():
         ({"frames_per_batch": 0}, "frames_per_batch=0 makes no batch; give at least 1"),
         ({"frames_per_batch": 1}, "frames_per_batch=1 leaves some of 2 workers without a frame"),
         ({"create_env_fn": [lambda: None] * 2}, "the factory of env 0 returned None; return an EnvBase"),
-        ({"create_env_fn": Walk}, "create_env_fn is one for all workers; say with num_workers how many there are"),
+        ({"create_env_fn": Walk}, "create_env_fn is one factory for all workers; set num_workers, or give a list"),
         ({"create_env_fn": []}, "num_workers=0 must be at least 1"),
         ({"create_env_fn": [Walk, Countdown]}, "the env of worker 1 has observation_spec .* the env of worker 0 has"),
         ({"create_env_fn": [threading.Lock().acquire] * 2}, "create_env_fn of worker 0 cannot be sent to a process"),
         ({"policy": 3}, "policy is 3; give a TensorDict module"),
         ({"policy_device": "cuda:77"}, "device cuda:77 cannot be used here; give one that this machine has"),
-        ({"cat_results": 1}, "cat_results=1 is not a way to put the workers' shares together; give 'stack' for"),
-        ({"timeout_s": 0}, "timeout_s=0 leaves no time for anything; give seconds above 0"),
-        ({"start_timeout_s": math.nan}, "start_timeout_s=nan leaves no time"),
+        ({"cat_results": 1}, "cat_results=1 is not known; give 'stack' for a worker axis, 0 to join"),
+        ({"timeout_s": 0}, "timeout_s=0 is not above 0; give a number of seconds"),
+        ({"start_timeout_s": math.nan}, "start_timeout_s=nan is not above 0"),
     ],
 )
-def test_bad_input_is_told_at_once(arguments, message):
+def test_bad_input_is_refused_at_once(arguments, message):
     with pytest.raises(ConfigError, match=message):
         MultiSyncCollector(**{"create_env_fn": [Walk] * 2, "frames_per_batch": 10, **arguments})
 
 
+def test_an_async_collector_refuses_cat_results():
+    with pytest.raises(ConfigError, match="cat_results=0 is for synchronous collectors; remove it"):
+        MultiAsyncCollector([Walk] * 2, frames_per_batch=10, cat_results=0)
+
+
 @BOTH
-def test_a_policy_without_the_action_is_told_with_the_worker(kind):
+def test_a_policy_without_the_action_is_refused_with_the_worker(kind):
     collector = kind([Walk] * 2, without_action, frames_per_batch=10)
     with pytest.raises(ConfigError, match="the policy without_action returned motion, but no 'action'") as caught:
         collector.next()

@@ -1,4 +1,4 @@
-"""Collectors that record their rollouts: how many, where, and what becomes of it whatever happens."""
+"""Collectors that record their rollouts: how many, where, and when traces are written."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lucidrl.collectors.async_batched import AsyncBatchedCollector
-from lucidrl.collectors.multi_async import MultiAsyncCollector
-from lucidrl.collectors.multi_sync import MultiSyncCollector
+from lucidrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from lucidrl.collectors.single import Collector
 from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
 from lucidrl.errors import ConfigError, WorkerError
@@ -89,12 +88,12 @@ def traces(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ROLLOUT)
-def test_a_trace_has_exactly_the_rollouts_that_were_asked_for(traces, name):
+def test_a_trace_has_exactly_the_requested_rollouts(traces, name):
     assert counts_of(traces / f"{name}.json")[ROLLOUT[name]] == 2
 
 
 @pytest.mark.parametrize("name", ROLLOUT)
-def test_ranges_are_silenced_and_shown_again_where_rollouts_are_made(traces, name):
+def test_ranges_are_hidden_and_shown_again_in_the_workers(traces, name):
     kind, index = name.split("_")
     assert counts_of(traces / f"{kind}_silent_{index}.json") == {}
 
@@ -113,7 +112,7 @@ def test_a_rollout_shows_policy_env_and_transforms_directly_in_each_other(traces
 
 
 @pytest.mark.parametrize("name", ["Frames_0", "Trajectories_0"])
-def test_a_policy_that_answers_free_envs_is_in_their_rollout(traces, name):
+def test_the_policy_of_async_envs_is_in_their_rollout(traces, name):
     assert (ROLLOUT[name], "AsyncBatchedCollector.policy") in nesting_of(traces / f"{name}.json")
 
 
@@ -137,7 +136,7 @@ def test_the_very_first_rollout_can_be_the_only_one(make, tmp_path):
         assert (tmp_path / "trace.json").exists()
 
 
-def test_what_is_collected_does_not_depend_on_it(tmp_path):
+def test_recording_does_not_change_the_batches(tmp_path):
     def batches(profiled):
         with Collector(Walk(), Chance(), frames_per_batch=20, total_frames=60, seed=1) as collector:
             if profiled:
@@ -148,7 +147,7 @@ def test_what_is_collected_does_not_depend_on_it(tmp_path):
 
 
 @IN_THIS_PROCESS
-def test_the_users_hook_is_called_as_ever(make, tmp_path):
+def test_the_users_hook_is_still_called(make, tmp_path):
     seen = []
     with make(always_right, frames_per_batch=4, post_collect_hook=seen.append) as collector:
         hook = collector.post_collect_hook
@@ -160,9 +159,9 @@ def test_the_users_hook_is_called_as_ever(make, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["shutdown", "disable", "iteration", "exception"])
-def test_fewer_rollouts_than_asked_for_are_written_all_the_same(end, tmp_path):
+def test_fewer_rollouts_than_requested_are_still_written(end, tmp_path):
     def policy(tensordict):
-        with torch.profiler.record_function("asked"):
+        with torch.profiler.record_function("policy call"):
             if end == "exception" and collector.num_frames == 8:
                 raise ValueError("tired")
             return always_right(tensordict)
@@ -185,14 +184,14 @@ def test_fewer_rollouts_than_asked_for_are_written_all_the_same(end, tmp_path):
         case "exception":
             with pytest.raises(ValueError, match="tired"):
                 collector.next()
-    assert counts_of(path)["asked"] == (5 if end == "exception" else 4)
+    assert counts_of(path)["policy call"] == (5 if end == "exception" else 4)
     collector.shutdown()
 
 
 def test_enabling_twice_is_refused_and_enabling_again_is_fine(tmp_path):
     with Collector(Walk(), frames_per_batch=4) as collector:
         collector.enable_profile(num_rollouts=1, warmup_rollouts=0, save_path=tmp_path / "first.json")
-        with pytest.raises(ConfigError, match=r"rollouts are being recorded already; wait .* disable_profile\(\)"):
+        with pytest.raises(ConfigError, match=r"rollouts are already being recorded; wait .* disable_profile\(\)"):
             collector.enable_profile(save_path=tmp_path / "second.json")
         collector.rollout()
         collector.enable_profile(num_rollouts=1, warmup_rollouts=0, save_path=tmp_path / "third.json")
@@ -200,7 +199,7 @@ def test_enabling_twice_is_refused_and_enabling_again_is_fine(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"first.json", "third.json"}
 
 
-def test_a_profiler_of_the_users_own_is_not_disturbed(tmp_path):
+def test_a_profiler_of_the_user_is_not_disturbed(tmp_path):
     with Collector(Walk(), frames_per_batch=4) as collector, profile(activities=[ProfilerActivity.CPU]) as profiler:
         with pytest.raises(ConfigError, match="a profiler of torch records in this process already"):
             collector.enable_profile(save_path=tmp_path / "trace.json")
@@ -209,14 +208,14 @@ def test_a_profiler_of_the_users_own_is_not_disturbed(tmp_path):
     assert "mine" in {event.key for event in profiler.key_averages()}
 
 
-def test_what_cannot_be_done_is_refused_before_anything_starts(tmp_path, monkeypatch):
+def test_impossible_recordings_are_refused_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Collector(Walk(), frames_per_batch=4) as collector:
         with pytest.raises(ConfigError, match="workers has 1, but they are numbered from 0 to 0"):
             collector.enable_profile(workers=[1])
         with pytest.raises(TypeError, match="num_rolouts"):
             collector.enable_profile(num_rolouts=3)
-        assert not collector.is_profiled
+        assert not collector.profiler.is_active
     with pytest.raises(ConfigError, match="the collector was shut down; make another one"):
         collector.enable_profile()
     assert not any(tmp_path.rglob("*.json"))
@@ -243,7 +242,7 @@ def test_rollouts_of_another_thread_are_recorded_and_written_by_it(tmp_path):
     collector.shutdown()
 
 
-def test_a_collector_that_nobody_has_any_more_writes_its_trace(tmp_path):
+def test_a_garbage_collected_collector_writes_its_trace(tmp_path):
     collector = Collector(Walk(), frames_per_batch=4)
     collector.enable_profile(num_rollouts=9, warmup_rollouts=0, save_path=tmp_path / "trace.json")
     collector.rollout()
@@ -254,7 +253,7 @@ def test_a_collector_that_nobody_has_any_more_writes_its_trace(tmp_path):
 # ---- text
 
 
-def test_a_trace_of_text_has_the_rollouts_that_were_asked_for_with_generation_and_environment(
+def test_a_trace_of_text_has_the_requested_rollouts_with_generation_and_environment(
     make_collector, questions, tmp_path
 ):
     collector = make_collector(ArithmeticEnv(ArithmeticConfig()), questions)
@@ -267,10 +266,10 @@ def test_a_trace_of_text_has_the_rollouts_that_were_asked_for_with_generation_an
 
 
 @pytest.mark.parametrize("end", ["shutdown", "disable", "exception"])
-def test_fewer_text_rollouts_than_asked_for_are_written_all_the_same(make_collector, questions, end, tmp_path):
+def test_fewer_text_rollouts_than_requested_are_still_written(make_collector, questions, end, tmp_path):
     collector = make_collector(ArithmeticEnv(ArithmeticConfig()), questions)
     collector.enable_profile(num_rollouts=9, warmup_rollouts=0, save_path=tmp_path / "trace.json")
-    with pytest.raises(ConfigError, match="rollouts are being recorded already"):
+    with pytest.raises(ConfigError, match="rollouts are already being recorded"):
         collector.enable_profile()
     collector.collect()
     match end:
@@ -310,7 +309,7 @@ def test_hooks_in_workers_are_called_while_they_record_and_afterwards(kind, tmp_
 
 
 @MULTI
-def test_workers_write_what_they_have_when_it_is_disabled_in_the_middle_of_a_run(kind, tmp_path):
+def test_workers_write_their_traces_when_recording_is_disabled_in_the_middle_of_a_run(kind, tmp_path):
     with kind([SlowWalk] * 2, frames_per_batch=10, timeout_s=30) as collector:
         for name in ("first", "second"):
             collector.enable_profile(
@@ -318,7 +317,7 @@ def test_workers_write_what_they_have_when_it_is_disabled_in_the_middle_of_a_run
             )
             collector.next()
             collector.next()
-            with pytest.raises(ConfigError, match="worker 1 cannot be recorded: rollouts are being recorded already"):
+            with pytest.raises(ConfigError, match="worker 1 cannot be recorded: rollouts are already being recorded"):
                 collector.enable_profile(workers=[0, 1], save_path=tmp_path / "{worker_idx}.json")
             collector.disable_profile()
             assert (tmp_path / f"{name}.json").exists()
@@ -327,7 +326,7 @@ def test_workers_write_what_they_have_when_it_is_disabled_in_the_middle_of_a_run
     assert {path.name for path in tmp_path.iterdir()} == {"first.json", "second.json"}
 
 
-def test_a_batch_that_is_older_than_the_recording_does_not_pass_for_its_end(tmp_path):
+def test_a_batch_from_before_the_recording_does_not_end_it(tmp_path):
     with MultiAsyncCollector([Walk], frames_per_batch=4) as collector:
         collector.next()
         collector.enable_profile(num_rollouts=99, warmup_rollouts=0, save_path=tmp_path / "trace.json")
@@ -339,7 +338,7 @@ def test_a_batch_that_is_older_than_the_recording_does_not_pass_for_its_end(tmp_
 
 @MULTI
 @pytest.mark.parametrize("end", ["shutdown", "iteration"])
-def test_workers_write_what_they_have_at_the_end(kind, end, tmp_path):
+def test_workers_write_their_traces_at_the_end(kind, end, tmp_path):
     path = tmp_path / "{worker_idx}.json"
     with kind([Walk] * 2, frames_per_batch=4, total_frames=16 if end == "iteration" else -1) as collector:
         collector.enable_profile(workers=[0, 1], num_rollouts=99, warmup_rollouts=0, save_path=path)
@@ -366,11 +365,11 @@ def test_workers_that_record_write_their_trace_when_another_one_fails(fault, tmp
     wait_until_gone(collector.workers.pids)
 
 
-def test_a_worker_that_is_stuck_loses_its_trace_and_is_named(tmp_path, monkeypatch, caplog):
+def test_a_stuck_worker_loses_its_trace_and_is_named(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("lucidrl.collectors.workers._TRACE_TIMEOUT_S", 0.5)
     collector = MultiAsyncCollector([lambda: Faulty("hang"), healthy], frames_per_batch=2)
     collector.enable_profile(workers=[0], num_rollouts=9, warmup_rollouts=0, save_path=tmp_path / "trace.json")
-    collector._requests.ask(0, 4, 0)
+    collector.workers.request(0, 4, 0)
     collector.shutdown()
     assert "collector workers [0] were busy for more than 0.5 s and killed; their traces are lost" in caplog.text
     wait_until_gone(collector.workers.pids)
@@ -381,7 +380,7 @@ def test_a_worker_that_is_stuck_loses_its_trace_and_is_named(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_a_program_that_ends_without_a_word_has_written_its_traces(tmp_path):
+def test_a_program_that_exits_without_shutdown_writes_its_traces(tmp_path):
     code = """if True:
         from lucidrl.collectors import Collector, MultiSyncCollector
         from tests.unit.envs.toys import Walk

@@ -1,4 +1,4 @@
-"""One collector in this process."""
+"""Collector in this process."""
 
 import copy
 import logging
@@ -24,7 +24,7 @@ class Chance(nn.Module):
 
 
 class Versioned(nn.Module):
-    """Tells its weight beside the action."""
+    """Returns its weight beside the action."""
 
     def __init__(self, weight=0.0):
         super().__init__()
@@ -38,7 +38,7 @@ class Versioned(nn.Module):
 
 @pytest.mark.parametrize("batch_size", [(), (4,)])
 def test_batches_are_those_of_a_bare_loop(batch_size):
-    """The same env, stepped by hand with the actions of the batches, tells the same."""
+    """The same env, stepped by hand with the actions of the batches, returns the same."""
     collector = Collector(Walk(batch_size), Chance(), frames_per_batch=20, total_frames=60, seed=3)
     batches = torch.cat(list(collector), dim=-1)
     env = Walk(batch_size)
@@ -52,7 +52,7 @@ def test_batches_are_those_of_a_bare_loop(batch_size):
             assert torch.equal(stepped["next", key], frame["next", key])
 
 
-def test_two_collectors_with_one_seed_are_equal_to_the_bit():
+def test_two_collectors_with_one_seed_are_bit_exact():
     def collected(seed):
         return list(Collector(Walk((2,)), Chance(), frames_per_batch=10, total_frames=40, seed=seed))
 
@@ -61,7 +61,7 @@ def test_two_collectors_with_one_seed_are_equal_to_the_bit():
     assert not all((a == b).all() for a, b in zip(first, other, strict=True))
 
 
-def test_set_seed_decides_the_first_batch_and_every_one_after_it():
+def test_set_seed_seeds_the_first_batch_and_all_later_ones():
     collector = Collector(Walk(), Chance(), frames_per_batch=10)
     following = collector.set_seed(7)
     assert following == 8
@@ -84,34 +84,34 @@ def test_batches_share_no_memory():
 
 
 @pytest.mark.parametrize(("total", "lengths"), [(30, [10, 10, 10]), (25, [10, 10, 5]), (4, [4]), (10, [10])], ids=str)
-def test_the_last_batch_is_never_longer_than_asked(total, lengths):
+def test_the_last_batch_ends_at_total_frames(total, lengths):
     collector = Collector(Walk(), frames_per_batch=10, total_frames=total)
     assert [batch.numel() for batch in collector] == lengths
     assert collector.next() is None
 
 
-def test_frames_that_whole_steps_exceed_are_told(caplog):
+def test_rounded_frame_numbers_are_warned_of(caplog):
     with caplog.at_level(logging.WARNING):
         collector = Collector(Walk((4,)), frames_per_batch=10, total_frames=20)
     assert (
-        "frames_per_batch=10 is no multiple of the 4 envs, which step together: batches have 12 frames" in caplog.text
+        "frames_per_batch=10 is no multiple of the 4 envs, which step together; it is rounded up to 12" in caplog.text
     )
     assert next(iter(collector)).shape == (4, 3)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         Collector(Walk((4,)), frames_per_batch=8, total_frames=18)
-    assert "total_frames=18 is no multiple of the 4 envs, which step together: 20 frames are collected" in caplog.text
+    assert "total_frames=18 is no multiple of the 4 envs, which step together; it is rounded up to 20" in caplog.text
 
 
-def test_both_numbers_that_whole_steps_exceed_are_told(caplog):
+def test_both_rounded_frame_numbers_are_warned_of(caplog):
     with caplog.at_level(logging.WARNING):
         collector = Collector(Walk((4,)), frames_per_batch=10, total_frames=18)
-    assert "batches have 12 frames" in caplog.text
-    assert "20 frames are collected" in caplog.text
+    assert "it is rounded up to 12" in caplog.text
+    assert "it is rounded up to 20" in caplog.text
     assert sum(batch.numel() for batch in collector) == 20
 
 
-def test_a_rollout_has_as_many_frames_as_it_is_asked_for():
+def test_a_rollout_has_num_frames():
     whole = Collector(Walk((2,)), Chance(), frames_per_batch=60, seed=0).rollout()
     collector = Collector(Walk((2,)), Chance(), frames_per_batch=10, seed=0)
     parts = torch.cat([collector.rollout(number) for number in (10, 44, 6)], dim=1)
@@ -121,8 +121,8 @@ def test_a_rollout_has_as_many_frames_as_it_is_asked_for():
             collector.rollout(number)
 
 
-def test_a_rollout_that_fails_is_not_gone_on_from():
-    """The frames up to there are lost, so what comes after them is no part of the same trajectories."""
+def test_new_episodes_begin_after_a_rollout_that_fails():
+    """The frames up to there are lost, so later frames belong to new trajectories."""
 
     class Moody(nn.Module):
         num_calls = 0
@@ -142,7 +142,7 @@ def test_a_rollout_that_fails_is_not_gone_on_from():
     assert second[TRAJECTORY_IDS].min() > first[TRAJECTORY_IDS].max()
 
 
-def test_a_policy_may_keep_what_it_was_given():
+def test_a_policy_may_keep_its_inputs():
     kept = []
 
     def keeping(tensordict):
@@ -183,7 +183,7 @@ def test_outputs_that_cannot_be_kept_are_refused(outputs, sentence):
         collector.rollout()
 
 
-def test_trajectories_go_on_across_batches_and_get_new_numbers_at_their_ends():
+def test_trajectories_continue_across_batches_and_get_new_numbers_at_their_ends():
     collector = Collector(Countdown((3,)), frames_per_batch=12, total_frames=120, seed=0)
     batch = torch.cat(list(collector), dim=-1)
     ids, done = batch[TRAJECTORY_IDS], batch["next", "done"].squeeze(-1)
@@ -214,7 +214,7 @@ def test_split_trajectories_are_padded_rows_with_a_mask():
     assert not split["left"][~split[MASK]].any()
 
 
-def test_every_batch_can_begin_anew():
+def test_every_batch_can_begin_with_a_reset():
     collector = Collector(Countdown(), frames_per_batch=3, total_frames=9, reset_at_each_iter=True, seed=0)
     batches = list(collector)
     assert [batch["left"][0].item() for batch in batches] == [START] * 3
@@ -298,7 +298,7 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(weights, sentenc
     assert (batch[POLICY_VERSION] == 0).all()
 
 
-def test_batches_are_stored_where_they_are_asked_for():
+def test_batches_are_on_the_storing_device():
     for arguments in ({"storing_device": "meta"}, {"device": "meta"}):
         assert Collector(Walk(), frames_per_batch=4, **arguments).rollout().device.type == "meta"
     assert Collector(Walk(), frames_per_batch=4, device="meta", storing_device="cpu").rollout().device.type == "cpu"
@@ -320,7 +320,7 @@ def test_a_copy_of_the_policy_gets_its_weights_by_an_update(monkeypatch):
     assert (collector.rollout()["weight"] == 3).all()
 
 
-def test_only_what_a_policy_is_said_to_put_out_is_kept():
+def test_only_the_out_keys_of_a_policy_are_kept():
     class Talkative(TensorDictModuleBase):
         in_keys = ("observation",)
         out_keys = ("action", ("deep", "product"))
@@ -335,7 +335,7 @@ def test_only_what_a_policy_is_said_to_put_out_is_kept():
     assert torch.equal(batch["deep", "product"], batch["observation"].prod(-1))
 
 
-def test_an_observation_is_as_the_env_gave_it_whatever_the_policy_makes_of_it():
+def test_an_observation_is_unchanged_by_the_policy():
     def policy(tensordict):
         tensordict["seen"] = tensordict["observation"].clone()
         tensordict["observation"] = torch.zeros(2)
@@ -354,7 +354,7 @@ def test_a_state_begins_new_episodes():
     assert after[TRAJECTORY_IDS].min() > before[TRAJECTORY_IDS].max()
 
 
-def test_a_collector_goes_on_counting_from_its_state():
+def test_a_collector_continues_to_count_from_its_state():
     collector = Collector(Walk(), frames_per_batch=10, total_frames=40, seed=0)
     for _ in range(3):
         last = collector.next()
@@ -387,7 +387,7 @@ def test_map_fn_calls_a_method():
         ({"frames_per_batch": 10, "policy_device": "gpu"}, "device gpu cannot be used here"),
     ],
 )
-def test_numbers_that_mean_nothing_are_refused(arguments, sentence):
+def test_invalid_numbers_are_refused(arguments, sentence):
     with pytest.raises(ConfigError, match=sentence):
         Collector(Walk(), **arguments)
 

@@ -1,4 +1,4 @@
-"""TextCollector: what it returns is what was sampled and judged, and the same again from the same seed or state."""
+"""TextCollector: rollouts are the sampled tokens with their rewards, reproducible from seed and state."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def arithmetic():
 
 
 class SampleNumberEnv:
-    """Reward = the sample's number, if its prompt has signal; what `spoil` returns or raises for sample 1."""
+    """Rewards the sample's number if its prompt has signal; `spoil` is called for sample 1."""
 
     def __init__(self, spoil=None):
         self.spoil = spoil
 
     async def step(self, batch):
-        return [await self._judge(request) for request in batch]
+        return [await self._score(request) for request in batch]
 
-    async def _judge(self, request):
+    async def _score(self, request):
         number = int(request.sample_id.rpartition("#")[2])
         if self.spoil is not None and request.sample_id == "11+3#1":
             return await self.spoil()
@@ -43,32 +43,30 @@ class SampleNumberEnv:
 
 
 def tokens_of(rollouts):
-    return [[message["token_ids"].tolist() for message in c.log] for c in rollouts.conversations]
+    return [[message["token_ids"].tolist() for message in sample.log] for sample in rollouts.samples]
 
 
-def test_rows_are_the_very_tokens_and_logprobs_that_the_generator_returned(make_collector, arithmetic, questions):
-    # Untrained, so that answers hold special tokens, which no decoded text would bring back.
+def test_rows_are_exactly_the_tokens_and_logprobs_of_the_generator(make_collector, arithmetic, questions):
+    # Untrained, so that completions hold special tokens, which decoded text loses.
     collector = make_collector(arithmetic, questions, model="embedded-untrained")
     rollouts = collector.collect()
     batch = rollouts.to_batch(PAD)
-    [(asked, output)] = collector.generator.record
+    [(inputs, output)] = collector.generator.record
     width = batch["input_ids"].shape[1]
     assert torch.equal(batch["input_ids"], output["output_ids"][:, :width])
     assert torch.equal(batch["input_lengths"], output["unpadded_sequence_lengths"])
     assert torch.equal(batch["generation_logprobs"], output["logprobs"][:, :width])
     position = torch.arange(width)
-    sampled = (position >= asked["input_lengths"][:, None]) & (position < batch["input_lengths"][:, None])
+    sampled = (position >= inputs["input_lengths"][:, None]) & (position < batch["input_lengths"][:, None])
     assert torch.equal(batch["token_mask"], sampled.float())
-    retokenised = [
-        collector._tokenizer.encode(conversation.log[-1]["content"]) for conversation in rollouts.conversations
-    ]
-    assert retokenised != [conversation.log[-1]["token_ids"].tolist() for conversation in rollouts.conversations]
+    retokenised = [collector._tokenizer.encode(sample.log[-1]["content"]) for sample in rollouts.samples]
+    assert retokenised != [sample.log[-1]["token_ids"].tolist() for sample in rollouts.samples]
 
 
-def test_the_samples_of_a_prompt_form_a_group_with_names_of_their_own(make_collector, arithmetic, questions):
+def test_the_samples_of_a_prompt_form_a_group_with_unique_names(make_collector, arithmetic, questions):
     rollouts = make_collector(arithmetic, questions).collect()
     assert rollouts.group_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    first, second = (rollouts.conversations[row].prompt.prompt_id for row in (0, 4))
+    first, second = (rollouts.samples[row].prompt.prompt_id for row in (0, 4))
     assert rollouts.to_batch(PAD)["idx"] == [f"{prompt}#{n}" for prompt in (first, second) for n in range(4)]
     assert rollouts.to_batch(PAD)["sample_mask"].tolist() == [1.0] * 8
 
@@ -76,46 +74,46 @@ def test_the_samples_of_a_prompt_form_a_group_with_names_of_their_own(make_colle
 def test_a_prompt_that_comes_twice_in_a_step_gets_new_samples(make_collector, arithmetic, questions):
     rollouts = make_collector(arithmetic, questions[:1], model="embedded-untrained").collect()
     assert rollouts.to_batch(PAD)["idx"] == [f"11+3#{n}" for n in range(8)]
-    answers = tokens_of(rollouts)
-    assert answers[:4] != answers[4:]
+    tokens = tokens_of(rollouts)
+    assert tokens[:4] != tokens[4:]
 
 
-def test_only_sampled_tokens_count_in_conversations_of_several_turns(make_collector):
+def test_only_sampled_tokens_count_in_samples_of_several_turns(make_collector):
     env = GuessingEnv(GuessingConfig(max_number=50, max_turns=5))
     collector = make_collector(env, env.prompts(), max_turns=3)
     rollouts = collector.collect()
     batch = rollouts.to_batch(PAD)
-    assert max(conversation.turns for conversation in rollouts.conversations) == 3
-    for row, conversation in enumerate(rollouts.conversations):
-        assert [message["role"] for message in conversation.log] == ["user", "assistant"] * conversation.turns
-        mask = [float(message["role"] == "assistant") for message in conversation.log for _ in message["token_ids"]]
+    assert max(sample.turns for sample in rollouts.samples) == 3
+    for row, sample in enumerate(rollouts.samples):
+        assert [message["role"] for message in sample.log] == ["user", "assistant"] * sample.turns
+        mask = [float(message["role"] == "assistant") for message in sample.log for _ in message["token_ids"]]
         assert batch["token_mask"][row].tolist() == mask + [0.0] * (batch["token_mask"].shape[1] - len(mask))
 
 
-def test_each_turn_goes_on_from_the_tokens_of_the_turns_before(make_collector):
+def test_each_turn_continues_the_tokens_of_earlier_turns(make_collector):
     env = GuessingEnv(GuessingConfig(max_number=50, max_turns=5))
     collector = make_collector(env, env.prompts(), max_turns=3)
     rollouts = collector.collect()
     calls = collector.generator.record
-    still_open = list(rollouts.conversations)
-    for turn, (asked, output) in enumerate(calls, start=1):
-        assert len(still_open) == asked.size
-        for row, conversation in enumerate(still_open):
-            so_far = torch.cat([message["token_ids"] for message in conversation.log[: 2 * turn]])
+    still_open = list(rollouts.samples)
+    for turn, (inputs, output) in enumerate(calls, start=1):
+        assert len(still_open) == inputs.size
+        for row, sample in enumerate(still_open):
+            so_far = torch.cat([message["token_ids"] for message in sample.log[: 2 * turn]])
             assert output["output_ids"][row, : output["unpadded_sequence_lengths"][row]].tolist() == so_far.tolist()
-        still_open = [conversation for conversation in still_open if conversation.turns > turn]
+        still_open = [sample for sample in still_open if sample.turns > turn]
 
 
-def test_a_reply_that_does_not_fit_the_context_ends_the_conversation(make_collector):
+def test_an_observation_that_does_not_fit_the_context_ends_the_sample(make_collector):
     env = GuessingEnv(GuessingConfig(max_number=50, max_turns=5))
     prompt_length = 1 + len(env.prompts()[0].messages[0]["content"]) + 1
     rollouts = make_collector(env, env.prompts(), max_turns=3, context=prompt_length + 6).collect()
-    assert {conversation.turns for conversation in rollouts.conversations} == {1}
+    assert {sample.turns for sample in rollouts.samples} == {1}
     assert rollouts.metrics["truncated_fraction"] == 1.0
     assert rollouts.to_batch(PAD)["input_lengths"].max() <= prompt_length + 6
 
 
-def test_rollouts_are_the_same_to_the_bit_with_the_environment_in_workers(make_collector):
+def test_rollouts_are_bit_exact_with_the_environment_in_workers(make_collector):
     settings = {"max_number": 50, "max_turns": 5}
     prompts = GuessingEnv(GuessingConfig(**settings)).prompts()
     config = EnvConfig(name="guessing", kwargs=settings, num_workers=2)
@@ -131,7 +129,7 @@ def test_rollouts_are_the_same_to_the_bit_with_the_environment_in_workers(make_c
 
 
 async def _raises():
-    raise RuntimeError("no verdict")
+    raise RuntimeError("no score")
 
 
 async def _nan():
@@ -143,7 +141,7 @@ async def _sleeps():
 
 
 @pytest.mark.parametrize("spoil", [_raises, _nan, _sleeps])
-def test_a_sample_that_cannot_be_judged_is_dropped_alone(make_collector, questions, spoil):
+def test_a_sample_that_cannot_be_scored_is_dropped_alone(make_collector, questions, spoil):
     collector = make_collector(SampleNumberEnv(spoil), questions[:2], on_error="drop", timeout_s=0.2)
     rollouts = collector.collect()
     names = rollouts.to_batch(PAD)["idx"]
@@ -176,19 +174,19 @@ def test_refill_replaces_groups_without_signal_and_keeps_the_number_of_rows(make
     prompts = [Prompt(q.prompt_id, q.messages, {"signal": n % 4 == 0}) for n, q in enumerate(questions)]
     collector = make_collector(SampleNumberEnv(), prompts, prompts_per_step=4, refill_rounds=20)
     rollouts = collector.collect()
-    assert len(rollouts.conversations) == 16
-    assert all(conversation.prompt.info["signal"] for conversation in rollouts.conversations)
+    assert len(rollouts.samples) == 16
+    assert all(sample.prompt.info["signal"] for sample in rollouts.samples)
     assert rollouts.metrics["groups_with_signal_fraction"] == 1.0
     replaced = rollouts.metrics["groups_without_signal_replaced"]
     assert collector.state_dict()["position"] == 4 + replaced
     assert replaced > 0
 
 
-def test_refill_that_finds_no_signal_fills_up_with_what_it_has(make_collector, questions):
+def test_refill_that_finds_no_signal_keeps_groups_without_signal(make_collector, questions):
     prompts = [Prompt(q.prompt_id, q.messages, {"signal": False}) for q in questions]
     collector = make_collector(SampleNumberEnv(), prompts, prompts_per_step=3, refill_rounds=1)
     rollouts = collector.collect()
-    assert len(rollouts.conversations) == 12
+    assert len(rollouts.samples) == 12
     assert rollouts.metrics["groups_without_signal_replaced"] == 3
     assert collector.state_dict()["position"] == 6
 
@@ -202,7 +200,7 @@ def test_equal_seeds_give_equal_rollouts_and_others_do_not(make_collector, arith
     assert first != other
 
 
-def test_a_restored_state_gives_the_very_next_batch(make_collector, arithmetic, questions):
+def test_a_restored_state_gives_exactly_the_next_batch(make_collector, arithmetic, questions):
     collector = make_collector(arithmetic, questions)
     collector.collect()
     state = collector.state_dict()
@@ -214,12 +212,12 @@ def test_a_restored_state_gives_the_very_next_batch(make_collector, arithmetic, 
     assert torch.equal(found.rewards, expected.rewards)
 
 
-def test_evaluation_takes_nothing_from_training(make_collector, arithmetic, questions):
+def test_evaluation_does_not_change_training(make_collector, arithmetic, questions):
     plain, evaluated = (make_collector(arithmetic, questions) for _ in range(2))
     plain.collect()
     evaluated.collect()
     held_out = evaluated.evaluate(questions[:3])
-    assert [c.prompt.prompt_id for c in held_out.conversations] == ["11+3", "12+3", "13+3"]
+    assert [sample.prompt.prompt_id for sample in held_out.samples] == ["11+3", "12+3", "13+3"]
     assert evaluated.state_dict() == plain.state_dict()
     assert tokens_of(evaluated.collect()) == tokens_of(plain.collect())
 
@@ -230,14 +228,14 @@ def test_iterating_collects_step_after_step(make_collector, arithmetic, question
     assert [tokens_of(next(batches)) for _ in range(2)] == [tokens_of(other.collect()) for _ in range(2)]
 
 
-def test_rollouts_carry_the_version_of_the_weights_that_sampled_them(make_collector, arithmetic, questions):
+def test_rollouts_have_their_policy_version(make_collector, arithmetic, questions):
     collector = make_collector(arithmetic, questions)
     assert collector.collect().policy_version == 0
     collector.update_policy_weights_(version=7)
     assert collector.collect().policy_version == 7
 
 
-def test_metrics_of_the_environment_stand_beside_the_collectors_own(make_collector, questions):
+def test_metrics_of_the_environment_do_not_replace_those_of_the_collector(make_collector, questions):
     class Boasting:
         async def step(self, batch):
             return [EnvReply(0.25, metrics={"reward": 100.0, "style": 3.0}) for _ in batch]
@@ -259,7 +257,7 @@ def test_a_prompt_longer_than_the_context_is_refused_with_its_id_and_both_length
 def test_map_fn_calls_the_one_worker(make_collector, arithmetic, questions):
     collector = make_collector(arithmetic, questions)
     assert collector.map_fn("state_dict", [()]) == [{"position": 0, "batches": 0}]
-    with pytest.raises(ValueError, match="2 tuples of arguments for 1 worker"):
+    with pytest.raises(ValueError, match="2 tuples for 1 worker"):
         collector.map_fn("state_dict", [(), ()])
 
 
@@ -274,11 +272,11 @@ def test_dumped_samples_are_readable(make_collector, arithmetic, questions):
     samples = rollouts.to_samples()
     assert {len(column) for column in samples.values()} == {8}
     messages, reward = samples["messages"][0], samples["reward"][0]
-    question, answer = messages[0]["content"], messages[1]["content"]
-    assert reward == float(answer == str(sum(map(int, question.rstrip("=").split("+")))))
+    question, completion = messages[0]["content"], messages[1]["content"]
+    assert reward == float(completion == str(sum(map(int, question.rstrip("=").split("+")))))
 
 
-def test_an_answer_ends_at_its_own_prompts_stop_string(make_collector):
+def test_a_completion_ends_at_the_stop_string_of_its_prompt(make_collector):
     class Any:
         async def step(self, batch):
             return [EnvReply(1.0) for _ in batch]
@@ -287,6 +285,6 @@ def test_an_answer_ends_at_its_own_prompts_stop_string(make_collector):
     digits = tuple("0123456789")
     prompts = [Prompt("free", messages), Prompt("stopped", messages, stop_strings=digits)]
     rollouts = make_collector(Any(), prompts).evaluate(prompts)
-    free, stopped = (conversation.log[-1]["content"] for conversation in rollouts.conversations)
+    free, stopped = (sample.log[-1]["content"] for sample in rollouts.samples)
     assert len(free) > 1
     assert stopped == free[0]

@@ -1,4 +1,4 @@
-"""Numbers of trajectories, and batches split by them."""
+"""Trajectory numbers, and batches split by trajectory."""
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ def counted_by_hand(done, current, following):
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 12), min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_numbers_are_those_of_counting_frame_by_frame_across_batches(num_envs, lengths, random):
+def test_numbers_equal_counting_frame_by_frame_across_batches(num_envs, lengths, random):
     numbers = TrajectoryNumbers((num_envs,))
     current, following = list(range(num_envs)), num_envs
     for length in lengths:
@@ -37,16 +37,16 @@ def test_workers_with_a_stride_never_share_a_number():
     assert of_workers == [[0, 0, 2, 4], [1, 1, 3, 5]]
 
 
-def test_to_begin_anew_takes_new_numbers():
+def test_new_episodes_get_new_numbers():
     numbers = TrajectoryNumbers((2,))
     done = np.zeros((2, 3), bool)
     first = numbers.of(done)
     assert torch.equal(numbers.of(done), first)
-    numbers.begin_anew()
+    numbers.reset()
     assert numbers.of(done)[:, 0].tolist() == [2, 3]
 
 
-def test_split_rows_hold_each_trajectory_in_order_and_zeros_behind_it():
+def test_split_rows_have_each_trajectory_in_order_and_zeros_after_it():
     ids = torch.tensor([[0, 0, 2, 2, 2], [1, 3, 3, 4, 4]])
     frames = torch.arange(1, 11).view(2, 5, 1)
     batch = TensorDict({"frame": frames, TRAJECTORY_IDS: ids, "next": {"frame": frames + 100}}, [2, 5])

@@ -1,4 +1,4 @@
-"""Weights of policies: where they are taken from, and that only those of the policy are accepted."""
+"""Weights of policies: their sources, and the refusal of other weights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from lucidrl.collectors.multi_sync import MultiSyncCollector
-from lucidrl.collectors.parts import check_weights, weights_of
+from lucidrl.collectors.multi import MultiSyncCollector
+from lucidrl.collectors.weights import check_weights, weights_of
 from lucidrl.errors import ConfigError
 from tests.unit.envs.toys import Walk
 
@@ -30,7 +30,7 @@ class Mixed(nn.Module):
         return {"action": torch.tensor([0, 1]), **sums}
 
 
-def test_what_is_published_is_what_workers_use_to_the_bit():
+def test_workers_use_exactly_the_published_weights():
     with MultiSyncCollector([Walk], Mixed(), frames_per_batch=1) as collector:
         for _ in range(2):
             source = Mixed()

@@ -1,4 +1,4 @@
-"""Policies and envs that the tests of collectors with processes share; workers import them from here."""
+"""Policies and envs for tests of collectors with processes; workers import them from here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.envs.toys import Walk
 
 
 class SlowWalk(Walk):
-    """Takes its time for every step."""
+    """Steps slowly."""
 
     def __init__(self, step_s=0.002):
         super().__init__()
@@ -33,7 +33,7 @@ class Chance(nn.Module):
 
 
 class Versioned(nn.Module):
-    """Always goes right, and tells the smallest and the largest number of a large weight: a torn one would show."""
+    """Always goes right; returns the minimum and the maximum of a large weight, which differ if it is torn."""
 
     def __init__(self, weight=0.0, size=20_000):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tokenizers of one token a character, with and without a chat template."""
+"""Tokenizers with one token per character, with and without a chat template."""
 
 import string
 

@@ -1,4 +1,4 @@
-"""Hostile chat templates end in a sentence, within bounded time and memory."""
+"""Hostile chat templates raise a clear error within bounded time and memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_template_that_takes_too_much_is_refused_and_its_file_named(chat_token
     file = tmp_path / "chat_template.jinja"
     file.write_text(template)
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ConfigError, match=rf"the chat template in {file} {excess} .*; correct the template"):
+    with pytest.raises(ConfigError, match=rf"the chat template in {file} {excess} .*; fix the template"):
         check_chat_template(chat_tokenizer, tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 100_000
 
@@ -48,7 +48,7 @@ def test_a_template_that_fails_is_a_data_error_that_names_its_file(chat_tokenize
     chat_tokenizer.chat_template = template
     chat_tokenizer.name_or_path = "some/folder"
     with pytest.raises(DataError, match=rf"chat template in some/folder/tokenizer_config\.json fails: {reason}"):
-        apply_template(chat_tokenizer, GREETING, None, tokenize=False)
+        apply_template(chat_tokenizer, GREETING, tokenize=False)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_template_that_fails_is_a_data_error_that_names_its_file(chat_tokenize
         "{{ bos_token }}{{ messages | tojson(indent=1) }}{{ messages[0].tool_calls[0].name }}",
     ],
 )
-def test_what_ordinary_templates_do_is_accepted(chat_tokenizer, tmp_path, template):
+def test_ordinary_templates_are_accepted(chat_tokenizer, tmp_path, template):
     chat_tokenizer.chat_template = template
     check_chat_template(chat_tokenizer, tmp_path)
 

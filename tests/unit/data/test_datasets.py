@@ -39,7 +39,7 @@ def test_both_forms_of_line_are_read(tmp_path):
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "user"}]}, "message .* is not valid"),
         ({"prompt": "a", "id": None}, "id None is not valid"),
-        ({"prompt": "b", "id": "first"}, "that of line 1"),
+        ({"prompt": "b", "id": "first"}, "line 1 has id 'first' too"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, complaint):
@@ -55,13 +55,13 @@ def test_a_missing_and_an_empty_file_are_refused(tmp_path):
         load_prompts(write_lines(tmp_path, "", ""))
 
 
-def test_equal_prompts_of_a_file_never_lie_on_both_sides(tmp_path):
+def test_equal_prompts_of_a_file_are_on_one_side_of_the_split(tmp_path):
     path = write_lines(tmp_path, *({"prompt": f"{index % 20}+1="} for index in range(200)))
     train, validation = split(load_prompts(path), validation_fraction=0.3)
     assert not {p.messages[0]["content"] for p in train} & {p.messages[0]["content"] for p in validation}
 
 
-def test_held_out_ids_are_the_same_for_ever():
+def test_held_out_ids_never_change():
     assert [index for index in range(40) if is_held_out(f"p{index}", 0.1)] == [18, 19]
 
 
@@ -74,11 +74,6 @@ def test_the_held_out_share_is_the_fraction():
 def test_a_larger_fraction_only_adds(prompt_id, one, other):
     low, high = sorted((one, other))
     assert is_held_out(prompt_id, high) or not is_held_out(prompt_id, low)
-
-
-def test_another_salt_holds_out_others():
-    ids = [str(index) for index in range(100)]
-    assert {i for i in ids if is_held_out(i, 0.5)} != {i for i in ids if is_held_out(i, 0.5, salt="b")}
 
 
 def test_a_split_keeps_every_prompt_once_and_in_order():
@@ -124,18 +119,18 @@ def test_epochs_and_seeds_give_different_orders():
     assert order.take(0, 50) != PromptOrder(50, seed=1).take(0, 50)
 
 
-def test_the_order_is_the_same_for_ever():
+def test_the_order_never_changes():
     assert PromptOrder(10, seed=0).take(0, 10) == [8, 4, 2, 6, 0, 7, 5, 1, 9, 3]
 
 
-def test_an_order_of_nothing_is_refused():
+def test_an_order_of_no_prompts_is_refused():
     with pytest.raises(DataError, match="num_prompts=0"):
         PromptOrder(0, seed=0)
     with pytest.raises(ValueError, match="start=-1"):
         PromptOrder(3, seed=0).take(-1, 2)
 
 
-def test_a_prompt_of_a_file_may_have_stop_strings_of_its_own(tmp_path):
+def test_a_prompt_of_a_file_may_have_its_own_stop_strings(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a", "stop_strings": ["\\n", "."], "answer": 1}\n{"prompt": "b"}\n')
     first, second = load_prompts(path)

@@ -1,20 +1,19 @@
-"""Written conversations: read from a file, split for good, or made of prompts with known answers."""
+"""Supervised examples: read from a file and split reproducibly, or made of prompts with known answers."""
 
 from __future__ import annotations
 
 import pytest
 
-from lucidrl.data.datasets import Prompt
-from lucidrl.data.examples import answered, load_examples
+from lucidrl.data.datasets import Prompt, example_of, load_examples
 from lucidrl.errors import DataError
 
-TALK = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}'
+GREETING = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}'
 
 
 @pytest.fixture
 def write(tmp_path):
     def write_lines(*lines: str):
-        path = tmp_path / "talk.jsonl"
+        path = tmp_path / "examples.jsonl"
         path.write_text("\n".join(lines))
         return path
 
@@ -22,7 +21,7 @@ def write(tmp_path):
 
 
 def test_both_forms_of_a_line_are_read(write):
-    train, held_out = load_examples(write(TALK, "", '{"prompt": "1+1=", "completion": "2"}'), 0.0)
+    train, held_out = load_examples(write(GREETING, "", '{"prompt": "1+1=", "completion": "2"}'), 0.0)
     assert train == [
         [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
         [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}],
@@ -30,7 +29,7 @@ def test_both_forms_of_a_line_are_read(write):
     assert held_out == []
 
 
-def test_the_split_depends_on_the_conversation_alone(write):
+def test_the_split_depends_only_on_the_example(write):
     lines = [f'{{"prompt": "{n}", "completion": "{n}"}}' for n in range(300)]
     train, held_out = load_examples(write(*lines), 0.2)
     assert len(train) + len(held_out) == 300
@@ -55,19 +54,19 @@ def test_the_split_depends_on_the_conversation_alone(write):
     ],
 )
 def test_a_malformed_line_is_named(write, line):
-    with pytest.raises(DataError, match=r"talk\.jsonl:2: "):
-        load_examples(write(TALK, line), 0.0)
+    with pytest.raises(DataError, match=r"examples\.jsonl:2: "):
+        load_examples(write(GREETING, line), 0.0)
 
 
-def test_a_file_without_conversations_is_refused(write, tmp_path):
-    with pytest.raises(DataError, match="has no conversations to train on"):
+def test_a_file_without_examples_is_refused(write, tmp_path):
+    with pytest.raises(DataError, match="has no examples to train on"):
         load_examples(write("", "  "), 0.0)
     with pytest.raises(DataError, match="does not exist"):
         load_examples(tmp_path / "absent.jsonl", 0.0)
 
 
-def test_a_prompt_is_answered_by_its_info():
+def test_a_prompt_is_completed_by_the_answer_of_its_info():
     prompt = Prompt("p", ({"role": "user", "content": "1+1="},), {"answer": 2})
-    assert answered(prompt) == [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    assert example_of(prompt) == [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     with pytest.raises(DataError, match="'q' has no answer"):
-        answered(Prompt("q", prompt.messages))
+        example_of(Prompt("q", prompt.messages))

@@ -1,4 +1,4 @@
-"""Files that are no JSON lines are refused at once, by what they are."""
+"""Files that are not JSONL are refused at once, with their kind."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lucidrl.data.datasets import load_prompts
-from lucidrl.data.examples import load_examples
+from lucidrl.data.datasets import load_examples, load_prompts
 from lucidrl.data.jsonl import LONGEST_LINE_BYTES, read_json_lines
 from lucidrl.errors import DataError
 
@@ -63,7 +62,7 @@ def test_a_key_that_occurs_twice_is_refused(tmp_path, line, key):
         load(path)
 
 
-def test_objects_that_have_equal_keys_apart_are_read_and_blank_lines_are_not(tmp_path):
+def test_equal_keys_of_different_objects_are_accepted_and_blank_lines_skipped(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"a": {"b": 1}, "c": [{"b": 2}, {"b": 3}]}\r\n \n{"n": 123456789012345678}')
     assert [(line.number, line.content[:4], line.record) for line in read_json_lines(path, "prompt")] == [
@@ -72,7 +71,7 @@ def test_objects_that_have_equal_keys_apart_are_read_and_blank_lines_are_not(tmp
     ]
 
 
-def test_what_is_nested_too_deeply_is_refused(tmp_path):
+def test_deep_nesting_is_refused(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     with pytest.raises(DataError, match=r"data\.jsonl:1: (is nested too deeply|not valid JSON)"):

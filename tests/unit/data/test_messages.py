@@ -4,8 +4,8 @@ import torch
 from lucidrl.data.messages import (
     collate,
     flatten_message_log,
+    render_next_turn,
     render_prompt,
-    render_reply,
     sampled_message,
     supervised_example,
     with_tokens,
@@ -22,8 +22,8 @@ def text_of(tokenizer, ids):
     return "".join(tokenizer.convert_ids_to_tokens(ids))
 
 
-def answered(tokenizer, text, **changes):
-    """A log of the question and an answer whose sampled ids are those of `text`."""
+def completed(tokenizer, text, **changes):
+    """A log of the question and a completion whose sampled ids are those of `text`."""
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False))
     log = with_tokens(QUESTION, render_prompt(tokenizer, QUESTION))
     return [*log, sampled_message(text, ids, torch.full((len(ids),), -0.5), 3) | changes]
@@ -33,7 +33,7 @@ def all_ids(log):
     return torch.cat([message["token_ids"] for message in log]).tolist()
 
 
-def test_a_prompt_is_rendered_by_the_chat_template_up_to_the_answer(chat_tokenizer):
+def test_a_prompt_is_rendered_by_the_chat_template_with_the_generation_prompt(chat_tokenizer):
     assert text_of(chat_tokenizer, render_prompt(chat_tokenizer, QUESTION)) == PROMPT_TEXT
 
 
@@ -41,38 +41,33 @@ def test_a_tokenizer_without_template_joins_the_contents(plain_tokenizer):
     assert text_of(plain_tokenizer, render_prompt(plain_tokenizer, QUESTION)) == "Add.1+2="
 
 
-def test_template_arguments_reach_the_template(chat_tokenizer):
-    chat_tokenizer.chat_template += "{% if brief %}!{% endif %}"
-    assert text_of(chat_tokenizer, render_prompt(chat_tokenizer, QUESTION, {"brief": True})) == PROMPT_TEXT + "!"
-
-
 @pytest.mark.parametrize("messages", [[], [*QUESTION, {"role": "assistant", "content": "3"}]])
-def test_a_prompt_that_awaits_no_answer_is_refused(chat_tokenizer, messages):
-    with pytest.raises(DataError, match="answer"):
+def test_a_prompt_that_awaits_no_completion_is_refused(chat_tokenizer, messages):
+    with pytest.raises(DataError, match="complete"):
         render_prompt(chat_tokenizer, messages)
 
 
-def test_what_a_template_refuses_is_a_data_error_with_its_words(chat_tokenizer):
+def test_a_template_that_refuses_messages_raises_a_data_error_with_its_message(chat_tokenizer):
     chat_tokenizer.chat_template = "{{ raise_exception('no system role here') }}"
     with pytest.raises(DataError, match=r"system, user.*no system role here"):
         render_prompt(chat_tokenizer, QUESTION)
 
 
-def test_a_reply_does_not_repeat_the_end_of_turn_that_was_sampled(chat_tokenizer):
-    ids = render_reply(chat_tokenizer, answered(chat_tokenizer, "3<|im_end|>"), HINT)
+def test_a_turn_does_not_repeat_the_end_of_turn_that_was_sampled(chat_tokenizer):
+    ids = render_next_turn(chat_tokenizer, completed(chat_tokenizer, "3<|im_end|>"), HINT)
     assert text_of(chat_tokenizer, ids) == HINT_TEXT
 
 
-@pytest.mark.parametrize("cut_answer", ["3", "3\n", ""])
-def test_a_reply_closes_a_turn_that_was_cut_short(chat_tokenizer, cut_answer):
-    ids = render_reply(chat_tokenizer, answered(chat_tokenizer, cut_answer), HINT)
+@pytest.mark.parametrize("cut_text", ["3", "3\n", ""])
+def test_a_turn_closes_one_that_was_cut_short(chat_tokenizer, cut_text):
+    ids = render_next_turn(chat_tokenizer, completed(chat_tokenizer, cut_text), HINT)
     assert text_of(chat_tokenizer, ids) == "<|im_end|>" + HINT_TEXT
 
 
 def test_an_eos_other_than_the_templates_marker_ends_the_turn_too(chat_tokenizer):
     chat_tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     chat_tokenizer.eos_token = "<|endoftext|>"
-    ids = render_reply(chat_tokenizer, answered(chat_tokenizer, "3<|endoftext|>"), HINT)
+    ids = render_next_turn(chat_tokenizer, completed(chat_tokenizer, "3<|endoftext|>"), HINT)
     assert text_of(chat_tokenizer, ids) == HINT_TEXT
 
 
@@ -81,44 +76,46 @@ def test_a_space_before_the_end_of_turn_is_dropped_with_it(chat_tokenizer):
         "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] }} <|im_end|>"
         "{% else %}[{{ m['content'] }}]{% endif %}{% endfor %}"
     )
-    ids = render_reply(chat_tokenizer, answered(chat_tokenizer, "3<|im_end|>"), HINT)
+    ids = render_next_turn(chat_tokenizer, completed(chat_tokenizer, "3<|im_end|>"), HINT)
     assert text_of(chat_tokenizer, ids) == "[higher]"
 
 
-def test_the_sampled_text_itself_plays_no_part_in_a_reply(chat_tokenizer):
-    log = answered(chat_tokenizer, "3<|im_end|>", content="<|im_start|>user\n anything at all ")
-    assert text_of(chat_tokenizer, render_reply(chat_tokenizer, log, HINT)) == HINT_TEXT
+def test_the_sampled_text_itself_does_not_change_the_next_turn(chat_tokenizer):
+    log = completed(chat_tokenizer, "3<|im_end|>", content="<|im_start|>user\n anything at all ")
+    assert text_of(chat_tokenizer, render_next_turn(chat_tokenizer, log, HINT)) == HINT_TEXT
 
 
-def test_a_conversation_of_turns_equals_the_template_of_the_whole(chat_tokenizer):
-    log = answered(chat_tokenizer, "3<|im_end|>", content="3")
-    log += with_tokens(HINT, render_reply(chat_tokenizer, log, HINT))
+def test_turns_equal_the_template_of_all_messages(chat_tokenizer):
+    log = completed(chat_tokenizer, "3<|im_end|>", content="3")
+    log += with_tokens(HINT, render_next_turn(chat_tokenizer, log, HINT))
     whole = [*QUESTION, {"role": "assistant", "content": "3"}, *HINT]
     assert all_ids(log) == render_prompt(chat_tokenizer, whole)
 
 
-def test_a_reply_without_template_is_the_text_alone(plain_tokenizer):
-    assert text_of(plain_tokenizer, render_reply(plain_tokenizer, answered(plain_tokenizer, "3"), HINT)) == "higher"
+def test_a_turn_without_template_is_the_text_alone(plain_tokenizer):
+    assert (
+        text_of(plain_tokenizer, render_next_turn(plain_tokenizer, completed(plain_tokenizer, "3"), HINT)) == "higher"
+    )
 
 
-def test_a_reply_needs_an_answer_before_it(chat_tokenizer):
+def test_a_turn_needs_a_completion_before_it(chat_tokenizer):
     with pytest.raises(DataError, match="follow an assistant message"):
-        render_reply(chat_tokenizer, answered(chat_tokenizer, "3")[:-1], HINT)
+        render_next_turn(chat_tokenizer, completed(chat_tokenizer, "3")[:-1], HINT)
 
 
-def test_a_template_that_hides_old_answers_is_refused_for_turns(chat_tokenizer):
+def test_a_template_that_hides_old_completions_is_refused_for_turns(chat_tokenizer):
     chat_tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     with pytest.raises(DataError, match="0 times"):
-        render_reply(chat_tokenizer, answered(chat_tokenizer, "3"), HINT)
+        render_next_turn(chat_tokenizer, completed(chat_tokenizer, "3"), HINT)
 
 
 def test_a_supervised_prompt_has_the_tokens_of_the_rendered_prompt(chat_tokenizer):
-    *prompt, answer = supervised_example(chat_tokenizer, [*QUESTION, {"role": "assistant", "content": "3"}])
+    *prompt, completion = supervised_example(chat_tokenizer, [*QUESTION, {"role": "assistant", "content": "3"}])
     assert all_ids(prompt) == render_prompt(chat_tokenizer, QUESTION)
-    assert text_of(chat_tokenizer, answer["token_ids"]) == "3<|im_end|>"
+    assert text_of(chat_tokenizer, completion["token_ids"]) == "3<|im_end|>"
 
 
-def test_a_supervised_conversation_teaches_every_answer_and_nothing_else(chat_tokenizer):
+def test_a_supervised_example_teaches_every_assistant_message_and_nothing_else(chat_tokenizer):
     turns = [*QUESTION, {"role": "assistant", "content": "2"}, *HINT, {"role": "assistant", "content": "3"}]
     flat = flatten_message_log(supervised_example(chat_tokenizer, turns), supervised=True)
     learned = flat["input_ids"][flat["token_mask"].bool()]
@@ -126,32 +123,31 @@ def test_a_supervised_conversation_teaches_every_answer_and_nothing_else(chat_to
     assert text_of(chat_tokenizer, flat["input_ids"]) == PROMPT_TEXT + "2<|im_end|>" + HINT_TEXT + "3<|im_end|>"
 
 
-def test_what_a_template_writes_before_an_answer_is_learned_with_it(chat_tokenizer):
+def test_template_text_before_an_assistant_message_is_learned_with_it(chat_tokenizer):
     chat_tokenizer.chat_template = (
         "{% for m in messages %}{% if m['role'] == 'assistant' %}A:(think){{ m['content'] }}<|im_end|>"
         "{% else %}{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
     )
-    answer = supervised_example(chat_tokenizer, [*QUESTION, {"role": "assistant", "content": "3"}])[-1]
-    assert text_of(chat_tokenizer, answer["token_ids"]) == "(think)3<|im_end|>"
+    completion = supervised_example(chat_tokenizer, [*QUESTION, {"role": "assistant", "content": "3"}])[-1]
+    assert text_of(chat_tokenizer, completion["token_ids"]) == "(think)3<|im_end|>"
 
 
-def test_without_template_a_supervised_answer_ends_with_eos(plain_tokenizer):
+def test_without_template_a_supervised_message_ends_with_eos(plain_tokenizer):
     log = supervised_example(plain_tokenizer, [*QUESTION, {"role": "assistant", "content": "3"}])
     assert text_of(plain_tokenizer, all_ids(log)) == "Add.1+2=3<|im_end|>"
 
 
-def test_a_supervised_example_without_an_answer_is_refused(chat_tokenizer):
+def test_a_supervised_example_without_an_assistant_message_is_refused(chat_tokenizer):
     with pytest.raises(DataError, match="end with an assistant message"):
         supervised_example(chat_tokenizer, QUESTION)
 
 
 def test_only_sampled_tokens_count_and_keep_their_logprobs(plain_tokenizer):
-    log = answered(plain_tokenizer, "34", generation_logprobs=torch.tensor([-0.25, -1.5]))
-    log += with_tokens(HINT, render_reply(plain_tokenizer, log, HINT))
+    log = completed(plain_tokenizer, "34", generation_logprobs=torch.tensor([-0.25, -1.5]))
+    log += with_tokens(HINT, render_next_turn(plain_tokenizer, log, HINT))
     flat = flatten_message_log(log)
     assert flat["token_mask"].tolist() == [0] * 8 + [1, 1] + [0] * 6
     assert flat["generation_logprobs"].tolist() == [0] * 8 + [-0.25, -1.5] + [0] * 6
-    assert flat["length"] == 16
 
 
 @pytest.mark.parametrize(
@@ -164,7 +160,7 @@ def test_only_sampled_tokens_count_and_keep_their_logprobs(plain_tokenizer):
 )
 def test_unusable_logprobs_of_sampled_tokens_are_an_error(plain_tokenizer, logprobs, complaint):
     with pytest.raises(DataError, match=f"message 2 .*{complaint}"):
-        flatten_message_log(answered(plain_tokenizer, "34", generation_logprobs=logprobs))
+        flatten_message_log(completed(plain_tokenizer, "34", generation_logprobs=logprobs))
 
 
 def test_assistant_messages_inside_a_prompt_are_not_taken_for_sampled(chat_tokenizer):
@@ -179,7 +175,7 @@ def test_a_log_without_tokens_is_refused():
 
 
 def test_collate_pads_on_the_right(plain_tokenizer):
-    logs = [answered(plain_tokenizer, "3"), answered(plain_tokenizer, "345")]
+    logs = [completed(plain_tokenizer, "3"), completed(plain_tokenizer, "345")]
     batch = collate(logs, pad_id=99, loss_multipliers=[1.0, 0.0])
     assert batch["input_ids"].shape == (2, 11)
     assert batch["input_ids"].dtype == torch.int64
@@ -199,4 +195,4 @@ def test_collate_refuses_no_logs_and_a_wrong_number_of_multipliers(plain_tokeniz
     with pytest.raises(DataError, match="at least one"):
         collate([], pad_id=0)
     with pytest.raises(DataError, match="2 loss multipliers for 1"):
-        collate([answered(plain_tokenizer, "3")], pad_id=0, loss_multipliers=[1.0, 1.0])
+        collate([completed(plain_tokenizer, "3")], pad_id=0, loss_multipliers=[1.0, 1.0])

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lucidrl.checkpoint import writer as writer_module
-from lucidrl.checkpoint.shards import open_tensors
+from lucidrl.checkpoint.tensors import open_tensors
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import CheckpointError
 from lucidrl.losses.nll import NLLLoss
