@@ -154,7 +154,7 @@ class CollectorWorkers:
 
     @property
     def num_restarts(self) -> int:
-        return self._pool.restarts.total
+        return self._pool.num_restarts
 
     def publish(self, weights: Weights, version: int) -> None:
         """What every worker takes, whole, when it begins its next batch.
@@ -282,7 +282,7 @@ class CollectorWorkers:
             self._check_alive(request.phase)
             if request.future is not future:  # another thread has restarted the worker
                 return
-            if self._pool.workers[request.index].loss is None or not self._pool.restarts.max_restarts:
+            if self._pool.workers[request.index].loss is None or not self._pool.max_restarts:
                 self._kill(f"failed in {request.phase}")
                 raise self._failures[request.index]
             self._restart()

@@ -153,7 +153,7 @@ def test_weights_that_the_policy_has_no_more_are_not_made_up(generator, policy, 
 
 @pytest.mark.slow
 def test_with_no_restarts_the_first_loss_stops_with_its_cause(generator, monkeypatch):
-    monkeypatch.setattr(generator.pool.restarts, "max_restarts", 0)
+    monkeypatch.setattr(generator.pool, "max_restarts", 0)
     plan_death("generate", 0)
     with pytest.raises(WorkerError, match=r"max_restarts=0 allows no more: generator 0 of 2 was ended by") as error:
         generator.generate(rows())

@@ -11,7 +11,7 @@ import pytest
 
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers import ray_resources
-from lucidrl.distributed.workers.ray_launch import check_can_be_placed
+from lucidrl.distributed.workers.ray_resources import check_can_be_placed
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.hosts import WorkersHost
 from lucidrl.envs.text.runner import EnvRunner

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.workers import ray_launch, ray_resources
+from lucidrl.distributed.workers import ray_resources, ray_workers
 from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.losses.nll import NLLLoss
@@ -132,9 +132,9 @@ def test_a_connection_that_the_program_has_made_is_used_and_left(cluster, tmp_pa
 def test_logs_of_a_node_with_another_file_system_come_to_the_drivers_folder(cluster, tmp_path, monkeypatch):
     @contextmanager
     def unmarked(folder):
-        yield "there-is-no-such-file"
+        yield folder / "there-is-no-such-file"
 
-    monkeypatch.setattr(ray_launch, "marked", unmarked)
+    monkeypatch.setattr(ray_workers, "marked", unmarked)
     two = ClusterConfig(launcher="ray", num_workers=2, num_cpus_per_worker=0.5)
     with WorkerGroup(Plain, cluster=two, log_dir=tmp_path) as group:
         assert group.blind_nodes == nodes_of(group)[:1]

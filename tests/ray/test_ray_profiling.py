@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.workers import processes
-from lucidrl.distributed.workers import ray_launch as launcher
+from lucidrl.distributed.workers import processes, ray_workers
 from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.errors import WorkerError
 from lucidrl.profiling.settings import FOLDER_VARIABLE, NSYS_SESSION
@@ -85,9 +84,9 @@ def test_a_node_that_does_not_see_the_traces_folder_or_has_no_nsys_is_named(
 ):
     @contextmanager
     def unmarked(folder):
-        yield "there-is-no-such-file"
+        yield folder / "there-is-no-such-file"
 
-    monkeypatch.setattr(launcher, "marked", unmarked)
+    monkeypatch.setattr(ray_workers, "marked", unmarked)
     monkeypatch.delenv(NSYS_SESSION, raising=False)
     monkeypatch.setattr(nsys, "NRL_NSYS_WORKER_PATTERNS", "*-1")
     monkeypatch.setattr(nsys, "NRL_NSYS_PROFILE_STEP_RANGE", "3:5")

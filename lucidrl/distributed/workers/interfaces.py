@@ -1,15 +1,11 @@
-"""What a worker is, how its process is set up, and what a set of worker processes offers, wherever they run."""
+"""What a worker is, how its process is set up, and what errors say of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
-
-if TYPE_CHECKING:
-    from lucidrl.distributed.workers.messages import Message
-    from lucidrl.distributed.workers.outcomes import Exited
+from typing import Any, Literal, NamedTuple, Protocol
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
 
@@ -26,22 +22,6 @@ class Arguments(NamedTuple):
 
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
-
-
-@dataclass(frozen=True)
-class Numbering:
-    """How the workers of a group are numbered, if the group is one of several equal ones in a pool."""
-
-    first: int = 0
-    """Number of its first worker in the pool."""
-    total: int | None = None
-    """Workers of the pool; None if the group stands alone."""
-    setting: str = "cluster.num_workers"
-    """The setting that says how many there are."""
-
-
-ALONE = Numbering()
-"""A group that is not part of a pool."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +44,12 @@ class Hosting:
     """What errors call a worker."""
     name: str = "worker"
     """What profiling calls the workers, with their number behind it; see `lucidrl.utils.nsys`."""
-    numbering: Numbering = ALONE
+    first_number: int = 0
+    """Number of the group's first worker, if the group is one of several equal ones in a pool."""
+    pool_size: int | None = None
+    """Workers of the pool; None if the group stands alone."""
+    size_setting: str = "cluster.num_workers"
+    """The setting that says how many workers there are, for errors."""
     log_dir: Path | None = None
     """For `<log_name>_N.log` with the output of worker N; by default a temporary folder, kept only after a failure."""
     log_name: str = "rank"
@@ -89,10 +74,10 @@ class Hosting:
     """The setting that limits a call, for errors."""
 
     def number(self, rank: int) -> int:
-        return self.numbering.first + rank
+        return self.first_number + rank
 
     def total(self, world_size: int) -> int:
-        return self.numbering.total or world_size
+        return self.pool_size or world_size
 
 
 @dataclass(frozen=True)
@@ -137,39 +122,3 @@ class NodeLost(Exception):  # noqa: N818 - something observed; becomes a WorkerE
         self.node, self.ranks = node, ranks
         self.tails = tails
         """The last lines of each worker's output, as far as the driver has them."""
-
-
-class Workers(Protocol):
-    """Processes of workers, on one machine or several. `send`, `poll`, `dead` and `report` may raise `NodeLost`."""
-
-    @property
-    def labels(self) -> Sequence[WorkerLabel]:
-        """Of all, in order."""
-
-    def send(self, messages: Mapping[int, Sequence[Message]]) -> None:
-        """Send each worker its call; `poll` then returns the answers.
-
-        A call is one or several messages: the first has the method and its arguments, the others what these refer to
-        by `Stored`.
-        """
-
-    def poll(self, timeout_s: float) -> Sequence[tuple[int, Message | Exited]]:
-        """Answers that were not returned yet; waits for one, or until the time is over."""
-
-    def dead(self) -> Mapping[int, Exited]:
-        """Workers that have exited; call it while none has a message."""
-
-    def meet(self, pids: Sequence[int]) -> None:
-        """Learn the process ids of the workers themselves, since another program may run them."""
-
-    def report(self, numbers: Sequence[int], with_stacks: bool) -> Mapping[int, WorkerReport]:
-        """What is known of some workers; with stacks, each busy one is asked where it is."""
-
-    def let_end(self, timeout_s: float) -> Mapping[int, int | None]:
-        """Ask all to shut down and exit; their exit codes, None for those still running at the timeout.
-
-        Unreachable ones are missing.
-        """
-
-    def kill(self) -> None:
-        """End all now and free what was held for them; may be called twice."""

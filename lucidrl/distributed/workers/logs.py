@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
-from lucidrl.distributed.workers import child
+from lucidrl.distributed.workers import process
 
 _TAIL_LINES = 15
 _LINE_CHARACTERS = 300
@@ -47,7 +47,7 @@ class WorkerLog:
             return ""
         main_thread = stacks[-1]  # threads are written newest first
         frames = [line for line in main_thread.splitlines() if line.startswith("  File ")]
-        frames = list(itertools.takewhile(lambda line: child.__file__ not in line, frames)) or frames
+        frames = list(itertools.takewhile(lambda line: process.__file__ not in line, frames)) or frames
         return "\n".join(frames[:_STACK_FRAMES])
 
     def _text_from(self, offset: int) -> str:
@@ -97,12 +97,12 @@ class LogFolder:
 
 
 @contextmanager
-def marked(folder: Path) -> Iterator[str]:
-    """Keep a file of this name in the folder meanwhile: a node that sees the file shares the folder."""
+def marked(folder: Path) -> Iterator[Path]:
+    """Keep a file in the folder meanwhile: a node that sees the file shares the folder."""
     file = folder / f".seen-{secrets.token_hex(8)}"
     file.touch()
     try:
-        yield file.name
+        yield file
     finally:
         file.unlink(missing_ok=True)
 

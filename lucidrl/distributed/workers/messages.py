@@ -91,6 +91,11 @@ def call_of(messages: Sequence[Message]) -> tuple[Any, Sequence[Any], Any]:
     return method, [stored[arg.index] if isinstance(arg, _StoredIndex) else arg for arg in args], kwargs
 
 
+def receive_number(connection: socket.socket) -> int:
+    """Eight bytes, the highest first; EOFError if the other end is gone."""
+    return _COUNT.unpack(_read(connection, _COUNT.size))[0]
+
+
 def send_messages(connection: socket.socket, messages: Sequence[Message]) -> None:
     """Blocks until the other end has taken all; OSError if that is gone."""
     connection.sendall(_COUNT.pack(len(messages)))
@@ -100,8 +105,7 @@ def send_messages(connection: socket.socket, messages: Sequence[Message]) -> Non
 
 def receive_messages(connection: socket.socket) -> list[Message]:
     """Blocks until all have come; EOFError if the other end is gone."""
-    (count,) = _COUNT.unpack(_read(connection, _COUNT.size))
-    return [receive(connection) for _ in range(count)]
+    return [receive(connection) for _ in range(receive_number(connection))]
 
 
 def send(connection: socket.socket, message: Message) -> None:
@@ -114,9 +118,8 @@ def send(connection: socket.socket, message: Message) -> None:
 
 def receive(connection: socket.socket) -> Message:
     """Blocks until a message has come whole; EOFError if the other end is gone."""
-    (num_parts,) = _COUNT.unpack(_read(connection, _COUNT.size))
-    sizes = [size for (size,) in _COUNT.iter_unpack(_read(connection, num_parts * _COUNT.size))]
-    return Message([_read(connection, size) for size in sizes])
+    sizes = _read(connection, receive_number(connection) * _COUNT.size)
+    return Message([_read(connection, size) for (size,) in _COUNT.iter_unpack(sizes)])
 
 
 def _read(connection: socket.socket, size_bytes: int) -> Any:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from lucidrl.errors import LostWorkerError, LucidError, WorkerError
 
 if TYPE_CHECKING:
-    from lucidrl.distributed.workers.interfaces import NodeLost, WorkerLabel, WorkerReport, Workers
+    from lucidrl.distributed.workers.interfaces import NodeLost, WorkerLabel, WorkerReport
     from lucidrl.distributed.workers.messages import Message
+    from lucidrl.distributed.workers.processes import Workers
 
 START = "the start"
 """The phase before the first call."""
@@ -175,7 +176,7 @@ def _total(labels: Sequence[WorkerLabel]) -> int:
 
 def _and_all_ended(labels: Sequence[WorkerLabel]) -> str:
     """What becomes of the group, unless it is one of a pool that goes on."""
-    return f"; all {labels[0].hosting.role}s were ended" if labels[0].hosting.numbering.total is None else ""
+    return f"; all {labels[0].hosting.role}s were ended" if labels[0].hosting.pool_size is None else ""
 
 
 def _last_lines(label: WorkerLabel, tail: str) -> str:

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.workers.interfaces import Arguments, Hosting, Numbering, Worker
+from lucidrl.distributed.workers.interfaces import Arguments, Hosting, Worker
 from lucidrl.distributed.workers.processes import ProcessGroup
-from lucidrl.distributed.workers.restarts import Restarts
-from lucidrl.errors import LostWorkerError, LucidError, WorkerError
+from lucidrl.errors import ConfigError, LostWorkerError, LucidError, WorkerError
 from lucidrl.utils.watching import wait_watching
 
 _log = logging.getLogger(__name__)
@@ -32,12 +31,14 @@ T = TypeVar("T")
 class PoolWorker:
     """One worker of a pool, through all its processes."""
 
-    def __init__(self, pool: WorkerPool, number: int, start_process: Callable[[int], ProcessGroup]):
+    def __init__(self, number: int, start_process: Callable[[int], ProcessGroup]):
         self.number = number
         self.loss: LostWorkerError | None = None
         """How its process was lost, until it is restarted."""
         self.num_starts = 0
-        self._pool, self._start_process = pool, start_process
+        self.restarts_in_a_row = 0
+        """Without a success in between."""
+        self._start_process = start_process
         self._process: ProcessGroup | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
@@ -64,7 +65,7 @@ class PoolWorker:
 
     def succeeded(self) -> None:
         """The worker finished a piece of work: it may be restarted `max_restarts` times in a row again."""
-        self._pool.restarts.succeeded(self.number)
+        self.restarts_in_a_row = 0
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Let its thread do something after all that was submitted before."""
@@ -129,7 +130,6 @@ class WorkerPool:
         ray_options: of each worker, in place of those of `hosting`.
         max_restarts: consecutive restarts of one worker without a success in between (`PoolWorker.succeeded`).
         setting: prefix of the settings that the caller's errors name, such as `policy.generation.`.
-        size_setting: the setting that says how many workers there are.
         on_start: called with a worker after each of its starts, in its thread; for what a new process has to know.
 
     Raises:
@@ -146,26 +146,29 @@ class WorkerPool:
         ray_options: Sequence[Mapping[str, Any]] | None = None,
         max_restarts: int = 0,
         setting: str = "",
-        size_setting: str = "num_workers",
         on_start: Callable[[PoolWorker], None] | None = None,
     ):
         cluster, hosting = (cluster or ClusterConfig()).of_one(), hosting or Hosting(role="worker")
-        self.restarts = Restarts(max_restarts, f"{setting}max_restarts")
-        self._role = hosting.role
+        if max_restarts < 0:
+            raise ConfigError(
+                f"{setting}max_restarts={max_restarts} is negative; give 0 to never restart, or a positive number"
+            )
+        self.max_restarts = max_restarts
+        self.num_restarts = 0
+        """Of all workers."""
+        self._restarts_setting = f"{setting}max_restarts"
+        self._hosting = replace(hosting, pool_size=len(arguments), size_setting=f"{setting}num_workers")
         self._on_start = on_start
         self._ended = False
         self._are_recording = False
         self._noting = threading.Lock()
 
-        self._hosting = hosting
-
         def start_process(number: int) -> ProcessGroup:
-            numbering = Numbering(number, len(arguments), f"{setting}{size_setting}")
             options = hosting.ray_options if ray_options is None else ray_options[number]
-            own_hosting = replace(self._hosting, numbering=numbering, ray_options=options)
+            own_hosting = replace(self._hosting, first_number=number, ray_options=options)
             return ProcessGroup(worker_class, arguments[number], cluster, own_hosting)
 
-        self.workers = [PoolWorker(self, number, start_process) for number in range(len(arguments))]
+        self.workers = [PoolWorker(number, start_process) for number in range(len(arguments))]
         self._start(self.workers)
         if lost := [worker.loss for worker in self.workers if worker.loss is not None]:
             self.kill()
@@ -249,19 +252,21 @@ class WorkerPool:
         restarted: list[PoolWorker] = []
         while lost := self.lost:
             for worker in lost:
-                loss = worker.loss
-                if not self.restarts.take(worker.number):
+                if worker.restarts_in_a_row >= self.max_restarts:
                     raise WorkerError(
-                        f"{self._role} {worker.number} was lost again after {self.restarts.max_restarts} restarts in a "
-                        f"row, and {self.restarts.setting}={self.restarts.max_restarts} allows no more: {loss}"
-                    ) from loss
-                _log.warning("restarting %s %d: %s", self._role, worker.number, self.restarts.described(worker.number))
+                        f"{self._name(worker)} was lost again after {self.max_restarts} restarts in a row, and "
+                        f"{self._restarts_setting}={self.max_restarts} allows no more: {worker.loss}"
+                    ) from worker.loss
+                worker.restarts_in_a_row += 1
+                self.num_restarts += 1
+                counted = f"restart {worker.restarts_in_a_row} of at most {self.max_restarts} in a row"
+                _log.warning("restarting %s: %s", self._name(worker), counted)
                 restarted += [worker] if worker not in restarted else []
             try:
                 self._start(lost)
             except LucidError as error:
-                numbers = ", ".join(str(worker.number) for worker in lost)
-                error.add_note(f"this was a restart of {self._role} {numbers}, which was lost: {lost[-1].loss}")
+                names = ", ".join(map(self._name, lost))
+                error.add_note(f"this was a restart of {names}, which was lost: {lost[-1].loss}")
                 raise
         return restarted
 
@@ -328,4 +333,7 @@ class WorkerPool:
             reported = {other.loss.node for other in self.workers if other.loss is not None}
             worker.loss = loss
         if loss.node is None or loss.node not in reported:  # a lost node is reported once
-            _log.warning("lost %s %d: %s", self._role, worker.number, str(loss))  # a record must not hold its frames
+            _log.warning("lost %s: %s", self._name(worker), str(loss))  # a record must not hold its frames
+
+    def _name(self, worker: PoolWorker) -> str:
+        return f"{self._hosting.role} {worker.number}"

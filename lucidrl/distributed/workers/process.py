@@ -1,31 +1,45 @@
-"""A process that this one started: begun by any start method, joined, killed, and explained when it is gone."""
+"""A local child process: how the driver starts, joins and kills it, and what it runs.
+
+Nothing here imports torch or numpy at import time: the child sets its environment variables before it imports them.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import logging
 import multiprocessing
 import os
 import shlex
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
+import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from multiprocessing import forkserver, resource_tracker, spawn
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TextIO, get_args
 
 import cloudpickle
 import psutil
 
-from lucidrl.distributed.workers.interfaces import StartMethod
+from lucidrl.distributed.workers.interfaces import Hosting, StartMethod
+from lucidrl.distributed.workers.outcomes import Returned, describe_error
 from lucidrl.errors import ConfigError
+from lucidrl.utils import nsys
 
 _REAP_DEADLINE_S = 5.0
 _POLL_S = 0.05
+_DRIVER_GONE_GRACE_S = 3.0
+_PR_SET_PDEATHSIG = 1
 _main_lock = threading.Lock()
 _executable_lock = threading.Lock()
 
@@ -63,17 +77,15 @@ class ChildProcess:
         self._process = context.Process(target=target, args=args, name=name, daemon=False)
         if start_method == "forkserver":
             _preload(preload)
-        self._script = _Script([*wrapper, sys.executable]) if wrapper else None
-        with (
-            nullcontext() if imports_main else main_seen_as(None, None),
-            _started_by(None if self._script is None else str(self._script.path)),
-        ):
+        self._folder = tempfile.TemporaryDirectory(prefix="lucidrl-wrapper-") if wrapper else None
+        script = _wrapper_script(self._folder.name, [*wrapper, sys.executable]) if self._folder is not None else None
+        with nullcontext() if imports_main else main_seen_as(None, None), _started_by(script):
             self._process.start()
 
     @property
     def is_wrapped(self) -> bool:
         """Whether another program runs the process: `pid` and the exit code are that program's."""
-        return self._script is not None
+        return self._folder is not None
 
     @property
     def pid(self) -> int:
@@ -107,8 +119,8 @@ class ChildProcess:
 
     def remove_wrapper(self) -> None:
         """Remove the file that started a wrapped process, which has started; may be called twice."""
-        if self._script is not None:
-            self._script.remove()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def how_it_ended(self) -> str:
         """For a process that is about to end or has ended: a verb with its cause."""
@@ -144,37 +156,28 @@ def _preload(modules: Iterable[str]) -> None:
     forkserver.set_forkserver_preload(list(dict.fromkeys([*wanted, *modules])))
 
 
-class _Script:
-    """A file that runs a command with the arguments that it is given, out of reach of Ctrl-C.
+def _wrapper_script(folder: str, command: Sequence[str]) -> Path:
+    """Write a file that runs a command with the arguments it gets, out of reach of Ctrl-C.
 
-    A terminal sends that to all processes of a group; what it means to them is for their driver to say.
+    A terminal sends Ctrl-C to all processes of a group; the driver decides what it means to its workers.
     """
-
-    def __init__(self, command: Sequence[str]):
-        self._folder = tempfile.TemporaryDirectory(prefix="lucidrl-wrapper-")
-        self.path = Path(self._folder.name, "python")
-        own_group = [sys.executable, "-ISc", "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"]
-        self.path.write_text(f'#!/bin/sh\nexec {shlex.join([*own_group, *command])} "$@"\n')
-        self.path.chmod(0o700)
-
-    def remove(self) -> None:
-        self._folder.cleanup()
+    path = Path(folder, "python")
+    own_group = [sys.executable, "-ISc", "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"]
+    path.write_text(f'#!/bin/sh\nexec {shlex.join([*own_group, *command])} "$@"\n')
+    path.chmod(0o700)
+    return path
 
 
 @contextmanager
-def _started_by(executable: str | None) -> Iterator[None]:
-    """multiprocessing spawns processes with this interpreter, which it can only be told for all of them.
-
-    Args:
-        executable: None for its own.
-    """
+def _started_by(executable: Path | None) -> Iterator[None]:
+    """Let multiprocessing spawn with another interpreter, which can only be set for all processes; None for its own."""
     with _executable_lock:
         if executable is None:
             yield
             return
         resource_tracker.ensure_running()  # it would be spawned that way too
         before = spawn.get_executable()
-        spawn.set_executable(executable)
+        spawn.set_executable(str(executable))
         try:
             yield
         finally:
@@ -208,3 +211,108 @@ def pickled(what: str, content: Any) -> bytes:
             f"{what} cannot be sent to a process: {type(error).__name__}: {error}; "
             "let it make there what cannot be pickled"
         ) from error
+
+
+@dataclass(frozen=True)
+class ChildSettings:
+    """What the driver decides about the process of a worker."""
+
+    rank: int
+    hosting: Hosting
+    environment: Mapping[str, str]
+    num_threads: int
+    log_path: Path | None
+    """Where its output goes; None for that of the driver."""
+    die_with_starting_thread: bool
+    """Linux can end a process with the thread that started it, which is only right if that is the main thread."""
+    wrapper: Sequence[str] = ()
+    """Words of a command that runs the process, such as a profiler."""
+
+
+def serve(connection: socket.socket, settings: ChildSettings) -> None:
+    """Send the id of this process, then serve the driver's calls until it closes the connection.
+
+    The first call makes the worker, and also returns the id.
+    """
+    leave_signals_to_driver()
+    end_with_driver(settings.die_with_starting_thread)
+    if settings.log_path is not None:
+        redirect_output(settings.log_path)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the driver asks where this worker is, once it knows the process id
+    with suppress(OSError):
+        connection.sendall(os.getpid().to_bytes(8, "big"))
+    if settings.hosting.start_method == "forkserver":
+        os.environ.clear()  # a fork server has the variables of the moment when it started
+    os.environ.update(settings.environment)
+    nsys.take_request_from_environment()
+
+    import torch
+
+    from lucidrl.distributed.workers.messages import Message, call_of, receive_messages, send
+
+    torch.set_num_threads(settings.num_threads)
+    worker: Any = None
+
+    def answer(messages: Sequence[Message]) -> Returned:
+        nonlocal worker
+        method, args, kwargs = call_of(messages)
+        if worker is None:
+            worker = method(*args, **kwargs)
+            return Returned(os.getpid())
+        call = method if callable(method) else attrgetter(method)(worker)
+        return Returned(call(*args, **kwargs))
+
+    with suppress(EOFError, OSError):  # the driver closed the connection, or is gone
+        while True:
+            request = receive_messages(connection)
+            try:
+                reply = Message.of(answer(request))
+            except BaseException as error:  # SystemExit too: the driver reports everything, and ends this process
+                if settings.log_path is not None:
+                    traceback.print_exc()
+                reply = Message.of(describe_error(error))
+            send(connection, reply)
+            del request, reply  # an idle worker holds no batch
+    if worker is not None:
+        worker.shutdown()
+
+
+def leave_signals_to_driver() -> None:
+    """Ignore Ctrl-C and a hang-up, which reach every process of a terminal: the driver decides."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_with_driver(die_with_starting_thread: bool) -> None:
+    """Leave nothing behind if the driver is killed, whatever this process is busy with.
+
+    Args:
+        die_with_starting_thread: see `ChildSettings`.
+    """
+    if die_with_starting_thread and sys.platform == "linux":
+        # Also ends a process that is stopped, or stuck in native code.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        let_fork_server_end()
+
+    def watch() -> None:
+        driver = multiprocessing.parent_process()
+        assert driver is not None
+        driver.join()
+        time.sleep(_DRIVER_GONE_GRACE_S)  # an idle worker sees the end of the connection, and ends in order
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="driver-watch", daemon=True).start()
+
+
+def redirect_output(path: Path) -> None:
+    """Send what Python and native code write to the log, line by line."""
+    with path.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.stdout, sys.stderr = (_line_buffered(descriptor) for descriptor in (1, 2))
+
+
+def _line_buffered(descriptor: int) -> TextIO:
+    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.workers.child import redirect_output
-from lucidrl.distributed.workers.interfaces import Arguments, Hosting, NodeLost, Worker, Workers
+from lucidrl.distributed.workers.interfaces import Arguments, Hosting, NodeLost, Worker
 from lucidrl.distributed.workers.local import LocalWorkers, start_local
 from lucidrl.distributed.workers.logs import LogFolder
 from lucidrl.distributed.workers.messages import Message, call_messages
@@ -30,7 +29,8 @@ from lucidrl.distributed.workers.outcomes import (
     explain_loss,
     outcome_of,
 )
-from lucidrl.distributed.workers.ray_launch import start_on_ray
+from lucidrl.distributed.workers.process import redirect_output
+from lucidrl.distributed.workers.ray_workers import RayWorkers, start_on_ray
 from lucidrl.errors import DataError, WorkerError
 from lucidrl.utils.nsys import is_recorded, worker_name
 
@@ -45,6 +45,9 @@ _RECORDING_TIMEOUT_S = 1800.0
 """Of the start of a profiler and of the writing of traces: timeouts that suit the work do not suit these."""
 _LAST_WRITE_S = 10.0
 """After a failure, workers that record have this long to finish their call and to write; a stuck one cannot."""
+
+
+Workers = LocalWorkers | RayWorkers
 
 
 class ProcessGroup:
@@ -91,7 +94,6 @@ class ProcessGroup:
         try:
             messages = _messages(self._worker_class.__name__, self._worker_class, self._arguments)
             self.pids = self._run(START, [messages] * self.size, self._start_timeout_s)
-            self._workers.meet(self.pids)
         except BaseException:
             self._kill("did not start")
             raise

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers import ray_internals
 from lucidrl.distributed.workers.interfaces import Hosting, NodeChoice
+from lucidrl.distributed.workers.ray_cluster import LOCAL, connected
 from lucidrl.errors import ConfigError
+from lucidrl.utils.imports import require_package
 
 Resources = Mapping[str, float]
 """Amounts by name, as Ray counts them."""
@@ -19,6 +23,7 @@ _RETURN_DEADLINE_S = 8.0
 """What another program just released takes a moment to be free."""
 _NOTICE_S = 30.0
 """Ray takes about half as long to notice that a node is gone."""
+_CONNECT_TIMEOUT_S = 1.0
 _SHARED_CPUS = 0.01
 """Of a worker in a local cluster: there, as without Ray, workers share the machine's cores."""
 _ACCELERATOR_MARK = 0.001
@@ -92,10 +97,71 @@ def reserved(cluster: ClusterConfig, is_own_ray: bool, hosting: Hosting) -> Iter
     if strategy is not None or not bundle:  # the caller places the actor
         if not isinstance(strategy, PlacementGroupSchedulingStrategy) and not request.fits(_totals()):
             raise _no_room(request)
+        wait_for_dead_nodes()
         yield Room(None, num_gpus, options)
         return
     with _held(request) as group:
         yield Room(group, num_gpus, options)
+
+
+def check_can_be_placed(
+    cluster: ClusterConfig,
+    others: Sequence[Hosting] = (),
+    choose_nodes: Callable[[Sequence[str]], NodeChoice | None] = lambda ids: None,
+    num_env_workers: int = 0,
+) -> None:
+    """Refuse workers for which a running Ray has no room, all together; nothing is started.
+
+    Of a local cluster that is yet to be started, only that it has a single node is known.
+
+    Args:
+        others: workers of a pool that run at the same time.
+        choose_nodes: where these may run, given the nodes of the first group.
+        num_env_workers: of an environment, beside all of them.
+
+    Raises:
+        ConfigError: if Ray is not installed, not reachable, or too small.
+    """
+    require_package("ray", "cluster.launcher=ray")
+    if is_to_be_started(cluster):
+        if cluster.num_nodes > 1:
+            raise ConfigError(
+                f"cluster.num_nodes={cluster.num_nodes} is for a Ray cluster, but a Ray that is started for the run is "
+                "one node; set cluster.address, or leave num_nodes out"
+            )
+        return
+    with ExitStack() as held:
+        is_own_ray = held.enter_context(connected(cluster.address, cluster.allow_open_dashboard))
+        room = held.enter_context(reserved(cluster, is_own_ray, Hosting()))
+        nodes = choose_nodes(room.node_ids())
+        for hosting in others:
+            held.enter_context(reserved(cluster.of_one(), is_own_ray, replace(hosting, nodes=nodes)))
+        for number in range(num_env_workers):
+            hosting = Hosting(first_number=number, pool_size=num_env_workers, size_setting="env.num_workers")
+            held.enter_context(reserved(cluster.of_one(with_gpus=False), is_own_ray, hosting))
+
+
+def is_to_be_started(cluster: ClusterConfig) -> bool:
+    """Whether a local cluster will be started: none is named, and the program is not connected to one."""
+    import ray
+
+    return cluster.address in (None, LOCAL) and not ray.is_initialized()
+
+
+def wait_for_dead_nodes() -> None:
+    """Wait until Ray has noticed every dead node: it would send an actor there, which is lost at once."""
+    until = time.monotonic() + _NOTICE_S
+    while time.monotonic() < until and not all(map(_is_reachable, _alive_nodes())):
+        time.sleep(_CONNECT_TIMEOUT_S)
+
+
+def _is_reachable(node: Mapping[str, Any]) -> bool:
+    address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+    try:
+        socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -159,15 +225,14 @@ def _bundle(options: Mapping[str, Any]) -> Resources:
 
 
 def _request(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> _Request:
-    numbering, nodes = hosting.numbering, hosting.nodes
-    if numbering.total is None:
+    nodes = hosting.nodes
+    per_worker = "cluster.num_cpus_per_worker or cluster.num_gpus_per_worker"
+    if hosting.pool_size is None:
         who = f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes}"
         where = f"each of {cluster.num_nodes} nodes"
-        remedy = ", cluster.num_cpus_per_worker or cluster.num_gpus_per_worker, spread the workers over more "
-        remedy += "cluster.num_nodes"
+        remedy = f", {per_worker}, spread the workers over more cluster.num_nodes"
     else:
-        who, where = f"number {numbering.first} of {numbering.setting}={numbering.total}", "one node"
-        per_worker = "cluster.num_cpus_per_worker or cluster.num_gpus_per_worker"
+        who, where = f"number {hosting.first_number} of {hosting.size_setting}={hosting.pool_size}", "one node"
         remedy = f" or {'remote_options' if hosting.ray_options else per_worker}"
     if nodes is not None:
         where += f" {'other than' if nodes.is_excluding else 'of'} {', '.join(name[:8] for name in nodes.ids)}"
@@ -175,7 +240,7 @@ def _request(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> _Re
         bundle,
         cluster.num_nodes,
         f"{who} asks Ray for {_described(bundle)} on {where}",
-        f"Lower {numbering.setting}{remedy}",
+        f"Lower {hosting.size_setting}{remedy}",
         nodes,
     )
 
@@ -190,11 +255,16 @@ def _no_room(request: _Request) -> ConfigError:
     )
 
 
-def _totals() -> dict[str, Resources]:
-    """Of each node that is alive, by its id."""
+def _alive_nodes() -> list[dict[str, Any]]:
+    """As far as Ray knows."""
     import ray
 
-    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _totals() -> dict[str, Resources]:
+    """Of each node that is alive, by its id."""
+    return {node["NodeID"]: node["Resources"] for node in _alive_nodes()}
 
 
 def _holds(resources: Resources, asked: Resources) -> bool:
@@ -208,8 +278,6 @@ def _described(resources: Resources) -> str:
 
 def _free_on_nodes(asked: Resources) -> str:
     """How much every node has of what is asked for, and how much of it is free."""
-    import ray
-
     free_by_id = ray_internals.free_by_node()
     return "; ".join(
         f"{node_name(node['NodeManagerAddress'], node['NodeID'])} has "
@@ -217,8 +285,7 @@ def _free_on_nodes(asked: Resources) -> str:
             f"{name} {free_by_id.get(node['NodeID'], {}).get(name, 0):g} of {node['Resources'].get(name, 0):g} free"
             for name in asked
         )
-        for node in ray.nodes()
-        if node["Alive"]
+        for node in _alive_nodes()
     )
 
 

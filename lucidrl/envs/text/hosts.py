@@ -141,7 +141,7 @@ class WorkersHost(EnvHost):
 
     @property
     def num_restarts(self) -> int:
-        return self._pool.restarts.total
+        return self._pool.num_restarts
 
     def prompts(self) -> Sequence[Prompt] | None:
         try:

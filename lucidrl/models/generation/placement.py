@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.workers.interfaces import NodeChoice, Numbering
+from lucidrl.distributed.workers.interfaces import Hosting, NodeChoice
 from lucidrl.errors import ConfigError
 from lucidrl.models.generation.config import GenerationConfig
 
 
-def generator_numbering(config: GenerationConfig) -> list[Numbering]:
-    """Of each separate generator."""
+def generator_hostings(config: GenerationConfig) -> list[Hosting]:
+    """The number of each separate generator among all."""
     if config.placement == "policy":
         return []
-    total = config.num_workers
-    return [Numbering(number, total, "policy.generation.num_workers") for number in range(total)]
+    total, setting = config.num_workers, "policy.generation.num_workers"
+    return [Hosting(first_number=number, pool_size=total, size_setting=setting) for number in range(total)]
 
 
 def generator_nodes(config: GenerationConfig, policy_nodes: Sequence[str]) -> NodeChoice | None:

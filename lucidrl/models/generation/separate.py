@@ -103,7 +103,7 @@ class SeparateGenerator:
     @property
     def num_replaced(self) -> int:
         """How many times generators were restarted."""
-        return self.pool.restarts.total
+        return self.pool.num_restarts
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lucidrl.distributed.workers.environment import DriverProgram, own_paths, passed_variables
+from lucidrl.distributed.workers.ray_actor import DriverProgram, own_paths, passed_variables
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_processes_of_a_node_see_the_drivers_main_module_its_modules_and_its_fol
     )
     code = (
         "import multiprocessing, os, sys\n"
-        "from lucidrl.distributed.workers.environment import DriverProgram\n"
+        "from lucidrl.distributed.workers.ray_actor import DriverProgram\n"
         "from tests.unit.distributed.toy_workers import tell_of_main\n"
         "if __name__ == '__main__':\n"
         f"    program = {program!r}\n"

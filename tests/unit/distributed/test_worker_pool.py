@@ -14,7 +14,6 @@ from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Arguments, Hosting
 from lucidrl.distributed.workers.messages import Stored
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
-from lucidrl.distributed.workers.restarts import Restarts
 from lucidrl.errors import ConfigError, DataError, LostWorkerError, WorkerError
 from tests.unit.distributed.toy_workers import ExitsAtStart, Plain
 
@@ -67,7 +66,7 @@ def test_a_killed_worker_is_lost_alone_and_a_restart_makes_it_anew(pool, caplog)
     assert [worker.number for worker in pool.restart_lost()] == [1]
     assert pool.submit(1, "add", 1).result(60) == 11
     assert pool.submit(0, "pid").result(60) == before
-    assert (pool.restarts.total, pool.workers[1].num_starts) == (1, 2)
+    assert (pool.num_restarts, pool.workers[1].num_starts) == (1, 2)
     assert "lost toy 1: toy 1 of 2 was ended by SIGKILL" in caplog.text
     assert "restarting toy 1: restart 1 of at most 1 in a row" in caplog.text
     pool.workers[1].succeeded()
@@ -155,10 +154,17 @@ def test_a_lost_node_is_reported_once(pool, caplog):
 
 
 def test_restarts_count_in_a_row_for_each_worker_and_in_all():
-    restarts = Restarts(2, "env.max_restarts")
-    assert [restarts.take(0), restarts.take(0), restarts.take(0), restarts.take(1)] == [True, True, False, True]
-    restarts.succeeded(0)
-    assert restarts.take(0)
-    assert restarts.total == 4
+    with new_pool(max_restarts=2) as pool:
+        for worker in (0, 0, 1):
+            pool.each(kill, [pool.workers[worker]])
+            pool.restart_lost()
+        assert [worker.restarts_in_a_row for worker in pool.workers] == [2, 1]
+        pool.workers[0].succeeded()
+        pool.each(kill, [pool.workers[0]])
+        pool.restart_lost()
+        assert pool.num_restarts == 4
+
+
+def test_a_negative_number_of_restarts_is_refused():
     with pytest.raises(ConfigError, match=r"env.max_restarts=-1 is negative"):
-        Restarts(-1, "env.max_restarts")
+        new_pool(max_restarts=-1, setting="env.")
