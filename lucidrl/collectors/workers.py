@@ -138,7 +138,6 @@ class CollectorWorkers:
                     imports_main=False,
                     preload=[CollectorWorker.__module__],
                     captures_output=False,
-                    joins_process_group=False,
                     start_setting="start_timeout_s",
                     call_setting="timeout_s",
                 ),

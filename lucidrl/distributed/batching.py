@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from lucidrl.errors import DataError
@@ -64,15 +65,14 @@ def packed_plan(lengths: Sequence[int] | torch.Tensor, max_tokens: int, max_rows
     _check_budget(lengths, max_tokens)
     if max_rows is not None:
         _require_positive("max_rows", max_rows)
-    bins = _FirstFit(num_bins=len(lengths), capacity=max_tokens)
+    room = np.full(len(lengths), max_tokens)
     groups: Plan = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        index = bins.take(lengths[row])
+        index = int(np.argmax(room[: len(groups) + 1] >= lengths[row]))  # the first that is true
         if index == len(groups):
             groups.append([])
         groups[index].append(row)
-        if len(groups[index]) == max_rows:
-            bins.close(index)
+        room[index] = room[index] - lengths[row] if len(groups[index]) != max_rows else -1
     return [sorted(group) for group in groups]
 
 
@@ -169,33 +169,6 @@ def round_up(length: int, multiple: int) -> int:
 def as_list(values: Sequence[int] | torch.Tensor) -> list[int]:
     """Row numbers or lengths as plain integers."""
     return values.tolist() if isinstance(values, torch.Tensor) else list(values)
-
-
-class _FirstFit:
-    """Bins with room left, in a tree of maxima: the first bin that fits is found in log(num_bins) steps."""
-
-    def __init__(self, num_bins: int, capacity: int):
-        self._num_leaves = 1 << max(num_bins - 1, 0).bit_length()
-        # Node i has the children 2i and 2i + 1; the bins are the leaves.
-        self._room = [capacity] * (2 * self._num_leaves)
-
-    def take(self, size: int) -> int:
-        """Put an item into the first bin that has room for it; the index of the bin."""
-        node = 1
-        while node < self._num_leaves:
-            node = 2 * node if self._room[2 * node] >= size else 2 * node + 1
-        self._set_room(node, self._room[node] - size)
-        return node - self._num_leaves
-
-    def close(self, index: int) -> None:
-        """Let nothing more into the bin, not even an item of size 0."""
-        self._set_room(index + self._num_leaves, -1)
-
-    def _set_room(self, node: int, room: int) -> None:
-        self._room[node] = room
-        while node > 1:
-            node //= 2
-            self._room[node] = max(self._room[2 * node], self._room[2 * node + 1])
 
 
 def _cheapest_partition(widths: Sequence[int], max_tokens: int, max_rows: int | None) -> list[tuple[int, int]]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-import queue
 import socket
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,25 +76,24 @@ def free_port(ip: str) -> int:
 def meet(member: Membership, timeout_s: float) -> tuple[dist.TCPStore, Any]:
     """Join the others: the store, which must live as long as the group, and torch's backend (gloo, or nccl for CUDA).
 
-    Gloo listens on the interface that leads to `member.ip`; which one nccl uses is for NCCL_SOCKET_IFNAME to say.
+    Gloo listens on the interface that leads to `member.ip`; NCCL_SOCKET_IFNAME chooses that of nccl.
 
     Args:
-        member: who joins what.
-        timeout_s: deadline of the meeting, and of every operation of the group after it.
+        timeout_s: of the meeting, and of every operation of the group after it.
 
     Raises:
-        RefitError: if the address cannot be used or reached, if someone is missing at the deadline, or as soon as
+        RefitError: if the address cannot be used or reached, if someone is missing at the timeout, or as soon as
             members are found to disagree.
     """
     until = time.monotonic() + timeout_s
     own_ip = member.ip
     if member.rank == 0:
         store = _host(member, timeout_s)
-        _call_the_roll(store, member, timeout_s, until)
+        _await_members(store, member, timeout_s, until)
     else:
         own_ip = _reach(member, timeout_s, until)
         store = _connect(member, until)
-        _answer_the_roll(store, member, timeout_s, until)
+        _await_outcome(store, member, timeout_s, until)
     try:
         return store, _make_backend(store, member, own_ip, timeout_s)
     except RuntimeError as error:
@@ -131,7 +130,7 @@ def _family(ip: str) -> socket.AddressFamily:
 def _reach(member: Membership, timeout_s: float, until: float) -> str:
     """Wait until rank 0 listens; the address of this machine on the way to it.
 
-    With a plain socket, because torch's client exceeds its deadline and logs a page for every attempt.
+    With a plain socket, because torch's client exceeds its timeout and logs a page for every attempt.
     """
     while True:
         remaining_s = max(_POLL_S, until - time.monotonic())
@@ -150,30 +149,27 @@ def _reach(member: Membership, timeout_s: float, until: float) -> str:
 
 def _connect(member: Membership, until: float) -> dist.TCPStore:
     timeout = timedelta(seconds=max(_POLL_S, until - time.monotonic()))
-    stores: queue.SimpleQueue[dist.TCPStore | RuntimeError] = queue.SimpleQueue()
+    store: Future[dist.TCPStore] = Future()
 
     def connect() -> None:
         try:
-            stores.put(dist.TCPStore(member.ip, member.port, is_master=False, timeout=timeout))
+            store.set_result(dist.TCPStore(member.ip, member.port, is_master=False, timeout=timeout))
         except RuntimeError as error:
-            stores.put(error)
+            store.set_exception(error)
 
-    # In a thread, because torch waits forever for an answer if what listens there gives none.
+    # In a thread, because torch waits forever for a reply if what listens there gives none.
     threading.Thread(target=connect, name="weight group", daemon=True).start()
     try:
-        store: dist.TCPStore | RuntimeError | None = stores.get(timeout=timeout.total_seconds())
-    except queue.Empty:
-        store = None
-    if isinstance(store, dist.TCPStore):
-        return store
-    raise RefitError(
-        f"what listens on {member.address} does not answer like rank 0 of a weight group; give ip and port of "
-        "init_collective on the first policy rank"
-    ) from store
+        return store.result(timeout.total_seconds())
+    except (RuntimeError, TimeoutError) as error:
+        raise RefitError(
+            f"what listens on {member.address} does not answer like rank 0 of a weight group; give ip and port of "
+            "init_collective on the first policy rank"
+        ) from error
 
 
-def _call_the_roll(store: dist.TCPStore, host: Membership, timeout_s: float, until: float) -> None:
-    """On rank 0: take in the members as they come, and tell all of them what came of it."""
+def _await_members(store: dist.TCPStore, host: Membership, timeout_s: float, until: float) -> None:
+    """On rank 0: take in the members as they come, and tell all of them the outcome."""
     present = [0]
     problem = None
     while len(present) < host.world_size and problem is None:
@@ -188,33 +184,37 @@ def _call_the_roll(store: dist.TCPStore, host: Membership, timeout_s: float, unt
                 f"{host.address} within {timeout_s:g} s; start the others with this address, or correct world_size, "
                 "which counts the first policy rank and all generators"
             )
-    store.set("verdict", problem or _COMPLETE)
+    store.set("outcome", problem or _COMPLETE)
     if problem is not None:
-        _await_readers(store)
+        readers_until = time.monotonic() + _FAREWELL_S  # the store ends with this error
+        with suppress(RuntimeError):
+            while store.add("readers", 0) < store.add("arrivals", 0) and time.monotonic() < readers_until:
+                time.sleep(_POLL_S)
         raise RefitError(problem)
 
 
 def _disagreement(arrived: dict[str, Any], host: Membership, present: list[int]) -> str | None:
-    told = f"a member came to {host.address} as rank {arrived['rank']}"
+    who = f"a member came to {host.address} as rank {arrived['rank']}"
     if arrived["world_size"] != host.world_size:
         return (
-            f"{told} with world_size={arrived['world_size']}, but rank 0 has {host.world_size}; give all the same: "
+            f"{who} with world_size={arrived['world_size']}, but rank 0 has {host.world_size}; give all the same: "
             "one for the first policy rank and one for each generator"
         )
     if arrived["device"] != host.device.type:
-        return f"{told} with weights on {arrived['device']}, but rank 0 has them on {host.device.type}; use one kind"
+        return f"{who} with weights on {arrived['device']}, but rank 0 has them on {host.device.type}; use one kind"
     if arrived["rank"] in present:
-        return f"{told}, which is there already; give every generator a rank of its own, from 1"
+        return f"{who}, which is there already; give every generator a rank of its own, from 1"
     return None
 
 
-def _answer_the_roll(store: dist.TCPStore, member: Membership, timeout_s: float, until: float) -> None:
+def _await_outcome(store: dist.TCPStore, member: Membership, timeout_s: float, until: float) -> None:
+    """On the other ranks: raise the problem that rank 0 found."""
     try:
         number = store.add("arrivals", 1)
-        told = {"rank": member.rank, "world_size": member.world_size, "device": member.device.type}
-        store.set(f"arrival/{number}", json.dumps(told))
-        is_decided = _is_set_in_time(store, "verdict", until)
-        verdict = store.get("verdict").decode() if is_decided else ""
+        arrival = {"rank": member.rank, "world_size": member.world_size, "device": member.device.type}
+        store.set(f"arrival/{number}", json.dumps(arrival))
+        is_decided = _is_set_in_time(store, "outcome", until)
+        outcome = store.get("outcome").decode() if is_decided else ""
         store.add("readers", 1)
         world_size = int(store.get("world_size"))
     except RuntimeError as error:
@@ -227,8 +227,8 @@ def _answer_the_roll(store: dist.TCPStore, member: Membership, timeout_s: float,
             f"the weight group at {member.address} was not complete within {timeout_s:g} s; start all of its "
             f"{world_size} members at the same time"
         )
-    if verdict != _COMPLETE:
-        raise RefitError(verdict)
+    if outcome != _COMPLETE:
+        raise RefitError(outcome)
     if number >= world_size:
         raise RefitError(
             f"rank {member.rank} came to {member.address} when all {world_size} members of the weight group were "
@@ -237,20 +237,12 @@ def _answer_the_roll(store: dist.TCPStore, member: Membership, timeout_s: float,
 
 
 def _is_set_in_time(store: dist.TCPStore, key: str, until: float) -> bool:
-    """Wait for a key; by asking again and again, because torch logs warnings when a wait comes to its deadline."""
+    """Wait for a key; by polling, because torch logs warnings when its own wait times out."""
     while not store.check([key]):
         if time.monotonic() >= until:
             return False
         time.sleep(_POLL_S)
     return True
-
-
-def _await_readers(store: dist.TCPStore) -> None:
-    """Let those who came learn what is wrong: the store ends with the host's error."""
-    until = time.monotonic() + _FAREWELL_S
-    with suppress(RuntimeError):
-        while store.add("readers", 0) < store.add("arrivals", 0) and time.monotonic() < until:
-            time.sleep(_POLL_S)
 
 
 def _make_backend(store: dist.TCPStore, member: Membership, own_ip: str, timeout_s: float) -> Any:

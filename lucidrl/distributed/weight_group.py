@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -129,15 +130,15 @@ class WeightGroup:
             header = _Header(version, bucket_bytes, verify, _fingerprint(infos))
             self._start(torch.tensor(header, dtype=torch.int64, device=self.member.device))
             self._finish()
-            remaining = iter(weights)
+            tensors = _announced(weights, infos)
             for bucket, parcel in zip(buckets, self._parcels(buckets, verify), strict=True):
                 if len(self._under_way) == _IN_FLIGHT:
                     self._finish()
-                bucket.pack(_taken(remaining, bucket), parcel)
+                bucket.pack(islice(tensors, len(bucket.tensors)), parcel)
                 if verify:
                     parcel[bucket.size_bytes :] = _digest(parcel[: bucket.size_bytes])
                 self._start(parcel)
-            _check_end(remaining)
+            next(tensors, None)  # raises if there are more
             while self._under_way:
                 self._finish()
 
@@ -270,17 +271,15 @@ def problem_of(part: Callable[[], object]) -> str | None:
     return None
 
 
-def _taken(weights: Iterator[tuple[str, torch.Tensor]], bucket: Bucket) -> Iterator[torch.Tensor]:
-    """The bucket's tensors, which are the next ones."""
-    for info in bucket.tensors:
-        name, tensor = next(weights, (None, torch.empty(0)))
+def _announced(weights: Iterable[tuple[str, torch.Tensor]], infos: Sequence[TensorInfo]) -> Iterator[torch.Tensor]:
+    """The tensors, which must come in the order of `infos`, and no more."""
+    remaining = iter(weights)
+    for info in infos:
+        name, tensor = next(remaining, (None, torch.empty(0)))
         if name != info.name:
             raise RefitError(f"{name or 'nothing'} came where {info.name} was announced; {_ANNOUNCE}")
         yield tensor
-
-
-def _check_end(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    for name, _ in weights:
+    for name, _ in remaining:
         raise RefitError(f"{name} came after the last of the weights that were announced; {_ANNOUNCE}")
 
 

@@ -88,7 +88,7 @@ class WorkerGroup:
             return [attrgetter(method)(self._worker)(*args, **kwargs)]
         return self._run(method, [Arguments(args, kwargs)] * self.size, timeout_s)
 
-    def run_each(self, method: str, args_by_rank: Sequence[Sequence[Any]], timeout_s: float | None = None) -> list[Any]:
+    def run_each(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
         """Call the method on every rank with its own arguments; the results, by rank.
 
         Ranks whose arguments are the same objects share one copy on the way.
@@ -100,7 +100,7 @@ class WorkerGroup:
             )
         if self._worker is not None:
             return [attrgetter(method)(self._worker)(*args_by_rank[0])]
-        return self._run(method, [Arguments(args) for args in args_by_rank], timeout_s)
+        return self._run(method, [Arguments(args) for args in args_by_rank], None)
 
     def check(self) -> None:
         """Raise, as the next call would, if a worker has exited; for a driver that waits long for something else."""

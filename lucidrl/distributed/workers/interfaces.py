@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from lucidrl.utils.nsys import worker_name
+
 StartMethod = Literal["forkserver", "spawn", "fork"]
 
 
@@ -55,8 +57,6 @@ class Hosting:
     log_name: str = "rank"
     captures_output: bool = True
     """Whether output goes to the log; otherwise to that of the driver."""
-    joins_process_group: bool = True
-    """Whether workers get torchrun's variables and a store at which they meet."""
     start_method: StartMethod = "spawn"
     """Of the processes; under Ray always `spawn`."""
     imports_main: bool = True
@@ -73,8 +73,17 @@ class Hosting:
     call_setting: str = "cluster.call_timeout_s"
     """The setting that limits a call, for errors."""
 
+    @property
+    def joins_process_group(self) -> bool:
+        """Whether workers get torchrun's variables and a store at which they meet; those of a pool do not."""
+        return self.pool_size is None
+
     def number(self, rank: int) -> int:
         return self.first_number + rank
+
+    def profiled_name(self, rank: int) -> str:
+        """What profiling calls a worker."""
+        return worker_name(self.name, self.number(rank))
 
     def total(self, world_size: int) -> int:
         return self.pool_size or world_size

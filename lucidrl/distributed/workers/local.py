@@ -26,7 +26,7 @@ from lucidrl.distributed.workers.messages import Message, receive, receive_numbe
 from lucidrl.distributed.workers.outcomes import Exited
 from lucidrl.distributed.workers.place import LOOPBACK
 from lucidrl.distributed.workers.process import ChildProcess, ChildSettings, num_cores, serve
-from lucidrl.utils.nsys import request_environment, worker_name
+from lucidrl.utils.nsys import request_environment
 from lucidrl.utils.nsys_launch import nsys_command
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class LocalWorkers:
         self._store: TCPStore | None = None
         try:
             for rank in ranks:
-                wrapper = nsys_command(worker_name(hosting.name, hosting.number(rank)))
+                wrapper = nsys_command(hosting.profiled_name(rank))
                 log_path = logs.of_worker(hosting.number(rank)) if hosting.captures_output else None
                 self.labels.append(WorkerLabel(rank, hosting, log_path, wrapper=next(iter(wrapper), "")))
                 variables = {**environment, **rank_environment(rank, ranks, cluster.num_workers, store)}

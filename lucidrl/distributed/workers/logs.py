@@ -20,6 +20,7 @@ _LINE_CHARACTERS = 300
 _TAIL_BYTES = 1 << 16
 _STACK_FRAMES = 12
 _DUMP_DEADLINE_S = 2.0
+_MOST_BYTES, _MOST_LAST_BYTES = 1 << 16, 1 << 20
 _THREAD_HEADER = re.compile(r"^(?:Current thread|Thread) 0x.*\(most recent call first\):$", re.MULTILINE)
 
 
@@ -107,17 +108,11 @@ def marked(folder: Path) -> Iterator[Path]:
         file.unlink(missing_ok=True)
 
 
-_MOST_BYTES = 1 << 16
-"""Of a worker, at a time; the rest comes the next time."""
-_MOST_LAST_BYTES = 1 << 20
-"""At the end, when there is no next time: the newest of what is left."""
-
-
 class NewOutput:
-    """On the machine of the workers: what they wrote since the last time.
+    """On the machine of the workers: what they wrote since the last call.
 
     Args:
-        paths: their logs.
+        paths: their logs, by rank.
     """
 
     def __init__(self, paths: Mapping[int, Path]):
@@ -125,25 +120,18 @@ class NewOutput:
         self._sent = dict.fromkeys(paths, 0)
 
     def take(self, is_last: bool = False) -> dict[int, bytes]:
-        """By rank, of each worker that wrote anything; as much as is worth sending."""
+        """By rank, of each worker that wrote anything: 64 KiB, and the newest MiB in the last call."""
         taken = {}
         for rank, path in self._paths.items():
-            size_bytes = path.stat().st_size if path.exists() else 0
-            begin, note = self._sent[rank], b""
-            if is_last and size_bytes - begin > _MOST_LAST_BYTES:
-                left_out = size_bytes - begin - _MOST_LAST_BYTES
-                begin, note = begin + left_out, b"\n[%d bytes are left out here]\n" % left_out
-            if begin == size_bytes:
-                continue
-            with path.open("rb") as file:
-                file.seek(begin)
-                content = file.read(_MOST_LAST_BYTES if is_last else _MOST_BYTES)
-            self._sent[rank] = begin + len(content)
-            taken[rank] = note + content
+            new_bytes = path.stat().st_size - self._sent[rank] if path.exists() else 0
+            note, left_out = b"", new_bytes - _MOST_LAST_BYTES
+            if is_last and left_out > 0:
+                self._sent[rank] += left_out
+                note = b"\n[%d bytes are left out here]\n" % left_out
+            if new_bytes:
+                with path.open("rb") as file:
+                    file.seek(self._sent[rank])
+                    content = file.read(_MOST_LAST_BYTES if is_last else _MOST_BYTES)
+                self._sent[rank] += len(content)
+                taken[rank] = note + content
         return taken
-
-
-def append(path: Path, content: bytes) -> None:
-    """On the machine of the driver."""
-    with path.open("ab") as file:
-        file.write(content)

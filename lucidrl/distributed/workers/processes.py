@@ -32,7 +32,7 @@ from lucidrl.distributed.workers.outcomes import (
 from lucidrl.distributed.workers.process import redirect_output
 from lucidrl.distributed.workers.ray_workers import RayWorkers, start_on_ray
 from lucidrl.errors import DataError, WorkerError
-from lucidrl.utils.nsys import is_recorded, worker_name
+from lucidrl.utils.nsys import is_recorded
 
 _log = logging.getLogger(__name__)
 
@@ -137,8 +137,7 @@ class ProcessGroup:
 
         If the group ends meanwhile, however it does, they have a moment to write what they recorded.
         """
-        names = [worker_name(self._hosting.name, self._hosting.number(rank)) for rank in range(self.size)]
-        if any(map(is_recorded, names)):
+        if any(is_recorded(self._hosting.profiled_name(rank)) for rank in range(self.size)):
             self.is_recording = True
             self._run_recording("start_gpu_profiling")
 

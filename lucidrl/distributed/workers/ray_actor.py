@@ -193,8 +193,7 @@ class NodeAgent:
         with self._program.as_main() if hosting.imports_main else nullcontext():
             self._workers = LocalWorkers(ranks, plan.cluster, hosting, logs, self._environment(plan), plan.store)
         self._workers.host_store(self._listener)
-        names = [nsys.worker_name(hosting.name, hosting.number(rank)) for rank in ranks]
-        recorded = [name for name in names if nsys.matches(name)]
+        recorded = [name for name in map(hosting.profiled_name, ranks) if nsys.matches(name)]
         return NodeStart(
             wrappers=[label.wrapper for label in self._workers.labels],
             sees_logs=self._temporary_dir is None,

@@ -7,14 +7,18 @@ program itself has made; one that strangers could use is joined only if that was
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import json
 import logging
 import os
+import shutil
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
@@ -22,7 +26,6 @@ from urllib.request import ProxyHandler, build_opener
 import psutil
 
 from lucidrl.distributed.workers import ray_internals
-from lucidrl.distributed.workers.ray_folder import OwnFolder, is_own_folder
 from lucidrl.errors import ConfigError, WorkerError
 from lucidrl.utils.imports import require_package
 
@@ -34,19 +37,23 @@ VARIABLE = "RAY_ADDRESS"
 _REACH_DEADLINE_S = 5.0
 _STATISTICS = "RAY_USAGE_STATS_ENABLED"
 _TOKENS = "RAY_AUTH_MODE"
+_PARENT = Path("/tmp")
+"""Of the folders: the paths of Ray's sockets below them must be short, so it is not TMPDIR."""
+_PREFIX = "lucid-ray-"
+_MOST_ATTEMPTS = 10
 
 
+@dataclass
 class _Connection:
-    """What is known of the connection, while there are users."""
+    """The connection of this program to Ray, while it has users."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users = 0
-        self.is_ours = False
-        self.own_folder: OwnFolder | None = None
-        """Of a Ray that was started for the run."""
-        self.tokens: str | None = None
-        """What the variable about tokens said before that one was started, which sets it."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    users: int = 0
+    is_ours: bool = False
+    own_folder: OwnFolder | None = None
+    """Of a local cluster."""
+    tokens: str | None = None
+    """The variable about tokens before the local cluster was started, which sets it."""
 
 
 _connection = _Connection()
@@ -112,8 +119,12 @@ def _connect(address: str | None, allow_open_dashboard: bool, shows_output: bool
 def _start_on_loopback(folder: Path, setting: str, shows_output: bool) -> None:
     import ray
 
+    with suppress(OSError):  # Ray leaves its token there, for everybody to read who can enter
+        Path.home().joinpath(".ray").mkdir(mode=0o700, exist_ok=True)
+    statistics = os.environ.get(_STATISTICS)
+    os.environ[_STATISTICS] = "0"
     try:
-        with _alone():
+        with ray_internals.listening_on_loopback():
             ray.init(
                 address=LOCAL,
                 include_dashboard=False,
@@ -126,6 +137,8 @@ def _start_on_loopback(folder: Path, setting: str, shows_output: bool) -> None:
             f"Ray did not start on this machine: {_first_line(error)}; see whether it is overloaded or out of memory, "
             f"or start a Ray yourself and set {setting}=auto"
         ) from error
+    finally:
+        _restore(_STATISTICS, statistics)
     ip = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(ip).is_loopback:
         raise ConfigError(
@@ -134,26 +147,13 @@ def _start_on_loopback(folder: Path, setting: str, shows_output: bool) -> None:
         )
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """A Ray that is started meanwhile listens on the loopback interface only, and does not report its use."""
-    with suppress(OSError):  # Ray leaves its token there, for everybody to read who can enter
-        Path.home().joinpath(".ray").mkdir(mode=0o700, exist_ok=True)
-    statistics = os.environ.get(_STATISTICS)
-    os.environ[_STATISTICS] = "0"
-    try:
-        with ray_internals.listening_on_loopback():
-            yield
-    finally:
-        _restore(_STATISTICS, statistics)
-
-
 def _join(address: str, setting: str, shows_output: bool) -> None:
     import ray
 
     try:
         found = ray_internals.bootstrap_address(address)
-        _check_reachable(found)
+        with socket.create_connection(_as_ray_takes_it(found), timeout=_REACH_DEADLINE_S):
+            pass  # Ray itself tries for minutes
         ray.init(address=found, log_to_driver=shows_output, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises RuntimeError, ConnectionError, ValueError and errors of its own
         raise ConfigError(
@@ -173,8 +173,9 @@ def _check_is_for_others() -> None:
 
 
 def _check_dashboard(address: str, setting: str) -> None:
-    dashboard = open_dashboard()
-    if dashboard is not None:
+    """Refuse a dashboard that other machines reach without a token."""
+    dashboard = ray_internals.dashboard_address()
+    if dashboard and _is_reachable(dashboard) and not _asks_for_token(dashboard):
         raise ConfigError(
             f"{setting}={address} is a Ray cluster whose dashboard answers other machines, at {dashboard}, and "
             "asks for no token: whoever reaches it can run programs on all nodes. Start the cluster with "
@@ -203,12 +204,6 @@ def _places(address: str) -> set[tuple[str, int]]:
     except (OSError, OverflowError):  # no such name or port
         return set()
     return {(str(place[0]), int(place[1])) for *_, place in found}
-
-
-def _check_reachable(address: str) -> None:
-    """At once: Ray itself tries for a long time."""
-    with socket.create_connection(_as_ray_takes_it(address), timeout=_REACH_DEADLINE_S):
-        pass
 
 
 def _as_ray_takes_it(address: str) -> tuple[str, int]:
@@ -250,12 +245,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def open_dashboard() -> str | None:
-    """Address of the dashboard of the cluster we are connected to, if other machines reach it without a token."""
-    address = ray_internals.dashboard_address()
-    return address if address and _is_reachable(address) and not _asks_for_token(address) else None
-
-
 def _is_reachable(address: str) -> bool:
     """Whether it listens on more than the loopback interface.
 
@@ -285,3 +274,70 @@ def _asks_for_token(address: str) -> bool:
             return json.load(page)["authentication_mode"] == "token"
     except (OSError, ValueError, LookupError, TypeError):
         return False
+
+
+class OwnFolder:
+    """The new folder of a local cluster, locked by this process.
+
+    The lock ends with the process, however that ends, and holds across containers, where process ids say nothing.
+    Folders that killed programs of this user have left are removed first.
+
+    Raises:
+        WorkerError: if no folder can be made, or the file system has no locks.
+    """
+
+    def __init__(self) -> None:
+        for left in _PARENT.glob(f"{_PREFIX}*"):
+            descriptor = _locked(left)
+            if descriptor is not None:
+                _remove(left, descriptor)
+        self.path, self._descriptor = _new()
+
+    def remove(self) -> None:
+        _remove(self.path, self._descriptor)
+
+
+def is_own_folder(path: str) -> bool:
+    """Whether a folder is one of these, of whichever program."""
+    return Path(path).parent == _PARENT and Path(path).name.startswith(_PREFIX)
+
+
+def _new() -> tuple[Path, int]:
+    for _ in range(_MOST_ATTEMPTS):
+        try:
+            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_PARENT))
+        except OSError as error:
+            raise WorkerError(
+                f"a Ray that is started for a run has its folder in {_PARENT}, where none can be made ({error}); see "
+                "to the disk, or start a Ray yourself and set cluster.address=auto"
+            ) from error
+        descriptor = _locked(path)
+        if descriptor is not None:
+            return path, descriptor
+        # Another program came between the two, took it for a folder that was left, and removes it.
+    raise WorkerError(
+        f"folders in {_PARENT} cannot be locked, as that of a Ray that is started for a run has to be; start a Ray "
+        "yourself and set cluster.address=auto"
+    )
+
+
+def _locked(path: Path) -> int | None:
+    """Lock the folder; None if it is somebody else's, locked, or gone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_uid == os.getuid() and os.path.samestat(os.fstat(descriptor), path.lstat()):
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _remove(path: Path, descriptor: int) -> None:
+    """Remove a folder that this process holds, and let it go."""
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(descriptor)

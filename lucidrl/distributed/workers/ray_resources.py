@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lucidrl.distributed.config import ClusterConfig
@@ -40,8 +40,7 @@ class Room:
 
     group: Any
     """Ray's placement group, with one bundle per node; None if the caller's options place the actor."""
-    num_gpus: float
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any]
     """Of `ray.remote`, for the actor of each node."""
 
     def node_ids(self) -> list[str]:
@@ -92,16 +91,13 @@ def reserved(cluster: ClusterConfig, is_own_ray: bool, hosting: Hosting) -> Iter
     num_cpus = per_node * given.get("num_cpus", default_cpus)
     num_gpus = per_node * given.get("num_gpus", 0 if given else _gpus_per_worker(cluster))
     options = {**given, "num_cpus": num_cpus, "num_gpus": num_gpus}
-    bundle = _bundle(options)
-    request, strategy = _request(cluster, bundle, hosting), given.get("scheduling_strategy")
-    if strategy is not None or not bundle:  # the caller places the actor
-        if not isinstance(strategy, PlacementGroupSchedulingStrategy) and not request.fits(_totals()):
-            raise _no_room(request)
+    bundle, strategy = _bundle(options), given.get("scheduling_strategy")
+    if is_placed_by_caller := strategy is not None or not bundle:
         wait_for_dead_nodes()
-        yield Room(None, num_gpus, options)
-        return
-    with _held(request) as group:
-        yield Room(group, num_gpus, options)
+    if not isinstance(strategy, PlacementGroupSchedulingStrategy) and not _fits(cluster, bundle, hosting, _totals()):
+        raise _no_room(cluster, bundle, hosting)
+    with nullcontext() if is_placed_by_caller else _held(cluster, bundle, hosting) as group:
+        yield Room(group, options)
 
 
 def check_can_be_placed(
@@ -164,49 +160,35 @@ def _is_reachable(node: Mapping[str, Any]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What is asked for, and what its refusal says."""
-
-    bundle: Resources
-    """On each node."""
-    num_nodes: int
-    asked: str
-    remedy: str
-    nodes: NodeChoice | None = None
-    """That may be used; all by default."""
-
-    def fits(self, resources: Mapping[str, Resources]) -> bool:
-        """Whether nodes that have these, by id, could hold it."""
-        allowed = [
-            of_node for node_id, of_node in resources.items() if self.nodes is None or self.nodes.allows(node_id)
-        ]
-        return sum(_holds(of_node, self.bundle) for of_node in allowed) >= self.num_nodes
-
-
 @contextmanager
-def _held(request: _Request) -> Iterator[Any]:
+def _held(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> Iterator[Any]:
     """Ray's placement group, held meanwhile."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    if not request.fits(_totals()):
-        raise _no_room(request)
     group = placement_group(
-        [dict(request.bundle)] * request.num_nodes,
+        [dict(bundle)] * cluster.num_nodes,
         strategy="STRICT_SPREAD",  # bundles are on different nodes
-        bundle_label_selector=None if request.nodes is None else [_selector(request.nodes)] * request.num_nodes,
+        bundle_label_selector=None if hosting.nodes is None else [_selector(hosting.nodes)] * cluster.num_nodes,
     )
     try:
         # If nodes seem to have room, but Ray cannot grant it, a node is gone and Ray has not noticed yet.
         if not group.wait(_RETURN_DEADLINE_S) and not (
-            request.fits(ray_internals.free_by_node()) and group.wait(_NOTICE_S)
+            _fits(cluster, bundle, hosting, ray_internals.free_by_node()) and group.wait(_NOTICE_S)
         ):
-            raise _no_room(request)
+            raise _no_room(cluster, bundle, hosting)
         yield group
     finally:
         if ray.is_initialized():  # the program may have left Ray before
             remove_placement_group(group)
+
+
+def _fits(cluster: ClusterConfig, bundle: Resources, hosting: Hosting, resources: Mapping[str, Resources]) -> bool:
+    """Whether enough allowed nodes have the bundle, given the resources of each by its id."""
+    nodes = hosting.nodes
+    allowed = [of_node for node_id, of_node in resources.items() if nodes is None or nodes.allows(node_id)]
+    having = [all(amount <= of_node.get(name, 0) + _ROUNDING for name, amount in bundle.items()) for of_node in allowed]
+    return sum(having) >= cluster.num_nodes
 
 
 def _gpus_per_worker(cluster: ClusterConfig) -> int:
@@ -224,8 +206,12 @@ def _bundle(options: Mapping[str, Any]) -> Resources:
     return {name: float(amount) for name, amount in wanted.items() if amount}
 
 
-def _request(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> _Request:
-    nodes = hosting.nodes
+def _selector(nodes: NodeChoice) -> dict[str, str]:
+    return {"ray.io/node-id": f"{'!' if nodes.is_excluding else ''}in({','.join(nodes.ids)})"}
+
+
+def _no_room(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> ConfigError:
+    """The error for resources that the cluster does not have, with what every node has and how much of it is free."""
     per_worker = "cluster.num_cpus_per_worker or cluster.num_gpus_per_worker"
     if hosting.pool_size is None:
         who = f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes}"
@@ -234,24 +220,21 @@ def _request(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> _Re
     else:
         who, where = f"number {hosting.first_number} of {hosting.size_setting}={hosting.pool_size}", "one node"
         remedy = f" or {'remote_options' if hosting.ray_options else per_worker}"
-    if nodes is not None:
+    if (nodes := hosting.nodes) is not None:
         where += f" {'other than' if nodes.is_excluding else 'of'} {', '.join(name[:8] for name in nodes.ids)}"
-    return _Request(
-        bundle,
-        cluster.num_nodes,
-        f"{who} asks Ray for {_described(bundle)} on {where}",
-        f"Lower {hosting.size_setting}{remedy}",
-        nodes,
+    wanted = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
+    free_by_id = ray_internals.free_by_node()
+    free = "; ".join(
+        f"{node_name(node['NodeManagerAddress'], node['NodeID'])} has "
+        + ", ".join(
+            f"{name} {free_by_id.get(node['NodeID'], {}).get(name, 0):g} of {node['Resources'].get(name, 0):g} free"
+            for name in bundle
+        )
+        for node in _alive_nodes()
     )
-
-
-def _selector(nodes: NodeChoice) -> dict[str, str]:
-    return {"ray.io/node-id": f"{'!' if nodes.is_excluding else ''}in({','.join(nodes.ids)})"}
-
-
-def _no_room(request: _Request) -> ConfigError:
     return ConfigError(
-        f"{request.asked}, but {_free_on_nodes(request.bundle)}. {request.remedy}, or end what holds the rest"
+        f"{who} asks Ray for {wanted} on {where}, but {free}. Lower {hosting.size_setting}{remedy}, or end what holds "
+        "the rest"
     )
 
 
@@ -265,28 +248,6 @@ def _alive_nodes() -> list[dict[str, Any]]:
 def _totals() -> dict[str, Resources]:
     """Of each node that is alive, by its id."""
     return {node["NodeID"]: node["Resources"] for node in _alive_nodes()}
-
-
-def _holds(resources: Resources, asked: Resources) -> bool:
-    """Whether what is asked for is a part of the resources."""
-    return all(amount <= resources.get(name, 0) + _ROUNDING for name, amount in asked.items())
-
-
-def _described(resources: Resources) -> str:
-    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
-
-
-def _free_on_nodes(asked: Resources) -> str:
-    """How much every node has of what is asked for, and how much of it is free."""
-    free_by_id = ray_internals.free_by_node()
-    return "; ".join(
-        f"{node_name(node['NodeManagerAddress'], node['NodeID'])} has "
-        + ", ".join(
-            f"{name} {free_by_id.get(node['NodeID'], {}).get(name, 0):g} of {node['Resources'].get(name, 0):g} free"
-            for name in asked
-        )
-        for node in _alive_nodes()
-    )
 
 
 def node_name(ip: str, node_id: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Hosting, NodeLost, WorkerLabel, WorkerReport
-from lucidrl.distributed.workers.logs import LogFolder, WorkerLog, append, marked
+from lucidrl.distributed.workers.logs import LogFolder, WorkerLog, marked
 from lucidrl.distributed.workers.messages import Message, Stored
 from lucidrl.distributed.workers.outcomes import START, Exited, explain_loss
 from lucidrl.distributed.workers.place import LOOPBACK
@@ -118,7 +118,7 @@ def start_on_ray(cluster: ClusterConfig, hosting: Hosting, logs: LogFolder) -> R
             for node, (node_id, ip) in zip(nodes, found, strict=True):
                 node.name = node_name(ip, node_id)
             labels = [replace(label, node=nodes[label.rank // share].name) for label in labels]
-            starts = _start_processes(cluster, nodes, found[0][1], hosting, room.num_gpus > 0)
+            starts = _start_processes(cluster, nodes, found[0][1], hosting, room.options["num_gpus"] > 0)
         except NodeLost as lost:
             raise explain_loss(lost, START, labels) from lost.__cause__
         _warn_of_traces(nodes, starts)
@@ -137,11 +137,10 @@ def _start_processes(
     store = None
     if hosting.joins_process_group:
         store = (ip, nodes[0].result(nodes[0].actor.listen.remote(ip), cluster.start_timeout_s))
-    names = [nsys.worker_name(hosting.name, hosting.number(rank)) for rank in range(cluster.num_workers)]
     with ExitStack() as held:
         logs_mark = None if hosting.log_dir is None else held.enter_context(marked(hosting.log_dir))
         traces_mark: Path | None = None
-        if any(map(nsys.matches, names)):
+        if any(nsys.matches(hosting.profiled_name(rank)) for rank in range(cluster.num_workers)):
             with suppress(OSError):  # reported when traces are written
                 traces_folder().mkdir(parents=True, exist_ok=True)
                 traces_mark = held.enter_context(marked(traces_folder()))
@@ -277,7 +276,8 @@ class RayWorkers:
     def _take_logs(self, news: NodeNews) -> None:
         for rank, content in news.logs.items():
             if (path := self.labels[rank].log_path) is not None:
-                append(path, content)
+                with path.open("ab") as file:
+                    file.write(content)
 
 
 def _results(nodes: Sequence[RayNode], references: Sequence[Any], timeout_s: float) -> list[Any]:

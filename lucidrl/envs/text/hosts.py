@@ -113,7 +113,6 @@ class WorkersHost(EnvHost):
             name="env",
             log_dir=log_dir,
             log_name="env",
-            joins_process_group=False,
             start_method="forkserver",
             imports_main=config.name.startswith("__main__:"),
             preload=[__name__, "lucidrl.utils.random_state"],

@@ -76,7 +76,6 @@ class SeparateGenerator:
             role="generator",
             name=GENERATION,
             log_dir=log_dir / LOGS if log_dir is not None else None,
-            joins_process_group=False,
             nodes=generator_nodes(generation, [place.node for place in policy.places]),
         )
         self._states: dict[int, GeneratorState] = {}

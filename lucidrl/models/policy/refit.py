@@ -1,6 +1,6 @@
 """Weights on their way out of a policy: one stream of whole tensors, whoever asks for them.
 
-Within one machine they are packed, bucket by bucket, into memory that receivers open; `memory_pools` says when it is
+Within one machine they are packed, bucket by bucket, into memory that receivers open; `pool_for` says when it is
 written again. To other machines they are broadcast by the first rank; the others only take part in putting the tensors
 together.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lucidrl.distributed.memory_pools import pool_for
+from lucidrl.distributed.shared_memory import pool_for
 from lucidrl.distributed.weight_buckets import Bucket, BucketHandle, TensorInfo, checksum_of, digest_of, free_bytes
 from lucidrl.distributed.weight_group import TIMEOUT_S, WeightGroup
 from lucidrl.errors import RefitError

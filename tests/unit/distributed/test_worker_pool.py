@@ -23,7 +23,6 @@ HOSTING = Hosting(
     preload=["tests.unit.distributed.toy_workers"],
     imports_main=False,
     captures_output=False,
-    joins_process_group=False,
 )
 
 
