@@ -98,14 +98,14 @@ class Row:
         if self.blow == "Ctrl-C":
             return ["interrupted: "] if self.phase == "start" else ["finishing this step", f"saved step {STRUCK_STEP}"]
         if self.blow == "SIGKILL of a node":
-            return ["node ", " of 2 was lost in ", method, "its agent is gone"]
+            return ["node ", " of 2 was lost in ", method, "its agent exited"]
         if self.blow == "SIGSTOP of a node":
-            return ["node ", " of 2 was lost in ", method, "its agent has not answered"]
+            return ["node ", " of 2 was lost in ", method, "its agent did not reply"]
         if self.blow.endswith("generator"):
             how = (
                 f"did not finish {method}"
                 if self.hangs
-                else f"was ended by SIGKILL, perhaps for lack of memory, in {method}"
+                else f"was killed by SIGKILL, perhaps out of memory, in {method}"
             )
             return ["generator 0 of 1 on node ", how, f"of {self.phase}", "restarting generator 0"]
         if self.blow.endswith("environment"):
@@ -113,7 +113,7 @@ class Row:
             return ["tests.faults.striking:StruckEnv", "environment worker ", "on node ", how]
         if self.hangs:
             return ["ranks 0, 1 of 2", f"did not finish {method}", "on node ", f"of {self.phase}"]
-        return ["rank 1 of 2 on node ", "was ended by SIGKILL", f"in {method}", f"begins call {STRUCK_STEP} of"]
+        return ["rank 1 of 2 on node ", "was killed by SIGKILL", f"in {method}", f"begins call {STRUCK_STEP} of"]
 
 
 SIGNALS = ("SIGKILL", "SIGSTOP")

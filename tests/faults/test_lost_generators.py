@@ -125,8 +125,8 @@ def test_what_a_killed_generator_was_busy_with_is_answered_all_the_same(generato
     assert generator.num_replaced == restarts + 1
     assert checksums(generator) == weights
     assert set(undisturbed["policy_versions"].tolist()) == {1}
-    assert "generator 1 of 2 was ended by SIGKILL, perhaps for lack of memory, in generate" in caplog.text
-    assert "all generators were ended" not in caplog.text
+    assert "generator 1 of 2 was killed by SIGKILL, perhaps out of memory, in generate" in caplog.text
+    assert "all generators were killed" not in caplog.text
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_weights_that_the_policy_has_no_more_are_not_made_up(generator, policy, 
 def test_with_no_restarts_the_first_loss_stops_with_its_cause(generator, monkeypatch):
     monkeypatch.setattr(generator.pool, "max_restarts", 0)
     plan_death("generate", 0)
-    with pytest.raises(WorkerError, match=r"max_restarts=0 allows no more: generator 0 of 2 was ended by") as error:
+    with pytest.raises(WorkerError, match=r"max_restarts=0 allows no more: generator 0 of 2 was killed by") as error:
         generator.generate(rows())
     assert isinstance(error.value.__cause__, LostWorkerError)
 
@@ -204,7 +204,7 @@ def test_a_policy_that_dies_while_generators_answer_is_told_of_at_once():
         victim = policy.group.pids[1]
         threading.Timer(1, os.kill, (victim, signal.SIGKILL)).start()
         started = time.monotonic()
-        with pytest.raises(WorkerError, match=r"rank 1 of 2 was ended by SIGKILL.* in the wait for its next call"):
+        with pytest.raises(WorkerError, match=r"rank 1 of 2 was killed by SIGKILL.* in the wait for its next call"):
             generator.generate(rows())
         assert time.monotonic() - started < 1 + 45
         wait_until_gone(processes)

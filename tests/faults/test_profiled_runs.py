@@ -86,7 +86,7 @@ def test_a_rank_killed_while_it_records_leaves_its_spans_and_the_others_leave_ev
     time.sleep(0.3)
     doomed = policy.group.pids[1]
     os.kill(doomed, signal.SIGKILL)
-    with pytest.raises(WorkerError, match="rank 1 of 2 was ended by SIGKILL"):
+    with pytest.raises(WorkerError, match="rank 1 of 2 was killed by SIGKILL"):
         policy.train(rows(), NLLLoss())
     policy.stop_gpu_profiling()  # harmless: there is nobody left
     assert "train" in spans_of(spans_file(traces, "policy-1"))

@@ -95,7 +95,7 @@ def test_wrapped_ranks_end_with_their_agent(traces, tmp_path):
     pids = group.run_all("pid")
     runner = psutil.Process(pids[0]).ppid()
     os.kill(psutil.Process(pids[1]).ppid(), signal.SIGKILL)
-    with pytest.raises(WorkerError, match=r"with ranks 0, 1 of 2 was lost in sleep_on: its agent is gone"):
+    with pytest.raises(WorkerError, match=r"with ranks 0, 1 of 2 was lost in sleep_on: its agent exited"):
         group.run_all("sleep_on", 0, 60.0)
     wait_until_gone([*pids, runner])
 

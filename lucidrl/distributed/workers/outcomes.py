@@ -176,7 +176,7 @@ def _total(labels: Sequence[WorkerLabel]) -> int:
 
 def _and_all_ended(labels: Sequence[WorkerLabel]) -> str:
     """What becomes of the group, unless it is one of a pool that goes on."""
-    return f"; all {labels[0].hosting.role}s were ended" if labels[0].hosting.pool_size is None else ""
+    return f"; all {labels[0].hosting.role}s were killed" if labels[0].hosting.pool_size is None else ""
 
 
 def _last_lines(label: WorkerLabel, tail: str) -> str:

@@ -128,10 +128,10 @@ class ChildProcess:
         if code is None:
             return "closed its connection"
         if code >= 0:
-            return f"ended with exit code {code}"
+            return f"exited with code {code}"
         names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
         name = names.get(-code, f"signal {-code}")
-        return f"was ended by {name}" + (", perhaps for lack of memory," if -code == signal.SIGKILL else "")
+        return f"was killed by {name}" + (", perhaps out of memory," if -code == signal.SIGKILL else "")
 
 
 def num_cores() -> int:

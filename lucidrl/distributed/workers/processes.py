@@ -166,7 +166,7 @@ class ProcessGroup:
         for rank, code in codes.items():
             if code != 0:
                 label = self._workers.labels[rank]
-                how = "took too long" if code is None else f"ended with exit code {code}"
+                how = "timed out" if code is None else f"exited with code {code}"
                 where = f"; its output is in {label.log_path}" if label.log_path is not None else ""
                 _log.warning("%s %s in its shutdown%s", label.name, how, where)
         self._logs.end(everything_went_well=list(codes.values()) == [0] * self.size)

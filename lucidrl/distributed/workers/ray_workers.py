@@ -77,12 +77,12 @@ class RayNode:
         try:
             return ray.get(reference, timeout=timeout_s)
         except GetTimeoutError as error:
-            raise self.lost(f"its agent has not answered within {timeout_s:g} s") from error
+            raise self.lost(f"its agent did not reply within {timeout_s:g} s") from error
         except OutOfMemoryError as error:  # Ray's text is a page
             raise self.lost("Ray ended its agent, because the memory of the node was nearly full") from error
         except RayError as error:
             is_gone = isinstance(error, RayActorError) and "creation task" not in str(error)
-            raise self.lost("its agent is gone" if is_gone else f"its agent failed with {last_line(error)}") from error
+            raise self.lost("its agent exited" if is_gone else f"its agent failed with {last_line(error)}") from error
 
     def lost(self, reason: str) -> NodeLost:
         self.is_lost = True
@@ -204,7 +204,7 @@ class RayWorkers:
         for node in by_reference.values():
             if time.monotonic() > node.silent_after:
                 if not ray.wait([node.news], timeout=0, fetch_local=False)[0]:
-                    raise node.lost(f"its agent has not answered for {_SILENCE_S:g} s")
+                    raise node.lost(f"its agent did not reply for {_SILENCE_S:g} s")
                 node.silent_after = float("inf")  # the reply is on its way
         return []
 

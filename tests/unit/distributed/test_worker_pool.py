@@ -66,7 +66,7 @@ def test_a_killed_worker_is_lost_alone_and_a_restart_makes_it_anew(pool, caplog)
     assert pool.submit(1, "add", 1).result(60) == 11
     assert pool.submit(0, "pid").result(60) == before
     assert (pool.num_restarts, pool.workers[1].num_starts) == (1, 2)
-    assert "lost toy 1: toy 1 of 2 was ended by SIGKILL" in caplog.text
+    assert "lost toy 1: toy 1 of 2 was killed by SIGKILL" in caplog.text
     assert "restarting toy 1: restart 1 of at most 1 in a row" in caplog.text
     pool.workers[1].succeeded()
     pool.each(kill, pool.workers[1:])

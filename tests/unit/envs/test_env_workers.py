@@ -84,7 +84,7 @@ def test_a_sample_that_blocks_the_interpreter_is_killed_and_named(host):
 
 
 def test_a_sample_that_ends_its_worker_with_status_0_is_named_or_dropped(host):
-    complaint = r"Judge\.step ended its worker \(sample s2, turn 1\).*environment worker . of 2 ended with exit code 0"
+    complaint = r"Judge\.step ended its worker \(sample s2, turn 1\).*environment worker . of 2 exited with code 0"
     with pytest.raises(EnvironmentFailure, match=complaint):
         asking(host).step(requests("a", "bb", "leave", "dddd"))
     dropping = asking(host, "drop")
@@ -155,7 +155,7 @@ def test_what_is_watched_meanwhile_ends_the_wait_and_the_workers():
     [
         ("raise", r"cannot be made with kwargs .*: KeyError: 'no such reward'"),
         ("exit", r"cannot be made with kwargs .*: SystemExit: 3"),
-        ("leave", r"cannot be made: environment worker 0 of 1 ended with exit code 0 in the start"),
+        ("leave", r"cannot be made: environment worker 0 of 1 exited with code 0 in the start"),
         ("block", r"cannot be made: .* did not finish the start within 3 s.*raise cluster\.start_timeout_s"),
     ],
 )
