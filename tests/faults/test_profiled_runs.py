@@ -111,7 +111,7 @@ def test_a_stuck_rank_is_killed_and_does_not_hold_up_the_others_words(group, tra
     with pytest.raises(WorkerError, match="rank 1 of 2 did not finish sleep_on"):
         group.run_all("sleep_on", 1, 60.0, timeout_s=0.5)
     assert time.monotonic() - started < 45
-    assert "rank 1 did not end within 3 s; what was recorded there, beside spans, is lost" in caplog.text
+    assert "rank 1 did not exit within 3 s; its traces, except spans, are lost" in caplog.text
     assert "aten::add" in {event.get("name") for event in read_trace(operators_file(traces, "worker-0"))["traceEvents"]}
     assert spans_of(spans_file(traces, "worker-1")) == ["work"]
     wait_until_gone(pids)
@@ -137,7 +137,7 @@ def test_ctrl_c_while_ranks_work_leaves_them_time_to_write(group, traces):
 
 @pytest.mark.slow
 def test_a_shutdown_lets_a_rank_write(tmp_path, traces, monkeypatch):
-    monkeypatch.setattr(processes, "_SHUTDOWN_DEADLINE_S", 0.2)
+    monkeypatch.setattr(processes, "_SHUTDOWN_TIMEOUT_S", 0.2)
     with WorkerGroup(SlowlyWriting, log_dir=tmp_path / "logs", own_processes=True) as group:
         group.start_gpu_profiling()
         group.run_all("work")

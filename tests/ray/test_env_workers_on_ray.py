@@ -78,7 +78,7 @@ def test_calls_of_a_lost_node_are_scored_on_another(host, cluster):
 
 
 def test_workers_for_which_there_is_no_room_beside_the_rank_are_refused(host, cluster, monkeypatch):
-    monkeypatch.setattr(ray_resources, "_RETURN_DEADLINE_S", 1.0)
+    monkeypatch.setattr(ray_resources, "_RELEASE_TIMEOUT_S", 1.0)
     at = ClusterConfig(address=cluster.address)
     started = time.monotonic()
     with pytest.raises(ConfigError, match=r"of env\.num_workers=5 asks Ray for CPU 1 .*Lower env\.num_workers"):

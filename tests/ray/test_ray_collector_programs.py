@@ -153,7 +153,7 @@ def test_a_ray_that_the_program_leaves_while_it_collects_is_told():
     program = run(code, {})
     output, errors = program.communicate(timeout=300)
     assert program.returncode == 0, errors
-    assert "has left Ray" in output
+    assert "has disconnected from Ray" in output
 
 
 @pytest.mark.slow

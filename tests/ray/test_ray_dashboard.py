@@ -28,7 +28,7 @@ def test_an_open_dashboard_is_refused_before_anything_starts_unless_asked_for(ad
 
     refused = check()
     assert refused.returncode == 2
-    assert f"cluster.address={address} is a Ray cluster whose dashboard answers other machines, at " in refused.stderr
+    assert f"the dashboard of cluster.address={address}, at " in refused.stderr
     assert "--dashboard-host=127.0.0.1" in refused.stderr
     allowed = check("cluster.allow_open_dashboard=true")
     assert allowed.returncode == 0, allowed.stderr

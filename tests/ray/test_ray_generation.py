@@ -49,7 +49,7 @@ def rows() -> BatchedDataDict[Any]:
 def test_generators_without_room_beside_the_policy_are_refused_before_anything_is_loaded(
     cluster, tmp_path, monkeypatch, settings, asked
 ):
-    monkeypatch.setattr(ray_resources, "_RETURN_DEADLINE_S", 1.0)
+    monkeypatch.setattr(ray_resources, "_RELEASE_TIMEOUT_S", 1.0)
     overrides = [f"policy.generation.{setting}" for setting in ("placement=separate", *settings)]
     overrides += [f"cluster.address={cluster.address}", f"run.root={tmp_path}"]
     with pytest.raises(ConfigError, match=asked):

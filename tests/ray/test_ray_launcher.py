@@ -106,8 +106,8 @@ def test_what_cannot_be_placed_is_refused_at_once_with_what_there_is(group):
 
 
 def test_what_another_group_holds_is_refused_within_seconds(group, monkeypatch):
-    assert ray_resources._RETURN_DEADLINE_S < 10
-    monkeypatch.setattr(ray_resources, "_RETURN_DEADLINE_S", 1.0)
+    assert ray_resources._RELEASE_TIMEOUT_S < 10
+    monkeypatch.setattr(ray_resources, "_RELEASE_TIMEOUT_S", 1.0)
     with pytest.raises(ConfigError, match="CPU 2 on each of 2 nodes"):
         WorkerGroup(Plain, cluster=ClusterConfig(launcher="ray", num_workers=4, num_nodes=2))
 

@@ -1,4 +1,4 @@
-"""What a worker is, how its process is set up, and what errors say of it."""
+"""What a worker is, how its process is set up, and how errors describe it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ StartMethod = Literal["forkserver", "spawn", "fork"]
 
 
 class Worker(Protocol):
-    """Any class whose instances can end; its other methods are what a group or pool calls."""
+    """Any class with a `shutdown` method; a group or pool calls its other methods."""
 
     def shutdown(self) -> None:
-        """Release what the worker holds, process groups included."""
+        """Release all resources, process groups included."""
 
 
 class Arguments(NamedTuple):
-    """Of one call."""
+    """The arguments of one call."""
 
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
@@ -32,7 +32,7 @@ class NodeChoice:
 
     ids: tuple[str, ...]
     is_excluding: bool
-    """Not these, but the others."""
+    """Whether workers may run on all nodes except these."""
 
     def allows(self, node_id: str) -> bool:
         return (node_id in self.ids) != self.is_excluding
@@ -40,32 +40,31 @@ class NodeChoice:
 
 @dataclass(frozen=True)
 class Hosting:
-    """How the processes of workers are set up, on whichever machine."""
+    """How the processes of workers are set up, on any machine."""
 
     role: str = "rank"
-    """What errors call a worker."""
+    """How errors name a worker."""
     name: str = "worker"
-    """What profiling calls the workers, with their number behind it; see `lucidrl.utils.nsys`."""
+    """How profiling names the workers, followed by their number; see `lucidrl.utils.nsys`."""
     first_number: int = 0
-    """Number of the group's first worker, if the group is one of several equal ones in a pool."""
+    """Number of the group's first worker in its pool."""
     pool_size: int | None = None
-    """Workers of the pool; None if the group stands alone."""
+    """Number of workers in the pool; None for a group that is not in a pool."""
     size_setting: str = "cluster.num_workers"
-    """The setting that says how many workers there are, for errors."""
+    """The setting with the number of workers, for errors."""
     log_dir: Path | None = None
-    """For `<log_name>_N.log` with the output of worker N; by default a temporary folder, kept only after a failure."""
+    """Folder for `<log_name>_N.log`, the output of worker N; by default a temporary one, kept only after a failure."""
     log_name: str = "rank"
     captures_output: bool = True
-    """Whether output goes to the log; otherwise to that of the driver."""
+    """Whether output goes to the log; otherwise it goes to the driver's output."""
     start_method: StartMethod = "spawn"
-    """Of the processes; under Ray always `spawn`."""
+    """Start method of the processes; under Ray always `spawn`."""
     imports_main: bool = True
-    """Whether the process imports the program's main module first, as objects that were pickled by reference to it
-    need."""
+    """Whether the process imports the program's main module first; objects pickled by reference to it need that."""
     preload: Sequence[str] = ()
-    """Modules that a fork server imports once for all processes."""
+    """Modules that the fork server imports once for all processes."""
     nodes: NodeChoice | None = None
-    """Nodes of a Ray cluster that they may run on; by default all."""
+    """Nodes of a Ray cluster that workers may run on; by default all."""
     ray_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `ray.remote` for the actor that holds a worker's resources."""
     start_setting: str = "cluster.start_timeout_s"
@@ -75,14 +74,14 @@ class Hosting:
 
     @property
     def joins_process_group(self) -> bool:
-        """Whether workers get torchrun's variables and a store at which they meet; those of a pool do not."""
+        """Whether workers get torchrun's variables and a store for their rendezvous; workers of a pool do not."""
         return self.pool_size is None
 
     def number(self, rank: int) -> int:
         return self.first_number + rank
 
     def profiled_name(self, rank: int) -> str:
-        """What profiling calls a worker."""
+        """How profiling names a worker."""
         return worker_name(self.name, self.number(rank))
 
     def total(self, world_size: int) -> int:
@@ -91,14 +90,14 @@ class Hosting:
 
 @dataclass(frozen=True)
 class WorkerLabel:
-    """What errors say of a worker."""
+    """How errors describe a worker."""
 
     rank: int
     hosting: Hosting
     log_path: Path | None
-    """Where the driver finds its output; None if it goes to that of the driver."""
+    """Where the driver finds its output; None if the output goes to the driver's."""
     node: str | None = None
-    """Where it runs, if not on this machine."""
+    """The node that it runs on, if it is not this machine."""
     wrapper: str = ""
     """The program that runs it, such as a profiler."""
     sees_logs: bool = True
@@ -115,19 +114,19 @@ class WorkerLabel:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What can be learned about a worker from outside."""
+    """Diagnosis of a worker that did not return."""
 
     tail: str
     """The last lines of its output."""
     stack: str = ""
-    """Where it is, innermost frame first, if it was asked and could answer."""
+    """Its stack, innermost frame first; empty if it was not requested or not written."""
 
 
 class NodeLost(Exception):  # noqa: N818 - something observed; becomes a WorkerError
-    """All workers of a node are unreachable; the message says why."""
+    """All workers of a node are unreachable; the message is the reason."""
 
     def __init__(self, node: str, ranks: Sequence[int], reason: str, tails: Sequence[str] = ()):
         super().__init__(reason)
         self.node, self.ranks = node, ranks
         self.tails = tails
-        """The last lines of each worker's output, as far as the driver has them."""
+        """The last lines of each worker's output that the driver has."""

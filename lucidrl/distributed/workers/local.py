@@ -1,7 +1,4 @@
-"""Worker processes of this machine: started, called, asked for their stacks, killed.
-
-This module decides nothing: `ProcessGroup` says what a reply, an exit or a timeout means.
-"""
+"""Worker processes of this machine; `ProcessGroup` decides what their replies, exits and timeouts mean."""
 
 from __future__ import annotations
 
@@ -46,12 +43,12 @@ def start_local(cluster: ClusterConfig, hosting: Hosting, logs: LogFolder) -> Lo
 
 
 class LocalWorkers:
-    """Processes of workers, started at once; `RayWorkers` offers the same methods for those of other nodes.
+    """Processes of workers; the constructor starts them. `RayWorkers` has the same methods for other nodes.
 
     Args:
         ranks: which ranks of the cluster run on this machine.
-        environment: variables of every process, beside those of its rank.
-        store: address and port of the store at which ranks meet; None if they do not form a process group.
+        environment: variables of every process, besides those of its rank.
+        store: address and port of the store for the ranks' rendezvous; None if they form no process group.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class LocalWorkers:
                 log_path = logs.of_worker(hosting.number(rank)) if hosting.captures_output else None
                 self.labels.append(WorkerLabel(rank, hosting, log_path, wrapper=next(iter(wrapper), "")))
                 variables = {**environment, **rank_environment(rank, ranks, cluster.num_workers, store)}
-                # A fork server has a single thread. What wraps a worker may start it from any thread.
+                # A fork server has a single thread. A wrapper may start the worker from any thread.
                 is_from_main = threading.current_thread() is threading.main_thread()
                 dies_with_thread = (hosting.start_method == "forkserver" or is_from_main) and not wrapper
                 settings = ChildSettings(rank, hosting, variables, num_threads, log_path, dies_with_thread, wrapper)
@@ -87,9 +84,9 @@ class LocalWorkers:
             raise
 
     def host_store(self, listener: socket.socket | None) -> None:
-        """Host the store at which ranks meet, if there is one, until `kill`.
+        """Host the store for the rendezvous of the ranks until `kill`; does nothing without a listener.
 
-        Call it after the start of the processes: they import torch meanwhile, as this process may have to.
+        Call it after the start of the processes, so that they import torch at the same time as this process.
         """
         if listener is None:
             return
@@ -105,15 +102,14 @@ class LocalWorkers:
     def send(self, messages: Mapping[int, Sequence[Message]]) -> None:
         """Send each worker its call; `poll` then returns the replies.
 
-        A call is one or several messages: the first has the method and its arguments, the others what these refer to
-        by `Stored`.
+        A call is one or several messages: the method with its arguments, then the `Stored` arguments.
         """
 
         def exchange(rank: int, call: Sequence[Message]) -> None:
             self._replies.put((rank, self._processes[rank].exchange(call)))
 
         self._waiting = set(messages)
-        # The threads only wait, for sockets that a stuck worker neither fills nor drains; `kill` ends them all.
+        # The threads only wait for sockets, which a stuck worker neither fills nor drains; `kill` ends them all.
         for rank, call in messages.items():
             name = self._processes[rank].name
             threading.Thread(target=exchange, args=(rank, call), name=name, daemon=True).start()
@@ -127,7 +123,7 @@ class LocalWorkers:
             try:
                 found = [self._replies.get(timeout=min(remaining_s, _POLL_S))]
             except queue.Empty:
-                # A process that a dead worker started may keep its connection open.
+                # A child of a dead worker may keep its connection open.
                 dead = [rank for rank in self._waiting if self._processes[rank].has_ended]
                 found = [(rank, None) for rank in dead[:1]]
             if found or not remaining_s:
@@ -138,7 +134,7 @@ class LocalWorkers:
         return [(rank, message or Exited(self._processes[rank].how_it_ended())) for rank, message in found]
 
     def dead(self) -> dict[int, Exited]:
-        """Workers that have exited; call it while no call is pending."""
+        """Workers that have exited; only while no call is pending."""
         return {rank: Exited(process.how_it_ended()) for rank, process in self._processes.items() if process.has_ended}
 
     def follow_log(self, rank: int, path: Path) -> None:
@@ -147,7 +143,7 @@ class LocalWorkers:
         self._processes[rank].log = WorkerLog(path)
 
     def report(self, numbers: Sequence[int], with_stacks: bool) -> dict[int, WorkerReport]:
-        """The last output of some workers and, with stacks, where each of them is."""
+        """The last output of some workers and, if requested, their stacks."""
         logs = {number: log for number in numbers if (log := self._processes[number].log) is not None}
         tails = {number: log.tail() for number, log in logs.items()}  # before the workers write their stacks
         stacks: dict[int, str] = {}
@@ -160,7 +156,7 @@ class LocalWorkers:
         return {number: WorkerReport(tails.get(number, ""), stacks.get(number, "")) for number in numbers}
 
     def let_end(self, timeout_s: float) -> dict[int, int | None]:
-        """Let all shut down and exit; their exit codes, None for those still running at the timeout."""
+        """Let all workers shut down; their exit codes, None for those still running at the timeout."""
         for process in self._processes.values():
             process.end()
         until = time.monotonic() + timeout_s
@@ -176,7 +172,7 @@ class LocalWorkers:
 
 
 class _WorkerProcess(ChildProcess):
-    """The process of one worker; it listens as soon as it has imported what it needs."""
+    """The process of one worker."""
 
     def __init__(self, settings: ChildSettings):
         hosting = settings.hosting
@@ -184,7 +180,7 @@ class _WorkerProcess(ChildProcess):
         self.log = None if settings.log_path is None else WorkerLog(settings.log_path)
         self._worker: psutil.Process | None = None
         self._connection, theirs = socket.socketpair()
-        with theirs:  # its only other holder is the process, so that the connection ends with it
+        with theirs:  # only the process holds it, so the connection closes when it exits
             super().__init__(
                 serve,
                 (theirs, settings),
@@ -196,9 +192,9 @@ class _WorkerProcess(ChildProcess):
             )
 
     def exchange(self, call: Sequence[Message]) -> Message | None:
-        """Send a call and wait for the reply, without a timeout: `kill` ends the wait. None if the process ended."""
+        """Send a call and wait for the reply, without a timeout; None if the process exited or was killed."""
         try:
-            if self._worker is None:  # the process sends its id first, since a wrapper's is another one
+            if self._worker is None:  # first comes the process id, which differs from that of a wrapper
                 with suppress(psutil.NoSuchProcess):
                     self._worker = psutil.Process(receive_number(self._connection))
                 self.remove_wrapper()
@@ -214,39 +210,32 @@ class _WorkerProcess(ChildProcess):
                 self._worker.send_signal(signal.SIGUSR1)
 
     def end(self) -> None:
-        """Ask the worker to shut down and exit; does not wait."""
+        """Let the worker shut down and exit; does not wait."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:
-        """Kill the process and end every wait for it; may be called twice."""
+        """Kill the process; pending exchanges return. May be called twice."""
         super().kill()
-        if self._worker is not None:  # its wrapper may have ended before
+        if self._worker is not None:  # its wrapper may have exited before
             with suppress(psutil.NoSuchProcess):
                 self._worker.kill()
         with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # a process that it started may hold the other end
+            self._connection.shutdown(socket.SHUT_RDWR)  # a child of the worker may hold the other end
 
     def reap(self) -> None:
-        """Leave nothing behind after `kill`."""
+        """Leave no zombie and no open socket after `kill`."""
         super().reap()
         self._connection.close()
 
 
 def listen_for_ranks(ip: str) -> socket.socket:
-    """A socket for the store of ranks: on one address of this machine, at a free port, from now on.
-
-    No other program can take the port before the ranks start, and groups that start at once cannot mix.
-    """
+    """Listen on a free port for the ranks' store; from now on no other program can take the port."""
     return socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
 
 
 def rank_environment(rank: int, ranks: range, world_size: int, store: tuple[str, int] | None) -> dict[str, str]:
-    """Variables of a rank, as torchrun sets them; none without a store.
-
-    Args:
-        ranks: those of its machine.
-    """
+    """Variables of a rank, as torchrun sets them; none without a store. `ranks` are those of its machine."""
     if store is None:
         return {}
     return {

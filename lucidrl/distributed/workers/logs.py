@@ -1,4 +1,4 @@
-"""Output of workers: the folder of their logs, the end of a log for errors, and copies from other nodes."""
+"""Output of workers: the folder of their logs, the tail of a log for errors, and copies from other nodes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TAIL_LINES = 15
 _LINE_CHARACTERS = 300
 _TAIL_BYTES = 1 << 16
 _STACK_FRAMES = 12
-_DUMP_DEADLINE_S = 2.0
+_DUMP_TIMEOUT_S = 2.0
 _MOST_BYTES, _MOST_LAST_BYTES = 1 << 16, 1 << 20
 _THREAD_HEADER = re.compile(r"^(?:Current thread|Thread) 0x.*\(most recent call first\):$", re.MULTILINE)
 
 
 class WorkerLog:
-    """Output of a worker since its start; the file may hold that of earlier runs before it."""
+    """Output of a worker since its start; the file may begin with that of earlier runs."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -38,11 +38,11 @@ class WorkerLog:
         """The last lines."""
         text = self._text_from(max(self._start, self.size_bytes() - _TAIL_BYTES))
         lines = text.rstrip().splitlines()[-_TAIL_LINES:]
-        # A fatal signal makes Python name every extension module that was loaded, on one line.
+        # After a fatal signal Python lists every loaded extension module on one line.
         return "\n".join(f"{line[:_LINE_CHARACTERS]}…" if len(line) > _LINE_CHARACTERS else line for line in lines)
 
     def stack_from(self, offset: int) -> str:
-        """Where the worker was, innermost frame first, as faulthandler wrote it after `offset`; empty if it did not."""
+        """The stack that faulthandler wrote after `offset`, innermost frame first; empty if there is none."""
         _, *stacks = _THREAD_HEADER.split(self._text_from(offset))
         if not stacks:
             return ""
@@ -60,18 +60,18 @@ class WorkerLog:
 
 
 def wait_for_growth(logs: Iterable[tuple[WorkerLog, int]]) -> None:
-    """Wait until every log has grown beyond its given size, for a short time at most."""
-    until = time.monotonic() + _DUMP_DEADLINE_S
+    """Wait until every log has grown beyond its size, for two seconds at most."""
+    until = time.monotonic() + _DUMP_TIMEOUT_S
     while time.monotonic() < until and not all(log.size_bytes() > size for log, size in logs):
         time.sleep(0.02)
-    time.sleep(0.1)  # for the rest of what began to be written
+    time.sleep(0.1)  # for the rest of the output
 
 
 class LogFolder:
     """A folder with `<name>_N.log` for each worker N.
 
     Args:
-        given: the folder, made at use; by default a temporary one, which is kept only after a failure.
+        given: the folder, created at first use; by default a temporary one, kept only after a failure.
     """
 
     def __init__(self, given: Path | None, name: str):
@@ -87,19 +87,19 @@ class LogFolder:
         return self.path / f"{self._name}_{number}.log"
 
     def end(self, everything_went_well: bool) -> None:
-        """Remove a temporary folder that holds nothing of interest; may be called twice."""
+        """Remove a temporary folder, after a failure only if it is empty; may be called twice."""
         if self._given is not None or "path" not in vars(self):
             return
         if everything_went_well:
             shutil.rmtree(self.path, ignore_errors=True)
         else:
-            with suppress(OSError):  # kept if there is anything to read
+            with suppress(OSError):  # it is not empty
                 self.path.rmdir()
 
 
 @contextmanager
 def marked(folder: Path) -> Iterator[Path]:
-    """Keep a file in the folder meanwhile: a node that sees the file shares the folder."""
+    """Create a file in the folder and remove it at the end: a node that sees it shares the folder."""
     file = folder / f".seen-{secrets.token_hex(8)}"
     file.touch()
     try:
@@ -109,7 +109,7 @@ def marked(folder: Path) -> Iterator[Path]:
 
 
 class NewOutput:
-    """On the machine of the workers: what they wrote since the last call.
+    """New output of the workers of this machine, for the driver.
 
     Args:
         paths: their logs, by rank.
@@ -120,7 +120,7 @@ class NewOutput:
         self._sent = dict.fromkeys(paths, 0)
 
     def take(self, is_last: bool = False) -> dict[int, bytes]:
-        """By rank, of each worker that wrote anything: 64 KiB, and the newest MiB in the last call."""
+        """Output since the last call, by rank: at most 64 KiB per worker, the newest MiB in the last call."""
         taken = {}
         for rank, path in self._paths.items():
             new_bytes = path.stat().st_size - self._sent[rank] if path.exists() else 0

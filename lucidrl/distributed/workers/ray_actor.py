@@ -1,7 +1,7 @@
-"""The Ray actor that runs workers on a node: it starts them as processes of its machine, and relays calls and replies.
+"""The Ray actor that starts the workers of a node as processes of its machine and relays calls and replies.
 
-Everything happens in the main thread of one actor, in calls of a second at most, so that the driver can always make the
-next call, and an agent that does not reply is broken. The workers end with their agent: Linux ends them.
+Everything runs in the actor's main thread, in calls of a second at most: an agent that does not reply is broken. Linux
+kills the workers when their agent exits.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ _SECRET = re.compile(r"KEY|TOKEN(?!IZERS_)|SECRET|PASSW|CREDENTIAL|AUTH", re.IGN
 
 @dataclass(frozen=True)
 class DriverProgram:
-    """What other machines need to run workers as the driver's machine does; secrets are not part of it."""
+    """The driver's modules, main module and variables, for workers on other machines; without secrets."""
 
     paths: Sequence[str]
-    """Where Python looks for the program's own modules: its search path without what was installed."""
+    """The module search path without installed packages."""
     folder: str
-    """Its working directory, for relative paths."""
+    """The working directory, for relative paths."""
     arguments: Sequence[str]
     main_name: str | None
     """The main module, if it was started as `python -m`."""
     main_file: str | None
-    """Its file otherwise; None in a notebook."""
+    """The file of the main module otherwise; None in a notebook."""
     environment: Mapping[str, str]
 
     @classmethod
     def of_this_process(cls) -> DriverProgram:
-        # Refuses to go on while the main module is being imported by a rank: the program lacks the usual guard.
+        # Raises in a rank that imports the main module of a program without `if __name__ == "__main__":`.
         main = spawn.get_preparation_data("rank")
         profiling = {**nsys.request_environment(), FOLDER_VARIABLE: str(traces_folder())}
         return cls(
@@ -76,20 +76,20 @@ class DriverProgram:
 
     @property
     def runtime_env(self) -> dict[str, Any]:
-        """Of an actor that runs the program's modules, on any node, in the program's version of them."""
+        """Ray's `runtime_env` of an actor that imports the driver's version of the modules, on any node."""
         return {"env_vars": {"PYTHONPATH": os.pathsep.join([*self.paths, "${PYTHONPATH}"])} if self.paths else {}}
 
     def enter(self) -> None:
-        """Make this process, and those that it starts, see modules, files and variables as the program does."""
+        """Give this process and its children the modules, working directory and variables of the driver."""
         sys.path[:0] = [path for path in self.paths if path not in sys.path]
         sys.argv = list(self.arguments)
         with suppress(OSError):  # not on this machine
             os.chdir(self.folder)
-        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it, for all processes of a node together
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it for all processes of a node
         os.environ.update(self.environment)
 
     def as_main(self) -> AbstractContextManager[None]:
-        """Processes that are started meanwhile import the program's main module, if it is on this machine."""
+        """Inside, new processes import the driver's main module, if it exists on this machine."""
         if self.main_name is not None:
             with suppress(ImportError, ValueError):
                 if importlib.util.find_spec(self.main_name) is not None:
@@ -99,7 +99,7 @@ class DriverProgram:
 
 
 def own_paths() -> list[str]:
-    """Entries of the search path that do not belong to the interpreter, absolute."""
+    """Absolute entries of the search path that do not belong to the interpreter."""
     installed = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
     entries = [Path(entry).resolve() for entry in sys.path if os.path.exists(entry or ".")]
     return list(dict.fromkeys(str(entry) for entry in entries if installed.isdisjoint([entry, *entry.parents])))
@@ -112,14 +112,14 @@ def passed_variables() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What runs on a node."""
+    """The workers to start on a node."""
 
     ranks: range
     cluster: ClusterConfig
     hosting: Hosting
     """With the driver's log folder."""
     store: tuple[str, int] | None
-    """Address and port of the store at which ranks meet."""
+    """Address and port of the store for the rendezvous of the ranks."""
     with_gpus: bool
     logs_mark: Path | None
     """A file in the log folder: a node that sees it shares the folder."""
@@ -129,25 +129,25 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class NodeStart:
-    """How a plan was carried out."""
+    """The result of starting a plan."""
 
     wrappers: Sequence[str]
-    """The program that runs each worker, such as a profiler; empty if none does."""
+    """The program that runs each worker, such as a profiler; empty strings without one."""
     lacks_nsys: bool
-    """A worker records, and Nsight Systems, which would run it, is not installed here."""
+    """Whether a worker should run under Nsight Systems, which is not installed here."""
     sees_logs: bool
     """Whether the node shares the driver's log folder."""
     keeps_traces: bool
-    """A worker records into a folder that the driver does not see."""
+    """Whether a worker writes traces into a folder that the driver does not see."""
 
 
 @dataclass(frozen=True)
 class NodeNews:
-    """What happened on a node since the last call."""
+    """Replies, output and exits on a node since the last call."""
 
     replies: Sequence[tuple[int, Message | Exited]] = ()
     logs: Mapping[int, bytes] = field(default_factory=dict)
-    """Output of workers, if the driver cannot read it itself."""
+    """New output of workers, if the driver does not see their log files."""
     exit_codes: Mapping[int, int | None] = field(default_factory=dict)
 
 
@@ -155,7 +155,7 @@ class NodeAgent:
     """The class of the Ray actor.
 
     Args:
-        program: that drives the workers.
+        program: the driver of the workers.
     """
 
     def __init__(self, program: DriverProgram):
@@ -177,7 +177,7 @@ class NodeAgent:
         return self._node_id, self._ip
 
     def listen(self, ip: str) -> int:
-        """Reserve a port for the store at which ranks meet, on one address of this node; returns the port."""
+        """Reserve a port for the rendezvous store at one address of this node; returns the port."""
         self._listener = listen_for_ranks(ip)
         return self._listener.getsockname()[1]
 
@@ -202,7 +202,7 @@ class NodeAgent:
         )
 
     def send(self, indices: Mapping[int, Sequence[int]], *messages: Message) -> NodeNews:
-        """Send each worker its messages, given as indices; these are once in the object store of this node."""
+        """Send each worker its messages, given as indices, so that each message is passed to this node once."""
         self.call("send", {rank: [messages[index] for index in of_rank] for rank, of_rank in indices.items()})
         return NodeNews()
 
@@ -233,7 +233,7 @@ class NodeAgent:
         environment = dict(node_environment(self._node_id, self._ip))
         if not plan.with_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        # Where ranks reach each other; gloo by itself would take the interface that the machine's name leads to.
+        # Without the variable, gloo uses the interface that the machine's name resolves to.
         ip = self._ip if plan.cluster.num_nodes > 1 else LOOPBACK
         if plan.store is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
             for name, addresses in psutil.net_if_addrs().items():
@@ -243,10 +243,7 @@ class NodeAgent:
 
 
 def end_with_node() -> None:
-    """Kill this process, an actor, when its node has ended.
-
-    Ray lets such an actor work on until the rest of the cluster has noticed, and forgets it then.
-    """
+    """Kill this process, an actor, when its node exits: Ray lets it run on until the cluster has noticed."""
     node = os.getppid()
 
     def watch() -> None:

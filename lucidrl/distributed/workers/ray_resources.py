@@ -1,4 +1,4 @@
-"""Resources of the nodes of a Ray cluster: reserved for workers as a whole, granted or refused within seconds."""
+"""Resources of a Ray cluster: reserved for all workers of a group together, granted or refused within seconds."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from lucidrl.utils.imports import require_package
 Resources = Mapping[str, float]
 """Amounts by name, as Ray counts them."""
 
-_RETURN_DEADLINE_S = 8.0
-"""What another program just released takes a moment to be free."""
+_RELEASE_TIMEOUT_S = 8.0
+"""Resources that another program just released take some seconds to become free."""
 _NOTICE_S = 30.0
-"""Ray takes about half as long to notice that a node is gone."""
+"""Longest wait until Ray reports a node dead; it takes about half as long."""
 _CONNECT_TIMEOUT_S = 1.0
 _SHARED_CPUS = 0.01
-"""Of a worker in a local cluster: there, as without Ray, workers share the machine's cores."""
+"""CPUs per worker of a local cluster: there, as without Ray, workers share the machine's cores."""
 _ACCELERATOR_MARK = 0.001
-"""Of a resource that only says which kind of accelerator a node has."""
+"""Amount of the resource that only names the kind of accelerator of a node."""
 _ROUNDING = 1e-4
-"""Ray counts no finer."""
+"""Precision of Ray's amounts."""
 _MOST_SHOWN = 300
-"""Characters of what Ray says about a lost actor, which may be a page; all of it is in the error's cause."""
+"""Characters of Ray's text about a lost actor, which may be a page; the error's cause has all of it."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What Ray granted: the same on every node."""
+    """Resources that Ray granted, the same on every node."""
 
     group: Any
     """Ray's placement group, with one bundle per node; None if the caller's options place the actor."""
     options: Mapping[str, Any]
-    """Of `ray.remote`, for the actor of each node."""
+    """Options of `ray.remote` for the actor of each node."""
 
     def node_ids(self) -> list[str]:
-        """Of the nodes that it is on."""
+        """The nodes of the placement group."""
         from ray.util.placement_group import placement_group_table
 
         return list(placement_group_table(self.group)["bundles_to_node_id"].values())
 
     def actor(self, actor_class: type, bundle: int, runtime_env: Mapping[str, Any]) -> Any:
-        """The class as an actor class in one of the bundles; what the options say of its environment counts.
+        """The actor class for one of the bundles; variables of the options override those of `runtime_env`.
 
         Raises:
             ConfigError: if Ray refuses the options.
@@ -66,7 +66,7 @@ class Room:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.group, bundle)
         try:
             return ray.remote(actor_class).options(**options)
-        except (ValueError, TypeError) as error:  # as Ray sees fit
+        except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"Ray refuses the options {dict(self.options)}: {error}; give options that ray.remote takes for actors"
             ) from error
@@ -74,14 +74,14 @@ class Room:
 
 @contextmanager
 def reserved(cluster: ClusterConfig, is_own_ray: bool, hosting: Hosting) -> Iterator[Room]:
-    """Hold resources for all workers of a group meanwhile.
+    """Hold resources for all workers of a group inside the context.
 
     Args:
-        is_own_ray: whether the Ray was started for the run.
-        hosting: where they may run, and options of `ray.remote` that say what each needs.
+        is_own_ray: whether this is a local cluster.
+        hosting: the nodes that workers may run on, and the options of `ray.remote` of each.
 
     Raises:
-        ConfigError: if there are no such resources, with what was asked for and what is free.
+        ConfigError: if the cluster lacks the resources; names the requested and the free ones.
     """
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -106,14 +106,14 @@ def check_can_be_placed(
     choose_nodes: Callable[[Sequence[str]], NodeChoice | None] = lambda ids: None,
     num_env_workers: int = 0,
 ) -> None:
-    """Refuse workers for which a running Ray has no room, all together; nothing is started.
+    """Refuse workers that do not fit into a running Ray cluster together; starts nothing.
 
-    Of a local cluster that is yet to be started, only that it has a single node is known.
+    A local cluster that is not started yet is only checked for a single node.
 
     Args:
-        others: workers of a pool that run at the same time.
-        choose_nodes: where these may run, given the nodes of the first group.
-        num_env_workers: of an environment, beside all of them.
+        others: workers of a pool that run besides those of the cluster.
+        choose_nodes: returns the nodes of these, from the nodes of the first group.
+        num_env_workers: environment workers, besides all of them.
 
     Raises:
         ConfigError: if Ray is not installed, not reachable, or too small.
@@ -122,8 +122,8 @@ def check_can_be_placed(
     if is_to_be_started(cluster):
         if cluster.num_nodes > 1:
             raise ConfigError(
-                f"cluster.num_nodes={cluster.num_nodes} is for a Ray cluster, but a Ray that is started for the run is "
-                "one node; set cluster.address, or leave num_nodes out"
+                f"cluster.num_nodes={cluster.num_nodes} needs a Ray cluster, but a local cluster has one node; set "
+                "cluster.address, or remove num_nodes"
             )
         return
     with ExitStack() as held:
@@ -138,14 +138,14 @@ def check_can_be_placed(
 
 
 def is_to_be_started(cluster: ClusterConfig) -> bool:
-    """Whether a local cluster will be started: none is named, and the program is not connected to one."""
+    """Whether a local cluster will be started: no address is set, and the program is not connected to Ray."""
     import ray
 
     return cluster.address in (None, LOCAL) and not ray.is_initialized()
 
 
 def wait_for_dead_nodes() -> None:
-    """Wait until Ray has noticed every dead node: it would send an actor there, which is lost at once."""
+    """Wait until Ray reports every dead node as dead, since Ray would place actors there, which fail at once."""
     until = time.monotonic() + _NOTICE_S
     while time.monotonic() < until and not all(map(_is_reachable, _alive_nodes())):
         time.sleep(_CONNECT_TIMEOUT_S)
@@ -162,7 +162,7 @@ def _is_reachable(node: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def _held(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> Iterator[Any]:
-    """Ray's placement group, held meanwhile."""
+    """Hold a placement group of Ray inside the context."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -172,19 +172,19 @@ def _held(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> Iterat
         bundle_label_selector=None if hosting.nodes is None else [_selector(hosting.nodes)] * cluster.num_nodes,
     )
     try:
-        # If nodes seem to have room, but Ray cannot grant it, a node is gone and Ray has not noticed yet.
-        if not group.wait(_RETURN_DEADLINE_S) and not (
+        # If nodes seem to have room but Ray grants none, a node is dead and Ray has not noticed yet.
+        if not group.wait(_RELEASE_TIMEOUT_S) and not (
             _fits(cluster, bundle, hosting, ray_internals.free_by_node()) and group.wait(_NOTICE_S)
         ):
             raise _no_room(cluster, bundle, hosting)
         yield group
     finally:
-        if ray.is_initialized():  # the program may have left Ray before
+        if ray.is_initialized():  # the program may have disconnected before
             remove_placement_group(group)
 
 
 def _fits(cluster: ClusterConfig, bundle: Resources, hosting: Hosting, resources: Mapping[str, Resources]) -> bool:
-    """Whether enough allowed nodes have the bundle, given the resources of each by its id."""
+    """Whether enough allowed nodes have the resources of the bundle; `resources` is by node id."""
     nodes = hosting.nodes
     allowed = [of_node for node_id, of_node in resources.items() if nodes is None or nodes.allows(node_id)]
     having = [all(amount <= of_node.get(name, 0) + _ROUNDING for name, amount in bundle.items()) for of_node in allowed]
@@ -198,7 +198,7 @@ def _gpus_per_worker(cluster: ClusterConfig) -> int:
 
 
 def _bundle(options: Mapping[str, Any]) -> Resources:
-    """What an actor with these options takes from its node."""
+    """Resources that an actor with these options takes from its node."""
     named = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus"), "memory": options.get("memory")}
     wanted = {**named, **(options.get("resources") or {})}
     if kind := options.get("accelerator_type"):
@@ -211,7 +211,7 @@ def _selector(nodes: NodeChoice) -> dict[str, str]:
 
 
 def _no_room(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> ConfigError:
-    """The error for resources that the cluster does not have, with what every node has and how much of it is free."""
+    """The error for missing resources; names the total and the free amount of every node."""
     per_worker = "cluster.num_cpus_per_worker or cluster.num_gpus_per_worker"
     if hosting.pool_size is None:
         who = f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes}"
@@ -233,30 +233,30 @@ def _no_room(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> Con
         for node in _alive_nodes()
     )
     return ConfigError(
-        f"{who} asks Ray for {wanted} on {where}, but {free}. Lower {hosting.size_setting}{remedy}, or end what holds "
-        "the rest"
+        f"{who} asks Ray for {wanted} on {where}, but {free}. Lower {hosting.size_setting}{remedy}, or stop the "
+        "programs that hold the rest"
     )
 
 
 def _alive_nodes() -> list[dict[str, Any]]:
-    """As far as Ray knows."""
+    """Nodes that Ray reports as alive."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def _totals() -> dict[str, Resources]:
-    """Of each node that is alive, by its id."""
+    """Resources of each node that is alive, by its id."""
     return {node["NodeID"]: node["Resources"] for node in _alive_nodes()}
 
 
 def node_name(ip: str, node_id: str) -> str:
-    """What errors call a node. An address alone is not enough: several nodes may be simulated on one machine."""
+    """How errors name a node: several nodes of one machine may have the same address."""
     return f"{ip} ({node_id[:8]})"
 
 
 def last_line(error: BaseException) -> str:
-    """The line in which Ray names the cause."""
+    """The line of an error in which Ray names the cause."""
     *_, line = str(error).strip().splitlines() or [type(error).__name__]
     line = line.strip()
     return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."

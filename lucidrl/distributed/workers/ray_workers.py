@@ -1,6 +1,6 @@
-"""Workers on the nodes of a Ray cluster, as their driver starts and reaches them: through one `NodeAgent` per node.
+"""Workers on the nodes of a Ray cluster: the driver starts and calls them through one `NodeAgent` per node.
 
-Arguments go through Ray's object store, once per node. The agent of rank 0's node hosts the store at which ranks meet.
+Arguments go through Ray's object store, once per node. The agent of rank 0's node hosts the rendezvous store.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from lucidrl.utils.nsys_launch import warn_of_no_nsys
 _log = logging.getLogger(__name__)
 
 _ROUND_S = 0.5
-"""Longest call of an agent: it waits this long for its workers to reply or to exit."""
+"""Longest wait of an agent, in one call, for its workers to reply or exit."""
 _SILENCE_S = 20.0
-"""An agent that has not replied for so long is unresponsive."""
-_REPORT_DEADLINE_S = 6.0
-_KILL_DEADLINE_S = 8.0
+"""An agent without a reply for this long is unresponsive."""
+_REPORT_TIMEOUT_S = 6.0
+_KILL_TIMEOUT_S = 8.0
 _storing = threading.Lock()
 
 
 @dataclass
 class RayNode:
-    """A node with workers, as the driver sees it."""
+    """The driver's view of a node with workers."""
 
     actor: Any
-    """Ray's handle of the agent."""
+    """Ray's handle of the `NodeAgent`."""
     ranks: range
     name: str
     waiting: set[int] = field(default_factory=set)
-    """Ranks that have a call and have not replied."""
+    """Ranks with a pending call."""
     news: Any = None
-    """Reference to the `NodeNews` that the agent was called for last, until they are read."""
+    """Reference to the pending `NodeNews`."""
     silent_after: float = 0.0
-    """When they are overdue."""
+    """Time at which the pending news are overdue."""
     is_lost: bool = False
     logs: Sequence[WorkerLog] = ()
-    """Of its workers, where the driver finds them."""
+    """Logs of its workers, where the driver sees them."""
 
     def check_connected(self) -> None:
-        """Raise NodeLost if the program has left Ray: the next call would start another one."""
+        """Raise NodeLost if the program has disconnected from Ray: the next call would start another Ray."""
         import ray
 
         if not ray.is_initialized():
-            raise self.lost("this program has left Ray")
+            raise self.lost("this program has disconnected from Ray")
 
     def poll(self) -> None:
         self.check_connected()
@@ -69,7 +69,7 @@ class RayNode:
         self.silent_after = time.monotonic() + _SILENCE_S
 
     def result(self, reference: Any, timeout_s: float) -> Any:
-        """What a call of the agent returned; NodeLost if it does not return in time, or cannot."""
+        """The result of a call of the agent; NodeLost if it fails or times out."""
         import ray
         from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError
 
@@ -78,11 +78,12 @@ class RayNode:
             return ray.get(reference, timeout=timeout_s)
         except GetTimeoutError as error:
             raise self.lost(f"its agent did not reply within {timeout_s:g} s") from error
-        except OutOfMemoryError as error:  # Ray's text is a page
-            raise self.lost("Ray ended its agent, because the memory of the node was nearly full") from error
+        except OutOfMemoryError as error:  # Ray's text is very long
+            raise self.lost("Ray killed its agent because the memory of the node was nearly full") from error
         except RayError as error:
-            is_gone = isinstance(error, RayActorError) and "creation task" not in str(error)
-            raise self.lost("its agent exited" if is_gone else f"its agent failed with {last_line(error)}") from error
+            has_exited = isinstance(error, RayActorError) and "creation task" not in str(error)
+            reason = "its agent exited" if has_exited else f"its agent failed with {last_line(error)}"
+            raise self.lost(reason) from error
 
     def lost(self, reason: str) -> NodeLost:
         self.is_lost = True
@@ -93,10 +94,10 @@ def start_on_ray(cluster: ClusterConfig, hosting: Hosting, logs: LogFolder) -> R
     """Start the processes of all workers on one or several nodes; they wait for their first call.
 
     Raises:
-        ConfigError: if Ray is not there or has no room, before anything is started.
-        WorkerError: if a node is lost meanwhile.
+        ConfigError: if Ray is not available or lacks resources; nothing was started.
+        WorkerError: if a node is lost during the start.
     """
-    program = DriverProgram.of_this_process()  # first: in a rank of a script without the usual guard it raises
+    program = DriverProgram.of_this_process()  # first, since it raises in a rank of a script without main guard
     hosting = replace(hosting, start_method="spawn", log_dir=logs.path.resolve() if hosting.captures_output else None)
     labels = [
         WorkerLabel(rank, hosting, logs.of_worker(hosting.number(rank)) if hosting.captures_output else None)
@@ -133,7 +134,7 @@ def start_on_ray(cluster: ClusterConfig, hosting: Hosting, logs: LogFolder) -> R
 def _start_processes(
     cluster: ClusterConfig, nodes: Sequence[RayNode], first_ip: str, hosting: Hosting, with_gpus: bool
 ) -> list[NodeStart]:
-    ip = first_ip if len(nodes) > 1 else LOOPBACK  # no other node has to reach the ranks
+    ip = first_ip if len(nodes) > 1 else LOOPBACK  # ranks of one node need no other interface
     store = None
     if hosting.joins_process_group:
         store = (ip, nodes[0].result(nodes[0].actor.listen.remote(ip), cluster.start_timeout_s))
@@ -141,7 +142,7 @@ def _start_processes(
         logs_mark = None if hosting.log_dir is None else held.enter_context(marked(hosting.log_dir))
         traces_mark: Path | None = None
         if any(nsys.matches(hosting.profiled_name(rank)) for rank in range(cluster.num_workers)):
-            with suppress(OSError):  # reported when traces are written
+            with suppress(OSError):  # writing the traces reports it
                 traces_folder().mkdir(parents=True, exist_ok=True)
                 traces_mark = held.enter_context(marked(traces_folder()))
         plans = [NodePlan(node.ranks, cluster, hosting, store, with_gpus, logs_mark, traces_mark) for node in nodes]
@@ -155,21 +156,21 @@ def _warn_of_traces(nodes: Sequence[RayNode], starts: Sequence[NodeStart]) -> No
         warn_of_no_nsys(f" of node {', '.join(lacking)}")
     if keeping := [node.name for node, start in pairs if start.keeps_traces]:
         _log.warning(
-            "%s is not seen by node %s: traces of workers there stay there, in a folder of that name; "
-            "set run.root or %s to a folder that all nodes see",
-            traces_folder(),
+            "node %s does not see %s: its workers write their traces to a local folder of that name; "
+            "set run.root or %s to a folder that all nodes share",
             ", ".join(keeping),
+            traces_folder(),
             FOLDER_VARIABLE,
         )
 
 
 class RayWorkers:
-    """What `LocalWorkers` offers, on nodes; `send`, `poll`, `dead` and `report` may raise `NodeLost`.
+    """The methods of `LocalWorkers` for workers on nodes; `send`, `poll`, `dead` and `report` may raise `NodeLost`.
 
     Args:
-        nodes: their agents have started the workers.
+        nodes: with agents that have started the workers.
         labels: of all workers.
-        held: what is released when the workers have ended.
+        held: resources to release when the workers have exited.
     """
 
     def __init__(self, nodes: Sequence[RayNode], labels: Sequence[WorkerLabel], held: ExitStack):
@@ -188,14 +189,14 @@ class RayWorkers:
             calls = {rank: [indices[id(message)] for message in messages[rank]] for rank in node.ranks}
             node.waiting = set(node.ranks)
             node.news = node.actor.send.remote(calls, *(references[key] for key in of_node))
-            node.silent_after = float("inf")  # large arguments take their time to arrive
+            node.silent_after = float("inf")  # large arguments take long to arrive
 
     def poll(self, timeout_s: float) -> list[tuple[int, Message | Exited]]:
         import ray
 
         by_reference = {node.news: node for node in self._nodes if node.news is not None}
         if not by_reference:
-            raise NodeLost("of ranks that this program ended", [0], "another thread ended them")
+            raise NodeLost("of killed ranks", [0], "another thread killed them")
         next(iter(by_reference.values())).check_connected()
         wait_s = min(node.silent_after for node in by_reference.values()) - time.monotonic()
         arrived, _ = ray.wait(list(by_reference), timeout=min(timeout_s, max(0.0, wait_s)))
@@ -215,12 +216,12 @@ class RayWorkers:
     def report(self, numbers: Sequence[int], with_stacks: bool) -> dict[int, WorkerReport]:
         by_node = [(node, of_node) for node in self._nodes if (of_node := [n for n in node.ranks if n in numbers])]
         references = [node.actor.call.remote("report", of_node, with_stacks) for node, of_node in by_node]
-        reports = _results([node for node, _ in by_node], references, _REPORT_DEADLINE_S)
+        reports = _results([node for node, _ in by_node], references, _REPORT_TIMEOUT_S)
         found = {number: report for of_node in reports for number, report in of_node.items()}
         return {number: found[number] for number in numbers}
 
     def let_end(self, timeout_s: float) -> dict[int, int | None]:
-        """As on one machine; unreachable workers are missing."""
+        """As on one machine; without unreachable workers."""
         until = time.monotonic() + timeout_s
         while True:
             remaining_s = max(0.0, until - time.monotonic())
@@ -234,10 +235,10 @@ class RayWorkers:
 
         nodes, self._nodes = [node for node in self._nodes if not node.is_lost], []
         try:
-            # The agents kill their workers, and return the rest of their output. Workers of lost agents have ended.
+            # The agents kill their workers and return the rest of the output. Workers exit with a lost agent.
             if nodes and ray.is_initialized():
                 references = [node.actor.kill.remote() for node in nodes]
-                ray.wait(references, num_returns=len(nodes), timeout=_KILL_DEADLINE_S)
+                ray.wait(references, num_returns=len(nodes), timeout=_KILL_TIMEOUT_S)
                 for node, reference in zip(nodes, references, strict=True):
                     with suppress(NodeLost):
                         self._take_logs(node.result(reference, 0))
@@ -245,26 +246,26 @@ class RayWorkers:
             self._held.close()
 
     def _exit_codes(self, timeout_s: float) -> dict[int, int | None]:
-        """Let the workers within reach exit."""
+        """Let the reachable workers exit."""
         import ray
 
         nodes = [node for node in self._nodes if not node.is_lost and ray.is_initialized()]
         references = [node.actor.let_end.remote(timeout_s) for node in nodes]
-        until = time.monotonic() + timeout_s + _REPORT_DEADLINE_S
+        until = time.monotonic() + timeout_s + _REPORT_TIMEOUT_S
         codes: dict[int, int | None] = {}
         for node, reference in zip(nodes, references, strict=True):
             try:
                 news: NodeNews = node.result(reference, max(0.0, until - time.monotonic()))
-            except NodeLost as lost:  # those of other nodes have their time all the same
-                _log.warning("node %s was lost while its ranks were to end: %s", lost.node, lost)
+            except NodeLost as lost:  # workers of other nodes keep their time
+                _log.warning("node %s was lost during the shutdown of its ranks: %s", lost.node, lost)
                 continue
             self._take_logs(news)
             codes |= news.exit_codes
         return codes
 
     def _read(self, node: RayNode) -> list[tuple[int, Message | Exited]]:
-        """New replies from a node; its agent is polled again if more are to come."""
-        news: NodeNews = node.result(node.news, _REPORT_DEADLINE_S)
+        """Read new replies from a node; poll its agent again if calls are pending."""
+        news: NodeNews = node.result(node.news, _REPORT_TIMEOUT_S)
         node.news = None
         self._take_logs(news)
         node.waiting -= {rank for rank, _ in news.replies}
@@ -287,17 +288,17 @@ def _results(nodes: Sequence[RayNode], references: Sequence[Any], timeout_s: flo
 def _end_agent(actor: Any) -> None:
     import ray
 
-    if ray.is_initialized():  # the program may have left Ray before
+    if ray.is_initialized():  # the program may have disconnected before
         ray.kill(actor)
 
 
 def _reference_to(message: Message) -> Any:
-    """Ray's reference to a message; one that several calls pass on is put into the object store once."""
+    """Ray's reference to a message; a `Stored` one is put into the object store once."""
     import ray
 
     if not isinstance(message, Stored):
         return ray.put(message)
-    with _storing:  # every worker of a pool is called by its own thread
+    with _storing:  # each worker of a pool is called by a separate thread
         if message.reference is None:
             message.reference = ray.put(Message(message.parts))
         return message.reference

@@ -235,5 +235,5 @@ def test_packing_refuses_lengths_and_shapes_that_do_not_fit():
     packed = pack_rows(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([2]))
     with pytest.raises(DataError, match="without the leading batch dim"):
         packed.unpack(torch.zeros(1, 2))
-    with pytest.raises(DataError, match=r"give a tensor of \[1, 3"):
+    with pytest.raises(DataError, match=r"pass a tensor of \[1, 3"):
         packed.pack(torch.zeros(1, 2))

@@ -198,7 +198,7 @@ def test_a_class_that_a_new_process_cannot_import_is_told(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_a_worker_that_does_not_shut_down_is_killed(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(processes, "_SHUTDOWN_DEADLINE_S", 0.5)
+    monkeypatch.setattr(processes, "_SHUTDOWN_TIMEOUT_S", 0.5)
     group = WorkerGroup(StubbornAtShutdown, cluster=TWO, log_dir=tmp_path)
     started = time.monotonic()
     group.shutdown()

@@ -65,7 +65,7 @@ def test_a_group_is_ended_by_the_one_it_was_made_for(monkeypatch, make_group):
 
 def test_a_group_for_gpus_alone_is_refused_where_cpu_tensors_travel(make_group):
     make_group("cuda:gloo")
-    with pytest.raises(ConfigError, match=r"offloading exchanges .* has cuda:gloo only; make it with .*cpu:gloo,cuda:"):
+    with pytest.raises(ConfigError, match=r"offloading exchanges .* has only the backend cuda:gloo; create it with cpu:gloo,cuda:"):
         check_exchanges_cpu_tensors("offloading")
 
 

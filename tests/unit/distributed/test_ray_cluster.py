@@ -16,17 +16,17 @@ from lucidrl.errors import ConfigError
 @pytest.mark.parametrize("address", ["127.0.0.1:6379", "localhost:6379"])
 def test_a_loopback_address_is_that_of_the_node_as_for_ray(address, monkeypatch):
     monkeypatch.setattr("ray._private.services.get_node_ip_address", lambda: "10.1.2.3")
-    assert ("10.1.2.3", 6379) in ray_cluster._places(address)
-    assert not ray_cluster._places(address) & ray_cluster._places("10.1.2.3:6380")
+    assert ("10.1.2.3", 6379) in ray_cluster._endpoints(address)
+    assert not ray_cluster._endpoints(address) & ray_cluster._endpoints("10.1.2.3:6380")
 
 
 def test_a_name_that_leads_nowhere_is_at_no_place():
-    assert ray_cluster._places("no-such-host.invalid:6379") == set()
+    assert ray_cluster._endpoints("no-such-host.invalid:6379") == set()
 
 
 def test_what_is_automatic_is_decided_by_the_variable_and_tried_at_once(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=127.0.0.1:1 leads to no Ray"), connected("auto"):
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=127.0.0.1:1 is no reachable Ray"), connected("auto"):
         pass
 
 

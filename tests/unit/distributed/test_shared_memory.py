@@ -65,7 +65,7 @@ def test_what_another_process_wrote_is_read_even_after_it_was_killed(other_proce
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert attached.tensor.eq(7).all()
-    with pytest.raises(RefitError, match=rf"process {process.pid} packed cannot be opened .*No such file"):
+    with pytest.raises(RefitError, match=rf"process {process.pid} cannot be opened .*No such file"):
         AttachedMemory(handle)
 
 
@@ -119,11 +119,11 @@ def test_its_maker_knows_who_holds_it(memory):
 
 
 def test_another_file_under_the_same_number_is_not_taken_for_it(memory, tmp_path):
-    with pytest.raises(RefitError, match="ask it for handles again"):
+    with pytest.raises(RefitError, match="request new handles"):
         AttachedMemory(replace(memory.handle, size_bytes=SIZE - 1))
-    with pytest.raises(RefitError, match="ask it for handles again"):
+    with pytest.raises(RefitError, match="request new handles"):
         AttachedMemory(replace(memory.handle, token="0" * 16))
-    with (tmp_path / "other").open("wb+") as other, pytest.raises(RefitError, match="ask it for handles again"):
+    with (tmp_path / "other").open("wb+") as other, pytest.raises(RefitError, match="request new handles"):
         AttachedMemory(replace(memory.handle, descriptor=other.fileno()))
 
 
