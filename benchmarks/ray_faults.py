@@ -117,7 +117,7 @@ class Row:
 
 
 SIGNALS = ("SIGKILL", "SIGSTOP")
-GENERATOR_PHASES = ("answering", "taking weights")
+GENERATOR_PHASES = ("generating", "receiving weights")
 POLICY_PHASES = {"logprobs": "one node", "train": "one node", "refit": "a generator", "save": "one node"}
 ROWS = [
     *(Row(f"{signal} of a rank", *phase) for signal in SIGNALS for phase in POLICY_PHASES.items()),
@@ -125,11 +125,11 @@ ROWS = [
     Row("SIGSTOP of a node", "train", "two nodes"),
     *(Row(f"{signal} of a rank", "broadcast", "a generator elsewhere") for signal in SIGNALS),
     *(Row(f"{signal} of a generator", phase, "a generator") for signal in SIGNALS for phase in GENERATOR_PHASES),
-    *(Row(f"{signal} of an environment", "judging", "environment") for signal in SIGNALS),
+    *(Row(f"{signal} of an environment", "scoring", "environment") for signal in SIGNALS),
     Row("Ctrl-C", "start"),
     Row("Ctrl-C", "generate"),
     *(Row("Ctrl-C", *phase) for phase in POLICY_PHASES.items()),
-    Row("Ctrl-C", "judging", "environment"),
+    Row("Ctrl-C", "scoring", "environment"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Whatever happens to a worker of a collector, the consumer learns of it soon, and nothing is left behind."""
+"""Every failure of a collector worker reaches the consumer soon, and no process is left."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_worker_that_fails_is_named_at_once_with_its_traceback(kind, fault, wh
 
 
 @ALL_KINDS
-def test_a_worker_that_hangs_is_named_at_the_deadline(kind):
+def test_a_worker_that_hangs_is_named_at_the_timeout(kind):
     collector = kind(one_faulty(2, 0, "hang"), frames_per_batch=20, timeout_s=TIMEOUT_S)
     failure, seconds = collect_until_it_fails(collector)
     # On a busy machine the other one may be late too.
@@ -87,7 +87,7 @@ def test_a_worker_that_hangs_is_named_at_the_deadline(kind):
 
 
 @pytest.mark.parametrize(("number", "what"), KILLED_OR_STOPPED)
-def test_a_worker_that_is_killed_or_stopped_from_outside_is_told(number, what):
+def test_a_worker_that_is_killed_or_stopped_from_outside_is_reported(number, what):
     for repetition in range(REPETITIONS):
         collector = KINDS[repetition % 2]([healthy] * 2, frames_per_batch=20, timeout_s=TIMEOUT_S)
         if repetition % 4 > 1:
@@ -99,7 +99,7 @@ def test_a_worker_that_is_killed_or_stopped_from_outside_is_told(number, what):
 
 
 @pytest.mark.parametrize(("number", "what"), KILLED_OR_STOPPED)
-def test_a_worker_that_is_gone_is_told_by_calls_too(number, what):
+def test_calls_report_a_dead_worker_too(number, what):
     collector = MultiSyncCollector([healthy] * 2, frames_per_batch=20, timeout_s=TIMEOUT_S)
     os.kill(collector.workers.pids[0], number)
     with pytest.raises(WorkerError, match=rf"worker [01] of 2 .*{what}"):
@@ -114,7 +114,7 @@ def test_ctrl_c_is_for_the_driver_to_decide():
         assert collector.next().numel() == 20
 
 
-def test_a_dead_worker_whose_own_process_lives_on_is_told_at_once():
+def test_a_dead_worker_whose_child_lives_on_is_reported_at_once():
     def forking():
         if os.fork() == 0:
             time.sleep(40)  # and holds the worker's connections open
@@ -138,7 +138,7 @@ def test_a_large_argument_for_a_stopped_worker_does_not_block():
 
 
 def test_a_call_that_is_interrupted_ends_the_workers():
-    """Its answers would be taken for those of the next one."""
+    """Its replies would be taken for those of the next one."""
     collector = MultiSyncCollector([healthy] * 2, frames_per_batch=20, timeout_s=60)
     os.kill(collector.workers.pids[1], signal.SIGSTOP)
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
@@ -168,7 +168,7 @@ def test_an_error_of_ours_keeps_its_type():
         ("import time; time.sleep(99)", r"worker 1 of 2 did not finish the start within 1 s\. .*start_timeout_s"),
     ],
 )
-def test_a_start_that_fails_is_told(code, what):
+def test_a_start_that_fails_is_reported(code, what):
     with pytest.raises(WorkerError, match=what):
         MultiSyncCollector([healthy, lambda: exec(code)], frames_per_batch=2, start_timeout_s=1)
 
@@ -182,7 +182,7 @@ def test_shutdown_does_not_wait_for_workers_that_are_busy(kind):
     assert time.monotonic() - begun < 30
 
 
-def test_a_collector_that_nobody_has_any_more_ends_its_workers():
+def test_a_collector_without_references_ends_its_workers():
     collector = MultiAsyncCollector([healthy] * 2, frames_per_batch=20)
     collector.next()
     pids = collector.workers.pids
@@ -239,7 +239,7 @@ def test_a_program_that_ends_without_shutdown_exits_and_says_nothing():
 
 
 @pytest.mark.slow
-def test_a_program_that_is_interrupted_exits_at_once_without_a_word_of_the_workers():
+def test_a_program_that_is_interrupted_exits_at_once_without_output_of_the_workers():
     process, pids = program(MultiAsyncCollector, "while True: collector.next()")
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them

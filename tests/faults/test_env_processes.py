@@ -1,4 +1,4 @@
-"""Whatever happens to an env process, its driver learns of it soon, and nothing is left behind."""
+"""Every failure of an env process reaches the driver soon, and no process is left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.tiers import slow_except
 from tests.unit.envs.faulty import healthy, one_faulty
 
 SHORT_S = 0.7
-"""Deadline of a step that never comes to its end; a fault that is noticed by itself gets a long one."""
+"""Timeout of a step that never ends; a fault that is noticed without it gets a long one."""
 LONG_S = 90.0
 REPETITIONS = 3
 FAULTS = {
@@ -96,7 +96,7 @@ def test_a_faulty_env_is_named_in_time_and_everything_ends(fault):
     [(signal.SIGKILL, LONG_S, "ended by SIGKILL"), (signal.SIGSTOP, SHORT_S, "within 0.7 s")],
     ids=["killed", "stopped"],
 )
-def test_a_process_that_is_killed_or_stopped_from_outside_is_told(number, step_timeout_s, what):
+def test_a_process_that_is_killed_or_stopped_from_outside_is_reported(number, step_timeout_s, what):
     for _ in range(REPETITIONS):
         env = ParallelEnv(2, healthy, num_processes=2, step_timeout_s=step_timeout_s)
         env.reset()
@@ -107,7 +107,7 @@ def test_a_process_that_is_killed_or_stopped_from_outside_is_told(number, step_t
 
 
 @pytest.mark.parametrize(("fault", "step_timeout_s"), [("raise", LONG_S), ("exit", LONG_S), ("hang", SHORT_S)])
-def test_a_reset_that_fails_is_told(fault, step_timeout_s):
+def test_a_reset_that_fails_is_reported(fault, step_timeout_s):
     env = ParallelEnv(2, one_faulty(2, 1, fault, in_reset=True), num_processes=1, step_timeout_s=step_timeout_s)
     with pytest.raises(EnvironmentFailure, match=r"env 1 \(never seeded\) failed in its reset: "):
         env.reset()
@@ -124,7 +124,7 @@ def test_a_reset_that_fails_is_told(fault, step_timeout_s):
         ("1 / 0", r"env 1 \(never seeded\) failed in its start: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_start_that_fails_is_told(code, what):
+def test_a_start_that_fails_is_reported(code, what):
     with pytest.raises(EnvironmentFailure, match=what):
         ParallelEnv(2, [healthy, lambda: exec(code)], num_processes=2, start_timeout_s=3)
 
@@ -218,7 +218,7 @@ def test_a_killed_program_leaves_no_stopped_process(run_script):
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_told_once(run_script):
+def test_ctrl_c_is_reported_once(run_script):
     program, pids = run_script("env.reset()", "hang")
     time.sleep(0.3)
     os.killpg(program.pid, signal.SIGINT)

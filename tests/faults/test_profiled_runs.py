@@ -1,4 +1,4 @@
-"""Whatever happens to a recorded run: what was recorded is on disk, and the run's result is what it would be."""
+"""After any failure of a recorded run its traces are on disk, and the result of the run is unchanged."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_rank_killed_while_it_records_leaves_its_spans_and_the_others_leave_ev
     os.kill(doomed, signal.SIGKILL)
     with pytest.raises(WorkerError, match="rank 1 of 2 was killed by SIGKILL"):
         policy.train(rows(), NLLLoss())
-    policy.stop_gpu_profiling()  # harmless: there is nobody left
+    policy.stop_gpu_profiling()  # does nothing: no worker is left
     assert "train" in spans_of(spans_file(traces, "policy-1"))
     assert len(list(traces.glob("policy-1_*"))) == 1
     assert spans_file(traces, "policy-0").read_text().endswith("]\n")
@@ -197,8 +197,8 @@ def test_a_refit_while_recording_brings_the_weights_over(tmp_path, traces):
             recorded.start_gpu_profiling()
         policy.train(rows(), NLLLoss())
         generator.update_weights(1)
-        answers = generator.generate(prompts, greedy=True)
-        assert torch.equal(answers["output_ids"], policy.generate(prompts, greedy=True)["output_ids"])
+        completions = generator.generate(prompts, greedy=True)
+        assert torch.equal(completions["output_ids"], policy.generate(prompts, greedy=True)["output_ids"])
         for recorded in (policy, generator):
             recorded.stop_gpu_profiling()
     assert "refit" in spans_of(spans_file(traces, "policy-0"))
@@ -258,7 +258,7 @@ def test_ctrl_c_in_the_range_leaves_what_was_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_whatever_ends_the_loop_leaves_what_was_recorded(tmp_path, traces, monkeypatch, error):
+def test_every_end_of_the_loop_leaves_the_traces(tmp_path, traces, monkeypatch, error):
     class Ending(Watcher):
         def on_step(self, step, metrics):
             if step == 3:

@@ -37,12 +37,12 @@ def host(cluster, tmp_path_factory):
     wait_until_gone(pids, timeout_s=10)
 
 
-def asking(host, on_error="fail", timeout_s=1.0) -> EnvRunner:
+def runner_of(host, on_error="fail", timeout_s=1.0) -> EnvRunner:
     return EnvRunner(host, timeout_s, 4, on_error)
 
 
 def pids_of(host: WorkersHost) -> list[int]:
-    return [int(reply.metrics["pid"]) for reply in asking(host).step(requests("a", "b"))]
+    return [int(reply.metrics["pid"]) for reply in runner_of(host).step(requests("a", "b"))]
 
 
 def rewards(replies) -> list[float | None]:
@@ -50,22 +50,22 @@ def rewards(replies) -> list[float | None]:
 
 
 def test_calls_are_spread_over_nodes_and_a_failure_names_worker_and_sample(host):
-    replies = asking(host).step(requests(*("x" * length for length in range(20))))
+    replies = runner_of(host).step(requests(*("x" * length for length in range(20))))
     assert rewards(replies) == list(range(20))
     first, second = pids_of(host)
     assert raylet_of(first) != raylet_of(second)
     with pytest.raises(EnvironmentFailure, match=r"raised KeyError: 'no such reward' \(sample s1, turn 1\)") as caught:
-        asking(host).step(requests("fine", "raise"))
+        runner_of(host).step(requests("fine", "raise"))
     assert "in _do" in str(caught.value.__cause__)
 
 
 def test_a_blocking_sample_is_killed_on_its_node_and_named(host):
     with pytest.raises(EnvironmentFailure) as caught:
-        asking(host).step(requests("block"))
+        runner_of(host).step(requests("block"))
     text = without_ids(str(caught.value))
     assert "exceeded its timeout of 1 s and blocked its worker (sample s0, turn 1)" in text
     assert "environment worker 0 of 2 on node NODE did not finish score within" in text
-    assert rewards(asking(host).step(requests("a", "bb"))) == [1, 2]
+    assert rewards(runner_of(host).step(requests("a", "bb"))) == [1, 2]
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_calls_of_a_lost_node_are_scored_on_another(host, cluster):
     head = cluster.head_node.all_processes["raylet"][0].process.pid
     lost = next(raylet for pid in pids_of(host) if (raylet := raylet_of(pid)) != head)
     threading.Timer(0.5, os.kill, (lost, signal.SIGKILL)).start()
-    assert rewards(asking(host, timeout_s=30).step(requests(*["wait 1"] * 4))) == [6] * 4
+    assert rewards(runner_of(host, timeout_s=30).step(requests(*["wait 1"] * 4))) == [6] * 4
 
 
 def test_workers_for_which_there_is_no_room_beside_the_rank_are_refused(host, cluster, monkeypatch):

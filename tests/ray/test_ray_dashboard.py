@@ -1,4 +1,4 @@
-"""A cluster whose dashboard runs programs for everybody is joined only if that was asked for."""
+"""A cluster with an open dashboard is joined only if the settings allow it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def address(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_open_dashboard_is_refused_before_anything_starts_unless_asked_for(address):
+def test_an_open_dashboard_is_refused_before_anything_starts_unless_allowed(address):
     def check(*settings: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", "from lucidrl.cli import main; main()", "check", f"cluster.address={address}"]
         return subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Ray cluster answer as ranks of this machine do, and leave the cluster as it was."""
+"""Ranks on the nodes of a Ray cluster behave like ranks of this machine, and leave the cluster as it was."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_variables_that_change_what_ranks_compute_reach_them_and_secrets_do_not(
 
 
 @pytest.mark.filterwarnings("error:The given buffer is not writable")
-def test_arguments_go_to_each_node_once_and_results_are_the_drivers_own(group, monkeypatch):
+def test_arguments_go_to_each_node_once_and_results_are_writable_copies(group, monkeypatch):
     stored = []
     put = ray.put
     monkeypatch.setattr(ray, "put", lambda value: stored.append(value) or put(value))

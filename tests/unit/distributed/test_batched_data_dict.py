@@ -19,7 +19,7 @@ KINDS = {"pixels": ColumnKind.ROW, "frames": ColumnKind.RAGGED}
 
 
 def make_batch(lengths=(3, 5, 1, 2), width=6, first_id=0) -> BatchedDataDict[Any]:
-    """One column of each kind; every value tells the row it belongs to."""
+    """One column of each kind; every value names its row."""
     ids = torch.arange(first_id, first_id + len(lengths))
     return BatchedDataDict(
         {
@@ -172,7 +172,7 @@ def test_repr_names_columns_with_shape_and_kind():
 # Rows.
 
 
-def test_slices_and_batches_hold_the_rows_asked_for_and_the_last_may_be_short():
+def test_slices_and_batches_hold_the_requested_rows_and_the_last_may_be_short():
     batch = make_batch()
     assert_rows(batch.slice(1, 3), [1, 2])
     assert_rows(batch.get_batch(0, 3), [0, 1, 2])
@@ -202,7 +202,7 @@ def test_what_cannot_be_meant_is_refused(call):
         call(make_batch())
 
 
-def test_selected_rows_come_in_the_order_asked_for():
+def test_selected_rows_have_the_order_of_the_indices():
     assert_rows(make_batch().select_indices(torch.tensor([2, 0, 2])), [2, 0, 2])
 
 
@@ -234,7 +234,7 @@ def test_batches_are_put_together_with_only_token_columns_padded():
     assert_rows(joined, [0, 1, 2])
 
 
-def test_padding_is_zero_unless_told_and_keeps_dtype_and_trailing_dims():
+def test_padding_is_zero_by_default_and_keeps_dtype_and_trailing_dims():
     joined = BatchedDataDict.from_batches([{"a": torch.ones(1, 1, 2).bool()}, {"a": torch.ones(1, 2, 2).bool()}])
     assert joined["a"].tolist() == [[[True, True], [False, False]], [[True, True], [True, True]]]
 

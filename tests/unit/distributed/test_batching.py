@@ -153,7 +153,7 @@ def test_even_parts_cover_all_rows_and_differ_by_at_most_one(num_rows, num_parts
 
 @unhurried
 @given(plan=lengths_within_budget.map(lambda lengths: packed_plan(lengths, BUDGET)), data=st.data())
-def test_a_grown_plan_has_the_asked_number_of_groups_and_splits_only(plan, data):
+def test_a_grown_plan_has_the_requested_number_of_groups_and_only_splits(plan, data):
     num_groups = data.draw(st.integers(len(plan), len(rows_of(plan))))
     grown = grow_plan(plan, num_groups)
     assert len(grown) == num_groups

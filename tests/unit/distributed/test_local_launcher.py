@@ -1,4 +1,4 @@
-"""Whatever happens to a rank, the driver learns of it soon, and nothing is left running."""
+"""Every failure of a rank reaches the driver soon, and no process is left running."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_errors_of_ours_keep_their_type_and_message(group):
     assert "in raise_on" in str(caught.value.__cause__)
 
 
-def test_a_result_that_cannot_be_pickled_is_told(group):
+def test_a_result_that_cannot_be_pickled_is_an_error(group):
     with pytest.raises(WorkerError, match=r"rank [01] of 2 failed in return_lambda: .*Can't pickle local object"):
         group.run_all("return_lambda")
 
@@ -116,7 +116,7 @@ def test_a_rank_killed_between_calls_is_found_by_a_look_at_the_group_too(group):
         wait_for(group.check)  # which returns nothing while all is well
     with pytest.raises(WorkerError, match="the worker group failed in the wait for its next call"):
         group.run_all("pid")
-    group.check()  # the next call has told already
+    group.check()  # the call before has raised it already
 
 
 @pytest.mark.slow
@@ -133,7 +133,7 @@ def test_a_killed_rank_is_found_although_its_own_child_holds_the_connection(grou
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_hung_rank_is_found_at_the_deadline_with_where_it_hangs(group):
+def test_a_hung_rank_is_reported_at_the_timeout_with_its_stack(group):
     group.run_each("say", [("about to sleep",), ("",)])
     started = time.monotonic()
     with pytest.raises(WorkerError) as caught:
@@ -172,13 +172,13 @@ def test_an_interrupted_call_ends_the_group(group):
 
 
 @pytest.mark.slow
-def test_an_exception_in_a_constructor_is_told_without_waiting_for_the_others(tmp_path):
+def test_an_exception_in_a_constructor_is_raised_without_waiting_for_the_others(tmp_path):
     with pytest.raises(WorkerError, match="rank 1 of 2 failed in the start: OSError: no such model"):
         WorkerGroup(FailsToStart, (1, OSError("no such model")), cluster=TWO, log_dir=tmp_path)
 
 
 @pytest.mark.slow
-def test_a_constructor_that_ends_or_hangs_is_told(tmp_path):
+def test_a_constructor_that_exits_or_hangs_is_reported(tmp_path):
     with pytest.raises(WorkerError, match=r"rank [01] of 2 exited with code 7 in the start"):
         WorkerGroup(ExitsAtStart, cluster=TWO, log_dir=tmp_path)
     hurried = ClusterConfig(num_workers=2, start_timeout_s=0.5)
@@ -186,7 +186,7 @@ def test_a_constructor_that_ends_or_hangs_is_told(tmp_path):
         WorkerGroup(HangsAtStart, cluster=hurried, log_dir=tmp_path)
 
 
-def test_a_class_that_a_new_process_cannot_import_is_told(tmp_path, monkeypatch):
+def test_a_class_that_a_new_process_cannot_import_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "vanishing.py").write_text("class Worker:\n    def shutdown(self): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     import vanishing

@@ -30,7 +30,7 @@ def test_what_is_automatic_is_decided_by_the_variable_and_tried_at_once(monkeypa
         pass
 
 
-def test_folders_of_runs_are_told_from_those_of_other_rays():
+def test_folders_of_local_clusters_differ_from_those_of_other_rays():
     assert is_own_folder("/tmp/lucid-ray-abc")
     assert not is_own_folder("/tmp/ray")
 

@@ -71,7 +71,7 @@ def test_a_file_system_without_locks_is_refused(monkeypatch):
         OwnFolder()
 
 
-def test_a_disk_on_which_no_folder_can_be_made_is_told_of(parent, monkeypatch):
+def test_a_disk_without_room_for_a_folder_is_an_error(parent, monkeypatch):
     monkeypatch.setattr(ray_cluster, "_PARENT", parent / "missing")
     with pytest.raises(WorkerError, match=r"cannot be created in .* \(.*\); check the disk, or start a Ray yourself"):
         OwnFolder()

@@ -83,7 +83,7 @@ def test_only_the_owner_may_open_it_and_it_has_no_name(memory):
     assert not [name for name in os.listdir("/dev/shm") if NAME_PREFIX in name]
 
 
-def test_nobody_can_make_it_smaller_under_a_reader(memory):
+def test_no_process_can_shrink_it_under_a_reader(memory):
     for size in (SIZE - 1, SIZE + 1):
         with pytest.raises(PermissionError):
             os.ftruncate(memory.handle.descriptor, size)
@@ -135,7 +135,7 @@ def test_more_than_there_is_is_refused_with_the_numbers():
     assert sorted(open_files()) == sorted(before)
 
 
-def test_other_systems_are_told_of_the_other_path(monkeypatch):
+def test_the_error_on_other_systems_names_the_collective_refit(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ConfigError, match=r"this is darwin; set policy\.generation\.refit=collective"):
         SharedMemory(SIZE)

@@ -1,4 +1,4 @@
-"""Weights reach generators over a group of their own: whole, on one interface, and never late without a word."""
+"""Weights reach generators over a separate group: complete, on one interface, or with an error at the timeout."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def free_port(ip: str = "127.0.0.1") -> int:
 
 @contextmanager
 def two_members(timeout_s: float = 20.0, receiver_timeout_s: float = 20.0):
-    """A sender and a receiver in this process, each used by a thread of its own."""
+    """A sender and a receiver in this process, each used by a separate thread."""
     port, groups = free_port(), {}
 
     def join() -> None:
@@ -153,7 +153,7 @@ def test_buckets_respect_the_member_with_the_least_memory(monkeypatch, poor):
     infos = [TensorInfo(name, (100,), torch.float32) for name in "abcd"]
     sent = []
     with two_members() as members:
-        # The members are told apart by the device that they ask about.
+        # The members differ by the device whose memory they query.
         for rank, group in enumerate(members):
             device = torch.device("cpu", rank)
             monkeypatch.setattr(group, "member", dataclasses.replace(group.member, device=device))
@@ -228,14 +228,14 @@ def test_only_the_given_interface_is_listened_on_and_only_while_the_group_lives(
     assert psutil.Process().num_fds() <= descriptors
 
 
-def test_a_wrong_port_is_an_error_at_the_deadline():
+def test_a_wrong_port_is_an_error_at_the_timeout():
     start = time.monotonic()
     with pytest.raises(RefitError, match=r"rank 1 did not reach rank 0 at 127.0.0.1:\d+ within 0.5 s: Connection ref"):
         WeightGroup.join("127.0.0.1", free_port(), 1, 2, CPU, 0.5)
     assert 0.3 < time.monotonic() - start < 30
 
 
-def test_something_else_on_the_port_is_an_error_soon_after_the_deadline():
+def test_another_server_on_the_port_is_an_error_soon_after_the_timeout():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         start = time.monotonic()
         with pytest.raises(RefitError, match="is not rank 0 of a weight group"):
@@ -272,7 +272,7 @@ def test_what_can_be_no_group_is_refused_at_once(changed, message):
         WeightGroup.join(**arguments, device=CPU, timeout_s=20)
 
 
-def test_missing_members_are_an_error_at_the_deadline_for_all():
+def test_missing_members_are_an_error_at_the_timeout_for_all():
     port = free_port()
     member = outcome_of(WeightGroup.join, "127.0.0.1", port, 2, 3, CPU, 20)
     message = r"2 of 3 members \(rank 0, 2\) joined at 127.0.0.1:\d+ within 1 s; start the others"
@@ -289,7 +289,7 @@ def test_missing_members_are_an_error_at_the_deadline_for_all():
         (2, 3, "cpu", "as rank 2, which has joined already; give every generator a different rank"),
     ],
 )
-def test_members_that_disagree_all_hear_of_it_at_once(rank, world_size, device, message):
+def test_members_that_disagree_all_raise_at_once(rank, world_size, device, message):
     port = free_port()
     calls = [(0, 3, CPU), (2, 3, CPU), (rank, world_size, torch.device(device))]
     members = [outcome_of(WeightGroup.join, "127.0.0.1", port, *call, 60) for call in calls]
@@ -363,7 +363,7 @@ def test_an_error_of_the_sink_is_raised_as_it_is_and_the_sender_learns_of_it():
         assert done()[0] == "no room"
 
 
-def test_a_sender_that_says_nothing_is_an_error_at_the_deadline():
+def test_a_silent_sender_is_an_error_at_the_timeout():
     with two_members(receiver_timeout_s=0.5) as (_, receiver):
         start = time.monotonic()
         with pytest.raises(RefitError, match=r"[Tt]imed out.*took longer than 0.5 s"):
@@ -405,5 +405,5 @@ def test_a_receiver_learns_at_once_that_its_sender_was_killed(after_tensors):
         died = time.monotonic()
         assert "a member has died" in done()[0]
         assert time.monotonic() - died < 30
-    assert time.monotonic() - died < 45  # leaving waits for nobody
+    assert time.monotonic() - died < 45  # leaving does not wait for the others
     assert process.exitcode == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""One worker in this process and several in processes of their own answer to the same calls."""
+"""One worker in this process and several in separate processes have the same methods."""
 
 from __future__ import annotations
 

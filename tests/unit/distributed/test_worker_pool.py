@@ -56,7 +56,7 @@ def test_stored_content_reaches_every_worker_as_its_own_copy(pool):
     assert [float(future.result(60).sum()) for future in sent] == [40000.0, 40000.0]
 
 
-def test_a_killed_worker_is_lost_alone_and_a_restart_makes_it_anew(pool, caplog):
+def test_only_the_killed_worker_is_lost_and_a_restart_creates_it_again(pool, caplog):
     before = pool.submit(0, "pid").result(60)
     assert pool.each(kill, pool.workers[1:]) == []
     assert [worker.number for worker in pool.lost] == [1]
@@ -99,7 +99,7 @@ def test_an_error_ends_the_pool_and_what_others_are_busy_with(pool):
         pool.submit(0, "pid").result(60)
 
 
-def test_what_is_watched_meanwhile_ends_the_pool_if_it_fails(pool):
+def test_a_watch_that_fails_ends_the_pool(pool):
     def fail() -> None:
         raise LostWorkerError("rank 0 was killed")
 
@@ -113,7 +113,7 @@ def test_a_worker_that_does_not_start_ends_all(caplog):
         WorkerPool(ExitsAtStart, [Arguments()] * 2, hosting=HOSTING, max_restarts=5)
 
 
-def test_new_processes_are_told_what_they_have_to_know():
+def test_on_start_is_called_for_every_new_process():
     starts: list[tuple[int, int]] = []
 
     def add(worker: PoolWorker) -> None:
@@ -143,13 +143,13 @@ def test_a_lost_node_is_reported_once(pool, caplog):
     together = threading.Barrier(2)
 
     def lose_with_node(worker: PoolWorker) -> None:
-        loss = LostWorkerError("node 10.0.0.2 is gone")
+        loss = LostWorkerError("node 10.0.0.2 was lost")
         loss.node = "10.0.0.2"
         together.wait(10)
         raise loss
 
     pool.each(lose_with_node)
-    assert caplog.text.count("node 10.0.0.2 is gone") == 1
+    assert caplog.text.count("node 10.0.0.2 was lost") == 1
 
 
 def test_restarts_count_in_a_row_for_each_worker_and_in_all():
