@@ -155,7 +155,7 @@ class LocalWorkers:
             stacks = {number: log.stack_from(sizes[number]) for number, log in logs.items()}
         return {number: WorkerReport(tails.get(number, ""), stacks.get(number, "")) for number in numbers}
 
-    def let_end(self, timeout_s: float) -> dict[int, int | None]:
+    def shutdown(self, timeout_s: float) -> dict[int, int | None]:
         """Let all workers shut down; their exit codes, None for those still running at the timeout."""
         for process in self._processes.values():
             process.end()

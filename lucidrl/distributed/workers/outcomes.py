@@ -72,7 +72,7 @@ def outcome_of(reply: Message | Exited) -> Outcome:
     try:
         return reply.content()
     except Exception as error:
-        return Raised(f"its result cannot be read here: {type(error).__name__}: {error}", "", None)
+        return Raised(f"its result cannot be unpickled: {type(error).__name__}: {error}", "", None)
 
 
 def explain_failure(phase: str, timeout_s: float, outcomes: Mapping[int, Outcome], workers: Workers) -> LucidError:
@@ -102,7 +102,7 @@ def explain_loss(lost: NodeLost, phase: str, labels: Sequence[WorkerLabel]) -> W
     last_lines = [_last_lines(label, tail) for label, tail in zip(of_node, lost.tails, strict=False)]
     error = LostWorkerError(
         f"node {lost.node} with {_listed(of_node)} of {_total(labels)} was lost in {phase}: {lost}"
-        f"{_and_all_ended(labels)}{''.join(last_lines)}"
+        f"{_and_all_killed(labels)}{''.join(last_lines)}"
     )
     error.__cause__, error.node = lost.__cause__, lost.node
     return error
@@ -110,7 +110,7 @@ def explain_loss(lost: NodeLost, phase: str, labels: Sequence[WorkerLabel]) -> W
 
 def _exited(outcome: Exited, number: int, workers: Workers, phase: str) -> WorkerError:
     label, report = workers.labels[number], workers.report([number], with_stacks=False)[number]
-    text = f"{_named(label, workers)} {outcome.how} in {phase}{_and_all_ended(workers.labels)}"
+    text = f"{_named(label, workers)} {outcome.how} in {phase}{_and_all_killed(workers.labels)}"
     if phase == START and label.wrapper and not report.tail:
         text += (
             f". It wrote nothing; {label.wrapper} ran it: read the output of {label.wrapper}, or remove it from PATH"
@@ -133,7 +133,7 @@ def _raised(outcome: Raised, number: int, late: Sequence[int], workers: Workers,
         where = f"; its output is in {label.log_path}" if label.log_path is not None else ""
         error.add_note(f"raised by {_named(label, workers)} in {phase}{where}")
     else:
-        text = f"{_named(label, workers)} failed in {phase}: {outcome.summary}{_and_all_ended(workers.labels)}"
+        text = f"{_named(label, workers)} failed in {phase}: {outcome.summary}{_and_all_killed(workers.labels)}"
         own = workers.report([number], with_stacks=False)[number]
         error = WorkerError(text + _last_lines(label, own.tail) + _stacks(others, workers))
     error.__cause__ = RemoteTraceback(outcome.trace)
@@ -146,7 +146,7 @@ def _timed_out(late: Sequence[int], workers: Workers, phase: str, timeout_s: flo
     setting = hosting.start_setting if phase == START else hosting.call_setting
     text = (
         f"{_listed([labels[rank] for rank in late])} of {_total(labels)}{_on_nodes(late, workers)} did not finish "
-        f"{phase} within {timeout_s:g} s{_and_all_ended(labels)}. If it needs longer, raise {setting}"
+        f"{phase} within {timeout_s:g} s{_and_all_killed(labels)}. If it needs longer, raise {setting}"
     )
     reports = workers.report(late, with_stacks=True)
     last_lines = [_last_lines(labels[number], report.tail) for number, report in reports.items()]
@@ -174,7 +174,7 @@ def _total(labels: Sequence[WorkerLabel]) -> int:
     return labels[0].hosting.total(len(labels))
 
 
-def _and_all_ended(labels: Sequence[WorkerLabel]) -> str:
+def _and_all_killed(labels: Sequence[WorkerLabel]) -> str:
     """What happened to the rest of the group; the other workers of a pool go on."""
     return f"; all {labels[0].hosting.role}s were killed" if labels[0].hosting.pool_size is None else ""
 

@@ -159,7 +159,7 @@ class ProcessGroup:
         self._ended = "was shut down"
         timeout_s = _SHUTDOWN_TIMEOUT_S if timeout_s is None else timeout_s
         try:
-            codes = self._workers.let_end(max(timeout_s, _WRITING_TIMEOUT_S) if self._may_write else timeout_s)
+            codes = self._workers.shutdown(max(timeout_s, _WRITING_TIMEOUT_S) if self._may_write else timeout_s)
         finally:
             self._kill("was shut down")
         for rank, code in codes.items():
@@ -230,7 +230,7 @@ class ProcessGroup:
         """Kill the ranks after a failure; those that record may write their traces first."""
         try:
             if self._may_write:
-                codes = self._workers.let_end(_LAST_WRITE_S)
+                codes = self._workers.shutdown(_LAST_WRITE_S)
                 if lost := [self._workers.labels[rank].name for rank, code in codes.items() if code is None]:
                     _log.warning(
                         "%s did not exit within %g s; its traces, except spans, are lost",

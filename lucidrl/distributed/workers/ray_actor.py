@@ -215,9 +215,9 @@ class NodeAgent:
         """Return new replies; wait up to `timeout_s` for the first."""
         return NodeNews(self.call("poll", timeout_s), self._output.take())
 
-    def let_end(self, timeout_s: float) -> NodeNews:
+    def shutdown(self, timeout_s: float) -> NodeNews:
         """Let the workers shut down and exit."""
-        return NodeNews(exit_codes=self.call("let_end", timeout_s), logs=self._output.take())
+        return NodeNews(exit_codes=self.call("shutdown", timeout_s), logs=self._output.take())
 
     def kill(self) -> NodeNews:
         """Kill the workers; returns the rest of their output."""

@@ -220,7 +220,7 @@ class RayWorkers:
         found = {number: report for of_node in reports for number, report in of_node.items()}
         return {number: found[number] for number in numbers}
 
-    def let_end(self, timeout_s: float) -> dict[int, int | None]:
+    def shutdown(self, timeout_s: float) -> dict[int, int | None]:
         """As on one machine; without unreachable workers."""
         until = time.monotonic() + timeout_s
         while True:
@@ -250,7 +250,7 @@ class RayWorkers:
         import ray
 
         nodes = [node for node in self._nodes if not node.is_lost and ray.is_initialized()]
-        references = [node.actor.let_end.remote(timeout_s) for node in nodes]
+        references = [node.actor.shutdown.remote(timeout_s) for node in nodes]
         until = time.monotonic() + timeout_s + _REPORT_TIMEOUT_S
         codes: dict[int, int | None] = {}
         for node, reference in zip(nodes, references, strict=True):
