@@ -69,7 +69,7 @@ class Bucket:
             tensors: full tensors on any device, in the bucket's order.
             memory: a 1-d uint8 tensor of at least `size_bytes`.
         """
-        copy_weights([(place, tensor) for (_, place), tensor in zip(self.unpack(memory), tensors, strict=True)])
+        copy_weights([(target, tensor) for (_, target), tensor in zip(self.unpack(memory), tensors, strict=True)])
 
     def unpack(self, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors in the bucket's order; the tensors are views of `memory`."""
@@ -111,7 +111,7 @@ def copy_weights(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     pieces: list[Piece] = []
     for target, source in pairs:
         assert target.shape == source.shape, f"{tuple(source.shape)} does not fit its place {tuple(target.shape)}"
-        if _is_run_of_bytes(target) and _is_run_of_bytes(source) and target.dtype == source.dtype:
+        if _is_contiguous_host_memory(target) and _is_contiguous_host_memory(source) and target.dtype == source.dtype:
             to, start = target.data_ptr(), source.data_ptr()
             pieces += [
                 (to + first, start + first, min(PIECE_BYTES, target.nbytes - first))
@@ -166,7 +166,7 @@ def _aligned(size_bytes: int) -> int:
     return math.ceil(size_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _is_run_of_bytes(tensor: torch.Tensor) -> bool:
+def _is_contiguous_host_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous()
 
 

@@ -79,7 +79,7 @@ class WeightGroup:
         self._timeout = timedelta(seconds=timeout_s)
         self._memories = [torch.empty(0, dtype=torch.uint8, device=member.device)] * _IN_FLIGHT
         # Not in local variables: the frames of an error would hold the connections open.
-        self._under_way: deque[Any] = deque()
+        self._pending: deque[Any] = deque()
 
     @classmethod
     def join(
@@ -129,15 +129,15 @@ class WeightGroup:
             self._start(torch.tensor(header, dtype=torch.int64, device=self.member.device))
             self._finish()
             tensors = _announced(weights, infos)
-            for bucket, parcel in zip(buckets, self._parcels(buckets, verify), strict=True):
-                if len(self._under_way) == _IN_FLIGHT:
+            for bucket, buffer in zip(buckets, self._buffers(buckets, verify), strict=True):
+                if len(self._pending) == _IN_FLIGHT:
                     self._finish()
-                bucket.pack(islice(tensors, len(bucket.tensors)), parcel)
+                bucket.pack(islice(tensors, len(bucket.tensors)), buffer)
                 if verify:
-                    parcel[bucket.size_bytes :] = _digest(parcel[: bucket.size_bytes])
-                self._start(parcel)
+                    buffer[bucket.size_bytes :] = _digest(buffer[: bucket.size_bytes])
+                self._start(buffer)
             next(tensors, None)  # raises if there are more
-            while self._under_way:
+            while self._pending:
                 self._finish()
 
     @span("refit")
@@ -161,19 +161,19 @@ class WeightGroup:
                 )
             buckets = plan_buckets(infos, header.bucket_bytes)
             sink.begin(header.version)
-            arriving: deque[tuple[Bucket, torch.Tensor]] = deque()
-            for bucket, parcel in zip(buckets, self._parcels(buckets, bool(header.verify)), strict=True):
-                self._start(parcel)
-                arriving.append((bucket, parcel))
-                if len(arriving) == _IN_FLIGHT:
-                    self._put(*arriving.popleft(), header, sink)
-            while arriving:
-                self._put(*arriving.popleft(), header, sink)
+            incoming: deque[tuple[Bucket, torch.Tensor]] = deque()
+            for bucket, buffer in zip(buckets, self._buffers(buckets, bool(header.verify)), strict=True):
+                self._start(buffer)
+                incoming.append((bucket, buffer))
+                if len(incoming) == _IN_FLIGHT:
+                    self._put(*incoming.popleft(), header, sink)
+            while incoming:
+                self._put(*incoming.popleft(), header, sink)
             return header.version
 
     def close(self) -> None:
         """Leave the group; may be called twice. Gloo waits for pending transfers, up to their timeout."""
-        self._under_way.clear()
+        self._pending.clear()
         if self._backend is not None:
             self._backend.abort()  # nccl would wait for members that have exited
         self._backend = None
@@ -203,11 +203,11 @@ class WeightGroup:
         held_bytes = sum(memory.nbytes for memory in self._memories)
         least = torch.tensor(free_bytes(self.member.device) + held_bytes, device=self.member.device)
         with self._as_refit_error():
-            self._under_way.append(self._backend.allreduce(least, dist.ReduceOp.MIN))
+            self._pending.append(self._backend.allreduce(least, dist.ReduceOp.MIN))
         self._finish()
         return int(least)
 
-    def _parcels(self, buckets: Sequence[Bucket], verify: bool) -> Iterator[torch.Tensor]:
+    def _buffers(self, buckets: Sequence[Bucket], verify: bool) -> Iterator[torch.Tensor]:
         """The memory of each bucket, with room for its digest; two memories take turns."""
         room_bytes = _DIGEST_BYTES if verify else 0
         needed_bytes = max((bucket.size_bytes for bucket in buckets), default=0) + room_bytes
@@ -219,28 +219,28 @@ class WeightGroup:
         for number, bucket in enumerate(buckets):
             yield self._memories[number % _IN_FLIGHT][: bucket.size_bytes + room_bytes]
 
-    def _put(self, bucket: Bucket, parcel: torch.Tensor, header: _Header, sink: WeightSink) -> None:
+    def _put(self, bucket: Bucket, buffer: torch.Tensor, header: _Header, sink: WeightSink) -> None:
         self._finish()
         if header.verify:
-            content, digest = parcel[: bucket.size_bytes], parcel[bucket.size_bytes :]
+            content, digest = buffer[: bucket.size_bytes], buffer[bucket.size_bytes :]
             if not torch.equal(_digest(content), digest.cpu()):
                 raise RefitError(
                     f"the bucket of version {header.version} that starts with {bucket.tensors[0].name} does not match "
                     "its SHA-256: it was corrupted in transfer; check memory and network, then start again"
                 )
-        for name, tensor in bucket.unpack(parcel):
+        for name, tensor in bucket.unpack(buffer):
             sink.put(name, tensor)
 
     def _start(self, tensor: torch.Tensor) -> None:
         """Send or receive in the background; on CUDA after the work in the current stream."""
         with self._as_refit_error():
-            self._under_way.append(self._backend.broadcast(tensor, _SENDER))
+            self._pending.append(self._backend.broadcast(tensor, _SENDER))
 
     def _finish(self) -> None:
         """Wait for the oldest transfer; with a timeout nccl, too, blocks the CPU and not only the stream."""
         with self._as_refit_error():
-            self._under_way[0].wait(self._timeout)
-        self._under_way.popleft()
+            self._pending[0].wait(self._timeout)
+        self._pending.popleft()
 
     @contextmanager
     def _as_refit_error(self) -> Iterator[None]:

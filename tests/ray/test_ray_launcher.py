@@ -144,7 +144,7 @@ def test_logs_of_a_node_with_another_file_system_come_to_the_drivers_folder(clus
     text = (tmp_path / "rank_0.log").read_text()
     assert text.endswith("x\nfirst\ngoodbye\n")
     assert "bytes are left out here" in text
-    assert len(text) < 2_000_000
+    assert len(text) < 3_000_000
 
 
 def learned(cluster_config: ClusterConfig, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -160,7 +160,7 @@ def test_buckets_respect_the_member_with_the_least_memory(monkeypatch, poor):
         free = {torch.device("cpu", 1 - poor): 1 << 30, torch.device("cpu", poor): 1900}
         monkeypatch.setattr(weight_group, "free_bytes", free.__getitem__)
         start = members[0]._start
-        monkeypatch.setattr(members[0], "_start", lambda parcel: (sent.append(parcel.nbytes), start(parcel)))
+        monkeypatch.setattr(members[0], "_start", lambda buffer: (sent.append(buffer.nbytes), start(buffer)))
         for version in (1, 2):
             sent.clear()
             done = outcome_of(members[1].receive, infos, Kept())
@@ -338,10 +338,10 @@ def test_a_damaged_bucket_is_refused_when_verifying(monkeypatch):
     with two_members() as (sender, receiver):
         start = sender._start
 
-        def damage(parcel):
-            if parcel.dtype is torch.uint8:
-                parcel[5] ^= 1
-            start(parcel)
+        def damage(buffer):
+            if buffer.dtype is torch.uint8:
+                buffer[5] ^= 1
+            start(buffer)
 
         monkeypatch.setattr(sender, "_start", damage)
         done = outcome_of(receiver.receive, INFOS[:1], Kept())
