@@ -98,14 +98,14 @@ class Row:
         if self.blow == "Ctrl-C":
             return ["interrupted: "] if self.phase == "start" else ["finishing this step", f"saved step {STRUCK_STEP}"]
         if self.blow == "SIGKILL of a node":
-            return ["node ", " of 2 was lost in ", method, "its agent is gone"]
+            return ["node ", " of 2 was lost in ", method, "its agent exited"]
         if self.blow == "SIGSTOP of a node":
-            return ["node ", " of 2 was lost in ", method, "its agent has not answered"]
+            return ["node ", " of 2 was lost in ", method, "its agent did not reply"]
         if self.blow.endswith("generator"):
             how = (
                 f"did not finish {method}"
                 if self.hangs
-                else f"was ended by SIGKILL, perhaps for lack of memory, in {method}"
+                else f"was killed by SIGKILL, perhaps out of memory, in {method}"
             )
             return ["generator 0 of 1 on node ", how, f"of {self.phase}", "restarting generator 0"]
         if self.blow.endswith("environment"):
@@ -113,11 +113,11 @@ class Row:
             return ["tests.faults.striking:StruckEnv", "environment worker ", "on node ", how]
         if self.hangs:
             return ["ranks 0, 1 of 2", f"did not finish {method}", "on node ", f"of {self.phase}"]
-        return ["rank 1 of 2 on node ", "was ended by SIGKILL", f"in {method}", f"begins call {STRUCK_STEP} of"]
+        return ["rank 1 of 2 on node ", "was killed by SIGKILL", f"in {method}", f"begins call {STRUCK_STEP} of"]
 
 
 SIGNALS = ("SIGKILL", "SIGSTOP")
-GENERATOR_PHASES = ("answering", "taking weights")
+GENERATOR_PHASES = ("generating", "receiving weights")
 POLICY_PHASES = {"logprobs": "one node", "train": "one node", "refit": "a generator", "save": "one node"}
 ROWS = [
     *(Row(f"{signal} of a rank", *phase) for signal in SIGNALS for phase in POLICY_PHASES.items()),
@@ -125,11 +125,11 @@ ROWS = [
     Row("SIGSTOP of a node", "train", "two nodes"),
     *(Row(f"{signal} of a rank", "broadcast", "a generator elsewhere") for signal in SIGNALS),
     *(Row(f"{signal} of a generator", phase, "a generator") for signal in SIGNALS for phase in GENERATOR_PHASES),
-    *(Row(f"{signal} of an environment", "judging", "environment") for signal in SIGNALS),
+    *(Row(f"{signal} of an environment", "scoring", "environment") for signal in SIGNALS),
     Row("Ctrl-C", "start"),
     Row("Ctrl-C", "generate"),
     *(Row("Ctrl-C", *phase) for phase in POLICY_PHASES.items()),
-    Row("Ctrl-C", "judging", "environment"),
+    Row("Ctrl-C", "scoring", "environment"),
 ]
 
 

@@ -44,15 +44,15 @@ class Ranks:
         task = cloudpickle.dumps((function, args))
         for connection in self._connections:
             connection.send_bytes(task)
-        answers = []
+        replies = []
         for rank, connection in enumerate(self._connections):
             if not connection.poll(TIMEOUT_S):
-                raise TimeoutError(f"rank {rank} of {self.size} did not answer within {TIMEOUT_S} s")
-            answers.append(cloudpickle.loads(connection.recv_bytes()))
-        errors = [f"rank {rank}:\n{text}" for rank, (is_error, text) in enumerate(answers) if is_error]
+                raise TimeoutError(f"rank {rank} of {self.size} did not reply within {TIMEOUT_S} s")
+            replies.append(cloudpickle.loads(connection.recv_bytes()))
+        errors = [f"rank {rank}:\n{text}" for rank, (is_error, text) in enumerate(replies) if is_error]
         if errors:
             raise AssertionError("\n".join(errors))
-        return [result for _, result in answers]
+        return [result for _, result in replies]
 
     def close(self) -> None:
         for connection in self._connections:
@@ -64,7 +64,7 @@ class Ranks:
 
 
 def _fork_ranks(connections: list[Connection], store: str) -> None:
-    """Import once what ranks need, then fork them into a process group of their own, which `close` kills."""
+    """Import once what ranks need, then fork them into a separate process group, which `close` kills."""
     os.setsid()
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import lucidrl.models.policy.dtensor_policy_worker
@@ -100,7 +100,7 @@ def _serve(connection: Connection, rank: int, size: int, store: str) -> None:
         except EOFError:
             return
         try:
-            answer = (False, function(*args))
+            reply = (False, function(*args))
         except BaseException:
-            answer = (True, traceback.format_exc())
-        connection.send_bytes(cloudpickle.dumps(answer))
+            reply = (True, traceback.format_exc())
+        connection.send_bytes(cloudpickle.dumps(reply))

@@ -11,7 +11,7 @@ from lucidrl.collectors.base import armed
 from lucidrl.collectors.multi import MultiCollector
 from lucidrl.collectors.workers import CollectorWorkers, WorkerPlan
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.workers.interfaces import Hosting, Numbering
+from lucidrl.distributed.workers.interfaces import Hosting
 from lucidrl.distributed.workers.ray_cluster import VARIABLE, connected
 from lucidrl.distributed.workers.ray_resources import reserved
 from lucidrl.envs.creator import EnvFactory
@@ -135,5 +135,5 @@ def _check_room(options: Sequence[Options], is_own_ray: bool) -> None:
     cluster = ClusterConfig(launcher="ray")
     with ExitStack() as held:
         for number, each in enumerate(options):
-            hosting = Hosting(role="worker", numbering=Numbering(number, len(options), "num_workers"), ray_options=each)
+            hosting = Hosting(first_number=number, pool_size=len(options), size_setting="num_workers", ray_options=each)
             held.enter_context(reserved(cluster, is_own_ray, hosting))

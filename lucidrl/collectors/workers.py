@@ -139,7 +139,6 @@ class CollectorWorkers:
                     imports_main=False,
                     preload=[CollectorWorker.__module__],
                     captures_output=False,
-                    joins_process_group=False,
                     start_setting="start_timeout_s",
                     call_setting="timeout_s",
                 ),
@@ -161,7 +160,7 @@ class CollectorWorkers:
 
     @property
     def num_restarts(self) -> int:
-        return self._pool.restarts.total
+        return self._pool.num_restarts
 
     def publish(self, weights: Weights, version: int) -> None:
         """Give every worker these weights, whole, when it begins its next batch."""
@@ -286,7 +285,7 @@ class CollectorWorkers:
             self._check_alive(request.phase)
             if request.future is not future:  # another thread has restarted the worker
                 return
-            if self._pool.workers[request.index].loss is None or not self._plan.max_restarts:
+            if self._pool.workers[request.index].loss is None or not self._pool.max_restarts:
                 self._kill(f"failed in {request.phase}")
                 failure = self._records[request.index].failure
                 assert failure is not None

@@ -1,9 +1,9 @@
-"""`BatchedDataDict`: named columns that share their rows, which can be cut, dealt to ranks and put together again.
+"""`BatchedDataDict`: named columns with the same rows, which can be sliced, sharded and concatenated.
 
-A column is a tensor whose dim 0 counts rows, or a list with one entry a row. Its kind says what else may happen to it:
-only token columns know time, so only they are padded, truncated and cut along it.
+A column is a tensor whose dim 0 is rows, or a list with one entry per row. Only token columns have a time dimension, so
+only they are padded and truncated.
 
-Every method that gives another batch shares memory with its source where torch would (a slice is a view).
+New batches share memory with their source where torch would (a slice is a view).
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ T = TypeVar("T")
 
 
 class DynamicBatchingArgs(TypedDict):
-    """How `shard_by_batch_size` plans micro-batches by tokens instead of by rows."""
+    """Settings of `shard_by_batch_size` for micro-batches by tokens instead of rows."""
 
     max_tokens_per_microbatch: int
-    """Budget of a micro-batch, padding included."""
+    """Token budget per micro-batch, padding included."""
     sequence_length_round: int
     """Padded lengths are rounded up to a multiple of this."""
     input_key: str
-    """The token column that the lengths describe."""
+    """The token column of the lengths."""
     input_lengths_key: str
-    """The column that holds the length of each row."""
+    """The column with the length of each row."""
 
 
 @dataclass(frozen=True)
 class _MicroBatchPlan:
     groups: Plan
-    """Row numbers ascend within each group."""
+    """Row numbers are ascending in each group."""
     lengths_key: str
     length_multiple: int
 
     def between(self, start: int, end: int) -> Self | None:
-        """The plan of rows start:end alone; None if the border cuts through a group."""
+        """The plan of rows start:end; None if a border splits a group."""
         inside = [group for group in self.groups if start <= group[0] and group[-1] < end]
         if sum(len(group) for group in inside) != end - start:
             return None
@@ -62,7 +62,7 @@ class _MicroBatchPlan:
 
 
 class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
-    """A mapping from names to columns with equal numbers of rows; the type parameter names the fields, for readers.
+    """A mapping from names to columns with equal numbers of rows; the type parameter documents the fields.
 
     Example:
         >>> batch = BatchedDataDict({"input_ids": torch.zeros(4, 7), "pixels": torch.zeros(4, 3, 8, 8)},
@@ -74,8 +74,8 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         kinds: kinds that differ from the default; a name may be declared before its column is set.
 
     Raises:
-        DataError: if columns differ in their number of rows, token columns in their length, or a column is not of
-            its kind. Setting and updating raise it too, and then change nothing.
+        DataError: if columns differ in their number of rows, token columns in their length, or a column does not match
+            its kind. Setting and updating raise it too, without any change.
     """
 
     def __init__(self, data: Mapping[str, Any] | None = None, kinds: Mapping[str, ColumnKind] | None = None):
@@ -91,20 +91,20 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> Self:
-        """The rows of all batches, in order; token columns are right-padded to the longest.
+        """Concatenate batches; token columns are right-padded to the longest.
 
         Args:
             batches: at least one; all with the same columns.
-            pad_value_dict: padding of a token column by name, 0 where it has none.
+            pad_value_dict: padding value by token column, 0 by default.
         """
         if not batches:
-            raise DataError("there are no batches to put together; from_batches needs at least one")
+            raise DataError("there are no batches to concatenate; from_batches needs at least one")
         parts = [batch if isinstance(batch, BatchedDataDict) else cls(batch) for batch in batches]
         for index, part in enumerate(parts):
             if different := parts[0].keys() ^ part.keys():
                 raise DataError(
                     f"batch 0 and batch {index} differ in the columns {', '.join(sorted(different))}; "
-                    f"batches that are put together need the same columns"
+                    f"batches need the same columns to be concatenated"
                 )
         pad_values = pad_value_dict or {}
         kinds = {name: kind for part in parts for name, kind in part._kinds.items()}
@@ -128,7 +128,7 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         self.update({key: value})
 
     def __delitem__(self, key: str) -> None:
-        self[key]  # a missing key gets the same explanation as in reading
+        self[key]  # a missing key raises the same error as reading
         del self._columns[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -148,7 +148,7 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
     def update(  # type: ignore[override] # one signature instead of the base's overloads, the same calls
         self, other: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), /, **columns: Any
     ) -> None:
-        """Set several columns at once; all may change their length together. Kinds declared in a batch come along."""
+        """Set several columns at once, so that all can change their length; copies the kinds declared in a batch."""
         kinds = self._kinds | (other._kinds if isinstance(other, BatchedDataDict) else {})
         merged = self._columns | dict(other) | columns
         check_columns(merged, kinds)
@@ -162,22 +162,22 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         return kind_of(self[key], self._kinds.get(key))
 
     def get_dict(self) -> dict[str, Any]:
-        """The columns as a plain dict of its own."""
+        """The columns as a new plain dict."""
         return dict(self._columns)
 
     def copy(self) -> Self:
-        """A batch whose columns, lists and kinds can be changed independently; tensors are shared."""
+        """A copy with new columns, lists and kinds; tensors are shared."""
         columns = {k: list(v) if isinstance(v, list) else v for k, v in self._columns.items()}
         return self._with(columns, self._plan)
 
     __copy__ = copy
 
     def to(self, device: torch.device | str) -> Self:
-        """A batch with the tensors on `device`, those of ragged columns included."""
+        """Move all tensors to `device`, those of ragged columns included."""
         return self._with(self._map_tensors(lambda tensor: tensor.to(device)), self._plan)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: tensors without the rest of the memory they are a view of, so that a slice stays small."""
+        """Pickle views without the rest of their storage, so that a slice stays small."""
         return {"_columns": self._map_tensors(compact), "_kinds": self._kinds, "_plan": self._plan}
 
     def _map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         return next((len(value) for value in self._columns.values()), 0)
 
     def slice(self, start: int, end: int) -> Self:
-        """Rows start:end; an end beyond the last row stops there."""
+        """Rows start:end; an end beyond the last row is cut."""
         if not 0 <= start <= end:
             raise DataError(f"slice({start}, {end}) of {self.size} rows is not a range; use 0 <= start <= end")
         start, end = min(start, self.size), min(end, self.size)
@@ -208,20 +208,20 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
 
     def chunk(self, rank: int, chunks: int) -> Self:
-        """Part number `rank` of `chunks` consecutive ones, whose sizes differ by at most one row."""
+        """Chunk number `rank` of `chunks` consecutive ones, whose sizes differ by at most one row."""
         if not 0 <= rank < chunks:
             raise DataError(f"chunk {rank} of {chunks} does not exist; ranks are from 0 to chunks - 1")
         start, end = even_parts(self.size, chunks)[rank]
         return self.slice(start, end)
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """The given rows in the given order; a row may be taken more than once, its list entries are then shared."""
+        """Rows by number, in the order of `indices`; repeated rows share their list entries."""
         if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
             raise DataError("indices are a bool mask, but row numbers are needed; use mask.nonzero().flatten()")
         rows = as_list(indices)
         if rows and not 0 <= min(rows) <= max(rows) < self.size:
             raise DataError(
-                f"rows {min(rows)}..{max(rows)} were asked of {self.size}; row numbers are from 0 to size - 1"
+                f"indices {min(rows)}..{max(rows)} are out of range for {self.size} rows; use 0 to size - 1"
             )
         index = torch.tensor(rows, dtype=torch.int64)
         columns = {
@@ -233,15 +233,15 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         return self._with(columns)
 
     def reorder_data(self, indices: Sequence[int] | torch.Tensor) -> None:
-        """Put the rows into the given order, in place; see `inverse_permutation` for the way back."""
+        """Reorder the rows in place; `inverse_permutation` gives the order that undoes it."""
         rows = inverse_permutation(inverse_permutation(indices))
         if len(rows) != self.size:
-            raise DataError(f"an order of {len(rows)} rows cannot reorder {self.size}; name each row once")
+            raise DataError(f"an order of {len(rows)} rows cannot reorder {self.size}; it needs each row once")
         self._columns = self.select_indices(rows)._columns
         self._plan = None
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Each row `num_repeats` times in succession; the copies share nothing that can be changed in place."""
+        """Repeat each row `num_repeats` times; the repeated rows share no mutable entries."""
         repeated = self.select_indices([row for row in range(self.size) for _ in range(num_repeats)])
         for name, value in repeated.items():
             if isinstance(value, list):
@@ -255,17 +255,17 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         allow_uneven_shards: bool = False,
         dynamic_batching_args: DynamicBatchingArgs | None = None,
     ) -> list[Self]:
-        """Deal the rows to data-parallel ranks: each shard holds its consecutive part of every global batch.
+        """Split the rows over data-parallel ranks: each shard has its consecutive part of every global batch.
 
         Args:
             shards: number of ranks.
-            batch_size: rows of a global batch (the last one may be shorter); None takes all rows as one.
+            batch_size: rows per global batch (the last one may be shorter); None for one batch of all rows.
             allow_uneven_shards: whether the shards' parts of a global batch may differ by a row.
             dynamic_batching_args: plan micro-batches by tokens, for `make_microbatch_iterator_with_dynamic_shapes`.
-                No micro-batch spans two global batches, and all shards have equally many of them in each.
+                No micro-batch spans two global batches, and all shards have the same number of them in each.
         """
         if allow_uneven_shards and dynamic_batching_args:
-            raise DataError("uneven shards cannot have equally many dynamic micro-batches; ask for one of the two")
+            raise DataError("uneven shards cannot have equal numbers of dynamic micro-batches; use one of the two")
         global_batches = shard_plan(self.size, shards, batch_size, allow_uneven_shards)
         result = [
             self.select_indices([row for parts in global_batches for row in parts[shard]]) for shard in range(shards)
@@ -284,7 +284,7 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         for row, length in enumerate(lengths):
             if length > width:
                 raise DataError(
-                    f"row {row} has {args['input_lengths_key']}={length}, but {args['input_key']} is {width} long; "
+                    f"row {row} has {args['input_lengths_key']}={length}, but {args['input_key']} has length {width}; "
                     f"lengths may not exceed the padded length"
                 )
         return lengths
@@ -297,33 +297,33 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
             yield self.slice(group[0], group[-1] + 1)
 
     def make_microbatch_iterator_with_dynamic_shapes(self) -> Iterator[Self]:
-        """The micro-batches that `shard_by_batch_size` planned, each as long as its longest row."""
+        """The micro-batches that `shard_by_batch_size` planned, each truncated to its longest row."""
         if self._plan is None:
             raise DataError(
-                "this batch has no plan of dynamic micro-batches; take a shard of shard_by_batch_size(..., "
-                "dynamic_batching_args=...), whole or one global batch of it, with its rows as they came"
+                "this batch has no plan of dynamic micro-batches; use a shard of shard_by_batch_size(..., "
+                "dynamic_batching_args=...), whole or one global batch of it, without reordering its rows"
             )
         return self.microbatches(self._plan.groups, self._plan.lengths_key, self._plan.length_multiple)
 
     def microbatches(self, plan: Plan, lengths_key: str = "input_lengths", length_multiple: int = 1) -> Iterator[Self]:
-        """One micro-batch a group of the plan, its token columns cut to its longest row (and to 1 at least).
+        """One micro-batch per group of the plan, with token columns truncated to its longest row (at least 1).
 
         Args:
             plan: groups of row numbers, for instance from `dynamic_plan`.
             lengths_key: the column with the length of each row.
-            length_multiple: lengths are rounded up to a multiple of this where the columns are that long.
+            length_multiple: lengths are rounded up to a multiple of this, up to the length of the columns.
         """
-        lengths = as_list(self[lengths_key])  # once, since each read of a value on an accelerator waits for it
+        lengths = as_list(self[lengths_key])  # once: each read of a value on an accelerator synchronizes
         for group in plan:
             microbatch = self.select_indices(group)
             microbatch.truncate_tensors(1, round_up(max([1, *(lengths[row] for row in group)]), length_multiple))
             yield microbatch
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut token columns to at most `truncated_len` along time, in place; `dim` is 1, where time is."""
+        """Truncate token columns to `truncated_len` along time, in place; `dim` must be 1, the time dimension."""
         if dim != 1 or truncated_len < 0:
             raise DataError(
-                f"truncate_tensors({dim}, {truncated_len}) is not a cut along time; use dim 1 and a length from 0"
+                f"truncate_tensors({dim}, {truncated_len}) does not truncate time; use dim 1 and a length of at least 0"
             )
         self._columns = {
             name: value[:, :truncated_len] if self.kind(name) is ColumnKind.TOKEN else value
@@ -331,7 +331,7 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         }
 
     def _with(self, columns: dict[str, Any], plan: _MicroBatchPlan | None = None) -> Self:
-        """A batch of these columns with the same kinds; they come from a valid batch and are not checked again."""
+        """A batch of valid columns with the same kinds; does not check them again."""
         batch = type(self)(kinds=self._kinds)
         batch._columns, batch._plan = columns, plan
         return batch

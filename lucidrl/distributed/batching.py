@@ -1,9 +1,7 @@
-"""Which rows share a micro-batch, and how rows are packed into one sequence without padding.
+"""Plans of micro-batches: which rows share one.
 
-A plan is a list of groups, a group is a list of row numbers, and every row is in exactly one group. Plans depend on
-nothing but their arguments, so every rank that sees the same lengths makes the same plan.
-
-Shapes: R rows, T padded length, S tokens of all rows together.
+A plan is a list of groups, a group is a list of row numbers, and every row is in exactly one group. Plans are
+deterministic: ranks with the same lengths compute the same plan.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from lucidrl.errors import DataError
@@ -19,7 +18,7 @@ Plan = list[list[int]]
 
 
 def fixed_plan(num_rows: int, rows_per_batch: int) -> Plan:
-    """Consecutive groups of `rows_per_batch` rows; the last one may be shorter."""
+    """Consecutive groups of `rows_per_batch` rows; the last group may be shorter."""
     _require_positive("rows_per_batch", rows_per_batch)
     return [list(range(start, min(start + rows_per_batch, num_rows))) for start in range(0, num_rows, rows_per_batch)]
 
@@ -29,13 +28,13 @@ def dynamic_plan(
 ) -> Plan:
     """Group rows of similar length so that rows x padded length of each group fits into `max_tokens`.
 
-    The plan has as few groups as the budget allows and, among those, the least padding. The group with the longest
-    rows comes first, so that a batch too large for memory fails at once.
+    The plan has the fewest groups and, among such plans, the least padding. The group with the longest rows comes
+    first, so that a batch too large for memory fails at once.
 
     Args:
-        lengths: tokens in each row. An empty row counts as one token, because a forward pass needs one.
-        max_tokens: budget of a group, padding included.
-        max_rows: most rows in a group.
+        lengths: tokens per row. An empty row counts as one token, because a forward pass needs one.
+        max_tokens: budget per group, padding included.
+        max_rows: most rows per group.
         length_multiple: the padded length of a group is rounded up to a multiple of this.
 
     Raises:
@@ -53,9 +52,9 @@ def packed_plan(lengths: Sequence[int] | torch.Tensor, max_tokens: int, max_rows
     """Group rows so that the sum of lengths in each group fits into `max_tokens` (first fit, longest row first).
 
     Args:
-        lengths: tokens in each row. Empty rows are put where a row more is allowed.
-        max_tokens: budget of a group.
-        max_rows: most rows in a group.
+        lengths: tokens per row.
+        max_tokens: budget per group.
+        max_rows: most rows per group.
 
     Raises:
         DataError: if a row alone is over the budget.
@@ -64,15 +63,14 @@ def packed_plan(lengths: Sequence[int] | torch.Tensor, max_tokens: int, max_rows
     _check_budget(lengths, max_tokens)
     if max_rows is not None:
         _require_positive("max_rows", max_rows)
-    bins = _FirstFit(num_bins=len(lengths), capacity=max_tokens)
+    room = np.full(len(lengths), max_tokens)
     groups: Plan = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        index = bins.take(lengths[row])
+        index = int(np.argmax(room[: len(groups) + 1] >= lengths[row]))  # the first group with room, or a new one
         if index == len(groups):
             groups.append([])
         groups[index].append(row)
-        if len(groups[index]) == max_rows:
-            bins.close(index)
+        room[index] = room[index] - lengths[row] if len(groups[index]) != max_rows else -1
     return [sorted(group) for group in groups]
 
 
@@ -84,9 +82,9 @@ def even_parts(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
 
 
 def shard_plan(num_rows: int, shards: int, batch_size: int | None = None, allow_uneven: bool = False) -> list[Plan]:
-    """For each global batch of `batch_size` rows (None: all rows are one), the consecutive rows of each shard.
+    """For each global batch of `batch_size` rows (None: one batch of all rows), the consecutive rows of each shard.
 
-    The last global batch may be shorter; no rows at all make one empty global batch.
+    The last global batch may be shorter; without rows there is one empty global batch.
 
     Raises:
         DataError: if a global batch does not split evenly, unless `allow_uneven`.
@@ -100,22 +98,21 @@ def shard_plan(num_rows: int, shards: int, batch_size: int | None = None, allow_
         if len(rows) % shards and not allow_uneven:
             raise DataError(
                 f"a global batch of {len(rows)} rows does not split evenly over {shards} shards; "
-                f"make it a multiple of {shards} or allow uneven shards"
+                f"make it a multiple of {shards}, or allow uneven shards"
             )
         global_batches.append([list(rows[first:last]) for first, last in even_parts(len(rows), shards)])
     return global_batches
 
 
 def grow_plan(plan: Plan, num_groups: int) -> Plan:
-    """Split the largest groups in halves until there are `num_groups` of them; no budget can be exceeded by that.
+    """Split the largest groups in halves until there are `num_groups`; all groups stay within their budget.
 
-    Ranks whose rows differ in length need different numbers of micro-batches, yet all must make the same number of
-    collective calls: each grows its plan to the largest number of all.
+    All ranks must make the same number of collective calls, so each grows its plan to the largest number of all.
     """
     num_rows = sum(len(group) for group in plan)
     if num_rows < num_groups:
         raise DataError(
-            f"{num_rows} rows cannot be split into {num_groups} micro-batches, as many as another shard needs; "
+            f"{num_rows} rows cannot be split into {num_groups} micro-batches, which another shard needs; "
             f"give every shard the same number of rows"
         )
     groups = [list(group) for group in plan]
@@ -129,12 +126,12 @@ def grow_plan(plan: Plan, num_groups: int) -> Plan:
 def dynamic_shard_plans(
     lengths: Sequence[int] | torch.Tensor, global_batches: Sequence[Plan], max_tokens: int, length_multiple: int = 1
 ) -> list[Plan]:
-    """Plan the micro-batches of every shard of a `shard_plan` without uneven shards, in the shard's own row numbers.
+    """Plan the micro-batches of every shard of an even `shard_plan`, in row numbers of the shard.
 
-    No group spans two global batches, and in each global batch all shards have equally many groups.
+    No group spans two global batches, and in each global batch all shards have the same number of groups.
     """
     lengths = _checked_lengths(lengths)
-    # Also checked by dynamic_plan, but only here can a complaint name the row by its number in the whole batch.
+    # dynamic_plan checks it too, but the error here names the row by its number in the whole batch.
     _padded_lengths(lengths, max_tokens, length_multiple)
     shard_groups: list[Plan] = [[] for _ in global_batches[0]]
     num_planned = 0
@@ -148,10 +145,7 @@ def dynamic_shard_plans(
 
 
 def inverse_permutation(order: Sequence[int] | torch.Tensor) -> list[int]:
-    """The order that undoes `order`: if `b = [a[i] for i in order]`, then `a = [b[i] for i in inverse]`.
-
-    The rows of a plan's groups, one group after the other, are such an order.
-    """
+    """The order that undoes `order`: if `b = [a[i] for i in order]`, then `a = [b[i] for i in inverse]`."""
     order = as_list(order)
     inverse = [-1] * len(order)
     for position, row in enumerate(order):
@@ -171,41 +165,14 @@ def as_list(values: Sequence[int] | torch.Tensor) -> list[int]:
     return values.tolist() if isinstance(values, torch.Tensor) else list(values)
 
 
-class _FirstFit:
-    """Bins with room left, in a tree of maxima: the first bin that fits is found in log(num_bins) steps."""
-
-    def __init__(self, num_bins: int, capacity: int):
-        self._num_leaves = 1 << max(num_bins - 1, 0).bit_length()
-        # Node i has the children 2i and 2i + 1; the bins are the leaves.
-        self._room = [capacity] * (2 * self._num_leaves)
-
-    def take(self, size: int) -> int:
-        """Put an item into the first bin that has room for it; the index of the bin."""
-        node = 1
-        while node < self._num_leaves:
-            node = 2 * node if self._room[2 * node] >= size else 2 * node + 1
-        self._set_room(node, self._room[node] - size)
-        return node - self._num_leaves
-
-    def close(self, index: int) -> None:
-        """Let nothing more into the bin, not even an item of size 0."""
-        self._set_room(index + self._num_leaves, -1)
-
-    def _set_room(self, node: int, room: int) -> None:
-        self._room[node] = room
-        while node > 1:
-            node //= 2
-            self._room[node] = max(self._room[2 * node], self._room[2 * node + 1])
-
-
 def _cheapest_partition(widths: Sequence[int], max_tokens: int, max_rows: int | None) -> list[tuple[int, int]]:
     """Cut ascending widths into (start, end) runs: fewest runs first, then fewest padded tokens.
 
-    Dynamic programming over prefixes. Consecutive runs of the sorted rows lose nothing: swapping rows between two
-    groups so that one holds the shorter ones never makes either group wider.
+    Dynamic programming over prefixes. Runs of sorted rows are optimal: moving the shorter rows of two groups into one
+    of them never makes either group wider.
     """
     num_rows = len(widths)
-    # One run more outweighs any amount of padding.
+    # One more run outweighs any amount of padding.
     run_cost = num_rows * widths[-1] + 1 if widths else 0
     starts = torch.arange(num_rows)
     cost = torch.zeros(num_rows + 1, dtype=torch.int64)
@@ -239,8 +206,8 @@ def _check_budget(lengths: Sequence[int], max_tokens: int, rounded_to: int = 1) 
         if length > max_tokens:
             rounding = f" (rounded up to a multiple of {rounded_to})" if rounded_to > 1 else ""
             raise DataError(
-                f"row {row} has {length} tokens{rounding}, more than the budget of {max_tokens} tokens of a "
-                f"micro-batch; raise the budget to at least {max(lengths)} or shorten the row"
+                f"row {row} has {length} tokens{rounding}, more than the budget of {max_tokens} tokens per "
+                f"micro-batch; raise the budget to at least {max(lengths)}, or shorten the row"
             )
 
 
@@ -254,4 +221,4 @@ def _checked_lengths(lengths: Sequence[int] | torch.Tensor) -> list[int]:
 
 def _require_positive(name: str, value: int) -> None:
     if value < 1:
-        raise DataError(f"{name}={value} leaves no room for a row; it must be at least 1")
+        raise DataError(f"{name}={value} must be at least 1")

@@ -1,4 +1,4 @@
-"""Sums and exchanges over some ranks; without a group there is one rank, and nothing to do."""
+"""Collectives over a process group; without a group there is a single rank and nothing to exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def sum_over(values: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """The sum of `values` of all ranks, as a new tensor."""
+    """The sum of `values` over all ranks, as a new tensor."""
     if group is None:
         return values
     total = values.clone()
@@ -30,7 +30,7 @@ def largest_over(value: int, group: ProcessGroup | None) -> int:
 
 
 def gather_over(value: T, group: ProcessGroup | None) -> list[T]:
-    """`value` of every rank, in their order. For small plain objects: it is pickled."""
+    """`value` of every rank, in rank order. For small objects: it is pickled."""
     if group is None:
         return [value]
     values: list[T | None] = [None] * group.size()

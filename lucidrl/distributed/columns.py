@@ -1,4 +1,4 @@
-"""Columns of a batch: their kinds, what makes a set of them valid, and how they are put together."""
+"""Columns of a batch: their kinds, validation and concatenation."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class ColumnKind(StrEnum):
     """How a column relates to rows and time."""
 
     TOKEN = "token"
-    """A tensor with time at dim 1, right-padded: what a tensor of two or more dims is unless declared."""
+    """A right-padded tensor with time at dim 1; the default for tensors of two or more dims."""
     ROW = "row"
-    """A tensor or list with one entry a row and no time: what 1-d tensors and lists are."""
+    """A tensor or list with one entry per row and no time; the default for 1-d tensors and lists."""
     RAGGED = "ragged"
-    """A list of tensors, each with its own length; always declared."""
+    """A list of tensors of different lengths; must be declared."""
 
 
 def kind_of(value: Any, declared: ColumnKind | None) -> ColumnKind:
@@ -30,7 +30,7 @@ def kind_of(value: Any, declared: ColumnKind | None) -> ColumnKind:
 
 
 def check_columns(columns: Mapping[str, Any], kinds: Mapping[str, ColumnKind]) -> None:
-    """Raise a DataError unless all columns are of their kinds, have equally many rows and, with time, one length."""
+    """Raise DataError unless columns match their kinds, and have equal numbers of rows and equal lengths of time."""
     first_name = first_token_name = None
     for name, value in columns.items():
         kind = kind_of(value, kinds.get(name))
@@ -39,7 +39,7 @@ def check_columns(columns: Mapping[str, Any], kinds: Mapping[str, ColumnKind]) -
         if len(value) != len(columns[first_name]):
             raise DataError(
                 f"column {name!r} has {len(value)} rows, {first_name!r} has {len(columns[first_name])}; "
-                f"all columns of a batch need equally many rows"
+                f"all columns of a batch need the same number of rows"
             )
         if kind is not ColumnKind.TOKEN:
             continue
@@ -47,33 +47,33 @@ def check_columns(columns: Mapping[str, Any], kinds: Mapping[str, ColumnKind]) -
         length = columns[first_token_name].shape[1]
         if value.shape[1] != length:
             raise DataError(
-                f"token column {name!r} is {value.shape[1]} long, {first_token_name!r} is {length}; pad them to one "
-                f"length, or declare a column without time with kinds={{name: ColumnKind.ROW}}"
+                f"token column {name!r} has length {value.shape[1]}, {first_token_name!r} has {length}; pad them to "
+                f"one length, or declare a column without time with kinds={{name: ColumnKind.ROW}}"
             )
 
 
 def _check_kind(name: str, value: Any, kind: ColumnKind) -> None:
     if not isinstance(value, list) and not (isinstance(value, torch.Tensor) and value.dim() >= 1):
-        raise DataError(f"column {name!r} is {describe(value)}; give a tensor or list with one entry a row")
+        raise DataError(f"column {name!r} is {describe(value)}; pass a tensor or list with one entry per row")
     if kind is ColumnKind.TOKEN and not (isinstance(value, torch.Tensor) and value.dim() >= 2):
         raise DataError(
-            f"column {name!r} is declared token, but is {describe(value)}; give a tensor of [rows, time, ...]"
+            f"column {name!r} is declared token, but is {describe(value)}; pass a tensor of [rows, time, ...]"
         )
     if kind is ColumnKind.RAGGED and not (
         isinstance(value, list) and all(isinstance(entry, torch.Tensor) and entry.dim() >= 1 for entry in value)
     ):
         raise DataError(
-            f"column {name!r} is declared ragged, but is {describe(value)}; give a list of tensors, one a row"
+            f"column {name!r} is declared ragged, but is {describe(value)}; pass a list of tensors, one per row"
         )
 
 
 def concatenate(name: str, parts: Sequence[tuple[ColumnKind, Any]], pad_value: float) -> Any:
-    """The rows of one column of several batches; a token column is right-padded to the longest of them."""
+    """Concatenate the rows of one column of several batches; token columns are right-padded to the longest."""
     kind, first = parts[0]
     values = [value for _, value in parts]
     if any(other is not kind or type(value) is not type(first) for other, value in parts):
         described = ", ".join(f"{other} {describe(value)}" for other, value in parts)
-        raise DataError(f"column {name!r} is not of one kind in all batches: {described}; declare it alike in each")
+        raise DataError(f"column {name!r} differs between batches: {described}; declare the same kind in each")
     if isinstance(first, list):
         return [entry for value in values for entry in value]
     if kind is ColumnKind.TOKEN:
@@ -81,19 +81,19 @@ def concatenate(name: str, parts: Sequence[tuple[ColumnKind, Any]], pad_value: f
         values = [_pad_time(value, length, pad_value) for value in values]
     if len({value.shape[1:] for value in values}) > 1:
         described = ", ".join(describe(value) for value in values)
-        raise DataError(f"column {name!r} cannot be put together from {described}; only rows and time may differ")
+        raise DataError(f"column {name!r} cannot be concatenated from {described}; only rows and time may differ")
     return torch.cat(values)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, kind: ColumnKind) -> Any:
-    """The column with `function` applied to its tensor, or to each one of a ragged column; other lists as they are."""
+    """Apply `function` to the tensor, or to each tensor of a ragged column; other lists stay as they are."""
     if isinstance(value, torch.Tensor):
         return function(value)
     return [function(tensor) for tensor in value] if kind is ColumnKind.RAGGED else value
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied if it is a view of something larger, all of which would be pickled with it."""
+    """Copy a view of a larger storage, which would be pickled as a whole."""
     size_bytes = tensor.numel() * tensor.element_size()
     return tensor.clone() if tensor.untyped_storage().nbytes() > size_bytes else tensor
 

@@ -1,6 +1,6 @@
-"""How the ranks of a training world are arranged: data parallel x context parallel x tensor parallel.
+"""The mesh of the ranks: data parallel x context parallel x tensor parallel.
 
-Ranks of one tensor-parallel group are neighbours (the innermost axis), since they talk most.
+Tensor parallelism is the innermost axis, because it communicates most.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Layout:
 
     @classmethod
     def of_world(cls, world_size: int, cp: int, tp: int) -> Layout:
-        """Whatever context and tensor parallelism leave is data parallel.
+        """Derive the data parallel size from the world size.
 
         Raises:
-            ConfigError: if the world size is no multiple of cp x tp.
+            ConfigError: if the world size is not a multiple of cp x tp.
         """
         if world_size % (cp * tp):
             raise ConfigError(
@@ -45,7 +45,7 @@ class Layout:
         return self.dp * self.cp * self.tp
 
     def data_rank(self, rank: int) -> int:
-        """Which share of the rows a rank works on."""
+        """The data parallel index of a rank."""
         return rank // (self.cp * self.tp)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Layout:
 
 
 class RankMesh:
-    """The place of this rank, and the groups it talks to; every rank of the world has to make one."""
+    """The process groups of this rank; a collective constructor, so every rank has to call it."""
 
     def __init__(self, layout: Layout, device: torch.device):
         self.layout, self.device = layout, device
@@ -63,7 +63,7 @@ class RankMesh:
             shape = (layout.dp, layout.cp, layout.tp)
             self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DP, CP, TP))
             self.sharding_mesh = self._mesh[DP, CP]._flatten(DP_CP)
-            """Over which parameters are sharded, and gradients summed."""
+            """The mesh over which parameters are sharded and gradients summed."""
 
     @property
     def tp_mesh(self) -> DeviceMesh:
@@ -76,17 +76,17 @@ class RankMesh:
 
     @cached_property
     def dp_group(self) -> ProcessGroup | None:
-        """Ranks that work on different rows."""
+        """Ranks with different rows."""
         return self._group(DP)
 
     @cached_property
     def cp_group(self) -> ProcessGroup | None:
-        """Ranks that work on different tokens of the same rows."""
+        """Ranks with different tokens of the same rows."""
         return self._group(CP)
 
     @cached_property
     def tp_group(self) -> ProcessGroup | None:
-        """Ranks that hold different parts of the same layers."""
+        """Ranks with different shards of the same layers."""
         return self._group(TP)
 
     def _group(self, axis: str) -> ProcessGroup | None:

@@ -1,4 +1,4 @@
-"""Packing: right-padded rows laid end to end in one stream, and back.
+"""Sequence packing: concatenate right-padded rows into one sequence without padding, and back.
 
 Shapes: R rows, T padded length, S tokens of all rows.
 """
@@ -15,7 +15,7 @@ from lucidrl.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Rows laid end to end in one sequence, with what attention needs to keep them apart."""
+    """Concatenated rows, with the metadata that attention needs to keep them apart."""
 
     input_ids: torch.Tensor
     """[1, S] the tokens of row 0, then those of row 1, and so on, without padding."""
@@ -26,7 +26,7 @@ class PackedRows:
     max_length: int
     """Tokens in the longest row."""
     flat_index: torch.Tensor
-    """[S] int64; where each token is in the flattened [R * T] padded grid."""
+    """[S] int64; index of each token in the flattened [R * T] padded grid."""
     num_rows: int
     """R."""
     padded_length: int
@@ -34,15 +34,15 @@ class PackedRows:
 
     @property
     def _is_full(self) -> bool:
-        """There is no padding, so that packed and padded values are the same numbers in the same order."""
+        """Whether there is no padding: packed and padded values are the same."""
         return len(self.flat_index) == self.num_rows * self.padded_length
 
     def pack(self, values_RT: torch.Tensor) -> torch.Tensor:
-        """[R, T, ...] → [S, ...]: the values at the tokens of the rows; those on padding are left out."""
+        """[R, T, ...] → [S, ...]: drop the values on padding."""
         if values_RT.shape[:2] != (self.num_rows, self.padded_length):
             raise DataError(
                 f"values of shape {list(values_RT.shape)} do not match the packed rows; "
-                f"give a tensor of [{self.num_rows}, {self.padded_length}, ...]"
+                f"pass a tensor of [{self.num_rows}, {self.padded_length}, ...]"
             )
         values = values_RT.flatten(0, 1)
         return values if self._is_full else gather_rows(values, self.flat_index)
@@ -50,12 +50,12 @@ class PackedRows:
     def unpack(self, values_S: torch.Tensor) -> torch.Tensor:
         """[S, ...] → [R, T, ...] with zeros on padding; gradients flow back to `values_S`.
 
-        Without any padding the result shares the memory of `values_S`.
+        Without padding the result shares the memory of `values_S`.
         """
         if values_S.shape[:1] != self.flat_index.shape:
             raise DataError(
                 f"values of shape {list(values_S.shape)} do not match the packed sequence; "
-                f"give a tensor of [{len(self.flat_index)}, ...], without the leading batch dim of a model's output"
+                f"pass a tensor of [{len(self.flat_index)}, ...], without the leading batch dim of a model's output"
             )
         if self._is_full:
             return values_S.reshape(self.num_rows, self.padded_length, *values_S.shape[1:])
@@ -65,7 +65,7 @@ class PackedRows:
 
 
 def pack_rows(input_ids_RT: torch.Tensor, lengths_R: torch.Tensor) -> PackedRows:
-    """Lay right-padded rows end to end."""
+    """Concatenate right-padded rows."""
     num_rows, padded_length = input_ids_RT.shape
     lengths_R = lengths_R.to(input_ids_RT.device)
     max_length = int(lengths_R.max()) if num_rows else 0
@@ -90,7 +90,7 @@ def pack_rows(input_ids_RT: torch.Tensor, lengths_R: torch.Tensor) -> PackedRows
 
 
 def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`rows[index]` for indices that occur at most once, so that the backward pass copies instead of adding up."""
+    """`rows[index]` for unique indices: the backward pass copies instead of accumulating."""
     return _Gather.apply(rows, index)  # pyright: ignore[reportReturnType]
 
 

@@ -1,4 +1,4 @@
-"""Joining the other ranks, from what whoever started them left in the environment: a worker group or torchrun."""
+"""Join torch's default process group from the variables that a worker group or torchrun has set."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from lucidrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The place of this process among the ranks."""
+    """Rank of this process."""
 
     rank: int = 0
     local_rank: int = 0
-    """Its number on this machine, and that of its GPU."""
+    """Its number on this machine, which is also the index of its GPU."""
     world_size: int = 1
     own_group: ReferenceType[ProcessGroup] | None = field(default=None, compare=False, repr=False)
-    """The default process group, if it was made for this place; somebody else's is not to be ended here. Weak, because
-    a group that outlives its end takes its threads down with the interpreter, and now and then aborts there."""
+    """The default process group, if this module created it and so may destroy it. A weak reference: a group that is
+    alive at interpreter exit sometimes aborts there."""
 
 
 def init_process_group_from_environment(timeout_s: float) -> RankInfo:
     """Join torch's default process group: gloo for CPU tensors and, where there are GPUs, nccl for theirs.
 
-    Without RANK in the environment this process is the only rank, and no group is made. A default group that exists
-    already is left as it is, and so is the current GPU of whoever made it.
+    Without RANK in the environment this process is the only rank, and no group is created. An existing default group
+    and the current GPU stay as they are.
 
     Args:
-        timeout_s: deadline of the joining and of every collective after it.
+        timeout_s: timeout of the rendezvous and of every collective.
 
     Raises:
         ConfigError: if the environment is incomplete, or there are more ranks on this machine than GPUs.
@@ -58,22 +58,22 @@ def init_process_group_from_environment(timeout_s: float) -> RankInfo:
 
 
 def leave_process_group(info: RankInfo) -> None:
-    """End the default process group, if it was made by the call that gave `info`; may be called twice."""
+    """Destroy the default process group if the call that returned `info` created it; may be called twice."""
     if info.own_group is not None and dist.is_initialized() and dist.group.WORLD is info.own_group():
         dist.destroy_process_group()
 
 
 def check_exchanges_cpu_tensors(why: str) -> None:
-    """Refuse a default group that exchanges tensors of GPUs only, as one that a user made may be.
+    """Refuse a default group without a CPU backend, which a user may have created.
 
     Args:
-        why: the setting for which CPU tensors are exchanged, at the beginning of the sentence.
+        why: the setting that needs CPU tensors, as the subject of the error.
     """
     backend = dist.get_backend_config()
     if "cpu:" not in backend:
         raise ConfigError(
-            f"{why} exchanges tensors in host memory, but the process group that exists already has {backend} only; "
-            "make it with the backend cpu:gloo,cuda:nccl, or leave it to the worker"
+            f"{why} exchanges CPU tensors, but the existing process group has only the backend {backend}; create it "
+            "with cpu:gloo,cuda:nccl, or let the worker create it"
         )
 
 
@@ -82,7 +82,7 @@ def _info_from_environment() -> RankInfo:
     if missing := [name for name in needed if name not in os.environ]:
         raise ConfigError(
             f"RANK={os.environ['RANK']} is set, but {' and '.join(missing)} not; a rank needs all of "
-            f"{', '.join(needed)}: start it with torchrun, or unset RANK to run alone"
+            f"{', '.join(needed)}: start it with torchrun, or unset RANK to run a single rank"
         )
     rank, local_rank, world_size = (int(os.environ[name]) for name in needed[:3])
     return RankInfo(rank, local_rank, world_size)

@@ -1,7 +1,7 @@
-"""How processes meet that form a process group apart from torch's default one: on one interface, within a deadline.
+"""Rendezvous of a process group besides torch's default one: on one interface, with a timeout.
 
-Rank 0 hosts the store at which all meet, on exactly the address it was given; torch by itself would listen on every
-interface of the machine. Then it calls the roll and tells everyone the same: the group is complete, or what is wrong.
+Rank 0 hosts the store on exactly one address; torch by itself would listen on every interface. It waits for all members
+and publishes the outcome to them: the group is complete, or the problem.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-import queue
 import socket
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,16 +25,16 @@ from lucidrl.errors import RefitError
 
 _POLL_S = 0.02
 _FAREWELL_S = 1.0
-"""How long a host whose group failed stays, for those who came to read why."""
+"""How long rank 0 keeps the store of a failed group, so that members can read the problem."""
 _COMPLETE = "complete"
 
 
 @dataclass(frozen=True)
 class Membership:
-    """What a process was told about the group that it is to join.
+    """Address, size and rank with which a process joins a group.
 
     Raises:
-        RefitError: if no group could be made of it.
+        RefitError: if they are not valid.
     """
 
     ip: str
@@ -42,24 +42,24 @@ class Membership:
     rank: int
     world_size: int
     device: torch.device
-    """Of the tensors that will travel."""
+    """Device of the tensors."""
 
     def __post_init__(self) -> None:
         try:
             is_wildcard = ipaddress.ip_address(self.ip).is_unspecified
         except ValueError:
-            raise RefitError(f"ip={self.ip!r} is not an IP address; give that of the first policy rank") from None
+            raise RefitError(f"ip={self.ip!r} is not an IP address; pass that of the first policy rank") from None
         if is_wildcard:
             raise RefitError(
-                f"ip={self.ip} means every interface of the machine, and weights are offered on one only; "
-                "give the address at which the generators reach the first policy rank"
+                f"ip={self.ip} means every interface of the machine, but weights are sent over a single one; "
+                "pass the address at which the generators reach the first policy rank"
             )
         if not 0 < self.port < 1 << 16:
-            raise RefitError(f"port={self.port} is not a TCP port; give a free one from 1 to 65535")
+            raise RefitError(f"port={self.port} is not a TCP port; pass a free one from 1 to 65535")
         if self.world_size < 2 or not 0 <= self.rank < self.world_size:
             raise RefitError(
                 f"rank={self.rank} of world_size={self.world_size} cannot join a weight group: it has one sender, "
-                "rank 0, and at least one generator; world_size counts them all"
+                "rank 0, and at least one generator; world_size counts all of them"
             )
 
     @property
@@ -68,39 +68,38 @@ class Membership:
 
 
 def free_port(ip: str) -> int:
-    """One at which nobody listens now, at an address of this machine."""
+    """A port that is free now, at an address of this machine."""
     with socket.create_server((ip, 0), family=_family(ip)) as listener:
         return listener.getsockname()[1]
 
 
 def meet(member: Membership, timeout_s: float) -> tuple[dist.TCPStore, Any]:
-    """Join the others: the store, which must live as long as the group, and torch's backend (gloo, or nccl for CUDA).
+    """Join the group; returns the store, which must live as long as the group, and torch's backend.
 
-    Gloo listens on the interface that leads to `member.ip`; which one nccl uses is for NCCL_SOCKET_IFNAME to say.
+    Gloo listens on the interface that leads to `member.ip`; NCCL_SOCKET_IFNAME sets that of nccl.
 
     Args:
-        member: who joins what.
-        timeout_s: deadline of the meeting, and of every operation of the group after it.
+        timeout_s: timeout of the rendezvous and of every operation of the group.
 
     Raises:
-        RefitError: if the address cannot be used or reached, if someone is missing at the deadline, or as soon as
-            members are found to disagree.
+        RefitError: if the address cannot be used or reached, a member is missing at the timeout, or members
+            disagree.
     """
     until = time.monotonic() + timeout_s
     own_ip = member.ip
     if member.rank == 0:
         store = _host(member, timeout_s)
-        _call_the_roll(store, member, timeout_s, until)
+        _await_members(store, member, timeout_s, until)
     else:
         own_ip = _reach(member, timeout_s, until)
         store = _connect(member, until)
-        _answer_the_roll(store, member, timeout_s, until)
+        _await_outcome(store, member, timeout_s, until)
     try:
         return store, _make_backend(store, member, own_ip, timeout_s)
     except RuntimeError as error:
         raise RefitError(
-            f"rank {member.rank} could not connect to the other members that met at {member.address}: {error}; "
-            "see whether one of them has died, and whether a firewall separates their machines"
+            f"rank {member.rank} could not connect to the other members of the weight group at {member.address}: "
+            f"{error}; check whether one of them has exited, and whether a firewall separates their machines"
         ) from error
 
 
@@ -129,9 +128,9 @@ def _family(ip: str) -> socket.AddressFamily:
 
 
 def _reach(member: Membership, timeout_s: float, until: float) -> str:
-    """Wait until rank 0 listens; the address of this machine on the way to it.
+    """Wait until rank 0 listens; returns the local address of the connection.
 
-    With a plain socket, because torch's client exceeds its deadline and logs a page for every attempt.
+    Uses a plain socket, because torch's client exceeds its timeout and logs every attempt.
     """
     while True:
         remaining_s = max(_POLL_S, until - time.monotonic())
@@ -142,7 +141,7 @@ def _reach(member: Membership, timeout_s: float, until: float) -> str:
             if time.monotonic() + _POLL_S >= until:
                 raise RefitError(
                     f"rank {member.rank} did not reach rank 0 at {member.address} within {timeout_s:g} s: "
-                    f"{error.strerror or error}; give ip and port of init_collective on the first policy rank, and "
+                    f"{error.strerror or error}; pass ip and port of init_collective on the first policy rank, and "
                     "call it at the same time"
                 ) from error
         time.sleep(_POLL_S)
@@ -150,30 +149,27 @@ def _reach(member: Membership, timeout_s: float, until: float) -> str:
 
 def _connect(member: Membership, until: float) -> dist.TCPStore:
     timeout = timedelta(seconds=max(_POLL_S, until - time.monotonic()))
-    stores: queue.SimpleQueue[dist.TCPStore | RuntimeError] = queue.SimpleQueue()
+    store: Future[dist.TCPStore] = Future()
 
     def connect() -> None:
         try:
-            stores.put(dist.TCPStore(member.ip, member.port, is_master=False, timeout=timeout))
+            store.set_result(dist.TCPStore(member.ip, member.port, is_master=False, timeout=timeout))
         except RuntimeError as error:
-            stores.put(error)
+            store.set_exception(error)
 
-    # In a thread, because torch waits forever for an answer if what listens there gives none.
+    # In a thread, because torch waits forever for another kind of server.
     threading.Thread(target=connect, name="weight group", daemon=True).start()
     try:
-        store: dist.TCPStore | RuntimeError | None = stores.get(timeout=timeout.total_seconds())
-    except queue.Empty:
-        store = None
-    if isinstance(store, dist.TCPStore):
-        return store
-    raise RefitError(
-        f"what listens on {member.address} does not answer like rank 0 of a weight group; give ip and port of "
-        "init_collective on the first policy rank"
-    ) from store
+        return store.result(timeout.total_seconds())
+    except (RuntimeError, TimeoutError) as error:
+        raise RefitError(
+            f"the server at {member.address} is not rank 0 of a weight group; pass ip and port of init_collective on "
+            "the first policy rank"
+        ) from error
 
 
-def _call_the_roll(store: dist.TCPStore, host: Membership, timeout_s: float, until: float) -> None:
-    """On rank 0: take in the members as they come, and tell all of them what came of it."""
+def _await_members(store: dist.TCPStore, host: Membership, timeout_s: float, until: float) -> None:
+    """On rank 0: wait for all members and publish the outcome."""
     present = [0]
     problem = None
     while len(present) < host.world_size and problem is None:
@@ -184,60 +180,64 @@ def _call_the_roll(store: dist.TCPStore, host: Membership, timeout_s: float, unt
             present.append(arrived["rank"])
         else:
             problem = (
-                f"{len(present)} of {host.world_size} members (rank {', '.join(map(str, present))}) came to "
+                f"{len(present)} of {host.world_size} members (rank {', '.join(map(str, present))}) joined at "
                 f"{host.address} within {timeout_s:g} s; start the others with this address, or correct world_size, "
                 "which counts the first policy rank and all generators"
             )
-    store.set("verdict", problem or _COMPLETE)
+    store.set("outcome", problem or _COMPLETE)
     if problem is not None:
-        _await_readers(store)
+        readers_until = time.monotonic() + _FAREWELL_S  # the store is closed after the error
+        with suppress(RuntimeError):
+            while store.add("readers", 0) < store.add("arrivals", 0) and time.monotonic() < readers_until:
+                time.sleep(_POLL_S)
         raise RefitError(problem)
 
 
 def _disagreement(arrived: dict[str, Any], host: Membership, present: list[int]) -> str | None:
-    told = f"a member came to {host.address} as rank {arrived['rank']}"
+    who = f"a member joined at {host.address} as rank {arrived['rank']}"
     if arrived["world_size"] != host.world_size:
         return (
-            f"{told} with world_size={arrived['world_size']}, but rank 0 has {host.world_size}; give all the same: "
-            "one for the first policy rank and one for each generator"
+            f"{who} with world_size={arrived['world_size']}, but rank 0 has {host.world_size}; pass the same "
+            "everywhere: one for the first policy rank and one for each generator"
         )
     if arrived["device"] != host.device.type:
-        return f"{told} with weights on {arrived['device']}, but rank 0 has them on {host.device.type}; use one kind"
+        return f"{who} with weights on {arrived['device']}, but rank 0 has them on {host.device.type}; use one type"
     if arrived["rank"] in present:
-        return f"{told}, which is there already; give every generator a rank of its own, from 1"
+        return f"{who}, which has joined already; give every generator a different rank, from 1"
     return None
 
 
-def _answer_the_roll(store: dist.TCPStore, member: Membership, timeout_s: float, until: float) -> None:
+def _await_outcome(store: dist.TCPStore, member: Membership, timeout_s: float, until: float) -> None:
+    """On the other ranks: join, wait for the outcome, and raise the problem if there is one."""
     try:
         number = store.add("arrivals", 1)
-        told = {"rank": member.rank, "world_size": member.world_size, "device": member.device.type}
-        store.set(f"arrival/{number}", json.dumps(told))
-        is_decided = _is_set_in_time(store, "verdict", until)
-        verdict = store.get("verdict").decode() if is_decided else ""
+        arrival = {"rank": member.rank, "world_size": member.world_size, "device": member.device.type}
+        store.set(f"arrival/{number}", json.dumps(arrival))
+        is_decided = _is_set_in_time(store, "outcome", until)
+        outcome = store.get("outcome").decode() if is_decided else ""
         store.add("readers", 1)
         world_size = int(store.get("world_size"))
     except RuntimeError as error:
         raise RefitError(
-            f"rank 0 at {member.address} ended before the weight group was complete; see what the first policy rank "
-            "says about it"
+            f"rank 0 at {member.address} exited before the weight group was complete; see the error of the first "
+            "policy rank"
         ) from error
     if not is_decided:
         raise RefitError(
             f"the weight group at {member.address} was not complete within {timeout_s:g} s; start all of its "
             f"{world_size} members at the same time"
         )
-    if verdict != _COMPLETE:
-        raise RefitError(verdict)
+    if outcome != _COMPLETE:
+        raise RefitError(outcome)
     if number >= world_size:
         raise RefitError(
-            f"rank {member.rank} came to {member.address} when all {world_size} members of the weight group were "
-            "there; give every group an address of its own, and every generator a rank of its own"
+            f"rank {member.rank} joined at {member.address} after all {world_size} members of the weight group; give "
+            "every group a different address, and every generator a different rank"
         )
 
 
 def _is_set_in_time(store: dist.TCPStore, key: str, until: float) -> bool:
-    """Wait for a key; by asking again and again, because torch logs warnings when a wait comes to its deadline."""
+    """Wait for a key. Polls, because torch logs warnings when its own wait times out."""
     while not store.check([key]):
         if time.monotonic() >= until:
             return False
@@ -245,20 +245,12 @@ def _is_set_in_time(store: dist.TCPStore, key: str, until: float) -> bool:
     return True
 
 
-def _await_readers(store: dist.TCPStore) -> None:
-    """Let those who came learn what is wrong: the store ends with the host's error."""
-    until = time.monotonic() + _FAREWELL_S
-    with suppress(RuntimeError):
-        while store.add("readers", 0) < store.add("arrivals", 0) and time.monotonic() < until:
-            time.sleep(_POLL_S)
-
-
 def _make_backend(store: dist.TCPStore, member: Membership, own_ip: str, timeout_s: float) -> Any:
     timeout = timedelta(seconds=timeout_s)
-    torch_dist: Any = dist  # whose type stubs know neither class as it is
+    torch_dist: Any = dist  # its type stubs lack both classes
     if member.device.type == "cuda":
         options = torch_dist.ProcessGroupNCCL.Options()
-        # At this deadline torch's watchdog ends the whole process; waits with the true one raise before it.
+        # At this timeout torch's watchdog kills the process; waits with the real timeout raise before.
         options._timeout = 2 * timeout
         return torch_dist.ProcessGroupNCCL(store, member.rank, member.world_size, options)
     options = torch_dist.ProcessGroupGloo._Options()

@@ -1,7 +1,6 @@
-"""How weights travel: many tensors packed into few runs of bytes, planned the same way by sender and receiver.
+"""Buckets of weights: many tensors packed into few byte ranges, since one call per tensor makes a refit slow.
 
-A call per tensor makes refit slow. Both sides therefore cut the list of weights into the same buckets, from names,
-shapes and dtypes alone, and move whole buckets.
+Sender and receiver plan the same buckets from names, shapes and dtypes alone.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from lucidrl.distributed.shared_memory import MemoryHandle
 from lucidrl.errors import RefitError
 
 ALIGNMENT_BYTES = 64
-"""Every tensor of a bucket starts at a multiple of this: a cache line, and enough for a view of any dtype."""
+"""Alignment of every tensor in a bucket: a cache line, and enough for a view of any dtype."""
 
 PIECE_BYTES = 1 << 20
-"""Larger tensors are copied in pieces, which threads share."""
+"""Larger tensors are copied in pieces, by several threads."""
 BYTES_PER_THREAD = 8 << 20
-"""To start a thread for less takes longer than it saves."""
+"""Starting a thread for less takes longer than it saves."""
 
 Piece = tuple[int, int, int]
-"""Memory to copy: address of the target, of the source, number of bytes."""
+"""Memory to copy: address of the target, address of the source, number of bytes."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a receiver must know of a tensor before its bytes come."""
+    """Metadata of a tensor, which a receiver has in advance."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,14 +47,14 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together, and the byte at which each of them starts."""
+    """Tensors that are packed together, and the offset of each in bytes."""
 
     tensors: tuple[TensorInfo, ...]
     offsets: tuple[int, ...]
 
     @classmethod
     def of(cls, tensors: Sequence[TensorInfo]) -> Bucket:
-        """All of these, end to end; at least one."""
+        """A bucket of at least one tensor, in order."""
         ends = accumulate(_aligned(tensor.size_bytes) for tensor in tensors)
         return cls(tuple(tensors), (0, *ends)[:-1])
 
@@ -64,13 +63,13 @@ class Bucket:
         return _aligned(self.offsets[-1] + self.tensors[-1].size_bytes)
 
     def pack(self, tensors: Iterable[torch.Tensor], memory: torch.Tensor) -> None:
-        """Writes `tensors`, which come in the bucket's order, into `memory`, rounded to the bucket's dtypes.
+        """Write tensors into `memory`, converted to the bucket's dtypes.
 
         Args:
-            tensors: Full tensors on any device.
-            memory: A 1-d uint8 tensor of at least `size_bytes`.
+            tensors: full tensors on any device, in the bucket's order.
+            memory: a 1-d uint8 tensor of at least `size_bytes`.
         """
-        copy_weights([(place, tensor) for (_, place), tensor in zip(self.unpack(memory), tensors, strict=True)])
+        copy_weights([(target, tensor) for (_, target), tensor in zip(self.unpack(memory), tensors, strict=True)])
 
     def unpack(self, memory: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors in the bucket's order; the tensors are views of `memory`."""
@@ -80,18 +79,17 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketHandle:
-    """A bucket that lies packed in memory of another process of this machine."""
+    """A packed bucket in memory of another process of this machine."""
 
     bucket: Bucket
     memory: MemoryHandle
     version: int
-    """Of the weights."""
     digest: str | None
-    """`digest_of` the packed bytes, if the receiver should verify them."""
+    """`digest_of` the packed bytes, if the receiver verifies them."""
 
 
 def plan_buckets(infos: Sequence[TensorInfo], bucket_bytes: int) -> list[Bucket]:
-    """Cuts `infos`, in order, into buckets of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
+    """Split `infos`, in order, into buckets of at most `bucket_bytes`; a larger tensor gets a separate bucket."""
     groups: list[list[TensorInfo]] = []
     end = 0
     for info in infos:
@@ -105,15 +103,15 @@ def plan_buckets(infos: Sequence[TensorInfo], bucket_bytes: int) -> list[Bucket]
 
 
 def copy_weights(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """`target.copy_(source)` for many pairs; on a GPU the copies are only ordered on the current stream.
+    """`target.copy_(source)` for many pairs; on a GPU the copies are queued on the current stream.
 
-    Host memory is copied by as many threads as torch has, but not by those: they would meet after every tensor, which
-    takes longer than the copy where cores are busy with other work.
+    Host memory is copied by as many threads as torch has, but not by torch's own: these synchronize after every tensor,
+    which takes longer than the copy on busy cores.
     """
     pieces: list[Piece] = []
     for target, source in pairs:
         assert target.shape == source.shape, f"{tuple(source.shape)} does not fit its place {tuple(target.shape)}"
-        if _is_run_of_bytes(target) and _is_run_of_bytes(source) and target.dtype == source.dtype:
+        if _is_contiguous_host_memory(target) and _is_contiguous_host_memory(source) and target.dtype == source.dtype:
             to, start = target.data_ptr(), source.data_ptr()
             pieces += [
                 (to + first, start + first, min(PIECE_BYTES, target.nbytes - first))
@@ -130,16 +128,16 @@ def copy_weights(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def fitting_bucket_bytes(infos: Sequence[TensorInfo], most_bytes: int, free_bytes: float) -> int:
-    """Size of buckets of which two fit into the free memory: what is asked for, or less.
+    """The bucket size: `most_bytes`, or less if two buckets do not fit into the free memory.
 
     Raises:
-        RefitError: if the largest weight alone does not fit twice.
+        RefitError: if the largest weight does not fit twice.
     """
     largest = max(infos, key=lambda info: info.size_bytes)
     if 2 * largest.size_bytes > free_bytes:
         raise RefitError(
             f"{largest.name} takes {largest.size_bytes:,} bytes, and twice that while one bucket is packed and one is "
-            f"read, but policy and generators have {int(free_bytes):,} bytes free; free memory there, or take a "
+            f"read, but policy and generators have {int(free_bytes):,} bytes free; free memory there, or use a "
             "smaller model"
         )
     return min(most_bytes, int(free_bytes) // 2)
@@ -152,13 +150,13 @@ def digest_of(memory: torch.Tensor) -> str:
 
 
 def checksum_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, in the order of names, in whatever order they come."""
+    """SHA-256 over names, dtypes, shapes and bytes; does not depend on the order of the weights."""
     lines = [f"{name} {tensor.dtype} {tuple(tensor.shape)} {digest_of(tensor)}\n" for name, tensor in weights]
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a device that is not in use, by this process or another one."""
+    """Free memory of a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
@@ -168,12 +166,12 @@ def _aligned(size_bytes: int) -> int:
     return math.ceil(size_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _is_run_of_bytes(tensor: torch.Tensor) -> bool:
+def _is_contiguous_host_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous()
 
 
 def _shares(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces of each thread: a stretch of its own, since memory is faster that way than if they took turns."""
+    """The pieces of each thread; consecutive ones, which is faster than interleaved ones."""
     size_bytes = sum(piece[-1] for piece in pieces)
     num_threads = max(1, min(torch.get_num_threads(), size_bytes // BYTES_PER_THREAD))
     shares: list[list[Piece]] = [[] for _ in range(num_threads)]

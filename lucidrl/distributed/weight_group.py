@@ -1,8 +1,8 @@
-"""Weights from a policy to generators outside its training world: packed buckets over a process group of their own.
+"""Weight sync from a policy to separate generators: packed buckets, broadcast over a separate process group.
 
-Every refit is a header and then buckets, each broadcast while the sender packs the next one and the receivers put the
-one before in its place. What the tensors are called and how they look was told once before; from that and the header
-both sides plan the same buckets. How large these may be, the members agree on by the memory that each has.
+A refit is a header and then buckets. Each bucket is broadcast while the sender packs the next one and the receivers
+unpack the previous one. Both sides know names, shapes and dtypes in advance and plan the same buckets; the member with
+the least free memory limits their size.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -30,39 +31,38 @@ from lucidrl.errors import RefitError
 from lucidrl.profiling.spans import span
 
 TIMEOUT_S = 120.0
-"""Deadline of the meeting and of each bucket, unless another is asked for; a dead member is noticed at once."""
+"""Default timeout of the rendezvous and of each bucket; the exit of a member is noticed at once."""
 
 _SENDER = 0
 _IN_FLIGHT = 2
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_ANNOUNCE = "give the receivers the answer of prepare_info_for_collective of the policy that sends"
+_ANNOUNCE = "pass the receivers the result of prepare_info_for_collective of the sending policy"
 
 
 class WeightSink(Protocol):
-    """Where received weights go."""
+    """Consumer of received weights."""
 
     def begin(self, version: int) -> None:
-        """The tensors of this version follow."""
+        """Called before the tensors of a version."""
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor, whose memory is the next bucket's afterwards."""
+        """Copy a tensor; its memory is reused after the call."""
 
 
 class _Header(NamedTuple):
-    """What the sender decides about a refit."""
+    """Parameters of a refit, from the sender."""
 
     version: int
     bucket_bytes: int
     verify: int
     fingerprint: int
-    """Of the names, shapes and dtypes that follow."""
+    """Hash of the names, shapes and dtypes."""
 
 
 class WeightGroup:
     """One sender, rank 0, and its receivers; joined once and used for every refit.
 
-    It holds memory for two buckets. After a failure in the middle of a refit it is closed, so that the other members
-    learn of it at once, and of no use any more.
+    It holds memory for two buckets. A failed refit closes the group, so that the other members fail at once too.
 
     Example:
         >>> with WeightGroup.join("127.0.0.1", 29400, rank, 2, torch.device("cpu"), timeout_s=60) as group:
@@ -78,25 +78,25 @@ class WeightGroup:
         self._backend = backend
         self._timeout = timedelta(seconds=timeout_s)
         self._memories = [torch.empty(0, dtype=torch.uint8, device=member.device)] * _IN_FLIGHT
-        # Not in local variables: each holds the connections open, as would the frames of an error.
-        self._under_way: deque[Any] = deque()
+        # Not in local variables: the frames of an error would hold the connections open.
+        self._pending: deque[Any] = deque()
 
     @classmethod
     def join(
         cls, ip: str, port: int, rank: int, world_size: int, device: torch.device, timeout_s: float = TIMEOUT_S
     ) -> WeightGroup:
-        """Meet the other members at an address of rank 0's machine.
+        """Join the other members at an address of rank 0's machine.
 
         Args:
-            ip: of the interface that rank 0 is to listen on, and no other.
-            port: a free one there.
+            ip: of the only interface that rank 0 listens on.
+            port: a free port there.
             rank: 0 for the sender, generators from 1.
-            world_size: number of all members.
-            device: where the buckets lie; CUDA members need a GPU each.
-            timeout_s: deadline of the meeting and of each bucket.
+            world_size: number of members.
+            device: of the buckets; every CUDA member needs its own GPU.
+            timeout_s: timeout of the rendezvous and of each bucket.
 
         Raises:
-            RefitError: if they do not meet in time, or disagree.
+            RefitError: if members are missing at the timeout, or disagree.
         """
         member = Membership(ip, port, rank, world_size, device)
         store, backend = meet(member, timeout_s)
@@ -110,18 +110,17 @@ class WeightGroup:
         version: int,
         verify: bool,
     ) -> None:
-        """On rank 0: send one version of the weights to all others, which must be in `receive`.
+        """On rank 0: send one version of the weights; all other members must call `receive`.
 
         Args:
-            weights: full tensors by name, in the order of `infos`; rounded to their dtypes on the way.
-            infos: what the receivers were told.
-            most_bucket_bytes: size of a bucket, unless a member lacks memory for two or a tensor is larger.
+            weights: full tensors by name, in the order of `infos`; converted to their dtypes.
+            infos: the same that the receivers have.
+            most_bucket_bytes: bucket size, unless a member lacks memory for two buckets or a tensor is larger.
             version: of the weights.
-            verify: send a SHA-256 with every bucket, for the receivers to check.
+            verify: send a SHA-256 with every bucket; the receivers check it.
 
         Raises:
-            RefitError: if a receiver is gone or too late, a member has too little memory, or the weights are not those
-                of `infos`.
+            RefitError: if a receiver exited or timed out, a member lacks memory, or the weights do not match `infos`.
         """
         with self._closed_by_failure():
             bucket_bytes = fitting_bucket_bytes(infos, most_bucket_bytes, self._least_free_bytes())
@@ -129,25 +128,25 @@ class WeightGroup:
             header = _Header(version, bucket_bytes, verify, _fingerprint(infos))
             self._start(torch.tensor(header, dtype=torch.int64, device=self.member.device))
             self._finish()
-            remaining = iter(weights)
-            for bucket, parcel in zip(buckets, self._parcels(buckets, verify), strict=True):
-                if len(self._under_way) == _IN_FLIGHT:
+            tensors = _announced(weights, infos)
+            for bucket, buffer in zip(buckets, self._buffers(buckets, verify), strict=True):
+                if len(self._pending) == _IN_FLIGHT:
                     self._finish()
-                bucket.pack(_taken(remaining, bucket), parcel)
+                bucket.pack(islice(tensors, len(bucket.tensors)), buffer)
                 if verify:
-                    parcel[bucket.size_bytes :] = _digest(parcel[: bucket.size_bytes])
-                self._start(parcel)
-            _check_end(remaining)
-            while self._under_way:
+                    buffer[bucket.size_bytes :] = _digest(buffer[: bucket.size_bytes])
+                self._start(buffer)
+            next(tensors, None)  # raises if there are more
+            while self._pending:
                 self._finish()
 
     @span("refit")
     def receive(self, infos: Sequence[TensorInfo], sink: WeightSink) -> int:
-        """On the other ranks: give `sink` one version of the weights as the sender sends it; returns the version.
+        """On the other ranks: pass one version of the weights to `sink`; returns the version.
 
         Raises:
-            RefitError: if the sender is gone or too late, sends other tensors than `infos`, or a bucket that differs
-                from its SHA-256. What `sink` has got so far is not a whole version.
+            RefitError: if the sender exited or timed out, sends other tensors than `infos`, or a bucket does not match
+                its SHA-256. `sink` has an incomplete version then.
         """
         with self._closed_by_failure():
             self._least_free_bytes()
@@ -157,26 +156,26 @@ class WeightGroup:
             header = _Header(*values.tolist())
             if header.fingerprint != _fingerprint(infos):
                 raise RefitError(
-                    f"version {header.version} of the weights has other tensors than the {len(infos)} that were "
-                    f"announced to this receiver; {_ANNOUNCE}"
+                    f"version {header.version} of the weights has other tensors than the {len(infos)} that this "
+                    f"receiver expects; {_ANNOUNCE}"
                 )
             buckets = plan_buckets(infos, header.bucket_bytes)
             sink.begin(header.version)
-            arriving: deque[tuple[Bucket, torch.Tensor]] = deque()
-            for bucket, parcel in zip(buckets, self._parcels(buckets, bool(header.verify)), strict=True):
-                self._start(parcel)
-                arriving.append((bucket, parcel))
-                if len(arriving) == _IN_FLIGHT:
-                    self._put(*arriving.popleft(), header, sink)
-            while arriving:
-                self._put(*arriving.popleft(), header, sink)
+            incoming: deque[tuple[Bucket, torch.Tensor]] = deque()
+            for bucket, buffer in zip(buckets, self._buffers(buckets, bool(header.verify)), strict=True):
+                self._start(buffer)
+                incoming.append((bucket, buffer))
+                if len(incoming) == _IN_FLIGHT:
+                    self._put(*incoming.popleft(), header, sink)
+            while incoming:
+                self._put(*incoming.popleft(), header, sink)
             return header.version
 
     def close(self) -> None:
-        """Leave the group; may be called twice. Gloo waits for a bucket on its way, until its deadline at most."""
-        self._under_way.clear()
+        """Leave the group; may be called twice. Gloo waits for pending transfers, up to their timeout."""
+        self._pending.clear()
         if self._backend is not None:
-            self._backend.abort()  # nccl would wait for members that are gone
+            self._backend.abort()  # nccl would wait for members that have exited
         self._backend = None
         self._store = None
         self._memories = []
@@ -191,8 +190,7 @@ class WeightGroup:
     def _closed_by_failure(self) -> Iterator[None]:
         if self._backend is None:
             raise RefitError(
-                f"the weight group at {self.member.address} is closed, by shutdown or by a refit that failed; "
-                "join another one"
+                f"the weight group at {self.member.address} is closed by shutdown or a failed refit; join another one"
             )
         try:
             yield
@@ -201,68 +199,65 @@ class WeightGroup:
             raise
 
     def _least_free_bytes(self) -> int:
-        """Memory for buckets, of the member that has the least; every member has to ask."""
+        """Smallest free memory of all members; a collective call."""
         held_bytes = sum(memory.nbytes for memory in self._memories)
         least = torch.tensor(free_bytes(self.member.device) + held_bytes, device=self.member.device)
-        with self._in_our_words():
-            self._under_way.append(self._backend.allreduce(least, dist.ReduceOp.MIN))
+        with self._as_refit_error():
+            self._pending.append(self._backend.allreduce(least, dist.ReduceOp.MIN))
         self._finish()
         return int(least)
 
-    def _parcels(self, buckets: Sequence[Bucket], verify: bool) -> Iterator[torch.Tensor]:
-        """The memory that each bucket travels in, followed by room for its digest; every other one is the same."""
+    def _buffers(self, buckets: Sequence[Bucket], verify: bool) -> Iterator[torch.Tensor]:
+        """The memory of each bucket, with room for its digest; two memories take turns."""
         room_bytes = _DIGEST_BYTES if verify else 0
         needed_bytes = max((bucket.size_bytes for bucket in buckets), default=0) + room_bytes
         if self._memories[0].numel() < needed_bytes:
-            self._memories = []  # before the larger ones are made
+            self._memories = []  # free them before allocating larger ones
             self._memories = [
                 torch.empty(needed_bytes, dtype=torch.uint8, device=self.member.device) for _ in range(_IN_FLIGHT)
             ]
         for number, bucket in enumerate(buckets):
             yield self._memories[number % _IN_FLIGHT][: bucket.size_bytes + room_bytes]
 
-    def _put(self, bucket: Bucket, parcel: torch.Tensor, header: _Header, sink: WeightSink) -> None:
+    def _put(self, bucket: Bucket, buffer: torch.Tensor, header: _Header, sink: WeightSink) -> None:
         self._finish()
         if header.verify:
-            content, digest = parcel[: bucket.size_bytes], parcel[bucket.size_bytes :]
+            content, digest = buffer[: bucket.size_bytes], buffer[bucket.size_bytes :]
             if not torch.equal(_digest(content), digest.cpu()):
                 raise RefitError(
-                    f"the bucket of version {header.version} that starts with {bucket.tensors[0].name} differs from "
-                    "its SHA-256: it was damaged on the way; check memory and network, then start again"
+                    f"the bucket of version {header.version} that starts with {bucket.tensors[0].name} does not match "
+                    "its SHA-256: it was corrupted in transfer; check memory and network, then start again"
                 )
-        for name, tensor in bucket.unpack(parcel):
+        for name, tensor in bucket.unpack(buffer):
             sink.put(name, tensor)
 
     def _start(self, tensor: torch.Tensor) -> None:
-        """Send or receive in the background; on CUDA after what the current stream has been given so far."""
-        with self._in_our_words():
-            self._under_way.append(self._backend.broadcast(tensor, _SENDER))
+        """Send or receive in the background; on CUDA after the work in the current stream."""
+        with self._as_refit_error():
+            self._pending.append(self._backend.broadcast(tensor, _SENDER))
 
     def _finish(self) -> None:
-        """Wait for the oldest transfer; with a deadline nccl too makes the CPU wait, not only the stream."""
-        with self._in_our_words():
-            self._under_way[0].wait(self._timeout)
-        self._under_way.popleft()
+        """Wait for the oldest transfer; with a timeout nccl, too, blocks the CPU and not only the stream."""
+        with self._as_refit_error():
+            self._pending[0].wait(self._timeout)
+        self._pending.popleft()
 
     @contextmanager
-    def _in_our_words(self) -> Iterator[None]:
-        """What torch raises, in a wait or at once (nccl connects members in the first call), as ours."""
+    def _as_refit_error(self) -> Iterator[None]:
+        """Convert errors of torch, in a wait or in a call (the first call of nccl connects), to RefitError."""
         try:
             yield
         except RuntimeError as error:
             reason = str(error).partition("] ")[2].partition(". ")[0] or str(error)
             raise RefitError(
-                f"rank {self.member.rank} of the weight group at {self.member.address} could not go on with the "
-                f"refit: {reason}; a member has died, refused the weights, or took longer than "
-                f"{self._timeout.total_seconds():g} s: see what the other members say, then start them all again"
+                f"the refit failed on rank {self.member.rank} of the weight group at {self.member.address}: {reason}; "
+                f"a member exited, refused the weights, or took longer than {self._timeout.total_seconds():g} s: see "
+                "the errors of the other members, then restart all of them"
             ) from error
 
 
 def problem_of(part: Callable[[], object]) -> str | None:
-    """What went wrong in a part of a refit, if anything did.
-
-    For workers that can go on: an error that they raise would end their processes.
-    """
+    """Run a part of a refit; returns the message of a RefitError instead of raising, which would kill the workers."""
     try:
         part()
     except RefitError as error:
@@ -270,18 +265,16 @@ def problem_of(part: Callable[[], object]) -> str | None:
     return None
 
 
-def _taken(weights: Iterator[tuple[str, torch.Tensor]], bucket: Bucket) -> Iterator[torch.Tensor]:
-    """The bucket's tensors, which are the next ones."""
-    for info in bucket.tensors:
-        name, tensor = next(weights, (None, torch.empty(0)))
+def _announced(weights: Iterable[tuple[str, torch.Tensor]], infos: Sequence[TensorInfo]) -> Iterator[torch.Tensor]:
+    """The tensors; raises unless their names are exactly those of `infos`, in order."""
+    remaining = iter(weights)
+    for info in infos:
+        name, tensor = next(remaining, (None, torch.empty(0)))
         if name != info.name:
-            raise RefitError(f"{name or 'nothing'} came where {info.name} was announced; {_ANNOUNCE}")
+            raise RefitError(f"the weights have {name or 'nothing'} in place of {info.name}; {_ANNOUNCE}")
         yield tensor
-
-
-def _check_end(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    for name, _ in weights:
-        raise RefitError(f"{name} came after the last of the weights that were announced; {_ANNOUNCE}")
+    for name, _ in remaining:
+        raise RefitError(f"the weights have {name} after the last expected one; {_ANNOUNCE}")
 
 
 def _fingerprint(infos: Sequence[TensorInfo]) -> int:

@@ -22,9 +22,9 @@ from typing import Any
 import cloudpickle
 import torch
 
-from lucidrl.distributed.workers.child import end_with_driver, leave_signals_to_driver
 from lucidrl.distributed.workers.messages import Message, send
 from lucidrl.distributed.workers.outcomes import describe_error
+from lucidrl.distributed.workers.process import end_with_driver, leave_signals_to_driver
 from lucidrl.envs.process_memory import EnvRows, receive_shared, rows_like
 from lucidrl.envs.serial import SerialEnv
 

@@ -14,13 +14,13 @@ from lucidrl.data.datasets import Prompt, PromptOrder, example_of, load_examples
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.workers.ray_launch import check_can_be_placed, is_to_be_started
+from lucidrl.distributed.workers.ray_resources import check_can_be_placed, is_to_be_started
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.registry import split_prompts
 from lucidrl.envs.text.workers import EnvWorkers, start_env
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.separate import check_nodes, generator_nodes, generator_numbering
+from lucidrl.models.generation.separate import check_nodes, generator_hostings, generator_nodes
 from lucidrl.models.loading import DTYPES, ModelFacts, empty_model, model_facts, policy_tokenizer
 from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.models.policy.config import PolicyConfig
@@ -202,7 +202,7 @@ def check_placement(generation: GenerationConfig, env: EnvConfig, cluster: Clust
     Raises:
         ConfigError: if there is none, as far as the Ray is there to be asked.
     """
-    generators = generator_numbering(generation)
+    generators = generator_hostings(generation)
     if generators:
         check_nodes(generation, cluster)
     if not cluster.uses_ray:

@@ -1,7 +1,7 @@
 """The command line with losses and an environment that kill it: no exit handler runs and nothing is flushed.
 
-Everything is told by the environment, so that the ranks of a run know it too. `KILL_AT` is a place and a call, such as
-`loss:6` (the sixth training call of the loss in one rank; of several, in the last) or `env:2`. At that moment
+The settings are environment variables, so that the ranks of a run have them too. `KILL_AT` is a place and a call, such
+as `loss:6` (the sixth training call of the loss in one rank; of several, in the last) or `env:2`. At that moment
 `KILL_NOTE` is written, and the command gets SIGKILL. Unset, nothing happens.
 """
 
@@ -54,7 +54,7 @@ class KillingNLLLoss(_KillingLoss, NLLLoss):
 
 
 class KillingEnv(DrawingEnv):
-    """Kills while the conversations of a step are judged."""
+    """Kills while the completions of a step are scored."""
 
     async def step(self, batch: Any) -> Any:
         note_call("env", os.getpid())

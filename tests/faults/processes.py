@@ -1,4 +1,4 @@
-"""Whether processes are gone, as tests of faults ask."""
+"""Checks whether processes have exited, for tests of faults."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The command line with workers, generators and an environment that strike themselves, their node or the command in a
-phase of a step.
+"""Fault injection: the command line with workers, generators and an environment that kill or stop themselves, their
+node or the command in a phase of a step.
 
-Everything is told by variables that reach ranks on any node. `LUCIDRL_STRIKE` is a phase and a call of it, such as
+The settings are variables that reach ranks on any node. `LUCIDRL_STRIKE` is a phase and a call of it, such as
 `train:3`; `LUCIDRL_STRIKE_BY` is what happens then, one of `BLOWS`. At that moment, `LUCIDRL_STRIKE_NOTE` is written:
 the time, the processes that are hit, and those of the run on the same node. Unset, nothing happens.
 """
@@ -34,9 +34,9 @@ PHASES = {
     "refit": "get_weights_ipc_handles",
     "broadcast": "export.try_broadcast",
     "save": "checkpoints.begin",
-    "answering": "generate",
-    "taking weights": "take_weights",
-    "judging": "step",
+    "generating": "generate",
+    "receiving weights": "take_weights",
+    "scoring": "step",
 }
 """Method that each phase begins with: of a policy worker or a part of it, and the last three of a generator and an
 environment."""
@@ -57,13 +57,13 @@ def stop_process() -> None:
 
 
 def kill_node() -> None:
-    """The process that stands for the node; what runs there has to see for itself that it is gone."""
+    """Kill the node's own process; the workers there have to notice it by themselves."""
     _hit([_node().pid], signal.SIGKILL)
     time.sleep(60)
 
 
 def stop_node() -> None:
-    """All that runs on the node, as when its network is gone; this process comes last."""
+    """Stop all processes of the node, as if its network failed; this process comes last."""
     _hit([_node().pid, *(pid for pid in _near() if pid != os.getpid()), os.getpid()], signal.SIGSTOP)
 
 
@@ -87,7 +87,7 @@ BLOWS: dict[str, Callable[[], None]] = {
 
 
 def begin(phase: str) -> None:
-    """To be called when a phase begins; whoever takes the place of one that was struck is not struck again."""
+    """Call it when a phase begins; a restarted worker is not hit again."""
     _calls[phase] += 1
     print(f"begins call {_calls[phase]} of {phase}")  # noqa: T201 - in its log
     blow = os.environ.get("LUCIDRL_STRIKE_BY", "")
@@ -164,11 +164,11 @@ def _beginning(phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 class GenerationWorker(generation_worker.GenerationWorker):
     def generate(self, *args: Any) -> Any:
-        begin("answering")
+        begin("generating")
         return super().generate(*args)
 
     def take_weights(self, handles: Any) -> Any:
-        begin("taking weights")
+        begin("receiving weights")
         return super().take_weights(handles)
 
 
@@ -179,7 +179,7 @@ class StruckEnv(ArithmeticEnv):
         super().__init__(ArithmeticConfig())
 
     async def step(self, batch: Any) -> Any:
-        begin("judging")
+        begin("scoring")
         return await super().step(batch)
 
 
@@ -195,7 +195,7 @@ def use_striking_workers() -> None:
 def run_struck(
     folder: Path, settings: Sequence[str], phase: str, call: int, blow: str, *, spared_pid: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """`lucidrl grpo` in a run folder, with a terminal of its own as it were."""
+    """`lucidrl grpo` in a run folder, in a separate session."""
     no_preset = folder.with_suffix(".yaml")
     no_preset.write_text("seed: 0\n")
     command = [sys.executable, "-c", f"from {__name__} import main; main()", "grpo", "--config", str(no_preset)]

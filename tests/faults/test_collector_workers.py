@@ -58,8 +58,8 @@ def children() -> set[int]:
         ("raise", r"failed in a rollout: ValueError: the wheel came off", r"in _raise\n"),
         ("unpicklable", r"failed in a rollout: .*UnpicklableError: wheel and axle", r"in _raise_unpicklable\n"),
         ("leave", r"failed in a rollout: SystemExit: enough", r"sys\.exit"),
-        ("exit", r"ended with exit code 7 in a rollout", None),
-        ("kill", r"was ended by SIGKILL, perhaps for lack of memory, in a rollout", None),
+        ("exit", r"exited with code 7 in a rollout", None),
+        ("kill", r"was killed by SIGKILL, perhaps out of memory, in a rollout", None),
     ],
 )
 def test_a_worker_that_fails_is_named_at_once_with_its_traceback(kind, fault, what, trace):
@@ -123,7 +123,7 @@ def test_a_dead_worker_whose_child_process_lives_is_reported_at_once():
     collector = MultiSyncCollector([healthy, forking], frames_per_batch=20, timeout_s=60)
     os.kill(collector.workers.pids[1], signal.SIGKILL)
     failure, seconds = collect_until_it_fails(collector)
-    assert str(failure).startswith("worker 1 of 2 was ended by SIGKILL")
+    assert str(failure).startswith("worker 1 of 2 was killed by SIGKILL")
     assert seconds < 30
 
 
@@ -163,7 +163,7 @@ def test_a_lucid_error_keeps_its_type():
 @pytest.mark.parametrize(
     ("code", "what"),
     [
-        ("import os; os._exit(3)", "worker 1 of 2 ended with exit code 3 in the start"),
+        ("import os; os._exit(3)", "worker 1 of 2 exited with code 3 in the start"),
         ("import time; time.sleep(99)", r"worker 1 of 2 did not finish the start within 1 s\. .*start_timeout_s"),
     ],
 )

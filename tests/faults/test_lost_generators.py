@@ -55,8 +55,10 @@ def pids(generator: SeparateGenerator) -> list[int]:
     return [worker.run("pid") for worker in generator.pool.workers]
 
 
-def are_equal(answers: BatchedDataDict[Any], others: BatchedDataDict[Any]) -> bool:
-    return answers.keys() == others.keys() and all(torch.equal(answers[name], others[name]) for name in answers)
+def are_equal(completions: BatchedDataDict[Any], others: BatchedDataDict[Any]) -> bool:
+    return completions.keys() == others.keys() and all(
+        torch.equal(completions[name], others[name]) for name in completions
+    )
 
 
 @contextmanager
@@ -83,7 +85,7 @@ def interrupted_when_stopped(method: str, *numbers: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def mortal(tmp_path_factory):
-    """Generators can be told when to die."""
+    """Generators that tests can kill at a call."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(FOLDER_VARIABLE, str(tmp_path_factory.mktemp("deaths")))
         patched.setattr(separate, "GenerationWorker", MortalGenerator)
@@ -109,14 +111,14 @@ def generator(policy, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_generators_answer_as_the_policy_itself_also_rows_without_draws_of_their_own(generator, policy):
+def test_two_generators_generate_like_the_policy_itself_also_for_rows_without_seeds(generator, policy):
     data = rows()
     del data["draw_keys"]
     shuffled = data.select_indices(torch.randperm(24, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(generator.generate(shuffled)["output_ids"], policy.generate(shuffled)["output_ids"])
 
 
-def test_what_a_killed_generator_was_busy_with_is_answered_all_the_same(generator, policy, caplog):
+def test_the_prompts_of_a_killed_generator_are_completed_by_others(generator, policy, caplog):
     policy.group.run_all("_add_noise_to_weights")
     generator.update_weights(1)
     undisturbed, weights, restarts = generator.generate(rows()), checksums(generator), generator.num_replaced
@@ -125,12 +127,12 @@ def test_what_a_killed_generator_was_busy_with_is_answered_all_the_same(generato
     assert generator.num_replaced == restarts + 1
     assert checksums(generator) == weights
     assert set(undisturbed["policy_versions"].tolist()) == {1}
-    assert "generator 1 of 2 was ended by SIGKILL, perhaps for lack of memory, in generate" in caplog.text
-    assert "all generators were ended" not in caplog.text
+    assert "generator 1 of 2 was killed by SIGKILL, perhaps out of memory, in generate" in caplog.text
+    assert "all generators were killed" not in caplog.text
 
 
 @pytest.mark.slow
-def test_a_generator_killed_while_it_takes_weights_gets_them_again(generator, policy):
+def test_a_generator_killed_in_a_refit_gets_the_weights_again(generator, policy):
     policy.group.run_all("_add_noise_to_weights")
     plan_death("take_weights", 0)
     restarts = generator.num_replaced
@@ -141,7 +143,7 @@ def test_a_generator_killed_while_it_takes_weights_gets_them_again(generator, po
 
 
 @pytest.mark.slow
-def test_weights_that_the_policy_has_no_more_are_not_made_up(generator, policy, monkeypatch):
+def test_a_restart_without_the_weights_of_its_version_is_an_error(generator, policy, monkeypatch):
     monkeypatch.setattr(policy, "is_ahead", True)
     os.kill(pids(generator)[0], signal.SIGKILL)
     for _ in range(2):  # the second call raises it too
@@ -153,15 +155,15 @@ def test_weights_that_the_policy_has_no_more_are_not_made_up(generator, policy, 
 
 @pytest.mark.slow
 def test_with_no_restarts_the_first_loss_stops_with_its_cause(generator, monkeypatch):
-    monkeypatch.setattr(generator.pool.restarts, "max_restarts", 0)
+    monkeypatch.setattr(generator.pool, "max_restarts", 0)
     plan_death("generate", 0)
-    with pytest.raises(WorkerError, match=r"max_restarts=0 allows no more: generator 0 of 2 was ended by") as error:
+    with pytest.raises(WorkerError, match=r"max_restarts=0 allows no more: generator 0 of 2 was killed by") as error:
         generator.generate(rows())
     assert isinstance(error.value.__cause__, LostWorkerError)
 
 
 @pytest.mark.slow
-def test_an_error_that_a_generator_raises_is_raised_and_replaces_nobody(generator):
+def test_an_error_that_a_generator_raises_is_raised_without_a_restart(generator):
     generator.generate(rows())  # replaces what the test before has lost
     restarts, processes = generator.num_replaced, pids(generator)
     too_long = BatchedDataDict({"input_ids": torch.full((2, 600), 6), "input_lengths": torch.full((2,), 600)})
@@ -193,18 +195,18 @@ def test_an_interruption_ends_generators_that_hang_in_a_refit(refit, method):
 
 
 @pytest.mark.slow
-def test_a_policy_that_dies_while_generators_answer_is_told_of_at_once():
+def test_a_policy_that_dies_while_generators_are_busy_is_reported_at_once():
     two_ranks = ClusterConfig(num_workers=2, num_threads=1)
     with (
         Policy(config_of(num_workers=1), embedded_tokenizer(), cluster=two_ranks, **NO_TRAINING) as policy,
         SeparateGenerator(policy, config_of(num_workers=1), embedded_tokenizer(), cluster=HASTY) as generator,
     ):
         processes = pids(generator)
-        plan_death("generate", 0, signal.SIGSTOP)  # the answer would not come before its deadline
+        plan_death("generate", 0, signal.SIGSTOP)  # the reply would not come before the timeout
         victim = policy.group.pids[1]
         threading.Timer(1, os.kill, (victim, signal.SIGKILL)).start()
         started = time.monotonic()
-        with pytest.raises(WorkerError, match=r"rank 1 of 2 was ended by SIGKILL.* in the wait for its next call"):
+        with pytest.raises(WorkerError, match=r"rank 1 of 2 was killed by SIGKILL.* in the wait for its next call"):
             generator.generate(rows())
         assert time.monotonic() - started < 1 + 45
         wait_until_gone(processes)
@@ -236,12 +238,12 @@ def test_a_policy_of_two_ranks_survives_a_generator_that_dies_or_hangs_in_a_broa
             versions.append(checksums(generator))
         assert [len(set(of_all)) for of_all in versions] == [1, 1, 1]
         assert len({of_first for of_first, _ in versions}) == 3
-        answers, expected = generator.generate(rows(), greedy=True), policy.generate(rows(), greedy=True)
-        assert torch.equal(answers["output_ids"], expected["output_ids"])
+        completions, expected = generator.generate(rows(), greedy=True), policy.generate(rows(), greedy=True)
+        assert torch.equal(completions["output_ids"], expected["output_ids"])
 
 
 @pytest.mark.slow
-def test_a_generator_that_dies_before_it_meets_the_policy_is_not_waited_for():
+def test_a_generator_that_dies_before_it_joins_the_policy_is_not_waited_for():
     config = config_of(refit="collective", num_workers=1)
     hasty = ClusterConfig(num_threads=1, call_timeout_s=8)
     with (
@@ -251,12 +253,12 @@ def test_a_generator_that_dies_before_it_meets_the_policy_is_not_waited_for():
         plan_death("join_collective", 0)
         started = time.monotonic()
         generator.update_weights(1)
-        assert time.monotonic() - started < 60  # and not until the deadline of a meeting whose members all live
+        assert time.monotonic() - started < 60  # and not at the timeout of the rendezvous
         assert generator.num_replaced == 1
 
 
 @pytest.mark.slow
-def test_a_generator_that_hangs_is_ended_at_its_deadline_and_its_prompts_are_answered(policy, caplog):
+def test_a_generator_that_hangs_is_killed_at_the_timeout_and_its_prompts_are_completed(policy, caplog):
     hasty = ClusterConfig(num_threads=1, call_timeout_s=8)
     with SeparateGenerator(policy, config_of(), embedded_tokenizer(), cluster=hasty) as generator:
         undisturbed, stuck = generator.generate(rows()), pids(generator)[0]
@@ -290,5 +292,5 @@ def test_a_run_that_lost_generators_is_the_run_that_did_not(tmp_path):
     records = numbers(folder)
     disturbed = digests(folder)
     assert sum(v for record in records for k, v in record.items() if k.endswith("/replaced_generators")) == 2
-    del undisturbed["metrics"], disturbed["metrics"]  # which tell of it
+    del undisturbed["metrics"], disturbed["metrics"]  # which count it
     assert disturbed == undisturbed

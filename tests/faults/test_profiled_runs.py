@@ -1,4 +1,4 @@
-"""Whatever happens to a recorded run: what was recorded is on disk, and the run's result is what it would be."""
+"""After any failure of a recorded run its traces are on disk, and the result of the run is unchanged."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def test_a_rank_killed_while_it_records_leaves_its_spans_and_the_others_leave_ev
     time.sleep(0.3)
     doomed = policy.group.pids[1]
     os.kill(doomed, signal.SIGKILL)
-    with pytest.raises(WorkerError, match="rank 1 of 2 was ended by SIGKILL"):
+    with pytest.raises(WorkerError, match="rank 1 of 2 was killed by SIGKILL"):
         policy.train(rows(), NLLLoss())
-    policy.stop_gpu_profiling()  # harmless: there is nobody left
+    policy.stop_gpu_profiling()  # does nothing: no worker is left
     assert "train" in spans_of(spans_file(traces, "policy-1"))
     assert len(list(traces.glob("policy-1_*"))) == 1
     assert spans_file(traces, "policy-0").read_text().endswith("]\n")
@@ -111,7 +111,7 @@ def test_a_stuck_rank_is_killed_and_does_not_hold_up_the_others_words(group, tra
     with pytest.raises(WorkerError, match="rank 1 of 2 did not finish sleep_on"):
         group.run_all("sleep_on", 1, 60.0, timeout_s=0.5)
     assert time.monotonic() - started < 45
-    assert "rank 1 did not end within 3 s; what was recorded there, beside spans, is lost" in caplog.text
+    assert "rank 1 did not exit within 3 s; its traces, except spans, are lost" in caplog.text
     assert "aten::add" in {event.get("name") for event in read_trace(operators_file(traces, "worker-0"))["traceEvents"]}
     assert spans_of(spans_file(traces, "worker-1")) == ["work"]
     wait_until_gone(pids)
@@ -137,7 +137,7 @@ def test_ctrl_c_while_ranks_work_leaves_them_time_to_write(group, traces):
 
 @pytest.mark.slow
 def test_a_shutdown_lets_a_rank_write(tmp_path, traces, monkeypatch):
-    monkeypatch.setattr(processes, "_SHUTDOWN_DEADLINE_S", 0.2)
+    monkeypatch.setattr(processes, "_SHUTDOWN_TIMEOUT_S", 0.2)
     with WorkerGroup(SlowlyWriting, log_dir=tmp_path / "logs", own_processes=True) as group:
         group.start_gpu_profiling()
         group.run_all("work")
@@ -197,8 +197,8 @@ def test_a_refit_while_recording_brings_the_weights_over(tmp_path, traces):
             recorded.start_gpu_profiling()
         policy.train(rows(), NLLLoss())
         generator.update_weights(1)
-        answers = generator.generate(prompts, greedy=True)
-        assert torch.equal(answers["output_ids"], policy.generate(prompts, greedy=True)["output_ids"])
+        completions = generator.generate(prompts, greedy=True)
+        assert torch.equal(completions["output_ids"], policy.generate(prompts, greedy=True)["output_ids"])
         for recorded in (policy, generator):
             recorded.stop_gpu_profiling()
     assert "refit" in spans_of(spans_file(traces, "policy-0"))
@@ -258,7 +258,7 @@ def test_ctrl_c_in_the_range_leaves_what_was_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_whatever_ends_the_loop_leaves_what_was_recorded(tmp_path, traces, monkeypatch, error):
+def test_every_end_of_the_loop_leaves_the_traces(tmp_path, traces, monkeypatch, error):
     class Ending(Watcher):
         def on_step(self, step, metrics):
             if step == 3:

@@ -118,7 +118,7 @@ def test_killed_at_the_first_and_the_last_micro_batch_of_a_step(tmp_path, algori
 
 
 @pytest.mark.slow
-def test_killed_while_the_answers_of_a_step_are_judged(tmp_path):
+def test_killed_while_the_completions_of_a_step_are_scored(tmp_path):
     assert_equal_after_a_kill(
         "grpo", tmp_path, "env:4", 3, "env.name=tests.faults.killing:KillingEnv", "env.isolation=none"
     )

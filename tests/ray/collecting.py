@@ -14,7 +14,7 @@ NODE = rf"on node {HOST}"
 
 
 class Policy(Versioned):
-    """Tells its version, as `Versioned` does, and draws its actions."""
+    """Reports its version, as `Versioned` does, and draws its actions."""
 
     def forward(self, observation):
         return {**super().forward(observation), "action": Chance()(observation)}

@@ -41,7 +41,7 @@ def simulated():
 
 @pytest.fixture(scope="module")
 def cluster(simulated):
-    """The same cluster; this program is connected to it for the tests of a module, as by a `ray.init` of its own."""
+    """The same cluster; this program is connected to it for the tests of a module, as if by its own `ray.init`."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patched.setenv(MARK, str(os.getpid()))

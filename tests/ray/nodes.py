@@ -1,4 +1,4 @@
-"""What tests on simulated nodes ask and do."""
+"""Helpers of tests on simulated nodes."""
 
 from __future__ import annotations
 

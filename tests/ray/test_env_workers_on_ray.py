@@ -11,7 +11,7 @@ import pytest
 
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers import ray_resources
-from lucidrl.distributed.workers.ray_launch import check_can_be_placed
+from lucidrl.distributed.workers.ray_resources import check_can_be_placed
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.envs.text.workers import EnvWorkerPool
@@ -78,7 +78,7 @@ def test_calls_of_a_lost_node_are_scored_on_another(pool, cluster):
 
 
 def test_workers_for_which_there_is_no_room_beside_the_rank_are_refused(pool, cluster, monkeypatch):
-    monkeypatch.setattr(ray_resources, "_RETURN_DEADLINE_S", 1.0)
+    monkeypatch.setattr(ray_resources, "_RELEASE_TIMEOUT_S", 1.0)
     at = ClusterConfig(address=cluster.address)
     started = time.monotonic()
     with pytest.raises(ConfigError, match=r"of env\.num_workers=5 asks Ray for CPU 1 .*Lower env\.num_workers"):

@@ -1,4 +1,4 @@
-"""A Ray that is started for a run: reachable from this machine only, shared by what needs it, and gone with the run."""
+"""A local cluster: reachable from this machine only, shared by all its users, and stopped with the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TWO = ClusterConfig(launcher="ray", num_workers=2, num_threads=1)
 
 
 @pytest.mark.slow
-def test_two_groups_share_a_ray_that_nobody_else_reaches_and_that_ends_with_them(tmp_path, processes_of_ray):
+def test_two_groups_share_a_local_cluster_that_stops_with_them(tmp_path, processes_of_ray):
     with WorkerGroup(Joined, cluster=TWO, log_dir=tmp_path) as two:
         with WorkerGroup(Plain, cluster=ONE, log_dir=tmp_path / "one") as one:
             assert two.run_all("sum_of_ranks") == [1.0, 1.0]
@@ -54,7 +54,7 @@ def test_two_groups_share_a_ray_that_nobody_else_reaches_and_that_ends_with_them
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:6379"])
 def test_an_address_where_no_cluster_is_is_refused_within_seconds(address):
     started = time.monotonic()
-    with pytest.raises(ConfigError, match=rf"cluster.address={address} leads to no Ray cluster.*; start one with `ray"):
+    with pytest.raises(ConfigError, match=rf"cluster.address={address} is no reachable Ray cluster.*; start one"):
         WorkerGroup(Plain, cluster=ClusterConfig(address=address))
     assert time.monotonic() - started < 60
     assert not ray.is_initialized()
@@ -64,7 +64,7 @@ def test_an_address_where_no_cluster_is_is_refused_within_seconds(address):
 def test_a_collector_is_refused_the_cluster_that_the_variable_names_if_none_is_there(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(
-        ConfigError, match=r"RAY_ADDRESS=127.0.0.1:1 leads to no Ray cluster.*, or unset RAY_ADDRESS to"
+        ConfigError, match=r"RAY_ADDRESS=127.0.0.1:1 is no reachable Ray cluster.*, or unset RAY_ADDRESS to"
     ):
         RayCollector([Walk], frames_per_batch=10)
     assert not ray.is_initialized()
@@ -98,7 +98,7 @@ def test_nothing_is_left_of_a_driver_that_died(tmp_path, number):
         assert set(ranks) <= names.keys()
         driver.send_signal(number)
         driver.wait(60)
-        # Helpers of Ray that try to tell the head, which is gone, that their node is: they give up within a minute.
+        # Helpers of Ray that try to report their node to the stopped head: they give up within a minute.
         helpers = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
         wait_until_gone([pid for pid, name in names.items() if not name.startswith(helpers)])
         wait_until_gone(list(names), timeout_s=180)

@@ -1,4 +1,4 @@
-"""What is recorded of ranks under a Ray that is started for the run: it finds the programs that the run finds."""
+"""Profiles of ranks in a local cluster, which finds the same programs as the run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_agent_runs_those_that_match_under_nsys_and_they_do_what_others_do(tr
     wait_until_gone(pids)
 
 
-def test_a_wrapped_rank_that_hangs_is_asked_where_and_ended(traces, tmp_path):
+def test_a_wrapped_rank_that_hangs_is_killed_and_its_stack_reported(traces, tmp_path):
     group = WorkerGroup(Recorded, cluster=TWO, log_dir=tmp_path / "logs")
     pids = group.run_all("pid")
     runner = psutil.Process(pids[0]).parent()
@@ -95,7 +95,7 @@ def test_wrapped_ranks_end_with_their_agent(traces, tmp_path):
     pids = group.run_all("pid")
     runner = psutil.Process(pids[0]).ppid()
     os.kill(psutil.Process(pids[1]).ppid(), signal.SIGKILL)
-    with pytest.raises(WorkerError, match=r"with ranks 0, 1 of 2 was lost in sleep_on: its agent is gone"):
+    with pytest.raises(WorkerError, match=r"with ranks 0, 1 of 2 was lost in sleep_on: its agent exited"):
         group.run_all("sleep_on", 0, 60.0)
     wait_until_gone([*pids, runner])
 

@@ -1,4 +1,4 @@
-"""What a run on a Ray of its own shows to others, and what it records: one run, looked at from several sides."""
+"""What a run on a local cluster exposes and records: several checks of one run."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_secrets_are_in_no_file_of_the_run(seen):
         assert not [path for path in files if secret in path.read_bytes()]
 
 
-def test_the_use_of_rays_nodes_is_recorded_without_being_asked_for(seen):
+def test_the_use_of_ray_nodes_is_recorded_by_default(seen):
     """Or why not is said, once."""
     metrics = (seen.folder / "metrics.jsonl").read_text()
     said = (seen.folder / "logs" / "driver.log").read_text().count("node 0 at ")

@@ -1,4 +1,4 @@
-"""RayCollector: the batches of the collectors with processes, from actors; and what it asks of Ray."""
+"""RayCollector: the same batches as from local processes; and the resources that it reserves."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_batches_share_no_memory(shared):
     assert are_equal(second, before)
 
 
-def test_a_batch_is_of_the_newest_version_whatever_the_weights_come_from(shared):
+def test_a_batch_is_of_the_newest_version_from_any_source_of_weights(shared):
     for number, source in enumerate(
         [Policy(3), Policy(4).state_dict(), TensorDict.from_module(Policy(5)), None], start=3
     ):
@@ -126,7 +126,7 @@ def test_methods_are_called_in_every_worker_and_hooks_run_there(shared):
         shared.map_fn("fly", [(), ()])
 
 
-def test_a_state_is_gone_on_from_with_new_episodes(shared):
+def test_a_restored_state_continues_with_new_episodes(shared):
     shared.set_seed(1)
     before = shared.next()
     state = shared.state_dict()
@@ -177,7 +177,7 @@ def test_a_collector_class_as_an_actor_collects_until_its_frames_are_there():
     ray.get(actor.shutdown.remote())
 
 
-# ---- what is asked of Ray
+# ---- resources
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_collector_class_as_an_actor_collects_until_its_frames_are_there():
         ({"create_env_fn": [threading.Lock().acquire] * 2}, "create_env_fn of worker 0 cannot be sent"),
     ],
 )
-def test_bad_input_is_told_at_once(arguments, message):
+def test_bad_input_is_refused_at_once(arguments, message):
     arguments = {"create_env_fn": Walk, "num_workers": 2, "frames_per_batch": 10, **arguments}
     begun = time.monotonic()
     with pytest.raises(ConfigError, match=message):

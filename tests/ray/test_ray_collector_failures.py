@@ -83,13 +83,13 @@ def test_a_killed_worker_is_restarted_with_the_newest_weights_and_the_hook(caplo
         assert batches[-1][POLICY_VERSION].unique().tolist() == [80]
         assert batches[-1]["largest"].unique().tolist() == [8]
         first_of_worker = next(batch for batch in batches if int(batch[TRAJECTORY_IDS][0]) % 2 == index)
-        assert not torch.equal(batches[-1]["action"], first_of_worker["action"])  # draws of its own
+        assert not torch.equal(batches[-1]["action"], first_of_worker["action"])  # other random numbers
     assert collector.num_restarts == 2
     assert all(batch.numel() == 10 and (batch["mark"].add_(1) == 2).all() for batch in batches)
     for index in (0, 1):
         ids = torch.cat([batch[TRAJECTORY_IDS] for batch in batches])
         assert (ids[ids % 2 == index].diff() >= 0).all()  # no number was given twice
-    assert re.search(rf"lost worker 1: worker 1 of 2 {NODE} was ended by SIGKILL.* in a rollout", caplog.text)
+    assert re.search(rf"lost worker 1: worker 1 of 2 {NODE} was killed by SIGKILL.* in a rollout", caplog.text)
     assert caplog.text.count("restart 1 of at most 1 in a row") == 2
     pids = list(collector.workers.pids)
     collector.shutdown()
@@ -101,7 +101,7 @@ def test_a_worker_that_exits_again_after_its_last_restart_ends_the_collector():
     collector = RayCollector(one_faulty(2, 1, "exit"), frames_per_batch=20, sync=True, max_restarts=1)
     failure, _ = collect_until_it_fails(collector)
     assert re.match(r"worker 1 was lost again after 1 restarts in a row, and max_restarts=1 allows no", str(failure))
-    assert re.match(rf"worker 1 of 2 {NODE} ended with exit code 7 in a rollout", str(failure.__cause__))
+    assert re.match(rf"worker 1 of 2 {NODE} exited with code 7 in a rollout", str(failure.__cause__))
     assert collector.num_restarts == 1
     wait_until_gone(collector.workers.pids)
 
@@ -154,14 +154,14 @@ def test_an_error_of_ours_keeps_its_type_and_a_start_that_fails_leaves_nothing()
     with pytest.raises(EnvironmentFailure, match="the track is closed; wait for summer") as caught:
         RayCollector([healthy, raising], frames_per_batch=2)
     assert re.match(rf"raised by worker 1 of 2 {NODE} in the start", caught.value.__notes__[-1])
-    with pytest.raises(WorkerError, match=rf"worker 1 of 2 {NODE} ended with exit code 3 in the start"):
+    with pytest.raises(WorkerError, match=rf"worker 1 of 2 {NODE} exited with code 3 in the start"):
         RayCollector([healthy, lambda: os._exit(3)], frames_per_batch=2, max_restarts=1)
     del caught  # its frames hold what was sent
     check_actors_gave_all_back()
 
 
 @pytest.mark.slow
-def test_workers_are_armed_as_their_driver_is_and_told_to_be_silent_and_the_callers_options_stay(monkeypatch, tmp_path):
+def test_workers_are_armed_like_their_driver_and_options_of_the_caller_stay(monkeypatch, tmp_path):
     monkeypatch.setattr(gate, "is_armed", True)
     options = {"num_cpus": 0.5, "runtime_env": {"env_vars": {"LUCIDRL_TEST_WORD": "heard"}}}
     before = repr(options)
@@ -173,7 +173,7 @@ def test_workers_are_armed_as_their_driver_is_and_told_to_be_silent_and_the_call
     with RayCollector(listening, num_workers=1, frames_per_batch=10, remote_options=options) as collector:
         assert repr(options) == before
         assert ray.available_resources()["CPU"] % 1 == 0.5
-        collector.next()  # and one is under way that nobody asked to record
+        collector.next()  # and one is pending that is not recorded
         for shown, name in ((True, "shown"), (False, "silent")):
             collector.map_fn("set_profiling_enabled", list_of_args=[(shown,)] * collector.num_workers)
             collector.enable_profile(num_rollouts=2, warmup_rollouts=1, save_path=tmp_path / f"{name}.json")

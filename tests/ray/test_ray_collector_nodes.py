@@ -17,7 +17,7 @@ from tests.unit.envs.faulty import healthy
 
 
 @pytest.mark.slow
-def test_a_lost_node_is_told_and_its_actors_are_replaced_on_another():
+def test_a_lost_node_is_reported_and_its_actors_restart_on_another():
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     try:
         other = cluster.add_node(num_cpus=2, resources={"other": 2})
@@ -31,7 +31,7 @@ def test_a_lost_node_is_told_and_its_actors_are_replaced_on_another():
             lost = collector.workers.pids[1]
             cluster.remove_node(other, allow_graceful=False)
             begun = time.monotonic()
-            while collector.num_restarts == 0:  # Ray may bring an answer that was on its way
+            while collector.num_restarts == 0:  # Ray may deliver a reply that was on its way
                 assert (collector.next()["largest"] == 3).all()
                 assert time.monotonic() - begun < 120
             wait_until_gone([lost], timeout_s=180)

@@ -1,4 +1,4 @@
-"""RayCollector: programs with a Ray of their own, and ones that join another."""
+"""RayCollector: programs with a local cluster, and programs that join a cluster."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ ENDLESS = """
     collector.enable_profile(num_rollouts=10**9, warmup_rollouts=0, save_path=os.environ["FOLDER"] + "/trace.json")
     collector.next()
     children = psutil.Process().children(recursive=True)
-    # Helpers of Ray's try for a minute to tell the head, which is gone, that their node is.
+    # Helpers of Ray try for a minute to report their node to the stopped head.
     print(*(process.pid for process in children if "Agent" not in process.name()), flush=True)
     %s
 """
@@ -131,7 +131,7 @@ def test_nothing_is_left_of_a_program_that_ends_without_shutdown(tmp_path, rest,
 
 
 @pytest.mark.slow
-def test_a_ray_that_the_program_leaves_while_it_collects_is_told():
+def test_a_program_that_disconnects_from_ray_while_it_collects_is_an_error():
     code = """
         import ray
         from lucidrl.collectors import RayCollector
@@ -153,7 +153,7 @@ def test_a_ray_that_the_program_leaves_while_it_collects_is_told():
     program = run(code, {})
     output, errors = program.communicate(timeout=300)
     assert program.returncode == 0, errors
-    assert "has left Ray" in output
+    assert "has disconnected from Ray" in output
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Whatever happens to a rank, an agent or a node, the driver learns of it soon, and nothing is left in the cluster."""
+"""Every failure of a rank, an agent or a node reaches the driver soon, and nothing is left in the cluster."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def test_a_killed_rank_is_found_at_once_while_another_node_waits_for_it(group, t
     signal_soon(group.run_all("pid")[1])
     text = failure_of(group, "reduce_unless", 1, 60.0, within_s=45)
     assert text.startswith(
-        "rank 1 of 2 on node NODE was ended by SIGKILL, perhaps for lack of memory, in reduce_unless; all ranks were"
+        "rank 1 of 2 on node NODE was killed by SIGKILL, perhaps out of memory, in reduce_unless; all ranks were"
     )
     assert f"Last lines of rank 1 ({tmp_path / 'rank_1.log'}):\n  about to wait" in text
 
 
 @pytest.mark.slow
-def test_a_hung_rank_is_found_at_the_deadline_with_where_each_node_is(group):
+def test_a_hung_rank_is_reported_at_the_timeout_with_the_stack_of_each_node(group):
     text = failure_of(group, "reduce_unless", 0, 60.0, timeout_s=1.0, within_s=45)
     assert text.startswith(
-        "ranks 0, 1 of 2 on nodes NODE, NODE did not finish reduce_unless within 1 s; all ranks were ended."
+        "ranks 0, 1 of 2 on nodes NODE, NODE did not finish reduce_unless within 1 s; all ranks were killed."
     )
     assert "in sleep_on" in text.partition("Rank 0 on node NODE was at")[2].partition("Rank 1")[0]
     assert "in all_reduce" in text.partition("Rank 1 on node NODE was at")[2]
@@ -76,7 +76,7 @@ def test_an_exception_names_its_rank_although_another_node_waits_for_it(group):
 @pytest.mark.slow
 def test_errors_of_ours_keep_their_type_and_come_before_others(group):
     with pytest.raises(ConfigError, match="lr=-1 is not a rate") as caught:
-        group.run_each("raise_on", [(0, OSError("only a witness")), (1, ConfigError("lr=-1 is not a rate"))])
+        group.run_each("raise_on", [(0, OSError("a consequence")), (1, ConfigError("lr=-1 is not a rate"))])
     assert "raised by rank 1 of 2 on node" in caught.value.__notes__[0]
 
 
@@ -88,7 +88,7 @@ def test_a_killed_agent_is_one_failure_of_all_its_ranks(cluster, tmp_path):
         signal_soon(agent_of(pids[2]))
         text = failure_of(group, "reduce_unless", 2, 60.0, within_s=45)
     assert text == (
-        "node NODE with ranks 2, 3 of 4 was lost in reduce_unless: its agent is gone; all ranks were ended"
+        "node NODE with ranks 2, 3 of 4 was lost in reduce_unless: its agent exited; all ranks were killed"
         f"\nLast lines of rank 2 ({tmp_path / 'rank_2.log'}):\n  about to wait"
         f"\nLast lines of rank 3 ({tmp_path / 'rank_3.log'}):\n  about to wait"
     )
@@ -97,9 +97,9 @@ def test_a_killed_agent_is_one_failure_of_all_its_ranks(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_and_a_node_that_are_lost_between_calls_are_found_by_a_look_at_the_group(cluster, tmp_path):
+def test_check_finds_a_rank_and_a_node_lost_between_calls(cluster, tmp_path):
     for victim, said in (
-        (int, "rank 1 of 2 on node NODE was ended by SIGKILL"),
+        (int, "rank 1 of 2 on node NODE was killed by SIGKILL"),
         (agent_of, "node NODE with rank 1 of"),
     ):
         with WorkerGroup(Joined, cluster=TWO_NODES, log_dir=tmp_path) as group:
@@ -114,11 +114,11 @@ def test_a_rank_and_a_node_that_are_lost_between_calls_are_found_by_a_look_at_th
 
 
 @pytest.mark.slow
-def test_a_stopped_agent_is_found_at_the_deadline_and_ended_with_its_ranks(group):
+def test_a_stopped_agent_is_reported_at_the_timeout_and_killed_with_its_ranks(group):
     pids = group.run_all("pid")
     os.kill(agent_of(pids[1]), signal.SIGSTOP)
     text = failure_of(group, "reduce_unless", 1, 60.0, timeout_s=1.0, within_s=45)
-    assert text.startswith("node NODE with rank 1 of 2 was lost in reduce_unless: its agent has not answered within")
+    assert text.startswith("node NODE with rank 1 of 2 was lost in reduce_unless: its agent did not reply within")
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_an_interrupted_call_ends_the_group(group):
 
 
 @pytest.mark.slow
-def test_an_exception_in_a_constructor_is_told_without_waiting_for_the_others(cluster, tmp_path):
+def test_an_exception_in_a_constructor_is_raised_without_waiting_for_the_others(cluster, tmp_path):
     with pytest.raises(WorkerError, match=r"rank 1 of 2 on node .* failed in the start: OSError: no such model"):
         WorkerGroup(FailsToStart, (1, OSError("no such model")), cluster=TWO_NODES, log_dir=tmp_path)
     check_all_was_given_back()
@@ -153,5 +153,5 @@ def test_a_lost_node_is_one_failure_of_all_its_ranks(cluster, tmp_path):
         first = next(rank for rank in (0, 2) if raylet_of(pids[rank]) != head)
         signal_soon(raylet_of(pids[first]))
         text = failure_of(group, "sleep_on", first, 60.0, within_s=45)
-    assert text.startswith(f"node NODE with ranks {first}, {first + 1} of 4 was lost in sleep_on: its agent is gone")
+    assert text.startswith(f"node NODE with ranks {first}, {first + 1} of 4 was lost in sleep_on: its agent exited")
     check_all_was_given_back()

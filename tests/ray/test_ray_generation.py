@@ -1,4 +1,4 @@
-"""Generators on the nodes of a Ray cluster: placed where they are asked to be, reached by the way that leads there."""
+"""Generators on the nodes of a Ray cluster: their placement, and the refit that reaches them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rows() -> BatchedDataDict[Any]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "asked"),
+    ("settings", "message"),
     [
         (["num_workers=4"], r"number \d of policy.generation.num_workers=4 asks Ray for CPU 1 on one node, but "),
         (["nodes=policy", "num_workers=2"], r"num_workers=2 asks Ray for CPU 1 on one node of [0-9a-f]{8}, but "),
@@ -47,12 +47,12 @@ def rows() -> BatchedDataDict[Any]:
     ],
 )
 def test_generators_without_room_beside_the_policy_are_refused_before_anything_is_loaded(
-    cluster, tmp_path, monkeypatch, settings, asked
+    cluster, tmp_path, monkeypatch, settings, message
 ):
-    monkeypatch.setattr(ray_resources, "_RETURN_DEADLINE_S", 1.0)
+    monkeypatch.setattr(ray_resources, "_RELEASE_TIMEOUT_S", 1.0)
     overrides = [f"policy.generation.{setting}" for setting in ("placement=separate", *settings)]
     overrides += [f"cluster.address={cluster.address}", f"run.root={tmp_path}"]
-    with pytest.raises(ConfigError, match=asked):
+    with pytest.raises(ConfigError, match=message):
         preflight(load_config(GRPORunConfig, overrides=overrides))
     check_all_was_given_back()
 
@@ -67,7 +67,7 @@ def policy(cluster, tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def mortal(tmp_path_factory):
-    """Generators can be told when to die."""
+    """Generators that tests can kill at a call."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(FOLDER_VARIABLE, str(tmp_path_factory.mktemp("deaths")))
         patched.setattr(separate, "GenerationWorker", MortalGenerator)
@@ -90,8 +90,8 @@ def test_generators_on_other_nodes_are_sent_the_weights_also_when_they_are_repla
             policy.group.run_all("_add_noise_to_weights")
             generator.update_weights(version)
         assert listening_at(worker.run("pid")) == {ray.util.get_node_ip_address()}
-        answers, expected = generator.generate(rows(), greedy=True), policy.generate(rows(), greedy=True)
-        assert torch.equal(answers["output_ids"], expected["output_ids"])
+        completions, expected = generator.generate(rows(), greedy=True), policy.generate(rows(), greedy=True)
+        assert torch.equal(completions["output_ids"], expected["output_ids"])
         plan_death("generate", 0)
         again = generator.generate(rows(), greedy=True)
         assert torch.equal(again["output_ids"], expected["output_ids"])
@@ -110,6 +110,6 @@ def test_generators_beside_the_policy_find_the_weights_in_its_memory(policy, tmp
         assert generator._refit.shares_memory(worker)
         policy.group.run_all("_add_noise_to_weights")
         generator.update_weights(1)
-        answers, expected = generator.generate(rows(), greedy=True), policy.generate(rows(), greedy=True)
-        assert torch.equal(answers["output_ids"], expected["output_ids"])
+        completions, expected = generator.generate(rows(), greedy=True), policy.generate(rows(), greedy=True)
+        assert torch.equal(completions["output_ids"], expected["output_ids"])
     assert (tmp_path / "generation" / "rank_0.log").exists()

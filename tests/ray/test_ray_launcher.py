@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Ray cluster answer as ranks of this machine do, and leave the cluster as it was."""
+"""Ranks on the nodes of a Ray cluster behave like ranks of this machine, and leave the cluster as it was."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.workers import ray_launch, ray_resources
+from lucidrl.distributed.workers import ray_resources, ray_workers
 from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.losses.nll import NLLLoss
@@ -64,7 +64,7 @@ def test_variables_that_change_what_ranks_compute_reach_them_and_secrets_do_not(
 
 
 @pytest.mark.filterwarnings("error:The given buffer is not writable")
-def test_arguments_go_to_each_node_once_and_results_are_the_drivers_own(group, monkeypatch):
+def test_arguments_go_to_each_node_once_and_results_are_writable_copies(group, monkeypatch):
     stored = []
     put = ray.put
     monkeypatch.setattr(ray, "put", lambda value: stored.append(value) or put(value))
@@ -106,8 +106,8 @@ def test_what_cannot_be_placed_is_refused_at_once_with_what_there_is(group):
 
 
 def test_what_another_group_holds_is_refused_within_seconds(group, monkeypatch):
-    assert ray_resources._RETURN_DEADLINE_S < 10
-    monkeypatch.setattr(ray_resources, "_RETURN_DEADLINE_S", 1.0)
+    assert ray_resources._RELEASE_TIMEOUT_S < 10
+    monkeypatch.setattr(ray_resources, "_RELEASE_TIMEOUT_S", 1.0)
     with pytest.raises(ConfigError, match="CPU 2 on each of 2 nodes"):
         WorkerGroup(Plain, cluster=ClusterConfig(launcher="ray", num_workers=4, num_nodes=2))
 
@@ -132,9 +132,9 @@ def test_a_connection_that_the_program_has_made_is_used_and_left(cluster, tmp_pa
 def test_logs_of_a_node_with_another_file_system_come_to_the_drivers_folder(cluster, tmp_path, monkeypatch):
     @contextmanager
     def unmarked(folder):
-        yield "there-is-no-such-file"
+        yield folder / "there-is-no-such-file"
 
-    monkeypatch.setattr(ray_launch, "marked", unmarked)
+    monkeypatch.setattr(ray_workers, "marked", unmarked)
     two = ClusterConfig(launcher="ray", num_workers=2, num_cpus_per_worker=0.5)
     with WorkerGroup(Plain, cluster=two, log_dir=tmp_path) as group:
         assert group.blind_nodes == nodes_of(group)[:1]
@@ -144,7 +144,7 @@ def test_logs_of_a_node_with_another_file_system_come_to_the_drivers_folder(clus
     text = (tmp_path / "rank_0.log").read_text()
     assert text.endswith("x\nfirst\ngoodbye\n")
     assert "bytes are left out here" in text
-    assert len(text) < 2_000_000
+    assert len(text) < 3_000_000
 
 
 def learned(cluster_config: ClusterConfig, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.workers import processes
-from lucidrl.distributed.workers import ray_launch as launcher
+from lucidrl.distributed.workers import processes, ray_workers
 from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.errors import WorkerError
 from lucidrl.profiling.settings import FOLDER_VARIABLE, NSYS_SESSION
@@ -53,7 +52,7 @@ def test_a_stuck_rank_does_not_hold_up_the_words_of_another_node(group, traces, 
     with pytest.raises(WorkerError, match=r"rank 1 of 2 on node .* did not finish sleep_on"):
         group.run_all("sleep_on", 1, 60.0, timeout_s=0.5)
     assert time.monotonic() - started < 45
-    assert "rank 1 did not end within 3 s; what was recorded there, beside spans, is lost" in caplog.text
+    assert "rank 1 did not exit within 3 s; its traces, except spans, are lost" in caplog.text
     assert files_of(traces, "worker-0") == [".json", ".spans.json"]
     assert files_of(traces, "worker-1") == [".spans.json"]
     wait_until_gone(pids)
@@ -64,7 +63,7 @@ def test_a_lost_node_leaves_the_others_time_to_write(group, traces):
     group.run_all("work")
     time.sleep(0.3)
     os.kill(agent_of(group.run_all("pid")[1]), signal.SIGKILL)
-    with pytest.raises(WorkerError, match=r"with rank 1 of 2 was lost in sleep_on: its agent is gone"):
+    with pytest.raises(WorkerError, match=r"with rank 1 of 2 was lost in sleep_on: its agent exited"):
         group.run_all("sleep_on", 1, 60.0)
     assert files_of(traces, "worker-0") == [".json", ".spans.json"]
     (spans,) = traces.glob("worker-1_*.spans.json")
@@ -72,7 +71,7 @@ def test_a_lost_node_leaves_the_others_time_to_write(group, traces):
 
 
 def test_a_shutdown_lets_ranks_write(cluster, tmp_path, traces, monkeypatch):
-    monkeypatch.setattr(processes, "_SHUTDOWN_DEADLINE_S", 0.2)
+    monkeypatch.setattr(processes, "_SHUTDOWN_TIMEOUT_S", 0.2)
     with WorkerGroup(SlowlyWriting, cluster=TWO_NODES, log_dir=tmp_path / "logs") as group:
         group.start_gpu_profiling()
         group.run_all("work")
@@ -85,9 +84,9 @@ def test_a_node_that_does_not_see_the_traces_folder_or_has_no_nsys_is_named(
 ):
     @contextmanager
     def unmarked(folder):
-        yield "there-is-no-such-file"
+        yield folder / "there-is-no-such-file"
 
-    monkeypatch.setattr(launcher, "marked", unmarked)
+    monkeypatch.setattr(ray_workers, "marked", unmarked)
     monkeypatch.delenv(NSYS_SESSION, raising=False)
     monkeypatch.setattr(nsys, "NRL_NSYS_WORKER_PATTERNS", "*-1")
     monkeypatch.setattr(nsys, "NRL_NSYS_PROFILE_STEP_RANGE", "3:5")
@@ -96,6 +95,6 @@ def test_a_node_that_does_not_see_the_traces_folder_or_has_no_nsys_is_named(
         nodes = [label.node for label in group._processes._workers.labels]
         assert group.run_all("variable", FOLDER_VARIABLE) == [str(traces)] * 2
         assert group.run_all("variable", nsys.PATTERNS_VARIABLE) == ["*-1"] * 2
-    assert f"{traces} is not seen by node {nodes[1]}: traces" in caplog.text
+    assert f"node {nodes[1]} does not see {traces}: its workers write their traces" in caplog.text
     assert f"there is no `nsys` on PATH of node {nodes[1]}, so workers record with torch's profiler" in caplog.text
     assert nodes[0] not in caplog.text

@@ -44,7 +44,7 @@ def test_a_run_whose_rank_was_killed_in_a_step_goes_on_to_the_bit(cluster, tmp_p
     struck = striking.run_struck(tmp_path / "broken", settings, "train", 3, "SIGKILL of a rank")
     assert struck.returncode == 2, struck.stdout
     assert "error: rank 1 of 2 on node " in struck.stdout
-    assert "was ended by SIGKILL, perhaps for lack of memory, in train" in struck.stdout
+    assert "was killed by SIGKILL, perhaps out of memory, in train" in struck.stdout
     assert "begins call 3 of train" in struck.stdout
     check_all_was_given_back()
     resumed = run("broken", resume=True)

@@ -1,4 +1,4 @@
-"""`WorkerGroup`: workers that a driver calls in lock-step, all or nothing."""
+"""`WorkerGroup`: workers that the driver calls in lock-step; a failure of one ends all."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lucidrl.utils.nsys_launch import warn_of_no_report
 class WorkerGroup:
     """One instance of a worker class per rank.
 
-    A single one lives in this process: calls are plain method calls, errors are raised as they are, and timeouts do
-    not interrupt it. Several live in processes of this machine or of a Ray cluster, with torchrun's variables in their
-    environment (see `init_process_group_from_environment`): arguments and results are copies, output goes to
-    `rank_N.log`, and after any failure all of them are killed and the group has ended. One thread at a time may call.
+    A single worker lives in this process: calls are plain method calls and timeouts do not interrupt them. Several live
+    in processes of this machine or of a Ray cluster, with torchrun's variables (see
+    `init_process_group_from_environment`): arguments and results are copies, output goes to `rank_N.log`, and after any
+    failure all workers are killed and the group has ended. Only one thread at a time may call.
 
-    A method may be one of a part of the worker: `run_all("checkpoints.begin", path)`.
+    A method may belong to an attribute of the worker: `run_all("checkpoints.begin", path)`.
 
     Example:
         >>> with WorkerGroup(Counter, args=(10,), cluster=ClusterConfig(num_workers=2)) as group:
@@ -35,13 +35,13 @@ class WorkerGroup:
         worker_class: any class with a `shutdown` method; for several ranks it must be importable by name.
         args: of its constructor, as `kwargs`; the same on every rank.
         cluster: number of ranks, where they run, their threads and timeouts.
-        log_dir: for `rank_N.log`; by default a temporary folder that is kept only after a failure.
-        own_processes: a single worker, too, lives in a process of its own, which can be killed.
-        name: what profiling calls the workers, with their rank behind it; see `lucidrl.utils.nsys`.
+        log_dir: folder for `rank_N.log`; by default a temporary one, kept only after a failure.
+        own_processes: run a single worker, too, in a separate process, which can be killed.
+        name: how profiling names the workers, followed by their rank; see `lucidrl.utils.nsys`.
 
     Raises:
-        WorkerError: here and in calls, if one of several ranks raises, exits or times out. Errors of ours that a
-            worker raises (`LucidError`) keep their type.
+        WorkerError: here and in calls, if one of several ranks raises, exits or times out. A `LucidError` of a worker
+            keeps its type.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class WorkerGroup:
 
     @property
     def blind_nodes(self) -> Sequence[str]:
-        """Nodes that do not see `log_dir`: logs are brought from there, but nothing else that workers write."""
+        """Nodes that do not see `log_dir`: only logs are copied from there, no other files of the workers."""
         return self._processes.blind_nodes if self._processes is not None else ()
 
     def run_all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
@@ -88,27 +88,27 @@ class WorkerGroup:
             return [attrgetter(method)(self._worker)(*args, **kwargs)]
         return self._run(method, [Arguments(args, kwargs)] * self.size, timeout_s)
 
-    def run_each(self, method: str, args_by_rank: Sequence[Sequence[Any]], timeout_s: float | None = None) -> list[Any]:
-        """Call the method on every rank with its own arguments; the results, by rank.
+    def run_each(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
+        """Call the method on every rank with separate arguments; the results, by rank.
 
-        Ranks whose arguments are the same objects share one copy on the way.
+        Arguments that are the same objects on several ranks are pickled once.
         """
         if len(args_by_rank) != self.size:
             raise DataError(
-                f"{method} was given arguments for {len(args_by_rank)} ranks, but there are {self.size}; "
-                "give one tuple of arguments per rank"
+                f"{method} got arguments for {len(args_by_rank)} ranks, but the group has {self.size}; "
+                "pass one tuple of arguments per rank"
             )
         if self._worker is not None:
             return [attrgetter(method)(self._worker)(*args_by_rank[0])]
-        return self._run(method, [Arguments(args) for args in args_by_rank], timeout_s)
+        return self._run(method, [Arguments(args) for args in args_by_rank], None)
 
     def check(self) -> None:
-        """Raise, as the next call would, if a worker has exited; for a driver that waits long for something else."""
+        """Liveness check: raise, as the next call would, if a worker has exited."""
         if self._processes is not None:
             self._processes.check()
 
     def start_gpu_profiling(self) -> None:
-        """Let the workers record, by their methods of this name; see `ProcessGroup.start_gpu_profiling`."""
+        """Start recording in the workers; see `ProcessGroup.start_gpu_profiling`."""
         if self._processes is not None:
             self._processes.start_gpu_profiling()
         elif is_recorded(worker_name(self._name, 0)):
@@ -116,7 +116,7 @@ class WorkerGroup:
             self._is_recording = True
 
     def stop_gpu_profiling(self) -> None:
-        """Let them write what they recorded; harmless if they do not record, or have ended."""
+        """Stop recording and write the traces; does nothing if no worker records."""
         if self._processes is not None:
             self._processes.stop_gpu_profiling()
         elif self._is_recording:
@@ -124,7 +124,7 @@ class WorkerGroup:
             self._is_recording = False
 
     def shutdown(self) -> None:
-        """Shut every worker down and end its process; may be called twice."""
+        """Shut all workers down; may be called twice."""
         if self._processes is not None:
             self._processes.shutdown()
         elif self._worker is not None:

@@ -1,47 +1,29 @@
-"""What a worker is, how its process is set up, and what a set of worker processes offers, wherever they run."""
+"""What a worker is, how its process is set up, and how errors describe it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from lucidrl.distributed.workers.messages import Message
-    from lucidrl.distributed.workers.outcomes import Exited
+from lucidrl.utils.nsys import worker_name
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
 
 
 class Worker(Protocol):
-    """Any class whose instances can end; its other methods are what a group or pool calls."""
+    """Any class with a `shutdown` method; a group or pool calls its other methods."""
 
     def shutdown(self) -> None:
-        """Release what the worker holds, process groups included."""
+        """Release all resources, process groups included."""
 
 
 class Arguments(NamedTuple):
-    """Of one call."""
+    """The arguments of one call."""
 
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
-
-
-@dataclass(frozen=True)
-class Numbering:
-    """How the workers of a group are numbered, if the group is one of several equal ones in a pool."""
-
-    first: int = 0
-    """Number of its first worker in the pool."""
-    total: int | None = None
-    """Workers of the pool; None if the group stands alone."""
-    setting: str = "cluster.num_workers"
-    """The setting that says how many there are."""
-
-
-ALONE = Numbering()
-"""A group that is not part of a pool."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +32,7 @@ class NodeChoice:
 
     ids: tuple[str, ...]
     is_excluding: bool
-    """Not these, but the others."""
+    """Whether workers may run on all nodes except these."""
 
     def allows(self, node_id: str) -> bool:
         return (node_id in self.ids) != self.is_excluding
@@ -58,29 +40,31 @@ class NodeChoice:
 
 @dataclass(frozen=True)
 class Hosting:
-    """How the processes of workers are set up, on whichever machine."""
+    """How the processes of workers are set up, on any machine."""
 
     role: str = "rank"
-    """What errors call a worker."""
+    """How errors name a worker."""
     name: str = "worker"
-    """What profiling calls the workers, with their number behind it; see `lucidrl.utils.nsys`."""
-    numbering: Numbering = ALONE
+    """How profiling names the workers, followed by their number; see `lucidrl.utils.nsys`."""
+    first_number: int = 0
+    """Number of the group's first worker in its pool."""
+    pool_size: int | None = None
+    """Number of workers in the pool; None for a group that is not in a pool."""
+    size_setting: str = "cluster.num_workers"
+    """The setting with the number of workers, for errors."""
     log_dir: Path | None = None
-    """For `<log_name>_N.log` with the output of worker N; by default a temporary folder, kept only after a failure."""
+    """Folder for `<log_name>_N.log`, the output of worker N; by default a temporary one, kept only after a failure."""
     log_name: str = "rank"
     captures_output: bool = True
-    """Whether output goes to the log; otherwise to that of the driver."""
-    joins_process_group: bool = True
-    """Whether workers get torchrun's variables and a store at which they meet."""
+    """Whether output goes to the log; otherwise it goes to the driver's output."""
     start_method: StartMethod = "spawn"
-    """Of the processes; under Ray always `spawn`."""
+    """Start method of the processes; under Ray always `spawn`."""
     imports_main: bool = True
-    """Whether the process imports the program's main module first, as objects that were pickled by reference to it
-    need."""
+    """Whether the process imports the program's main module first; objects pickled by reference to it need that."""
     preload: Sequence[str] = ()
-    """Modules that a fork server imports once for all processes."""
+    """Modules that the fork server imports once for all processes."""
     nodes: NodeChoice | None = None
-    """Nodes of a Ray cluster that they may run on; by default all."""
+    """Nodes of a Ray cluster that workers may run on; by default all."""
     ray_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `ray.remote` for the actor that holds a worker's resources."""
     start_setting: str = "cluster.start_timeout_s"
@@ -88,23 +72,32 @@ class Hosting:
     call_setting: str = "cluster.call_timeout_s"
     """The setting that limits a call, for errors."""
 
+    @property
+    def joins_process_group(self) -> bool:
+        """Whether workers get torchrun's variables and a store for their rendezvous; workers of a pool do not."""
+        return self.pool_size is None
+
     def number(self, rank: int) -> int:
-        return self.numbering.first + rank
+        return self.first_number + rank
+
+    def profiled_name(self, rank: int) -> str:
+        """How profiling names a worker."""
+        return worker_name(self.name, self.number(rank))
 
     def total(self, world_size: int) -> int:
-        return self.numbering.total or world_size
+        return self.pool_size or world_size
 
 
 @dataclass(frozen=True)
 class WorkerLabel:
-    """What errors say of a worker."""
+    """How errors describe a worker."""
 
     rank: int
     hosting: Hosting
     log_path: Path | None
-    """Where the driver finds its output; None if it goes to that of the driver."""
+    """Where the driver finds its output; None if the output goes to the driver's."""
     node: str | None = None
-    """Where it runs, if not on this machine."""
+    """The node that it runs on, if it is not this machine."""
     wrapper: str = ""
     """The program that runs it, such as a profiler."""
     sees_logs: bool = True
@@ -121,55 +114,19 @@ class WorkerLabel:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What can be learned about a worker from outside."""
+    """Diagnosis of a worker that did not return."""
 
     tail: str
     """The last lines of its output."""
     stack: str = ""
-    """Where it is, innermost frame first, if it was asked and could answer."""
+    """Its stack, innermost frame first; empty if it was not requested or not written."""
 
 
 class NodeLost(Exception):  # noqa: N818 - something observed; becomes a WorkerError
-    """All workers of a node are unreachable; the message says why."""
+    """All workers of a node are unreachable; the message is the reason."""
 
     def __init__(self, node: str, ranks: Sequence[int], reason: str, tails: Sequence[str] = ()):
         super().__init__(reason)
         self.node, self.ranks = node, ranks
         self.tails = tails
-        """The last lines of each worker's output, as far as the driver has them."""
-
-
-class Workers(Protocol):
-    """Processes of workers, on one machine or several. `send`, `poll`, `dead` and `report` may raise `NodeLost`."""
-
-    @property
-    def labels(self) -> Sequence[WorkerLabel]:
-        """Of all, in order."""
-
-    def send(self, messages: Mapping[int, Sequence[Message]]) -> None:
-        """Send each worker its call; `poll` then returns the answers.
-
-        A call is one or several messages: the first has the method and its arguments, the others what these refer to
-        by `Stored`.
-        """
-
-    def poll(self, timeout_s: float) -> Sequence[tuple[int, Message | Exited]]:
-        """Answers that were not returned yet; waits for one, or until the time is over."""
-
-    def dead(self) -> Mapping[int, Exited]:
-        """Workers that have exited; call it while none has a message."""
-
-    def meet(self, pids: Sequence[int]) -> None:
-        """Learn the process ids of the workers themselves, since another program may run them."""
-
-    def report(self, numbers: Sequence[int], with_stacks: bool) -> Mapping[int, WorkerReport]:
-        """What is known of some workers; with stacks, each busy one is asked where it is."""
-
-    def let_end(self, timeout_s: float) -> Mapping[int, int | None]:
-        """Ask all to shut down and exit; their exit codes, None for those still running at the timeout.
-
-        Unreachable ones are missing.
-        """
-
-    def kill(self) -> None:
-        """End all now and free what was held for them; may be called twice."""
+        """The last lines of each worker's output that the driver has."""

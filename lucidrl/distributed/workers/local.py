@@ -1,7 +1,4 @@
-"""Workers of one machine as processes of this one: started, called, asked where they are, ended.
-
-Nothing is decided here; what an answer, an exit or a silence means is for the driver of all workers to say.
-"""
+"""Worker processes of this machine; `ProcessGroup` decides what their replies, exits and timeouts mean."""
 
 from __future__ import annotations
 
@@ -15,155 +12,158 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.workers.child import ChildSettings, serve
-from lucidrl.distributed.workers.environment import host_store, listen_for_ranks, rank_environment, threads_per_worker
 from lucidrl.distributed.workers.interfaces import Hosting, WorkerLabel, WorkerReport
 from lucidrl.distributed.workers.logs import LogFolder, WorkerLog, wait_for_growth
-from lucidrl.distributed.workers.messages import Message, receive, send_messages
+from lucidrl.distributed.workers.messages import Message, receive, receive_number, send_messages
 from lucidrl.distributed.workers.outcomes import Exited
 from lucidrl.distributed.workers.place import LOOPBACK
-from lucidrl.distributed.workers.process import ChildProcess
-from lucidrl.utils.nsys import request_environment, worker_name
+from lucidrl.distributed.workers.process import ChildProcess, ChildSettings, num_cores, serve
+from lucidrl.utils.nsys import request_environment
 from lucidrl.utils.nsys_launch import nsys_command
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 _POLL_S = 0.2
 
 
 def start_local(cluster: ClusterConfig, hosting: Hosting, logs: LogFolder) -> LocalWorkers:
     """Start the processes of all workers on this machine; they wait for their first call."""
-    size = cluster.num_workers
-    num_threads = cluster.num_threads or threads_per_worker(hosting.total(size))
     listener = listen_for_ranks(LOOPBACK) if hosting.joins_process_group else None
+    store = None if listener is None else (LOOPBACK, listener.getsockname()[1])
     inherited = dict(os.environ) if hosting.start_method == "forkserver" else {}
-    settings = []
-    for rank in range(size):
-        environment = {**inherited, "OMP_NUM_THREADS": str(num_threads), **request_environment()}
-        if listener is not None:
-            store = (LOOPBACK, listener.getsockname()[1])
-            environment |= rank_environment(rank, size, local_rank=rank, local_size=size, store=store)
-        settings.append(child_settings(rank, hosting, environment, num_threads, logs))
-    workers = LocalWorkers(settings)
-    if listener is not None:
-        workers.host_store(listener)
+    workers = LocalWorkers(range(cluster.num_workers), cluster, hosting, logs, inherited, store)
+    workers.host_store(listener)
     return workers
 
 
-def child_settings(
-    rank: int, hosting: Hosting, environment: Mapping[str, str], num_threads: int, logs: LogFolder
-) -> ChildSettings:
-    """Of a process that is to be started by this one."""
-    number = hosting.number(rank)
-    wrapper = nsys_command(worker_name(hosting.name, number))
-    # A fork server has a single thread. What wraps a worker may start it from any thread.
-    is_from_main = hosting.start_method == "forkserver" or threading.current_thread() is threading.main_thread()
-    return ChildSettings(
-        rank,
-        hosting,
-        environment,
-        num_threads,
-        logs.of_worker(number) if hosting.captures_output else None,
-        die_with_starting_thread=is_from_main and not wrapper,
-        wrapper=wrapper,
-    )
-
-
 class LocalWorkers:
-    """Started at once; see `Workers`.
+    """Processes of workers; the constructor starts them. `RayWorkers` has the same methods for other nodes.
 
     Args:
-        settings: of each worker's process.
+        ranks: which ranks of the cluster run on this machine.
+        environment: variables of every process, besides those of its rank.
+        store: address and port of the store for the ranks' rendezvous; None if they form no process group.
     """
 
-    def __init__(self, settings: Sequence[ChildSettings]):
-        self.labels = [
-            WorkerLabel(one.rank, one.hosting, one.log_path, wrapper=next(iter(one.wrapper), "")) for one in settings
-        ]
+    def __init__(
+        self,
+        ranks: range,
+        cluster: ClusterConfig,
+        hosting: Hosting,
+        logs: LogFolder,
+        environment: Mapping[str, str],
+        store: tuple[str, int] | None,
+    ):
+        num_threads = cluster.num_threads or threads_per_worker(hosting.total(len(ranks)))
+        environment = {**environment, "OMP_NUM_THREADS": str(num_threads), **request_environment()}
+        self.labels: list[WorkerLabel] = []
+        """Of all workers, in order."""
         self._processes: dict[int, _WorkerProcess] = {}
-        self._answers: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
         self._waiting: set[int] = set()
-        self._store: Any = None
+        self._store: TCPStore | None = None
         try:
-            for one in settings:
-                self._processes[one.rank] = _WorkerProcess(one)
+            for rank in ranks:
+                wrapper = nsys_command(hosting.profiled_name(rank))
+                log_path = logs.of_worker(hosting.number(rank)) if hosting.captures_output else None
+                self.labels.append(WorkerLabel(rank, hosting, log_path, wrapper=next(iter(wrapper), "")))
+                variables = {**environment, **rank_environment(rank, ranks, cluster.num_workers, store)}
+                # A fork server has a single thread. A wrapper may start the worker from any thread.
+                is_from_main = threading.current_thread() is threading.main_thread()
+                dies_with_thread = (hosting.start_method == "forkserver" or is_from_main) and not wrapper
+                settings = ChildSettings(rank, hosting, variables, num_threads, log_path, dies_with_thread, wrapper)
+                self._processes[rank] = _WorkerProcess(settings)
         except BaseException:
             self.kill()
             raise
 
-    def host_store(self, listener: socket.socket) -> None:
-        """Host the store at which ranks meet; it lives as long as they do.
+    def host_store(self, listener: socket.socket | None) -> None:
+        """Host the store for the rendezvous of the ranks until `kill`; does nothing without a listener.
 
-        To be called after their start: they import torch meanwhile, as this process may have to.
+        Call it after the start of the processes, so that they import torch at the same time as this process.
         """
+        if listener is None:
+            return
         try:
-            self._store = host_store(listener)
+            from torch.distributed import TCPStore
+
+            ip, port = listener.getsockname()[:2]
+            self._store = TCPStore(ip, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         except BaseException:
             self.kill()
             raise
 
     def send(self, messages: Mapping[int, Sequence[Message]]) -> None:
+        """Send each worker its call; `poll` then returns the replies.
+
+        A call is one or several messages: the method with its arguments, then the `Stored` arguments.
+        """
+
         def exchange(rank: int, call: Sequence[Message]) -> None:
-            self._answers.put((rank, self._processes[rank].exchange(call)))
+            self._replies.put((rank, self._processes[rank].exchange(call)))
 
         self._waiting = set(messages)
-        # The threads only wait, for sockets that a stuck worker neither fills nor drains; `kill` ends them all.
+        # The threads only wait for sockets, which a stuck worker neither fills nor drains; `kill` ends them all.
         for rank, call in messages.items():
             name = self._processes[rank].name
             threading.Thread(target=exchange, args=(rank, call), name=name, daemon=True).start()
 
     def poll(self, timeout_s: float) -> list[tuple[int, Message | Exited]]:
+        """Return new replies; wait up to `timeout_s` for the first."""
         until = time.monotonic() + timeout_s
         while True:
             remaining_s = max(0.0, until - time.monotonic())
             found: list[tuple[int, Message | None]]
             try:
-                found = [self._answers.get(timeout=min(remaining_s, _POLL_S))]
+                found = [self._replies.get(timeout=min(remaining_s, _POLL_S))]
             except queue.Empty:
-                # A process that a dead worker started may keep its connection open.
+                # A child of a dead worker may keep its connection open.
                 dead = [rank for rank in self._waiting if self._processes[rank].has_ended]
                 found = [(rank, None) for rank in dead[:1]]
             if found or not remaining_s:
                 break
-        while not self._answers.empty():
-            found.append(self._answers.get())
+        while not self._replies.empty():
+            found.append(self._replies.get())
         self._waiting -= {rank for rank, _ in found}
         return [(rank, message or Exited(self._processes[rank].how_it_ended())) for rank, message in found]
 
     def dead(self) -> dict[int, Exited]:
+        """Workers that have exited; only while no call is pending."""
         return {rank: Exited(process.how_it_ended()) for rank, process in self._processes.items() if process.has_ended}
 
-    def meet(self, pids: Sequence[int]) -> None:
-        for process, pid in zip(self._processes.values(), pids, strict=True):
-            process.meet(pid)
-
     def follow_log(self, rank: int, path: Path) -> None:
-        """Find the output of a worker there from now on."""
+        """Read the output of a worker from another file from now on."""
         self.labels[rank] = replace(self.labels[rank], log_path=path)
         self._processes[rank].log = WorkerLog(path)
 
     def report(self, numbers: Sequence[int], with_stacks: bool) -> dict[int, WorkerReport]:
-        found = {number: WorkerReport("") for number in numbers}
+        """The last output of some workers and, if requested, their stacks."""
         logs = {number: log for number in numbers if (log := self._processes[number].log) is not None}
-        for number, log in logs.items():
-            found[number] = WorkerReport(log.tail())  # before the workers write where they are
+        tails = {number: log.tail() for number, log in logs.items()}  # before the workers write their stacks
+        stacks: dict[int, str] = {}
         if with_stacks and logs:
-            sizes = {number: self._processes[number].ask_for_stack(log) for number, log in logs.items()}
+            sizes = {number: log.size_bytes() for number, log in logs.items()}
+            for number in logs:
+                self._processes[number].write_stack()
             wait_for_growth([(log, sizes[number]) for number, log in logs.items()])
-            for number, log in logs.items():
-                found[number] = WorkerReport(found[number].tail, log.stack_from(sizes[number]))
-        return found
+            stacks = {number: log.stack_from(sizes[number]) for number, log in logs.items()}
+        return {number: WorkerReport(tails.get(number, ""), stacks.get(number, "")) for number in numbers}
 
-    def let_end(self, timeout_s: float) -> dict[int, int | None]:
+    def shutdown(self, timeout_s: float) -> dict[int, int | None]:
+        """Let all workers shut down; their exit codes, None for those still running at the timeout."""
         for process in self._processes.values():
             process.end()
         until = time.monotonic() + timeout_s
         return {rank: process.join(max(0.0, until - time.monotonic())) for rank, process in self._processes.items()}
 
     def kill(self) -> None:
+        """Kill all; may be called twice."""
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
@@ -172,14 +172,15 @@ class LocalWorkers:
 
 
 class _WorkerProcess(ChildProcess):
-    """Started at once; it listens as soon as it has imported what it needs."""
+    """The process of one worker."""
 
     def __init__(self, settings: ChildSettings):
         hosting = settings.hosting
         self.name = f"{hosting.role} {hosting.number(settings.rank)}"
         self.log = None if settings.log_path is None else WorkerLog(settings.log_path)
+        self._worker: psutil.Process | None = None
         self._connection, theirs = socket.socketpair()
-        with theirs:  # its only other holder is the process, so that the connection ends with it
+        with theirs:  # only the process holds it, so the connection closes when it exits
             super().__init__(
                 serve,
                 (theirs, settings),
@@ -189,45 +190,68 @@ class _WorkerProcess(ChildProcess):
                 preload=hosting.preload,
                 wrapper=settings.wrapper,
             )
-        self._worker = None if self.is_wrapped else psutil.Process(self.pid)
-
-    def meet(self, pid: int) -> None:
-        """Learn the process id of the worker itself, since another program may run it; the wrapper's file goes."""
-        self.remove_wrapper()
-        with suppress(psutil.NoSuchProcess):
-            self._worker = psutil.Process(pid)
 
     def exchange(self, call: Sequence[Message]) -> Message | None:
-        """Send a call and wait for the answer, without a timeout: `kill` ends the wait. None if the process ended."""
+        """Send a call and wait for the reply, without a timeout; None if the process exited or was killed."""
         try:
+            if self._worker is None:  # first comes the process id, which differs from that of a wrapper
+                with suppress(psutil.NoSuchProcess):
+                    self._worker = psutil.Process(receive_number(self._connection))
+                self.remove_wrapper()
             send_messages(self._connection, call)
             return receive(self._connection)
         except (EOFError, OSError):
             return None
 
-    def ask_for_stack(self, log: WorkerLog) -> int:
-        """Make the process write where it is into its log; returns the log's size before that."""
-        size_bytes = log.size_bytes()
+    def write_stack(self) -> None:
+        """Make the process write its stack into its log."""
         if self._worker is not None:
             with suppress(psutil.NoSuchProcess):
                 self._worker.send_signal(signal.SIGUSR1)
-        return size_bytes
 
     def end(self) -> None:
-        """Ask the worker to shut down and exit; does not wait."""
+        """Let the worker shut down and exit; does not wait."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
     def kill(self) -> None:
-        """End the process now, and every wait for it; may be called twice."""
+        """Kill the process; pending exchanges return. May be called twice."""
         super().kill()
-        if self._worker is not None:  # its wrapper may have ended before
+        if self._worker is not None:  # its wrapper may have exited before
             with suppress(psutil.NoSuchProcess):
                 self._worker.kill()
         with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # a process that it started may hold the other end
+            self._connection.shutdown(socket.SHUT_RDWR)  # a child of the worker may hold the other end
 
     def reap(self) -> None:
-        """Leave nothing behind after `kill`."""
+        """Leave no zombie and no open socket after `kill`."""
         super().reap()
         self._connection.close()
+
+
+def listen_for_ranks(ip: str) -> socket.socket:
+    """Listen on a free port for the ranks' store; from now on no other program can take the port."""
+    return socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
+
+
+def rank_environment(rank: int, ranks: range, world_size: int, store: tuple[str, int] | None) -> dict[str, str]:
+    """Variables of a rank, as torchrun sets them; none without a store. `ranks` are those of its machine."""
+    if store is None:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(ranks.index(rank)),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(len(ranks)),
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(store[1]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store exists; rank 0 must not host one
+    }
+
+
+def threads_per_worker(num_workers: int) -> int:
+    """OMP_NUM_THREADS or, unset, an equal share of the cores that this process may use."""
+    first, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")  # OpenMP takes a list, one per nesting level
+    if first.isdigit() and int(first) > 0:
+        return int(first)
+    return max(1, num_cores() // num_workers)

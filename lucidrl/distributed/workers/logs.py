@@ -1,4 +1,4 @@
-"""Output of workers: the folder of their logs, the end of a log for errors, and copies from other nodes."""
+"""Output of workers: the folder of their logs, the tail of a log for errors, and copies from other nodes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
-from lucidrl.distributed.workers import child
+from lucidrl.distributed.workers import process
 
 _TAIL_LINES = 15
 _LINE_CHARACTERS = 300
 _TAIL_BYTES = 1 << 16
 _STACK_FRAMES = 12
-_DUMP_DEADLINE_S = 2.0
+_DUMP_TIMEOUT_S = 2.0
+_MOST_BYTES, _MOST_LAST_BYTES = 1 << 16, 1 << 20
 _THREAD_HEADER = re.compile(r"^(?:Current thread|Thread) 0x.*\(most recent call first\):$", re.MULTILINE)
 
 
 class WorkerLog:
-    """Output of a worker since its start; the file may hold that of earlier runs before it."""
+    """Output of a worker since its start; the file may begin with that of earlier runs."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -37,17 +38,17 @@ class WorkerLog:
         """The last lines."""
         text = self._text_from(max(self._start, self.size_bytes() - _TAIL_BYTES))
         lines = text.rstrip().splitlines()[-_TAIL_LINES:]
-        # A fatal signal makes Python name every extension module that was loaded, on one line.
+        # After a fatal signal Python lists every loaded extension module on one line.
         return "\n".join(f"{line[:_LINE_CHARACTERS]}…" if len(line) > _LINE_CHARACTERS else line for line in lines)
 
     def stack_from(self, offset: int) -> str:
-        """Where the worker was, innermost frame first, as faulthandler wrote it after `offset`; empty if it did not."""
+        """The stack that faulthandler wrote after `offset`, innermost frame first; empty if there is none."""
         _, *stacks = _THREAD_HEADER.split(self._text_from(offset))
         if not stacks:
             return ""
         main_thread = stacks[-1]  # threads are written newest first
         frames = [line for line in main_thread.splitlines() if line.startswith("  File ")]
-        frames = list(itertools.takewhile(lambda line: child.__file__ not in line, frames)) or frames
+        frames = list(itertools.takewhile(lambda line: process.__file__ not in line, frames)) or frames
         return "\n".join(frames[:_STACK_FRAMES])
 
     def _text_from(self, offset: int) -> str:
@@ -59,18 +60,18 @@ class WorkerLog:
 
 
 def wait_for_growth(logs: Iterable[tuple[WorkerLog, int]]) -> None:
-    """Wait until every log has grown beyond its given size, for a short time at most."""
-    until = time.monotonic() + _DUMP_DEADLINE_S
+    """Wait until every log has grown beyond its size, for two seconds at most."""
+    until = time.monotonic() + _DUMP_TIMEOUT_S
     while time.monotonic() < until and not all(log.size_bytes() > size for log, size in logs):
         time.sleep(0.02)
-    time.sleep(0.1)  # for the rest of what began to be written
+    time.sleep(0.1)  # for the rest of the output
 
 
 class LogFolder:
     """A folder with `<name>_N.log` for each worker N.
 
     Args:
-        given: the folder, made at use; by default a temporary one, which is kept only after a failure.
+        given: the folder, created at first use; by default a temporary one, kept only after a failure.
     """
 
     def __init__(self, given: Path | None, name: str):
@@ -86,38 +87,32 @@ class LogFolder:
         return self.path / f"{self._name}_{number}.log"
 
     def end(self, everything_went_well: bool) -> None:
-        """Remove a temporary folder that holds nothing of interest; may be called twice."""
+        """Remove a temporary folder, after a failure only if it is empty; may be called twice."""
         if self._given is not None or "path" not in vars(self):
             return
         if everything_went_well:
             shutil.rmtree(self.path, ignore_errors=True)
         else:
-            with suppress(OSError):  # kept if there is anything to read
+            with suppress(OSError):  # it is not empty
                 self.path.rmdir()
 
 
 @contextmanager
-def marked(folder: Path) -> Iterator[str]:
-    """Keep a file of this name in the folder meanwhile: a node that sees the file shares the folder."""
+def marked(folder: Path) -> Iterator[Path]:
+    """Create a file in the folder and remove it at the end: a node that sees it shares the folder."""
     file = folder / f".seen-{secrets.token_hex(8)}"
     file.touch()
     try:
-        yield file.name
+        yield file
     finally:
         file.unlink(missing_ok=True)
 
 
-_MOST_BYTES = 1 << 16
-"""Of a worker, at a time; the rest comes the next time."""
-_MOST_LAST_BYTES = 1 << 20
-"""At the end, when there is no next time: the newest of what is left."""
-
-
 class NewOutput:
-    """On the machine of the workers: what they wrote since the last time.
+    """New output of the workers of this machine, for the driver.
 
     Args:
-        paths: their logs.
+        paths: their logs, by rank.
     """
 
     def __init__(self, paths: Mapping[int, Path]):
@@ -125,25 +120,18 @@ class NewOutput:
         self._sent = dict.fromkeys(paths, 0)
 
     def take(self, is_last: bool = False) -> dict[int, bytes]:
-        """By rank, of each worker that wrote anything; as much as is worth sending."""
+        """Output since the last call, by rank: at most 64 KiB per worker, the newest MiB in the last call."""
         taken = {}
         for rank, path in self._paths.items():
-            size_bytes = path.stat().st_size if path.exists() else 0
-            begin, note = self._sent[rank], b""
-            if is_last and size_bytes - begin > _MOST_LAST_BYTES:
-                left_out = size_bytes - begin - _MOST_LAST_BYTES
-                begin, note = begin + left_out, b"\n[%d bytes are left out here]\n" % left_out
-            if begin == size_bytes:
-                continue
-            with path.open("rb") as file:
-                file.seek(begin)
-                content = file.read(_MOST_LAST_BYTES if is_last else _MOST_BYTES)
-            self._sent[rank] = begin + len(content)
-            taken[rank] = note + content
+            new_bytes = path.stat().st_size - self._sent[rank] if path.exists() else 0
+            note, left_out = b"", new_bytes - _MOST_LAST_BYTES
+            if is_last and left_out > 0:
+                self._sent[rank] += left_out
+                note = b"\n[%d bytes are left out here]\n" % left_out
+            if new_bytes:
+                with path.open("rb") as file:
+                    file.seek(self._sent[rank])
+                    content = file.read(_MOST_LAST_BYTES if is_last else _MOST_BYTES)
+                self._sent[rank] += len(content)
+                taken[rank] = note + content
         return taken
-
-
-def append(path: Path, content: bytes) -> None:
-    """On the machine of the driver."""
-    with path.open("ab") as file:
-        file.write(content)

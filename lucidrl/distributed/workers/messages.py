@@ -1,7 +1,7 @@
-"""Objects on their way between driver and workers: a pickle, and beside it the memory of tensors and arrays, uncopied.
+"""Messages between driver and workers: a pickle, followed by the memory of tensors and arrays, which is not copied.
 
-Both ends of the connection are processes of one program that trust each other. Torch is imported where tensors are made
-or taken apart: what only relays messages does without it.
+Both ends of a connection are processes of one program and trust each other. Torch is imported only where tensors are
+pickled or unpickled, so that relaying a message does not need it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     import torch
 
 SMALLEST_OWN_PART_BYTES = 1 << 14
-"""Smaller buffers stay in the pickle: a part of their own would cost more than the copy."""
+"""Smaller buffers stay in the pickle: a separate part would cost more than the copy."""
 
 _COUNT = struct.Struct(">Q")
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """An object as its parts: the pickle first, then the buffers that it refers to.
+    """An object as parts: the pickle first, then the buffers that it refers to.
 
-    Arrays and not memoryviews: one of these that looks at another must not be cleared by the garbage collector, which
-    is what happens to a message in the frames of an error.
+    Buffers are arrays: the garbage collector must not clear a memoryview of a memoryview, as it would for a message
+    in the frames of an error.
     """
 
     parts: Sequence[Any]
 
     @classmethod
     def of(cls, content: Any) -> Self:
-        """Refers to the memory of `content`, which must not change before the message is sent."""
+        """Pickle `content` without copying its memory, which must not change before the message is sent."""
         pickled, buffers = io.BytesIO(), []
 
         def keep_in_pickle(buffer: pickle.PickleBuffer) -> bool:
@@ -50,34 +50,34 @@ class Message:
         return cls([pickled.getvalue(), *buffers])
 
     def writable(self) -> Message:
-        """A copy whose buffers are its own, as the object needs if those of the message are shared with others."""
+        """Copy the buffers, for a message whose memory is shared with other processes."""
         pickled, *buffers = self.parts
         return Message([pickled, *(np.array(buffer, np.uint8) for buffer in buffers)])
 
     def content(self) -> Any:
-        """The object; its tensors use the memory of the message."""
+        """Unpickle the object; its tensors use the memory of the message."""
         return pickle.loads(self.parts[0], buffers=self.parts[1:])
 
 
 class Stored(Message):
-    """Content that several calls pass on: pickled once, and under Ray once in the object store of each node.
+    """An argument of several calls: pickled once, and under Ray stored once per node.
 
-    Pass it as a positional argument of a call; the worker's method gets the content.
+    Pass it as a positional argument; the worker's method gets the content.
     """
 
     reference: Any = None
-    """Ray's reference, once it is in the object store."""
+    """Ray's object reference, once stored."""
 
 
 @dataclass(frozen=True)
 class _StoredIndex:
-    """Stands for the content of a `Stored` argument in the message of its call."""
+    """Placeholder of a `Stored` argument in the message of its call."""
 
     index: int
 
 
 def call_messages(method: Any, args: Sequence[Any], kwargs: Any) -> list[Message]:
-    """A call as messages: the call itself, then what its arguments refer to by `Stored`."""
+    """A call as messages: the call itself, then its `Stored` arguments."""
     stored = [arg for arg in args if isinstance(arg, Stored)]
     if stored:
         args = [_StoredIndex(stored.index(arg)) if isinstance(arg, Stored) else arg for arg in args]
@@ -85,27 +85,31 @@ def call_messages(method: Any, args: Sequence[Any], kwargs: Any) -> list[Message
 
 
 def call_of(messages: Sequence[Message]) -> tuple[Any, Sequence[Any], Any]:
-    """What `call_messages` was given, with the content of stored arguments."""
+    """The inverse of `call_messages`, with the content of stored arguments."""
     method, args, kwargs = messages[0].content()
     stored = [message.content() for message in messages[1:]]
     return method, [stored[arg.index] if isinstance(arg, _StoredIndex) else arg for arg in args], kwargs
 
 
+def receive_number(connection: socket.socket) -> int:
+    """Receive eight bytes, big-endian; EOFError if the other end is closed."""
+    return _COUNT.unpack(_read(connection, _COUNT.size))[0]
+
+
 def send_messages(connection: socket.socket, messages: Sequence[Message]) -> None:
-    """Blocks until the other end has taken all; OSError if that is gone."""
+    """Send all messages; OSError if the other end is closed."""
     connection.sendall(_COUNT.pack(len(messages)))
     for message in messages:
         send(connection, message)
 
 
 def receive_messages(connection: socket.socket) -> list[Message]:
-    """Blocks until all have come; EOFError if the other end is gone."""
-    (count,) = _COUNT.unpack(_read(connection, _COUNT.size))
-    return [receive(connection) for _ in range(count)]
+    """Receive what `send_messages` sent; EOFError if the other end is closed."""
+    return [receive(connection) for _ in range(receive_number(connection))]
 
 
 def send(connection: socket.socket, message: Message) -> None:
-    """Blocks until the other end has taken it; OSError if that is gone."""
+    """Send one message; OSError if the other end is closed."""
     sizes = [len(message.parts), *(len(part) for part in message.parts)]
     connection.sendall(b"".join(map(_COUNT.pack, sizes)))
     for part in message.parts:
@@ -113,10 +117,9 @@ def send(connection: socket.socket, message: Message) -> None:
 
 
 def receive(connection: socket.socket) -> Message:
-    """Blocks until a message has come whole; EOFError if the other end is gone."""
-    (num_parts,) = _COUNT.unpack(_read(connection, _COUNT.size))
-    sizes = [size for (size,) in _COUNT.iter_unpack(_read(connection, num_parts * _COUNT.size))]
-    return Message([_read(connection, size) for size in sizes])
+    """Receive one message; EOFError if the other end is closed."""
+    sizes = _read(connection, receive_number(connection) * _COUNT.size)
+    return Message([_read(connection, size) for (size,) in _COUNT.iter_unpack(sizes)])
 
 
 def _read(connection: socket.socket, size_bytes: int) -> Any:
@@ -131,7 +134,7 @@ def _read(connection: socket.socket, size_bytes: int) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Offers the memory of ordinary CPU tensors as buffers; torch's own way copies it several times."""
+    """Pickles ordinary CPU tensors as buffers; torch's own reduction copies them several times."""
 
     def reducer_override(self, value: Any) -> Any:
         import torch

@@ -1,4 +1,4 @@
-"""What became of a call to a worker, and the one error text for each way in which it can fail."""
+"""Outcomes of a call to a worker, and the error text of each failure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from lucidrl.errors import LostWorkerError, LucidError, WorkerError
 
 if TYPE_CHECKING:
-    from lucidrl.distributed.workers.interfaces import NodeLost, WorkerLabel, WorkerReport, Workers
+    from lucidrl.distributed.workers.interfaces import NodeLost, WorkerLabel, WorkerReport
     from lucidrl.distributed.workers.messages import Message
+    from lucidrl.distributed.workers.processes import Workers
 
 START = "the start"
 """The phase before the first call."""
@@ -40,45 +41,45 @@ class Raised:
 
 @dataclass(frozen=True)
 class Exited:
-    """The process ended before it answered."""
+    """The process exited before it replied."""
 
     how: str = "exited"
-    """A verb with the cause."""
+    """Verb and cause, for instance `exited with code 3`."""
 
 
 Outcome = Returned | Raised | Exited
-"""A worker without an outcome at the timeout has timed out."""
+"""A worker that has none at the timeout has timed out."""
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - the cause of an error, never raised by itself
-    """Where another process raised, as text."""
+    """The traceback of another process, as text."""
 
     def __str__(self) -> str:
         return "\n" + self.args[0]
 
 
 def describe_error(error: BaseException) -> Raised:
-    """What the driver needs to report an exception, which may itself refuse to be pickled."""
+    """Convert an exception, which may not be picklable, for the driver to report."""
     summary = "".join(traceback.format_exception_only(error)).strip()
     trace = "".join(traceback.format_exception(error))
     return Raised(summary, trace, error if isinstance(error, LucidError) and _can_be_pickled(error) else None)
 
 
-def outcome_of(answer: Message | Exited) -> Outcome:
-    """What an answer says."""
-    if isinstance(answer, Exited):
-        return answer
+def outcome_of(reply: Message | Exited) -> Outcome:
+    """Unpickle a reply."""
+    if isinstance(reply, Exited):
+        return reply
     try:
-        return answer.content()
+        return reply.content()
     except Exception as error:
-        return Raised(f"its result cannot be read here: {type(error).__name__}: {error}", "", None)
+        return Raised(f"its result cannot be unpickled: {type(error).__name__}: {error}", "", None)
 
 
 def explain_failure(phase: str, timeout_s: float, outcomes: Mapping[int, Outcome], workers: Workers) -> LucidError:
-    """The error to raise, for workers of which at least one did not return.
+    """The error to raise for workers of which at least one did not return.
 
-    An exited worker is the cause even if another one noticed first, in a collective; then errors of ours, which are
-    raised on purpose; then what was raised first. If nothing was raised, the timeout has passed.
+    The root cause is, in this order: a worker that exited, even if another one failed first in a collective; a
+    `LucidError`; the first other error; the timeout.
 
     Raises:
         NodeLost: if that turns out to be the cause.
@@ -96,12 +97,12 @@ def explain_failure(phase: str, timeout_s: float, outcomes: Mapping[int, Outcome
 
 
 def explain_loss(lost: NodeLost, phase: str, labels: Sequence[WorkerLabel]) -> WorkerError:
-    """The error to raise for a node that was lost with all its workers: one, however many they were."""
+    """The one error to raise for a node that was lost with all its workers."""
     of_node = [labels[rank] for rank in lost.ranks]
     last_lines = [_last_lines(label, tail) for label, tail in zip(of_node, lost.tails, strict=False)]
     error = LostWorkerError(
         f"node {lost.node} with {_listed(of_node)} of {_total(labels)} was lost in {phase}: {lost}"
-        f"{_and_all_ended(labels)}{''.join(last_lines)}"
+        f"{_and_all_killed(labels)}{''.join(last_lines)}"
     )
     error.__cause__, error.node = lost.__cause__, lost.node
     return error
@@ -109,10 +110,10 @@ def explain_loss(lost: NodeLost, phase: str, labels: Sequence[WorkerLabel]) -> W
 
 def _exited(outcome: Exited, number: int, workers: Workers, phase: str) -> WorkerError:
     label, report = workers.labels[number], workers.report([number], with_stacks=False)[number]
-    text = f"{_named(label, workers)} {outcome.how} in {phase}{_and_all_ended(workers.labels)}"
+    text = f"{_named(label, workers)} {outcome.how} in {phase}{_and_all_killed(workers.labels)}"
     if phase == START and label.wrapper and not report.tail:
         text += (
-            f". It wrote nothing, and {label.wrapper} ran it: read the output of {label.wrapper}, or take it off PATH"
+            f". It wrote nothing; {label.wrapper} ran it: read the output of {label.wrapper}, or remove it from PATH"
         )
     elif phase == START and not report.tail and label.hosting.imports_main:
         text += (
@@ -124,7 +125,7 @@ def _exited(outcome: Exited, number: int, workers: Workers, phase: str) -> Worke
 
 def _raised(outcome: Raised, number: int, late: Sequence[int], workers: Workers, phase: str) -> LucidError:
     label = workers.labels[number]
-    # If the worker gave up waiting for another one, that one is what to look at; and its node may be lost.
+    # The worker may have failed because it waited for a late one.
     others = workers.report(late, with_stacks=True)
     error: LucidError
     if outcome.lucid_error is not None:
@@ -132,7 +133,7 @@ def _raised(outcome: Raised, number: int, late: Sequence[int], workers: Workers,
         where = f"; its output is in {label.log_path}" if label.log_path is not None else ""
         error.add_note(f"raised by {_named(label, workers)} in {phase}{where}")
     else:
-        text = f"{_named(label, workers)} failed in {phase}: {outcome.summary}{_and_all_ended(workers.labels)}"
+        text = f"{_named(label, workers)} failed in {phase}: {outcome.summary}{_and_all_killed(workers.labels)}"
         own = workers.report([number], with_stacks=False)[number]
         error = WorkerError(text + _last_lines(label, own.tail) + _stacks(others, workers))
     error.__cause__ = RemoteTraceback(outcome.trace)
@@ -145,7 +146,7 @@ def _timed_out(late: Sequence[int], workers: Workers, phase: str, timeout_s: flo
     setting = hosting.start_setting if phase == START else hosting.call_setting
     text = (
         f"{_listed([labels[rank] for rank in late])} of {_total(labels)}{_on_nodes(late, workers)} did not finish "
-        f"{phase} within {timeout_s:g} s{_and_all_ended(labels)}. If it needs longer, raise {setting}"
+        f"{phase} within {timeout_s:g} s{_and_all_killed(labels)}. If it needs longer, raise {setting}"
     )
     reports = workers.report(late, with_stacks=True)
     last_lines = [_last_lines(labels[number], report.tail) for number, report in reports.items()]
@@ -159,7 +160,7 @@ def _named(label: WorkerLabel, workers: Workers) -> str:
 
 
 def _on_nodes(numbers: Sequence[int], workers: Workers) -> str:
-    """Where workers are, if not on this machine."""
+    """The nodes of workers that are not on this machine."""
     nodes = list(dict.fromkeys(node for number in numbers if (node := workers.labels[number].node) is not None))
     return f" on node{'s' if len(nodes) > 1 else ''} {', '.join(nodes)}" if nodes else ""
 
@@ -173,9 +174,9 @@ def _total(labels: Sequence[WorkerLabel]) -> int:
     return labels[0].hosting.total(len(labels))
 
 
-def _and_all_ended(labels: Sequence[WorkerLabel]) -> str:
-    """What becomes of the group, unless it is one of a pool that goes on."""
-    return f"; all {labels[0].hosting.role}s were ended" if labels[0].hosting.numbering.total is None else ""
+def _and_all_killed(labels: Sequence[WorkerLabel]) -> str:
+    """What happened to the rest of the group; the other workers of a pool go on."""
+    return f"; all {labels[0].hosting.role}s were killed" if labels[0].hosting.pool_size is None else ""
 
 
 def _last_lines(label: WorkerLabel, tail: str) -> str:
@@ -186,7 +187,7 @@ def _last_lines(label: WorkerLabel, tail: str) -> str:
 
 
 def _stacks(reports: Mapping[int, WorkerReport], workers: Workers) -> str:
-    """Where workers are that are still busy."""
+    """The stacks of busy workers."""
     text = ""
     for number, report in reports.items():
         if report.stack:

@@ -1,6 +1,6 @@
-"""Where a process is: on which node, and at which address others reach that.
+"""The node of a process, and the address at which other nodes reach it.
 
-Under Ray a node is what Ray calls one, told to a rank by whoever starts it there; otherwise it is the machine.
+Under Ray this is Ray's node, which the `NodeAgent` passes to its workers in variables; otherwise it is the machine.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _MACHINE_ID = Path("/etc/machine-id")
 
 @dataclass(frozen=True)
 class Place:
-    """Of a worker."""
+    """Where a worker runs."""
 
     node: str
-    """Ray's id of the node, or one of the machine."""
+    """Ray's id of the node, or an id of the machine."""
     ip: str
-    """At which other nodes reach it; without Ray there are none, and it is that of the loopback interface."""
+    """Address for other nodes; without Ray that of the loopback interface."""
     device: str
-    """What all processes that use the worker's device call it."""
+    """The worker's device, by a name that is the same in all processes."""
 
 
 def place_with(device: str) -> Place:
-    """Where this process is."""
+    """The place of this process."""
     return Place(node_id(), os.environ.get(_IP_VARIABLE, LOOPBACK), device)
 
 
 def node_id() -> str:
-    """Of the node that this process runs on; that of a machine is the same at every start."""
+    """Id of the node that this process runs on; that of a machine is the same at every start."""
     if _NODE_VARIABLE in os.environ:
         return os.environ[_NODE_VARIABLE]
     # Containers made from one image may share the machine's id, and machines a name; hardly ever both.
@@ -45,5 +45,5 @@ def node_id() -> str:
 
 
 def node_environment(node: str, ip: str) -> Mapping[str, str]:
-    """Variables that tell a process where it is."""
+    """Variables with the place of a process."""
     return {_NODE_VARIABLE: node, _IP_VARIABLE: ip}

@@ -1,7 +1,7 @@
 """`WorkerPool`: independent workers with futures and restarts.
 
-Workers of a pool do not know each other: one that exits or hangs takes nothing with it but the call it was busy with.
-Each has a thread of the driver that calls it, so that calls of one worker run in order and those of several overlap.
+A worker that exits or hangs loses only its pending calls. The driver has one thread per worker: calls of one worker run
+in order, those of several overlap.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.workers.interfaces import Arguments, Hosting, Numbering, Worker
+from lucidrl.distributed.workers.interfaces import Arguments, Hosting, Worker
 from lucidrl.distributed.workers.processes import ProcessGroup
-from lucidrl.distributed.workers.restarts import Restarts
-from lucidrl.errors import LostWorkerError, LucidError, WorkerError
+from lucidrl.errors import ConfigError, LostWorkerError, LucidError, WorkerError
 from lucidrl.utils.watching import wait_watching
 
 _log = logging.getLogger(__name__)
@@ -30,14 +29,16 @@ T = TypeVar("T")
 
 
 class PoolWorker:
-    """One worker of a pool, through all its processes."""
+    """One worker of a pool, across its restarts."""
 
-    def __init__(self, pool: WorkerPool, number: int, start_process: Callable[[int], ProcessGroup]):
+    def __init__(self, number: int, start_process: Callable[[int], ProcessGroup]):
         self.number = number
         self.loss: LostWorkerError | None = None
-        """How its process was lost, until it is restarted."""
+        """Why its process was lost; None while it runs."""
         self.num_starts = 0
-        self._pool, self._start_process = pool, start_process
+        self.restarts_in_a_row = 0
+        """Consecutive restarts without a success in between."""
+        self._start_process = start_process
         self._process: ProcessGroup | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
@@ -46,15 +47,15 @@ class PoolWorker:
 
     @property
     def process(self) -> ProcessGroup:
-        """The process that it has now."""
+        """Its current process."""
         assert self._process is not None, f"worker {self.number} has not started"
         return self._process
 
     def run(self, method: str, *args: Any, timeout_s: float | None = None, phase: str | None = None) -> Any:
-        """Call a method of the worker and wait; for functions that run in its thread, see `WorkerPool.each`.
+        """Call a method of the worker and wait; only in its thread, see `WorkerPool.each`.
 
         Args:
-            phase: what errors call it; by default the method.
+            phase: how errors name the call; by default the method.
 
         Raises:
             LostWorkerError: if its process exits or times out.
@@ -63,11 +64,11 @@ class PoolWorker:
         return result
 
     def succeeded(self) -> None:
-        """The worker finished a piece of work: it may be restarted `max_restarts` times in a row again."""
-        self._pool.restarts.succeeded(self.number)
+        """Reset the count of consecutive restarts after finished work."""
+        self.restarts_in_a_row = 0
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Let its thread do something after all that was submitted before."""
+        """Run a function in its thread, after everything submitted before."""
         future: Future[T] = Future()
 
         def do() -> None:
@@ -118,22 +119,21 @@ class PoolWorker:
 class WorkerPool:
     """Workers in processes of this machine or of a Ray cluster; all have started when the constructor returns.
 
-    Nothing is restarted by itself: a call of a worker whose process is lost raises, `restart_lost` starts another
-    process for it, and the caller sends the call again.
+    The caller decides about restarts: a call of a lost worker raises, `restart_lost` starts another process, and the
+    caller retries the call.
 
     Args:
         worker_class: any class with a `shutdown` method, importable by name.
-        arguments: of the constructor of each worker; as many as there are workers.
-        cluster: where they run, their threads and timeouts; its number of workers and nodes does not count.
-        hosting: how the processes are set up; the pool numbers them.
-        ray_options: of each worker, in place of those of `hosting`.
+        arguments: of the constructor, one per worker.
+        cluster: where workers run, their threads and timeouts; its number of workers and nodes is ignored.
+        hosting: how the processes are set up.
+        ray_options: one per worker, instead of those of `hosting`.
         max_restarts: consecutive restarts of one worker without a success in between (`PoolWorker.succeeded`).
-        setting: prefix of the settings that the caller's errors name, such as `policy.generation.`.
-        size_setting: the setting that says how many workers there are.
-        on_start: called with a worker after each of its starts, in its thread; for what a new process has to know.
+        setting: prefix of setting names in errors, such as `policy.generation.`.
+        on_start: called with a worker after each of its starts, in its thread, to restore its state.
 
     Raises:
-        WorkerError: if a worker does not start; errors of ours that one raises keep their type. All have ended then.
+        WorkerError: if a worker does not start; a `LucidError` of a worker keeps its type. All workers are killed.
     """
 
     def __init__(
@@ -146,26 +146,29 @@ class WorkerPool:
         ray_options: Sequence[Mapping[str, Any]] | None = None,
         max_restarts: int = 0,
         setting: str = "",
-        size_setting: str = "num_workers",
         on_start: Callable[[PoolWorker], None] | None = None,
     ):
         cluster, hosting = (cluster or ClusterConfig()).of_one(), hosting or Hosting(role="worker")
-        self.restarts = Restarts(max_restarts, f"{setting}max_restarts")
-        self._role = hosting.role
+        if max_restarts < 0:
+            raise ConfigError(
+                f"{setting}max_restarts={max_restarts} is negative; give 0 to never restart, or a positive number"
+            )
+        self.max_restarts = max_restarts
+        self.num_restarts = 0
+        """Of all workers."""
+        self._restarts_setting = f"{setting}max_restarts"
+        self._hosting = replace(hosting, pool_size=len(arguments), size_setting=f"{setting}num_workers")
         self._on_start = on_start
         self._ended = False
         self._are_recording = False
         self._noting = threading.Lock()
 
-        self._hosting = hosting
-
         def start_process(number: int) -> ProcessGroup:
-            numbering = Numbering(number, len(arguments), f"{setting}{size_setting}")
             options = hosting.ray_options if ray_options is None else ray_options[number]
-            own_hosting = replace(self._hosting, numbering=numbering, ray_options=options)
+            own_hosting = replace(self._hosting, first_number=number, ray_options=options)
             return ProcessGroup(worker_class, arguments[number], cluster, own_hosting)
 
-        self.workers = [PoolWorker(self, number, start_process) for number in range(len(arguments))]
+        self.workers = [PoolWorker(number, start_process) for number in range(len(arguments))]
         self._start(self.workers)
         if lost := [worker.loss for worker in self.workers if worker.loss is not None]:
             self.kill()
@@ -179,10 +182,9 @@ class WorkerPool:
     def submit(
         self, number: int, method: str, *args: Any, timeout_s: float | None = None, phase: str | None = None
     ) -> Future[Any]:
-        """Call a method of a worker after all that was submitted to it before; `Future.result` raises what it raises.
+        """Call a method of a worker, after everything submitted to it before; the timeout begins with the call.
 
-        The timeout begins with the call. A lost process raises LostWorkerError, and `loss` says so until the worker is
-        restarted.
+        `Future.result` raises LostWorkerError if the process is lost; `PoolWorker.loss` is set until a restart.
         """
         worker = self.workers[number]
 
@@ -201,16 +203,16 @@ class WorkerPool:
         workers: Sequence[PoolWorker] | None = None,
         watch: Callable[[], None] | None = None,
     ) -> list[T]:
-        """Do something with all workers, or some, at the same time, each in its thread.
+        """Run a function for all workers, or some, at the same time, each in its thread.
 
         Args:
             watch: see `wait_watching`.
 
         Returns:
-            The results, without those of workers that were lost meanwhile; `PoolWorker.loss` says which these are.
+            The results, without those of workers that were lost; these have `PoolWorker.loss` set.
 
         Raises:
-            What else one of them raises, or `watch`, as soon as it does; all workers are killed then.
+            The first other error, of a function or of `watch`; all workers are killed.
         """
         chosen = self.workers if workers is None else workers
         lost = object()
@@ -236,47 +238,49 @@ class WorkerPool:
         return [result for result in results if result is not lost]
 
     def move_logs(self, folder: Path) -> None:
-        """Let workers of this machine write their logs to another folder from now on, after a restart too."""
+        """Let workers of this machine write their logs to another folder, also after restarts."""
         self._hosting = replace(self._hosting, log_dir=folder)
         self.each(lambda worker: worker.process.move_logs(folder))
 
     def restart_lost(self) -> list[PoolWorker]:
-        """Start another process for each worker whose process was lost, and return these workers.
+        """Restart all lost workers and return them.
 
         Raises:
-            WorkerError: if one was restarted `max_restarts` times in a row, with the last loss as its cause.
+            WorkerError: if a worker has no restart left, with the last loss as its cause.
         """
         restarted: list[PoolWorker] = []
         while lost := self.lost:
             for worker in lost:
-                loss = worker.loss
-                if not self.restarts.take(worker.number):
+                if worker.restarts_in_a_row >= self.max_restarts:
                     raise WorkerError(
-                        f"{self._role} {worker.number} was lost again after {self.restarts.max_restarts} restarts in a "
-                        f"row, and {self.restarts.setting}={self.restarts.max_restarts} allows no more: {loss}"
-                    ) from loss
-                _log.warning("restarting %s %d: %s", self._role, worker.number, self.restarts.described(worker.number))
+                        f"{self._name(worker)} was lost again after {self.max_restarts} restarts in a row, and "
+                        f"{self._restarts_setting}={self.max_restarts} allows no more: {worker.loss}"
+                    ) from worker.loss
+                worker.restarts_in_a_row += 1
+                self.num_restarts += 1
+                counted = f"restart {worker.restarts_in_a_row} of at most {self.max_restarts} in a row"
+                _log.warning("restarting %s: %s", self._name(worker), counted)
                 restarted += [worker] if worker not in restarted else []
             try:
                 self._start(lost)
             except LucidError as error:
-                numbers = ", ".join(str(worker.number) for worker in lost)
-                error.add_note(f"this was a restart of {self._role} {numbers}, which was lost: {lost[-1].loss}")
+                names = ", ".join(map(self._name, lost))
+                error.add_note(f"raised in the restart of {names}, which was lost: {lost[-1].loss}")
                 raise
         return restarted
 
     def start_gpu_profiling(self) -> None:
-        """Let those record that are asked to, and their restarted processes; see `lucidrl.utils.nsys`."""
+        """Start recording in the requested workers, also after restarts; see `lucidrl.utils.nsys`."""
         self._are_recording = True
         self.each(lambda worker: worker.process.start_gpu_profiling())
 
     def stop_gpu_profiling(self) -> None:
-        """Let them write what they recorded; harmless if they did not."""
+        """Stop recording and write the traces; does nothing if no worker records."""
         self._are_recording = False
         self.each(lambda worker: worker.process.stop_gpu_profiling())
 
     def shutdown(self, timeout_s: float | None = None) -> None:
-        """Let all workers finish their call and shut down; those that take longer are killed. May be called twice."""
+        """Let all workers finish their call and shut down; kill those that time out. May be called twice."""
         if self._ended:
             return
         self._ended = True
@@ -287,10 +291,10 @@ class WorkerPool:
             thread.join()
 
     def kill(self) -> None:
-        """End all workers in the middle of whatever they do, their start included; may be called twice."""
+        """Kill all workers, also while they start; may be called twice."""
         self._ended = True
         for worker in self.workers:
-            with suppress(Exception):  # one that cannot be ended must not keep the others
+            with suppress(Exception):  # the others must be killed too
                 worker.kill()
 
     def __enter__(self) -> Self:
@@ -309,7 +313,7 @@ class WorkerPool:
 
         started = []
         try:
-            # In this thread, where Ctrl-C can end it; `kill` finds all processes in what takes long.
+            # In this thread, where Ctrl-C interrupts it; `kill` reaches all processes while workers are made.
             for worker in workers:
                 try:
                     worker.start_process()
@@ -328,4 +332,7 @@ class WorkerPool:
             reported = {other.loss.node for other in self.workers if other.loss is not None}
             worker.loss = loss
         if loss.node is None or loss.node not in reported:  # a lost node is reported once
-            _log.warning("lost %s %d: %s", self._role, worker.number, str(loss))  # a record must not hold its frames
+            _log.warning("lost %s: %s", self._name(worker), str(loss))  # a record must not hold its frames
+
+    def _name(self, worker: PoolWorker) -> str:
+        return f"{self._hosting.role} {worker.number}"

@@ -1,47 +1,58 @@
-"""A process that this one started: begun by any start method, joined, killed, and explained when it is gone."""
+"""A local child process: how the driver starts, joins and kills it, and what it runs.
+
+Nothing here imports torch or numpy at import time: the child sets its environment variables before it imports them.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import logging
 import multiprocessing
 import os
 import shlex
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
+import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from multiprocessing import forkserver, resource_tracker, spawn
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TextIO, get_args
 
 import cloudpickle
 import psutil
 
-from lucidrl.distributed.workers.interfaces import StartMethod
+from lucidrl.distributed.workers.interfaces import Hosting, StartMethod
+from lucidrl.distributed.workers.outcomes import Returned, describe_error
 from lucidrl.errors import ConfigError
+from lucidrl.utils import nsys
 
-_REAP_DEADLINE_S = 5.0
+_REAP_TIMEOUT_S = 5.0
 _POLL_S = 0.05
+_DRIVER_GONE_GRACE_S = 3.0
+_PR_SET_PDEATHSIG = 1
 _main_lock = threading.Lock()
 _executable_lock = threading.Lock()
 
 
 class ChildProcess:
-    """Started at once.
+    """A process; the constructor starts it.
 
     Args:
-        target: a function of a module, which the process calls with `args`.
-        imports_main: whether the process imports the program's main module first, as objects that were pickled by
-            reference to it need. Without that a program needs no `if __name__ == "__main__":`, and the process does
-            not wait for all that the program imports.
-        preload: modules that processes of the fork server find imported; those that it has when it starts, which is
-            once in the life of the program.
-        wrapper: words of a command that runs the interpreter, which is then a process below that of the command; only
-            for `spawn`.
+        target: a function of a module; the process calls it with `args`.
+        imports_main: whether the process imports the program's main module first; objects pickled by reference to it
+            need that. Without it, a program needs no `if __name__ == "__main__":` and the process starts faster.
+        preload: modules that the fork server imports; it starts once per program, later additions have no effect.
+        wrapper: words of a command that runs the interpreter as its child; only for `spawn`.
     """
 
     def __init__(
@@ -57,23 +68,21 @@ class ChildProcess:
     ):
         if start_method not in get_args(StartMethod):
             raise ConfigError(f"start_method={start_method!r} is not one of {', '.join(get_args(StartMethod))}")
-        # The context of its own leaves the program's start method alone. Not a daemon in the sense of multiprocessing:
-        # those may not start processes, as data loaders do.
+        # A separate context leaves the program's start method alone. Not a daemon: those may not start processes, as
+        # data loaders do.
         context: Any = multiprocessing.get_context(start_method)
         self._process = context.Process(target=target, args=args, name=name, daemon=False)
         if start_method == "forkserver":
             _preload(preload)
-        self._script = _Script([*wrapper, sys.executable]) if wrapper else None
-        with (
-            nullcontext() if imports_main else main_seen_as(None, None),
-            _started_by(None if self._script is None else str(self._script.path)),
-        ):
+        self._folder = tempfile.TemporaryDirectory(prefix="lucidrl-wrapper-") if wrapper else None
+        script = _wrapper_script(self._folder.name, [*wrapper, sys.executable]) if self._folder is not None else None
+        with nullcontext() if imports_main else main_seen_as(None, None), _started_by(script):
             self._process.start()
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether another program runs the process: `pid` and the exit code are that program's."""
-        return self._script is not None
+        """Whether another program runs the process: `pid` and the exit code are those of that program."""
+        return self._folder is not None
 
     @property
     def pid(self) -> int:
@@ -85,15 +94,15 @@ class ChildProcess:
         return self._process.exitcode is not None
 
     def join(self, timeout_s: float) -> int | None:
-        """Wait for the process to end; its exit code, or None if it is still there."""
+        """Wait for the process to exit; its exit code, or None at the timeout."""
         until = time.monotonic() + timeout_s
-        # In short waits: multiprocessing waits for the end of a pipe, which a process that it started may hold open.
+        # In short waits: multiprocessing waits for the end of a pipe that a grandchild may hold open.
         while not self.has_ended and (remaining_s := until - time.monotonic()) > 0:
             self._process.join(min(remaining_s, _POLL_S))
         return self._process.exitcode
 
     def kill(self) -> None:
-        """End the process now; may be called twice."""
+        """Kill the process; may be called twice."""
         if self.is_wrapped:
             with suppress(psutil.Error):
                 for process in psutil.Process(self.pid).children(recursive=True):
@@ -102,35 +111,35 @@ class ChildProcess:
 
     def reap(self) -> None:
         """Leave no zombie after `kill`."""
-        self.join(_REAP_DEADLINE_S)
+        self.join(_REAP_TIMEOUT_S)
         self.remove_wrapper()
 
     def remove_wrapper(self) -> None:
-        """Remove the file that started a wrapped process, which has started; may be called twice."""
-        if self._script is not None:
-            self._script.remove()
+        """Remove the script of a wrapped process, once it has started; may be called twice."""
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def how_it_ended(self) -> str:
-        """For a process that is about to end or has ended: a verb with its cause."""
-        code = self.join(_REAP_DEADLINE_S)
+        """Verb and cause, for a process that has exited or is about to."""
+        code = self.join(_REAP_TIMEOUT_S)
         if code is None:
             return "closed its connection"
         if code >= 0:
-            return f"ended with exit code {code}"
+            return f"exited with code {code}"
         names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
         name = names.get(-code, f"signal {-code}")
-        return f"was ended by {name}" + (", perhaps for lack of memory," if -code == signal.SIGKILL else "")
+        return f"was killed by {name}" + (", perhaps out of memory," if -code == signal.SIGKILL else "")
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def let_fork_server_end() -> None:
-    """Let the fork server that started this process end with its driver.
+    """Let the fork server that started this process exit with its driver.
 
-    multiprocessing offers no way to close the descriptor by which a child keeps its fork server alive.
+    multiprocessing has no public way to close the descriptor by which a child keeps its fork server alive.
     """
     server: Any = forkserver._forkserver
     if server._forkserver_pid is None and server._forkserver_alive_fd is not None:
@@ -139,42 +148,30 @@ def let_fork_server_end() -> None:
 
 
 def _preload(modules: Iterable[str]) -> None:
-    """Add to what the program itself, or another part of it, wants preloaded; the list can only be set as a whole."""
+    """Add to the modules that the fork server imports; multiprocessing can only set the whole list."""
     wanted = forkserver._forkserver._preload_modules  # type: ignore[attr-defined]
     forkserver.set_forkserver_preload(list(dict.fromkeys([*wanted, *modules])))
 
 
-class _Script:
-    """A file that runs a command with the arguments that it is given, out of reach of Ctrl-C.
-
-    A terminal sends that to all processes of a group; what it means to them is for their driver to say.
-    """
-
-    def __init__(self, command: Sequence[str]):
-        self._folder = tempfile.TemporaryDirectory(prefix="lucidrl-wrapper-")
-        self.path = Path(self._folder.name, "python")
-        own_group = [sys.executable, "-ISc", "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"]
-        self.path.write_text(f'#!/bin/sh\nexec {shlex.join([*own_group, *command])} "$@"\n')
-        self.path.chmod(0o700)
-
-    def remove(self) -> None:
-        self._folder.cleanup()
+def _wrapper_script(folder: str, command: Sequence[str]) -> Path:
+    """Write a script that runs a command with its arguments in a separate process group, out of reach of Ctrl-C."""
+    path = Path(folder, "python")
+    own_group = [sys.executable, "-ISc", "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"]
+    path.write_text(f'#!/bin/sh\nexec {shlex.join([*own_group, *command])} "$@"\n')
+    path.chmod(0o700)
+    return path
 
 
 @contextmanager
-def _started_by(executable: str | None) -> Iterator[None]:
-    """multiprocessing spawns processes with this interpreter, which it can only be told for all of them.
-
-    Args:
-        executable: None for its own.
-    """
+def _started_by(executable: Path | None) -> Iterator[None]:
+    """Inside, multiprocessing spawns with another interpreter, a setting for all processes; None for its own."""
     with _executable_lock:
         if executable is None:
             yield
             return
         resource_tracker.ensure_running()  # it would be spawned that way too
         before = spawn.get_executable()
-        spawn.set_executable(executable)
+        spawn.set_executable(str(executable))
         try:
             yield
         finally:
@@ -183,7 +180,7 @@ def _started_by(executable: str | None) -> Iterator[None]:
 
 @contextmanager
 def main_seen_as(spec: ModuleSpec | None, file: str | None) -> Iterator[None]:
-    """multiprocessing, when it starts a process, sees another main module; without spec and file, as in a notebook."""
+    """Inside, multiprocessing sees another main module; without spec and file none, as in a notebook."""
     with _main_lock:
         main = sys.modules["__main__"]
         stand_in = types.ModuleType("__main__")  # with all that is in it: other threads may be pickling
@@ -196,15 +193,116 @@ def main_seen_as(spec: ModuleSpec | None, file: str | None) -> Iterator[None]:
 
 
 def pickled(what: str, content: Any) -> bytes:
-    """Content for another process, by cloudpickle: functions of any kind may be in it.
+    """Pickle content for another process with cloudpickle, which accepts any function.
 
     Raises:
         ConfigError: if it cannot be pickled.
     """
     try:
         return cloudpickle.dumps(content)
-    except Exception as error:  # pickle raises whatever the object's own methods raise
+    except Exception as error:  # pickle raises any error of the object's methods
         raise ConfigError(
             f"{what} cannot be sent to a process: {type(error).__name__}: {error}; "
-            "let it make there what cannot be pickled"
+            "create objects that cannot be pickled in that process"
         ) from error
+
+
+@dataclass(frozen=True)
+class ChildSettings:
+    """Settings of the process of a worker, from the driver."""
+
+    rank: int
+    hosting: Hosting
+    environment: Mapping[str, str]
+    num_threads: int
+    log_path: Path | None
+    """File for its output; None for the driver's output."""
+    die_with_starting_thread: bool
+    """Let Linux kill the process with the thread that started it: only right for the main thread."""
+    wrapper: Sequence[str] = ()
+    """Words of a command that runs the process, such as a profiler."""
+
+
+def serve(connection: socket.socket, settings: ChildSettings) -> None:
+    """Send the id of this process, then serve the driver's calls until it closes the connection.
+
+    The first call makes the worker, and also returns the id.
+    """
+    leave_signals_to_driver()
+    end_with_driver(settings.die_with_starting_thread)
+    if settings.log_path is not None:
+        redirect_output(settings.log_path)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the driver sends it to get the stack, once it knows the process id
+    with suppress(OSError):
+        connection.sendall(os.getpid().to_bytes(8, "big"))
+    if settings.hosting.start_method == "forkserver":
+        os.environ.clear()  # the variables are those of the fork server's start
+    os.environ.update(settings.environment)
+    nsys.take_request_from_environment()
+
+    import torch
+
+    from lucidrl.distributed.workers.messages import Message, call_of, receive_messages, send
+
+    torch.set_num_threads(settings.num_threads)
+    worker: Any = None
+
+    def run(messages: Sequence[Message]) -> Returned:
+        nonlocal worker
+        method, args, kwargs = call_of(messages)
+        if worker is None:
+            worker = method(*args, **kwargs)
+            return Returned(os.getpid())
+        call = method if callable(method) else attrgetter(method)(worker)
+        return Returned(call(*args, **kwargs))
+
+    with suppress(EOFError, OSError):  # the driver closed the connection or exited
+        while True:
+            request = receive_messages(connection)
+            try:
+                reply = Message.of(run(request))
+            except BaseException as error:  # SystemExit too: the driver reports it and kills this process
+                if settings.log_path is not None:
+                    traceback.print_exc()
+                reply = Message.of(describe_error(error))
+            send(connection, reply)
+            del request, reply  # an idle worker holds no batch
+    if worker is not None:
+        worker.shutdown()
+
+
+def leave_signals_to_driver() -> None:
+    """Ignore Ctrl-C and SIGHUP, which reach every process of a terminal: the driver decides."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_with_driver(die_with_starting_thread: bool) -> None:
+    """Make this process exit when the driver is killed; for `die_with_starting_thread` see `ChildSettings`."""
+    if die_with_starting_thread and sys.platform == "linux":
+        # It also kills a process that is stopped, or stuck in native code.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        let_fork_server_end()
+
+    def watch() -> None:
+        driver = multiprocessing.parent_process()
+        assert driver is not None
+        driver.join()
+        time.sleep(_DRIVER_GONE_GRACE_S)  # an idle worker sees the closed connection and exits by itself
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="driver-watch", daemon=True).start()
+
+
+def redirect_output(path: Path) -> None:
+    """Redirect output of Python and native code to the log, line by line."""
+    with path.open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.stdout, sys.stderr = (_line_buffered(descriptor) for descriptor in (1, 2))
+
+
+def _line_buffered(descriptor: int) -> TextIO:
+    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)

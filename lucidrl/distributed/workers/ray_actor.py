@@ -1,97 +1,153 @@
-"""The Ray actor that runs workers on a node: it starts them as processes of its machine, and relays calls and answers.
+"""The Ray actor that starts the workers of a node as processes of its machine and relays calls and replies.
 
-Everything happens in the main thread of one actor, in calls of a second at most, so that the driver can always make the
-next call, and an agent that does not answer is broken. The workers end with their agent: Linux ends them.
+Everything runs in the actor's main thread, in calls of a second at most: an agent that does not reply is broken. Linux
+kills the workers when their agent exits.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from importlib.machinery import ModuleSpec
+from multiprocessing import spawn
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from lucidrl.distributed.workers.child import leave_signals_to_driver
-from lucidrl.distributed.workers.environment import (
-    DriverProgram,
-    listen_for_ranks,
-    rank_environment,
-    threads_per_worker,
-)
-from lucidrl.distributed.workers.interfaces import Hosting, WorkerReport
-from lucidrl.distributed.workers.local import LocalWorkers, child_settings
+from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.workers.interfaces import Hosting
+from lucidrl.distributed.workers.local import LocalWorkers, listen_for_ranks
 from lucidrl.distributed.workers.logs import LogFolder, NewOutput
 from lucidrl.distributed.workers.messages import Message
 from lucidrl.distributed.workers.outcomes import Exited
-from lucidrl.distributed.workers.place import node_environment
-from lucidrl.profiling.settings import traces_folder
+from lucidrl.distributed.workers.place import LOOPBACK, node_environment
+from lucidrl.distributed.workers.process import leave_signals_to_driver, main_seen_as
+from lucidrl.profiling.settings import FOLDER_VARIABLE, traces_folder
 from lucidrl.utils import nsys
 from lucidrl.utils.nsys_launch import lacks_nsys
 
 _POLL_S = 0.5
+_PASSED = re.compile(
+    r"(LUCIDRL|NRL|OMP|MKL|KMP|GLOO|NCCL|TORCH|TORCHRL|TORCHINDUCTOR|PYTORCH|TRANSFORMERS|TOKENIZERS|HF|CUBLAS|NVIDIA_TF32)_\w+"
+)
+_SECRET = re.compile(r"KEY|TOKEN(?!IZERS_)|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class NodeFacts:
-    """Where an agent is."""
+class DriverProgram:
+    """The driver's modules, main module and variables, for workers on other machines; without secrets."""
 
-    node_id: str
-    ip: str
+    paths: Sequence[str]
+    """The module search path without installed packages."""
+    folder: str
+    """The working directory, for relative paths."""
+    arguments: Sequence[str]
+    main_name: str | None
+    """The main module, if it was started as `python -m`."""
+    main_file: str | None
+    """The file of the main module otherwise; None in a notebook."""
+    environment: Mapping[str, str]
+
+    @classmethod
+    def of_this_process(cls) -> DriverProgram:
+        # Raises in a rank that imports the main module of a program without `if __name__ == "__main__":`.
+        main = spawn.get_preparation_data("rank")
+        profiling = {**nsys.request_environment(), FOLDER_VARIABLE: str(traces_folder())}
+        return cls(
+            paths=own_paths(),
+            folder=os.getcwd(),
+            arguments=tuple(sys.argv),
+            main_name=main.get("init_main_from_name"),
+            main_file=main.get("init_main_from_path"),
+            environment={**passed_variables(), **profiling},
+        )
+
+    @property
+    def runtime_env(self) -> dict[str, Any]:
+        """Ray's `runtime_env` of an actor that imports the driver's version of the modules, on any node."""
+        return {"env_vars": {"PYTHONPATH": os.pathsep.join([*self.paths, "${PYTHONPATH}"])} if self.paths else {}}
+
+    def enter(self) -> None:
+        """Give this process and its children the modules, working directory and variables of the driver."""
+        sys.path[:0] = [path for path in self.paths if path not in sys.path]
+        sys.argv = list(self.arguments)
+        with suppress(OSError):  # not on this machine
+            os.chdir(self.folder)
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it for all processes of a node
+        os.environ.update(self.environment)
+
+    def as_main(self) -> AbstractContextManager[None]:
+        """Inside, new processes import the driver's main module, if it exists on this machine."""
+        if self.main_name is not None:
+            with suppress(ImportError, ValueError):
+                if importlib.util.find_spec(self.main_name) is not None:
+                    return main_seen_as(ModuleSpec(self.main_name, None), None)
+        file = self.main_file
+        return main_seen_as(None, file if file is not None and Path(file).exists() else None)
+
+
+def own_paths() -> list[str]:
+    """Absolute entries of the search path that do not belong to the interpreter."""
+    installed = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
+    entries = [Path(entry).resolve() for entry in sys.path if os.path.exists(entry or ".")]
+    return list(dict.fromkeys(str(entry) for entry in entries if installed.isdisjoint([entry, *entry.parents])))
+
+
+def passed_variables() -> dict[str, str]:
+    """Variables that change what a rank computes."""
+    return {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name) and not _SECRET.search(name)}
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What runs on a node."""
+    """The workers to start on a node."""
 
+    ranks: range
+    cluster: ClusterConfig
     hosting: Hosting
     """With the driver's log folder."""
-    ranks: range
-    world_size: int
-    ip: str
-    """Of the node: at which its workers talk to the others."""
     store: tuple[str, int] | None
-    """Address and port of the store at which ranks meet."""
-    num_threads: int | None
-    """Of each worker; None for a share of the node's cores."""
+    """Address and port of the store for the rendezvous of the ranks."""
     with_gpus: bool
-    mark: str | None
-    """Name of a file in the log folder: a node that sees it shares the folder."""
-    profiling: Mapping[str, str]
-    """Variables that say what to record, and into which folder."""
-    traces_mark: str | None
-    """Name of a file in that folder, if anything is recorded."""
+    logs_mark: Path | None
+    """A file in the log folder: a node that sees it shares the folder."""
+    traces_mark: Path | None
+    """A file in the folder of traces, if workers record."""
 
 
 @dataclass(frozen=True)
 class NodeStart:
-    """How a plan was carried out."""
+    """The result of starting a plan."""
 
     wrappers: Sequence[str]
-    """The program that runs each worker, such as a profiler; empty if none does."""
+    """The program that runs each worker, such as a profiler; empty strings without one."""
     lacks_nsys: bool
-    """A worker records, and Nsight Systems, which would run it, is not installed here."""
+    """Whether a worker should run under Nsight Systems, which is not installed here."""
     sees_logs: bool
     """Whether the node shares the driver's log folder."""
     keeps_traces: bool
-    """A worker records into a folder that the driver does not see."""
+    """Whether a worker writes traces into a folder that the driver does not see."""
 
 
 @dataclass(frozen=True)
 class NodeNews:
-    """What happened on a node since the last time."""
+    """Replies, output and exits on a node since the last call."""
 
-    answers: Sequence[tuple[int, Message | Exited]] = ()
+    replies: Sequence[tuple[int, Message | Exited]] = ()
     logs: Mapping[int, bytes] = field(default_factory=dict)
-    """Output of workers, if the driver cannot read it itself."""
+    """New output of workers, if the driver does not see their log files."""
     exit_codes: Mapping[int, int | None] = field(default_factory=dict)
 
 
@@ -99,89 +155,72 @@ class NodeAgent:
     """The class of the Ray actor.
 
     Args:
-        program: that drives the workers.
+        program: the driver of the workers.
     """
 
     def __init__(self, program: DriverProgram):
+        import ray
+
         leave_signals_to_driver()
         end_with_node()
         program.enter()
+        nsys.take_request_from_environment()
         self._program = program
+        self._node_id, self._ip = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         self._listener: socket.socket | None = None
         self._workers: LocalWorkers | None = None
         self._output = NewOutput({})
         self._temporary_dir: Path | None = None
 
-    def facts(self) -> NodeFacts:
-        import ray
-
-        return NodeFacts(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+    def node(self) -> tuple[str, str]:
+        """Id and address of the node."""
+        return self._node_id, self._ip
 
     def listen(self, ip: str) -> int:
-        """Reserve a port for the store at which ranks meet, on one address of this node; returns the port."""
+        """Reserve a port for the rendezvous store at one address of this node; returns the port."""
         self._listener = listen_for_ranks(ip)
         return self._listener.getsockname()[1]
 
     def start(self, plan: NodePlan) -> NodeStart:
         """Start the processes; they wait for their first call."""
-        os.environ.update(plan.profiling)
-        nsys.take_request_from_environment()
-        hosting = plan.hosting
-        if plan.mark is not None and not (Path(str(hosting.log_dir)) / plan.mark).exists():
+        hosting, ranks = plan.hosting, plan.ranks
+        if plan.logs_mark is not None and not plan.logs_mark.exists():
             self._temporary_dir = Path(tempfile.mkdtemp(prefix="lucidrl-logs-"))
             hosting = replace(hosting, log_dir=self._temporary_dir)
         logs = LogFolder(hosting.log_dir, hosting.log_name)
         if self._temporary_dir is not None:
-            self._output = NewOutput({rank: logs.of_worker(hosting.number(rank)) for rank in plan.ranks})
-        num_threads = plan.num_threads or threads_per_worker(hosting.total(len(plan.ranks)))
-        settings = [
-            child_settings(rank, hosting, self._environment(plan, rank, num_threads), num_threads, logs)
-            for rank in plan.ranks
-        ]
+            self._output = NewOutput({rank: logs.of_worker(hosting.number(rank)) for rank in ranks})
         with self._program.as_main() if hosting.imports_main else nullcontext():
-            self._workers = LocalWorkers(settings)
-        if self._listener is not None:
-            self._workers.host_store(self._listener)
-        names = [nsys.worker_name(hosting.name, hosting.number(rank)) for rank in plan.ranks]
-        recorded = [name for name in names if nsys.matches(name)]
-        is_seen = plan.traces_mark is None or (traces_folder() / plan.traces_mark).exists()
+            self._workers = LocalWorkers(ranks, plan.cluster, hosting, logs, self._environment(plan), plan.store)
+        self._workers.host_store(self._listener)
+        recorded = [name for name in map(hosting.profiled_name, ranks) if nsys.matches(name)]
         return NodeStart(
             wrappers=[label.wrapper for label in self._workers.labels],
             sees_logs=self._temporary_dir is None,
             lacks_nsys=any(map(lacks_nsys, recorded)),
-            keeps_traces=bool(recorded) and not is_seen,
+            keeps_traces=bool(recorded) and plan.traces_mark is not None and not plan.traces_mark.exists(),
         )
 
     def send(self, indices: Mapping[int, Sequence[int]], *messages: Message) -> NodeNews:
-        """Send each worker its messages, given as indices; these are once in the object store of this node."""
-        assert self._workers is not None
-        self._workers.send({rank: [messages[index] for index in of_rank] for rank, of_rank in indices.items()})
+        """Send each worker its messages, given as indices, so that each message is passed to this node once."""
+        self.call("send", {rank: [messages[index] for index in of_rank] for rank, of_rank in indices.items()})
         return NodeNews()
 
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the node's `LocalWorkers`."""
+        assert self._workers is not None
+        return getattr(self._workers, method)(*args)
+
     def poll(self, timeout_s: float) -> NodeNews:
-        """Answers that have not been given yet; waits for one, or until the time is over."""
-        assert self._workers is not None
-        return NodeNews(self._workers.poll(timeout_s), self._output.take())
+        """Return new replies; wait up to `timeout_s` for the first."""
+        return NodeNews(self.call("poll", timeout_s), self._output.take())
 
-    def dead(self) -> dict[int, Exited]:
-        assert self._workers is not None
-        return self._workers.dead()
-
-    def meet(self, pids: Sequence[int]) -> None:
-        assert self._workers is not None
-        self._workers.meet(pids)
-
-    def report(self, numbers: Sequence[int], with_stacks: bool) -> dict[int, WorkerReport]:
-        assert self._workers is not None
-        return self._workers.report(numbers, with_stacks)
-
-    def let_end(self, timeout_s: float) -> NodeNews:
-        """Ask the workers to shut down and exit."""
-        assert self._workers is not None
-        return NodeNews(exit_codes=self._workers.let_end(timeout_s), logs=self._output.take())
+    def shutdown(self, timeout_s: float) -> NodeNews:
+        """Let the workers shut down and exit."""
+        return NodeNews(exit_codes=self.call("shutdown", timeout_s), logs=self._output.take())
 
     def kill(self) -> NodeNews:
-        """End the workers; the rest of their output."""
+        """Kill the workers; returns the rest of their output."""
         if self._workers is not None:
             self._workers.kill()
         news = NodeNews(logs=self._output.take(is_last=True))
@@ -189,46 +228,27 @@ class NodeAgent:
             shutil.rmtree(self._temporary_dir, ignore_errors=True)
         return news
 
-    def _environment(self, plan: NodePlan, rank: int, num_threads: int) -> dict[str, str]:
-        """Variables of a worker's process."""
-        node = self.facts()
-        environment = {"OMP_NUM_THREADS": str(num_threads), **nsys.request_environment()}
-        environment |= node_environment(node.node_id, node.ip)
+    def _environment(self, plan: NodePlan) -> dict[str, str]:
+        """Variables of all workers of the node."""
+        environment = dict(node_environment(self._node_id, self._ip))
         if not plan.with_gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        if plan.store is not None:
-            local_rank, local_size = plan.ranks.index(rank), len(plan.ranks)
-            environment |= rank_environment(
-                rank, plan.world_size, local_rank=local_rank, local_size=local_size, store=plan.store
-            )
-            interface = _interface_with(plan.ip)
-            if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-                environment["GLOO_SOCKET_IFNAME"] = interface  # gloo would take what the machine's name leads to
+        # Without the variable, gloo uses the interface that the machine's name resolves to.
+        ip = self._ip if plan.cluster.num_nodes > 1 else LOOPBACK
+        if plan.store is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+            for name, addresses in psutil.net_if_addrs().items():
+                if ip in [each.address for each in addresses]:
+                    environment["GLOO_SOCKET_IFNAME"] = name
         return environment
 
 
-def end_with_node(after_s: float = 0.0) -> None:
-    """End this process, an actor, with its node.
-
-    Ray lets an actor whose node is gone work on until the rest of the cluster has noticed, and forgets it then.
-
-    Args:
-        after_s: how long it may work on. What replaces an actor that ends before Ray has noticed may be sent to the
-            same node, and be lost with it.
-    """
+def end_with_node() -> None:
+    """Kill this process, an actor, when its node exits: Ray lets it run on until the cluster has noticed."""
     node = os.getppid()
 
     def watch() -> None:
         while os.getppid() == node:
             time.sleep(_POLL_S)
-        time.sleep(after_s)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="node-watch", daemon=True).start()
-
-
-def _interface_with(ip: str) -> str | None:
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == ip for address in addresses):
-            return name
-    return None

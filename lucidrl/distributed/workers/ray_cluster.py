@@ -1,20 +1,24 @@
-"""The connection of this program to Ray: one, shared by all that use it, and ended with the last of them.
+"""The program's single connection to Ray, shared by all its users and closed by the last one.
 
-A Ray that is started for the run listens on the loopback interface only, has no dashboard and tells nobody of its use;
-its files are in a folder of its own. A cluster that was there before is left as it was, and so is a connection that the
-program itself has made; one that strangers could use is joined only if that was asked for.
+A local cluster listens on the loopback interface only, has no dashboard, sends no usage statistics, and keeps its files
+in a separate folder. An existing cluster, or a connection that the program itself made, stays as it is. A cluster whose
+dashboard other machines reach without a token is joined only with `cluster.allow_open_dashboard`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import json
 import logging
 import os
+import shutil
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
@@ -22,31 +26,34 @@ from urllib.request import ProxyHandler, build_opener
 import psutil
 
 from lucidrl.distributed.workers import ray_internals
-from lucidrl.distributed.workers.ray_folder import OwnFolder, is_own_folder
 from lucidrl.errors import ConfigError, WorkerError
 from lucidrl.utils.imports import require_package
 
 LOCAL = "local"
-"""The address that means a Ray started for the run."""
+"""The address of a local cluster, to be started."""
 VARIABLE = "RAY_ADDRESS"
-"""The address that means whatever Ray's own variable of this name says, as in a job that was submitted to a cluster."""
+"""Use the address in Ray's variable of this name, which is set in jobs submitted to a cluster."""
 
-_REACH_DEADLINE_S = 5.0
+_CONNECT_TIMEOUT_S = 5.0
 _STATISTICS = "RAY_USAGE_STATS_ENABLED"
 _TOKENS = "RAY_AUTH_MODE"
+_PARENT = Path("/tmp")
+"""Parent of the folders; not TMPDIR, because the paths of Ray's sockets must be short."""
+_PREFIX = "lucid-ray-"
+_MOST_ATTEMPTS = 10
 
 
+@dataclass
 class _Connection:
-    """What is known of the connection, while there are users."""
+    """The connection of this program to Ray, while it has users."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users = 0
-        self.is_ours = False
-        self.own_folder: OwnFolder | None = None
-        """Of a Ray that was started for the run."""
-        self.tokens: str | None = None
-        """What the variable about tokens said before that one was started, which sets it."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    users: int = 0
+    is_ours: bool = False
+    own_folder: OwnFolder | None = None
+    """The folder of a local cluster."""
+    tokens: str | None = None
+    """The value of RAY_AUTH_MODE before the start of the local cluster, which changes it."""
 
 
 _connection = _Connection()
@@ -54,18 +61,18 @@ _connection = _Connection()
 
 @contextmanager
 def connected(address: str | None, allow_open_dashboard: bool = False, shows_output: bool = False) -> Iterator[bool]:
-    """Be connected to Ray meanwhile; whether it is one that was started for the run.
+    """Stay connected to Ray inside the context; yields whether it is a local cluster.
 
     Args:
-        address: `host:port` of a cluster, `auto` for the one of this machine, `local` or None for one that is started;
-            `RAY_ADDRESS` for what that variable says. A program that is connected already stays so, and starts none.
-        allow_open_dashboard: join also a cluster with a dashboard that other machines reach without a token.
-        shows_output: whether what actors print is shown here, if this is what makes the connection.
+        address: `host:port` of a cluster, `auto` for the cluster of this machine, `local` or None to start a local
+            cluster, `RAY_ADDRESS` for the value of that variable. An existing connection is used as it is.
+        allow_open_dashboard: join a cluster even if other machines reach its dashboard without a token.
+        shows_output: whether the driver prints the output of actors, if this call connects.
 
     Raises:
-        ConfigError: if Ray is not installed, there is no cluster to be reached at the address, its dashboard is open,
-            or the program is connected to another one.
-        WorkerError: if the one to be started does not start.
+        ConfigError: if Ray is not installed, no cluster is reachable at the address, its dashboard is open, or the
+            program is connected to another cluster.
+        WorkerError: if the local cluster does not start.
     """
     require_package("ray", "cluster.launcher=ray")
     import ray
@@ -87,9 +94,9 @@ def connected(address: str | None, allow_open_dashboard: bool = False, shows_out
 
 def _connect(address: str | None, allow_open_dashboard: bool, shows_output: bool) -> None:
     setting = "cluster.address"
-    told = os.environ.get(VARIABLE)
-    if address == VARIABLE or (address == "auto" and told):  # Ray itself lets the variable decide what is automatic
-        setting, address = VARIABLE, told
+    variable = os.environ.get(VARIABLE)
+    if address == VARIABLE or (address == "auto" and variable):  # Ray, too, reads the variable for `auto`
+        setting, address = VARIABLE, variable
     _connection.is_ours = True
     try:
         if not address or address == LOCAL:
@@ -112,8 +119,12 @@ def _connect(address: str | None, allow_open_dashboard: bool, shows_output: bool
 def _start_on_loopback(folder: Path, setting: str, shows_output: bool) -> None:
     import ray
 
+    with suppress(OSError):  # Ray writes its token there, readable for all users
+        Path.home().joinpath(".ray").mkdir(mode=0o700, exist_ok=True)
+    statistics = os.environ.get(_STATISTICS)
+    os.environ[_STATISTICS] = "0"
     try:
-        with _alone():
+        with ray_internals.listening_on_loopback():
             ray.init(
                 address=LOCAL,
                 include_dashboard=False,
@@ -121,31 +132,19 @@ def _start_on_loopback(folder: Path, setting: str, shows_output: bool) -> None:
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder),
             )
-    except Exception as error:  # Ray raises plain ones
+    except Exception as error:  # Ray raises plain exceptions
         raise WorkerError(
-            f"Ray did not start on this machine: {_first_line(error)}; see whether it is overloaded or out of memory, "
-            f"or start a Ray yourself and set {setting}=auto"
+            f"Ray did not start on this machine: {_first_line(error)}; check its load and free memory, or start a Ray "
+            f"yourself and set {setting}=auto"
         ) from error
+    finally:
+        _restore(_STATISTICS, statistics)
     ip = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(ip).is_loopback:
         raise ConfigError(
-            f"a Ray of version {ray.__version__} that is started here listens on {ip}, not on the loopback interface "
-            f"alone; start one yourself as you see fit, and set {setting}=auto"
+            f"a local cluster of Ray {ray.__version__} listens on {ip}, not only on the loopback interface; start a "
+            f"Ray yourself and set {setting}=auto"
         )
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """A Ray that is started meanwhile listens on the loopback interface only, and does not report its use."""
-    with suppress(OSError):  # Ray leaves its token there, for everybody to read who can enter
-        Path.home().joinpath(".ray").mkdir(mode=0o700, exist_ok=True)
-    statistics = os.environ.get(_STATISTICS)
-    os.environ[_STATISTICS] = "0"
-    try:
-        with ray_internals.listening_on_loopback():
-            yield
-    finally:
-        _restore(_STATISTICS, statistics)
 
 
 def _join(address: str, setting: str, shows_output: bool) -> None:
@@ -153,66 +152,61 @@ def _join(address: str, setting: str, shows_output: bool) -> None:
 
     try:
         found = ray_internals.bootstrap_address(address)
-        _check_reachable(found)
+        with socket.create_connection(_resolved(found), timeout=_CONNECT_TIMEOUT_S):
+            pass  # Ray itself would retry for minutes
         ray.init(address=found, log_to_driver=shows_output, logging_level=logging.ERROR)
-    except Exception as error:  # Ray raises RuntimeError, ConnectionError, ValueError and errors of its own
+    except Exception as error:  # RuntimeError, ConnectionError, ValueError and errors of Ray
         raise ConfigError(
-            f"{setting}={address} leads to no Ray cluster that can be joined: {_first_line(error)}; start one with "
-            f"`ray start --head`, run this on one of its nodes, or unset {setting} to have a Ray started for the run"
+            f"{setting}={address} is no reachable Ray cluster: {_first_line(error)}; start one with "
+            f"`ray start --head`, run this on one of its nodes, or unset {setting} to start a local cluster"
         ) from error
 
 
 def _check_is_for_others() -> None:
-    """Refuse a Ray that another run has started for itself, which Ray finds by `auto` if there is no other."""
+    """Refuse the local cluster of another run, which Ray finds by `auto` if there is no other cluster."""
     folder = ray_internals.temporary_folder()
     if folder is not None and is_own_folder(folder):
         raise ConfigError(
-            "cluster.address=auto leads to a Ray that another run has started for itself, and that ends with it; start "
-            "one with `ray start --head`, or unset cluster.address to have one started for this run too"
+            "cluster.address=auto found only the local cluster of another run, which stops with that run; start a "
+            "cluster with `ray start --head`, or unset cluster.address to start a local cluster"
         )
 
 
 def _check_dashboard(address: str, setting: str) -> None:
-    dashboard = open_dashboard()
-    if dashboard is not None:
+    """Refuse a dashboard that other machines reach without a token."""
+    dashboard = ray_internals.dashboard_address()
+    if dashboard and _is_reachable(dashboard) and not _asks_for_token(dashboard):
         raise ConfigError(
-            f"{setting}={address} is a Ray cluster whose dashboard answers other machines, at {dashboard}, and "
-            "asks for no token: whoever reaches it can run programs on all nodes. Start the cluster with "
-            "--dashboard-host=127.0.0.1, or with RAY_AUTH_MODE=token on all nodes; in a network where everybody may do "
-            "that, set cluster.allow_open_dashboard=true"
+            f"the dashboard of {setting}={address}, at {dashboard}, accepts other machines without a token, so they "
+            "can run programs on all nodes. Start the cluster with --dashboard-host=127.0.0.1, or with "
+            "RAY_AUTH_MODE=token on all nodes; in a trusted network, set cluster.allow_open_dashboard=true"
         )
 
 
 def _check_is_at(address: str | None) -> None:
-    """Refuse the address of another cluster than the one that the program is connected to: it can be in one only."""
+    """Refuse an address of another cluster than the one that the program is connected to."""
     import ray
 
     current = ray.get_runtime_context().gcs_address
-    if address in (None, LOCAL, "auto", current) or _places(address) & _places(current):
+    if address in (None, LOCAL, "auto", current) or _endpoints(address) & _endpoints(current):
         return
     raise ConfigError(
-        f"cluster.address={address} is not {current}, the Ray cluster that this program is connected to; give that "
-        "address or none, or call ray.shutdown() before"
+        f"cluster.address={address} is not {current}, the Ray cluster that this program is connected to; set that "
+        "address or none, or call ray.shutdown() first"
     )
 
 
-def _places(address: str) -> set[tuple[str, int]]:
-    """What an address leads to: a cluster has several, such as names."""
+def _endpoints(address: str) -> set[tuple[str, int]]:
+    """Resolve an address, which may be a name, to IP addresses and ports."""
     try:
-        found = socket.getaddrinfo(*_as_ray_takes_it(address), type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(*_resolved(address), type=socket.SOCK_STREAM)
     except (OSError, OverflowError):  # no such name or port
         return set()
     return {(str(place[0]), int(place[1])) for *_, place in found}
 
 
-def _check_reachable(address: str) -> None:
-    """At once: Ray itself tries for a long time."""
-    with socket.create_connection(_as_ray_takes_it(address), timeout=_REACH_DEADLINE_S):
-        pass
-
-
-def _as_ray_takes_it(address: str) -> tuple[str, int]:
-    """Host and port: a loopback host stands for the address of this node."""
+def _resolved(address: str) -> tuple[str, int]:
+    """Host and port; Ray replaces a loopback host by the address of this node."""
     host, _, port = address.rpartition(":")
     return ray_internals.resolve_loopback(host.strip("[]")), int(port)
 
@@ -228,7 +222,7 @@ def _disconnect() -> None:
     finally:
         if folder is not None:
             folder.remove()
-            _restore(_TOKENS, _connection.tokens)  # of a cluster without tokens, too, the program can be a part later
+            _restore(_TOKENS, _connection.tokens)  # the program may join a cluster without tokens later
 
 
 def _restore(variable: str, value: str | None) -> None:
@@ -238,36 +232,30 @@ def _restore(variable: str, value: str | None) -> None:
 
 
 def _end_half_started(folder: Path) -> None:
-    """Ray does not know of what it has started before it was interrupted in its start, as by Ctrl-C."""
+    """Kill the processes of a start that was interrupted, for instance by Ctrl-C; Ray does not."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if any(str(folder) in word for word in process.cmdline()):
                 process.kill()
-                process.wait(_REACH_DEADLINE_S)
+                process.wait(_CONNECT_TIMEOUT_S)
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def open_dashboard() -> str | None:
-    """Address of the dashboard of the cluster we are connected to, if other machines reach it without a token."""
-    address = ray_internals.dashboard_address()
-    return address if address and _is_reachable(address) and not _asks_for_token(address) else None
-
-
 def _is_reachable(address: str) -> bool:
-    """Whether it listens on more than the loopback interface.
+    """Whether the dashboard listens on more than the loopback interface.
 
-    Ray names the address of its node for a dashboard that does. That of a cluster on the loopback interface alone is
-    that one in any case, and the dashboard is on this machine: its socket tells.
+    Ray reports the node's address for such a dashboard. If the node's address is loopback itself, the dashboard is on
+    this machine, and its socket is checked.
     """
     place = urlsplit(f"//{address}")
     try:
         if not ipaddress.ip_address(place.hostname or "").is_loopback:
             return True
         sockets = psutil.net_connections("tcp")
-    except (ValueError, psutil.AccessDenied):  # a name of its own; a system that does not let us look
+    except (ValueError, psutil.AccessDenied):  # a host name; a system that does not show sockets
         return True
     listening = [
         socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN and socket.laddr.port == place.port
@@ -276,12 +264,79 @@ def _is_reachable(address: str) -> bool:
 
 
 def _asks_for_token(address: str) -> bool:
-    """It says so itself; one that says nothing is of a Ray without tokens."""
+    """Query the dashboard; one without this page belongs to a Ray without tokens."""
     try:
         page = build_opener(ProxyHandler({})).open(
-            f"http://{address}/api/authentication_mode", timeout=_REACH_DEADLINE_S
+            f"http://{address}/api/authentication_mode", timeout=_CONNECT_TIMEOUT_S
         )
         with page:
             return json.load(page)["authentication_mode"] == "token"
     except (OSError, ValueError, LookupError, TypeError):
         return False
+
+
+class OwnFolder:
+    """The new folder of a local cluster, locked by this process.
+
+    The lock is released when the process exits or is killed, and works across containers, where process ids do not.
+    Unlocked folders of killed programs of this user are removed first.
+
+    Raises:
+        WorkerError: if no folder can be created, or the file system has no locks.
+    """
+
+    def __init__(self) -> None:
+        for left in _PARENT.glob(f"{_PREFIX}*"):
+            descriptor = _locked(left)
+            if descriptor is not None:
+                _remove(left, descriptor)
+        self.path, self._descriptor = _new()
+
+    def remove(self) -> None:
+        _remove(self.path, self._descriptor)
+
+
+def is_own_folder(path: str) -> bool:
+    """Whether a folder is the `OwnFolder` of any program."""
+    return Path(path).parent == _PARENT and Path(path).name.startswith(_PREFIX)
+
+
+def _new() -> tuple[Path, int]:
+    for _ in range(_MOST_ATTEMPTS):
+        try:
+            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_PARENT))
+        except OSError as error:
+            raise WorkerError(
+                f"the folder of a local cluster cannot be created in {_PARENT} ({error}); check the disk, or start a "
+                "Ray yourself and set cluster.address=auto"
+            ) from error
+        descriptor = _locked(path)
+        if descriptor is not None:
+            return path, descriptor
+        # Another program locked it in between, as a leftover, and removes it.
+    raise WorkerError(
+        f"folders in {_PARENT} cannot be locked, which a local cluster needs; start a Ray yourself and set "
+        "cluster.address=auto"
+    )
+
+
+def _locked(path: Path) -> int | None:
+    """Lock the folder; None if it is of another user, locked, or removed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_uid == os.getuid() and os.path.samestat(os.fstat(descriptor), path.lstat()):
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _remove(path: Path, descriptor: int) -> None:
+    """Remove a folder that this process has locked."""
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The private names of Ray that we use, each because the public ones do not offer it."""
+"""The private names of Ray that we use, each because Ray has no public one for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:
-    """Free resources of each node, by its id; `ray.available_resources` has only their sum."""
+    """Free resources per node id; `ray.available_resources` returns only their sum."""
     from ray._private.state import available_resources_per_node
 
     return available_resources_per_node()
@@ -16,9 +16,9 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
 
 @contextmanager
 def listening_on_loopback() -> Iterator[None]:
-    """A Ray that is started meanwhile listens on the loopback interface only.
+    """Inside, `ray.init` starts a Ray that listens on the loopback interface only.
 
-    Ray has a variable for it, but reads that when it is imported, which may have happened.
+    Ray has a variable for it, but reads that at import, which may have happened before.
     """
     from ray._private import ray_constants
 
@@ -30,21 +30,21 @@ def listening_on_loopback() -> Iterator[None]:
 
 
 def bootstrap_address(address: str) -> str:
-    """`host:port` of the cluster that an address names; `ray.init` finds out as well, but tries for minutes."""
+    """Resolve an address such as `auto` to `host:port`; `ray.init` does too, but retries for minutes."""
     from ray._private.services import canonicalize_bootstrap_address_or_die
 
     return canonicalize_bootstrap_address_or_die(address)
 
 
 def resolve_loopback(host: str) -> str:
-    """The host as Ray takes it: a loopback name stands for the address of this node."""
+    """Resolve a host as Ray does: a loopback name means the address of this node."""
     from ray._private.services import resolve_ip_for_localhost
 
     return resolve_ip_for_localhost(host)
 
 
 def temporary_folder() -> str | None:
-    """Of the Ray that this program is connected to, if its node is this machine."""
+    """Temporary folder of the Ray that this program is connected to, if its node is this machine."""
     from ray._private.worker import _global_node
 
     node: Any = _global_node
@@ -52,7 +52,7 @@ def temporary_folder() -> str | None:
 
 
 def dashboard_address() -> str | None:
-    """Of the cluster that this program is connected to; Ray returns it only from `ray.init`, once."""
+    """Dashboard of the cluster that this program is connected to; Ray returns it only from `ray.init`."""
     from ray._private.services import get_webui_url_from_internal_kv
 
     return get_webui_url_from_internal_kv()

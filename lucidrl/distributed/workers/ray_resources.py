@@ -1,52 +1,56 @@
-"""Resources of the nodes of a Ray cluster: reserved for workers as a whole, granted or refused within seconds."""
+"""Resources of a Ray cluster: reserved for all workers of a group together, granted or refused within seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers import ray_internals
 from lucidrl.distributed.workers.interfaces import Hosting, NodeChoice
+from lucidrl.distributed.workers.ray_cluster import LOCAL, connected
 from lucidrl.errors import ConfigError
+from lucidrl.utils.imports import require_package
 
 Resources = Mapping[str, float]
 """Amounts by name, as Ray counts them."""
 
-_RETURN_DEADLINE_S = 8.0
-"""What another program just released takes a moment to be free."""
+_RELEASE_TIMEOUT_S = 8.0
+"""Resources that another program just released take some seconds to become free."""
 _NOTICE_S = 30.0
-"""Ray takes about half as long to notice that a node is gone."""
+"""Longest wait until Ray reports a node dead; it takes about half as long."""
+_CONNECT_TIMEOUT_S = 1.0
 _SHARED_CPUS = 0.01
-"""Of a worker in a local cluster: there, as without Ray, workers share the machine's cores."""
+"""CPUs per worker of a local cluster: there, as without Ray, workers share the machine's cores."""
 _ACCELERATOR_MARK = 0.001
-"""Of a resource that only says which kind of accelerator a node has."""
+"""Amount of the resource that only names the kind of accelerator of a node."""
 _ROUNDING = 1e-4
-"""Ray counts no finer."""
+"""Precision of Ray's amounts."""
 _MOST_SHOWN = 300
-"""Characters of what Ray says about a lost actor, which may be a page; all of it is in the error's cause."""
+"""Characters of Ray's text about a lost actor, which may be a page; the error's cause has all of it."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What Ray granted: the same on every node."""
+    """Resources that Ray granted, the same on every node."""
 
     group: Any
     """Ray's placement group, with one bundle per node; None if the caller's options place the actor."""
-    num_gpus: float
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Of `ray.remote`, for the actor of each node."""
+    options: Mapping[str, Any]
+    """Options of `ray.remote` for the actor of each node."""
 
     def node_ids(self) -> list[str]:
-        """Of the nodes that it is on."""
+        """The nodes of the placement group."""
         from ray.util.placement_group import placement_group_table
 
         return list(placement_group_table(self.group)["bundles_to_node_id"].values())
 
     def actor(self, actor_class: type, bundle: int, runtime_env: Mapping[str, Any]) -> Any:
-        """The class as an actor class in one of the bundles; what the options say of its environment counts.
+        """The actor class for one of the bundles; variables of the options override those of `runtime_env`.
 
         Raises:
             ConfigError: if Ray refuses the options.
@@ -62,7 +66,7 @@ class Room:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self.group, bundle)
         try:
             return ray.remote(actor_class).options(**options)
-        except (ValueError, TypeError) as error:  # as Ray sees fit
+        except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"Ray refuses the options {dict(self.options)}: {error}; give options that ray.remote takes for actors"
             ) from error
@@ -70,14 +74,14 @@ class Room:
 
 @contextmanager
 def reserved(cluster: ClusterConfig, is_own_ray: bool, hosting: Hosting) -> Iterator[Room]:
-    """Hold resources for all workers of a group meanwhile.
+    """Hold resources for all workers of a group inside the context.
 
     Args:
-        is_own_ray: whether the Ray was started for the run.
-        hosting: where they may run, and options of `ray.remote` that say what each needs.
+        is_own_ray: whether this is a local cluster.
+        hosting: the nodes that workers may run on, and the options of `ray.remote` of each.
 
     Raises:
-        ConfigError: if there are no such resources, with what was asked for and what is free.
+        ConfigError: if the cluster lacks the resources; names the requested and the free ones.
     """
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -87,60 +91,104 @@ def reserved(cluster: ClusterConfig, is_own_ray: bool, hosting: Hosting) -> Iter
     num_cpus = per_node * given.get("num_cpus", default_cpus)
     num_gpus = per_node * given.get("num_gpus", 0 if given else _gpus_per_worker(cluster))
     options = {**given, "num_cpus": num_cpus, "num_gpus": num_gpus}
-    bundle = _bundle(options)
-    request, strategy = _request(cluster, bundle, hosting), given.get("scheduling_strategy")
-    if strategy is not None or not bundle:  # the caller places the actor
-        if not isinstance(strategy, PlacementGroupSchedulingStrategy) and not request.fits(_totals()):
-            raise _no_room(request)
-        yield Room(None, num_gpus, options)
+    bundle, strategy = _bundle(options), given.get("scheduling_strategy")
+    if is_placed_by_caller := strategy is not None or not bundle:
+        wait_for_dead_nodes()
+    if not isinstance(strategy, PlacementGroupSchedulingStrategy) and not _fits(cluster, bundle, hosting, _totals()):
+        raise _no_room(cluster, bundle, hosting)
+    with nullcontext() if is_placed_by_caller else _held(cluster, bundle, hosting) as group:
+        yield Room(group, options)
+
+
+def check_can_be_placed(
+    cluster: ClusterConfig,
+    others: Sequence[Hosting] = (),
+    choose_nodes: Callable[[Sequence[str]], NodeChoice | None] = lambda ids: None,
+    num_env_workers: int = 0,
+) -> None:
+    """Refuse workers that do not fit into a running Ray cluster together; starts nothing.
+
+    A local cluster that is not started yet is only checked for a single node.
+
+    Args:
+        others: workers of a pool that run besides those of the cluster.
+        choose_nodes: returns the nodes of these, from the nodes of the first group.
+        num_env_workers: environment workers, besides all of them.
+
+    Raises:
+        ConfigError: if Ray is not installed, not reachable, or too small.
+    """
+    require_package("ray", "cluster.launcher=ray")
+    if is_to_be_started(cluster):
+        if cluster.num_nodes > 1:
+            raise ConfigError(
+                f"cluster.num_nodes={cluster.num_nodes} needs a Ray cluster, but a local cluster has one node; set "
+                "cluster.address, or remove num_nodes"
+            )
         return
-    with _held(request) as group:
-        yield Room(group, num_gpus, options)
+    with ExitStack() as held:
+        is_own_ray = held.enter_context(connected(cluster.address, cluster.allow_open_dashboard))
+        room = held.enter_context(reserved(cluster, is_own_ray, Hosting()))
+        nodes = choose_nodes(room.node_ids())
+        for hosting in others:
+            held.enter_context(reserved(cluster.of_one(), is_own_ray, replace(hosting, nodes=nodes)))
+        for number in range(num_env_workers):
+            hosting = Hosting(first_number=number, pool_size=num_env_workers, size_setting="env.num_workers")
+            held.enter_context(reserved(cluster.of_one(with_gpus=False), is_own_ray, hosting))
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What is asked for, and what its refusal says."""
+def is_to_be_started(cluster: ClusterConfig) -> bool:
+    """Whether a local cluster will be started: no address is set, and the program is not connected to Ray."""
+    import ray
 
-    bundle: Resources
-    """On each node."""
-    num_nodes: int
-    asked: str
-    remedy: str
-    nodes: NodeChoice | None = None
-    """That may be used; all by default."""
+    return cluster.address in (None, LOCAL) and not ray.is_initialized()
 
-    def fits(self, resources: Mapping[str, Resources]) -> bool:
-        """Whether nodes that have these, by id, could hold it."""
-        allowed = [
-            of_node for node_id, of_node in resources.items() if self.nodes is None or self.nodes.allows(node_id)
-        ]
-        return sum(_holds(of_node, self.bundle) for of_node in allowed) >= self.num_nodes
+
+def wait_for_dead_nodes() -> None:
+    """Wait until Ray reports every dead node as dead, since Ray would place actors there, which fail at once."""
+    until = time.monotonic() + _NOTICE_S
+    while time.monotonic() < until and not all(map(_is_reachable, _alive_nodes())):
+        time.sleep(_CONNECT_TIMEOUT_S)
+
+
+def _is_reachable(node: Mapping[str, Any]) -> bool:
+    address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+    try:
+        socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager
-def _held(request: _Request) -> Iterator[Any]:
-    """Ray's placement group, held meanwhile."""
+def _held(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> Iterator[Any]:
+    """Hold a placement group of Ray inside the context."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    if not request.fits(_totals()):
-        raise _no_room(request)
     group = placement_group(
-        [dict(request.bundle)] * request.num_nodes,
+        [dict(bundle)] * cluster.num_nodes,
         strategy="STRICT_SPREAD",  # bundles are on different nodes
-        bundle_label_selector=None if request.nodes is None else [_selector(request.nodes)] * request.num_nodes,
+        bundle_label_selector=None if hosting.nodes is None else [_selector(hosting.nodes)] * cluster.num_nodes,
     )
     try:
-        # If nodes seem to have room, but Ray cannot grant it, a node is gone and Ray has not noticed yet.
-        if not group.wait(_RETURN_DEADLINE_S) and not (
-            request.fits(ray_internals.free_by_node()) and group.wait(_NOTICE_S)
+        # If nodes seem to have room but Ray grants none, a node is dead and Ray has not noticed yet.
+        if not group.wait(_RELEASE_TIMEOUT_S) and not (
+            _fits(cluster, bundle, hosting, ray_internals.free_by_node()) and group.wait(_NOTICE_S)
         ):
-            raise _no_room(request)
+            raise _no_room(cluster, bundle, hosting)
         yield group
     finally:
-        if ray.is_initialized():  # the program may have left Ray before
+        if ray.is_initialized():  # the program may have disconnected before
             remove_placement_group(group)
+
+
+def _fits(cluster: ClusterConfig, bundle: Resources, hosting: Hosting, resources: Mapping[str, Resources]) -> bool:
+    """Whether enough allowed nodes have the resources of the bundle; `resources` is by node id."""
+    nodes = hosting.nodes
+    allowed = [of_node for node_id, of_node in resources.items() if nodes is None or nodes.allows(node_id)]
+    having = [all(amount <= of_node.get(name, 0) + _ROUNDING for name, amount in bundle.items()) for of_node in allowed]
+    return sum(having) >= cluster.num_nodes
 
 
 def _gpus_per_worker(cluster: ClusterConfig) -> int:
@@ -150,7 +198,7 @@ def _gpus_per_worker(cluster: ClusterConfig) -> int:
 
 
 def _bundle(options: Mapping[str, Any]) -> Resources:
-    """What an actor with these options takes from its node."""
+    """Resources that an actor with these options takes from its node."""
     named = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus"), "memory": options.get("memory")}
     wanted = {**named, **(options.get("resources") or {})}
     if kind := options.get("accelerator_type"):
@@ -158,77 +206,57 @@ def _bundle(options: Mapping[str, Any]) -> Resources:
     return {name: float(amount) for name, amount in wanted.items() if amount}
 
 
-def _request(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> _Request:
-    numbering, nodes = hosting.numbering, hosting.nodes
-    if numbering.total is None:
-        who = f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes}"
-        where = f"each of {cluster.num_nodes} nodes"
-        remedy = ", cluster.num_cpus_per_worker or cluster.num_gpus_per_worker, spread the workers over more "
-        remedy += "cluster.num_nodes"
-    else:
-        who, where = f"number {numbering.first} of {numbering.setting}={numbering.total}", "one node"
-        per_worker = "cluster.num_cpus_per_worker or cluster.num_gpus_per_worker"
-        remedy = f" or {'remote_options' if hosting.ray_options else per_worker}"
-    if nodes is not None:
-        where += f" {'other than' if nodes.is_excluding else 'of'} {', '.join(name[:8] for name in nodes.ids)}"
-    return _Request(
-        bundle,
-        cluster.num_nodes,
-        f"{who} asks Ray for {_described(bundle)} on {where}",
-        f"Lower {numbering.setting}{remedy}",
-        nodes,
-    )
-
-
 def _selector(nodes: NodeChoice) -> dict[str, str]:
     return {"ray.io/node-id": f"{'!' if nodes.is_excluding else ''}in({','.join(nodes.ids)})"}
 
 
-def _no_room(request: _Request) -> ConfigError:
-    return ConfigError(
-        f"{request.asked}, but {_free_on_nodes(request.bundle)}. {request.remedy}, or end what holds the rest"
-    )
-
-
-def _totals() -> dict[str, Resources]:
-    """Of each node that is alive, by its id."""
-    import ray
-
-    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-
-
-def _holds(resources: Resources, asked: Resources) -> bool:
-    """Whether what is asked for is a part of the resources."""
-    return all(amount <= resources.get(name, 0) + _ROUNDING for name, amount in asked.items())
-
-
-def _described(resources: Resources) -> str:
-    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
-
-
-def _free_on_nodes(asked: Resources) -> str:
-    """How much every node has of what is asked for, and how much of it is free."""
-    import ray
-
+def _no_room(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> ConfigError:
+    """The error for missing resources; names the total and the free amount of every node."""
+    per_worker = "cluster.num_cpus_per_worker or cluster.num_gpus_per_worker"
+    if hosting.pool_size is None:
+        who = f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes}"
+        where = f"each of {cluster.num_nodes} nodes"
+        remedy = f", {per_worker}, spread the workers over more cluster.num_nodes"
+    else:
+        who, where = f"number {hosting.first_number} of {hosting.size_setting}={hosting.pool_size}", "one node"
+        remedy = f" or {'remote_options' if hosting.ray_options else per_worker}"
+    if (nodes := hosting.nodes) is not None:
+        where += f" {'other than' if nodes.is_excluding else 'of'} {', '.join(name[:8] for name in nodes.ids)}"
+    wanted = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
     free_by_id = ray_internals.free_by_node()
-    return "; ".join(
+    free = "; ".join(
         f"{node_name(node['NodeManagerAddress'], node['NodeID'])} has "
         + ", ".join(
             f"{name} {free_by_id.get(node['NodeID'], {}).get(name, 0):g} of {node['Resources'].get(name, 0):g} free"
-            for name in asked
+            for name in bundle
         )
-        for node in ray.nodes()
-        if node["Alive"]
+        for node in _alive_nodes()
+    )
+    return ConfigError(
+        f"{who} asks Ray for {wanted} on {where}, but {free}. Lower {hosting.size_setting}{remedy}, or stop the "
+        "programs that hold the rest"
     )
 
 
+def _alive_nodes() -> list[dict[str, Any]]:
+    """Nodes that Ray reports as alive."""
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _totals() -> dict[str, Resources]:
+    """Resources of each node that is alive, by its id."""
+    return {node["NodeID"]: node["Resources"] for node in _alive_nodes()}
+
+
 def node_name(ip: str, node_id: str) -> str:
-    """What errors call a node. An address alone is not enough: several nodes may be simulated on one machine."""
+    """How errors name a node: several nodes of one machine may have the same address."""
     return f"{ip} ({node_id[:8]})"
 
 
 def last_line(error: BaseException) -> str:
-    """The line in which Ray names the cause."""
+    """The line of an error in which Ray names the cause."""
     *_, line = str(error).strip().splitlines() or [type(error).__name__]
     line = line.strip()
     return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]} ..."

@@ -1,6 +1,6 @@
-"""Workers on the nodes of a Ray cluster, as their driver reaches them: through one agent per node (`NodeAgent`).
+"""Workers on the nodes of a Ray cluster: the driver starts and calls them through one `NodeAgent` per node.
 
-Arguments go through Ray's object store, once per node.
+Arguments go through Ray's object store, once per node. The agent of rank 0's node hosts the rendezvous store.
 """
 
 from __future__ import annotations
@@ -10,73 +10,167 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from lucidrl.distributed.workers.interfaces import (
-    NodeLost,
-    WorkerLabel,
-    WorkerReport,
-)
-from lucidrl.distributed.workers.logs import WorkerLog, append
+from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.workers.interfaces import Hosting, NodeLost, WorkerLabel, WorkerReport
+from lucidrl.distributed.workers.logs import LogFolder, WorkerLog, marked
 from lucidrl.distributed.workers.messages import Message, Stored
-from lucidrl.distributed.workers.outcomes import Exited
-from lucidrl.distributed.workers.ray_actor import NodeNews
-from lucidrl.distributed.workers.ray_resources import last_line
+from lucidrl.distributed.workers.outcomes import START, Exited, explain_loss
+from lucidrl.distributed.workers.place import LOOPBACK
+from lucidrl.distributed.workers.ray_actor import DriverProgram, NodeAgent, NodeNews, NodePlan, NodeStart
+from lucidrl.distributed.workers.ray_cluster import connected
+from lucidrl.distributed.workers.ray_resources import last_line, node_name, reserved
+from lucidrl.profiling.settings import FOLDER_VARIABLE, traces_folder
+from lucidrl.utils import nsys
+from lucidrl.utils.nsys_launch import warn_of_no_nsys
 
 _log = logging.getLogger(__name__)
 
 _ROUND_S = 0.5
-"""How long an agent waits for its ranks, to answer or to leave, before it says that they have not."""
+"""Longest wait of an agent, in one call, for its workers to reply or exit."""
 _SILENCE_S = 20.0
-"""An agent that has not even said that is out of reach."""
-_REPORT_DEADLINE_S = 6.0
-_KILL_DEADLINE_S = 8.0
+"""An agent without a reply for this long is unresponsive."""
+_REPORT_TIMEOUT_S = 6.0
+_KILL_TIMEOUT_S = 8.0
 _storing = threading.Lock()
 
 
 @dataclass
 class RayNode:
-    """A node with ranks, as its driver sees it."""
+    """The driver's view of a node with workers."""
 
     actor: Any
-    """Ray's handle of the agent."""
-    name: str
+    """Ray's handle of the `NodeAgent`."""
     ranks: range
+    name: str
     waiting: set[int] = field(default_factory=set)
-    """Ranks that have a message and have not answered."""
+    """Ranks with a pending call."""
     news: Any = None
-    """What the agent was asked for last, if it has not been read: a reference to `NodeNews`."""
+    """Reference to the pending `NodeNews`."""
     silent_after: float = 0.0
-    """When that should have come."""
+    """Time at which the pending news are overdue."""
     is_lost: bool = False
     logs: Sequence[WorkerLog] = ()
-    """Of its ranks, where the driver finds them."""
+    """Logs of its workers, where the driver sees them."""
 
     def check_connected(self) -> None:
-        """Raise NodeLost if the program has left Ray: the next call would start another one."""
+        """Raise NodeLost if the program has disconnected from Ray: the next call would start another Ray."""
         import ray
 
         if not ray.is_initialized():
-            raise self.lost("this program has left Ray")
+            raise self.lost("this program has disconnected from Ray")
 
-    def ask(self) -> None:
+    def poll(self) -> None:
         self.check_connected()
         self.news = self.actor.poll.remote(_ROUND_S)
         self.silent_after = time.monotonic() + _SILENCE_S
+
+    def result(self, reference: Any, timeout_s: float) -> Any:
+        """The result of a call of the agent; NodeLost if it fails or times out."""
+        import ray
+        from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError
+
+        self.check_connected()
+        try:
+            return ray.get(reference, timeout=timeout_s)
+        except GetTimeoutError as error:
+            raise self.lost(f"its agent did not reply within {timeout_s:g} s") from error
+        except OutOfMemoryError as error:  # Ray's text is very long
+            raise self.lost("Ray killed its agent because the memory of the node was nearly full") from error
+        except RayError as error:
+            has_exited = isinstance(error, RayActorError) and "creation task" not in str(error)
+            reason = "its agent exited" if has_exited else f"its agent failed with {last_line(error)}"
+            raise self.lost(reason) from error
 
     def lost(self, reason: str) -> NodeLost:
         self.is_lost = True
         return NodeLost(self.name, self.ranks, reason, [log.tail() for log in self.logs])
 
 
+def start_on_ray(cluster: ClusterConfig, hosting: Hosting, logs: LogFolder) -> RayWorkers:
+    """Start the processes of all workers on one or several nodes; they wait for their first call.
+
+    Raises:
+        ConfigError: if Ray is not available or lacks resources; nothing was started.
+        WorkerError: if a node is lost during the start.
+    """
+    program = DriverProgram.of_this_process()  # first, since it raises in a rank of a script without main guard
+    hosting = replace(hosting, start_method="spawn", log_dir=logs.path.resolve() if hosting.captures_output else None)
+    labels = [
+        WorkerLabel(rank, hosting, logs.of_worker(hosting.number(rank)) if hosting.captures_output else None)
+        for rank in range(cluster.num_workers)
+    ]
+    share = cluster.ranks_per_node
+    with ExitStack() as held:
+        is_own_ray = held.enter_context(connected(cluster.address, cluster.allow_open_dashboard))
+        room = held.enter_context(reserved(cluster, is_own_ray, hosting))
+        nodes = []
+        for number in range(cluster.num_nodes):
+            actor = room.actor(NodeAgent, number, program.runtime_env).remote(program)
+            held.callback(_end_agent, actor)
+            node = RayNode(actor, range(number * share, (number + 1) * share), f"number {number}")
+            node.logs = [WorkerLog(path) for rank in node.ranks if (path := labels[rank].log_path) is not None]
+            nodes.append(node)
+        try:
+            found = _results(nodes, [node.actor.node.remote() for node in nodes], cluster.start_timeout_s)
+            for node, (node_id, ip) in zip(nodes, found, strict=True):
+                node.name = node_name(ip, node_id)
+            labels = [replace(label, node=nodes[label.rank // share].name) for label in labels]
+            starts = _start_processes(cluster, nodes, found[0][1], hosting, room.options["num_gpus"] > 0)
+        except NodeLost as lost:
+            raise explain_loss(lost, START, labels) from lost.__cause__
+        _warn_of_traces(nodes, starts)
+        of_ranks = [(wrapper, start.sees_logs) for start in starts for wrapper in start.wrappers]
+        labels = [
+            replace(label, wrapper=wrapper, sees_logs=sees_logs)
+            for label, (wrapper, sees_logs) in zip(labels, of_ranks, strict=True)
+        ]
+        return RayWorkers(nodes, labels, held.pop_all())
+
+
+def _start_processes(
+    cluster: ClusterConfig, nodes: Sequence[RayNode], first_ip: str, hosting: Hosting, with_gpus: bool
+) -> list[NodeStart]:
+    ip = first_ip if len(nodes) > 1 else LOOPBACK  # ranks of one node need no other interface
+    store = None
+    if hosting.joins_process_group:
+        store = (ip, nodes[0].result(nodes[0].actor.listen.remote(ip), cluster.start_timeout_s))
+    with ExitStack() as held:
+        logs_mark = None if hosting.log_dir is None else held.enter_context(marked(hosting.log_dir))
+        traces_mark: Path | None = None
+        if any(nsys.matches(hosting.profiled_name(rank)) for rank in range(cluster.num_workers)):
+            with suppress(OSError):  # writing the traces reports it
+                traces_folder().mkdir(parents=True, exist_ok=True)
+                traces_mark = held.enter_context(marked(traces_folder()))
+        plans = [NodePlan(node.ranks, cluster, hosting, store, with_gpus, logs_mark, traces_mark) for node in nodes]
+        references = [node.actor.start.remote(plan) for node, plan in zip(nodes, plans, strict=True)]
+        return _results(nodes, references, cluster.start_timeout_s)
+
+
+def _warn_of_traces(nodes: Sequence[RayNode], starts: Sequence[NodeStart]) -> None:
+    pairs = list(zip(nodes, starts, strict=True))
+    if lacking := [node.name for node, start in pairs if start.lacks_nsys]:
+        warn_of_no_nsys(f" of node {', '.join(lacking)}")
+    if keeping := [node.name for node, start in pairs if start.keeps_traces]:
+        _log.warning(
+            "node %s does not see %s: its workers write their traces to a local folder of that name; "
+            "set run.root or %s to a folder that all nodes share",
+            ", ".join(keeping),
+            traces_folder(),
+            FOLDER_VARIABLE,
+        )
+
+
 class RayWorkers:
-    """What `Ranks` says, on nodes.
+    """The methods of `LocalWorkers` for workers on nodes; `send`, `poll`, `dead` and `report` may raise `NodeLost`.
 
     Args:
-        nodes: their agents have started the ranks.
-        labels: of all ranks.
-        held: what is to be given back when the ranks have ended.
+        nodes: with agents that have started the workers.
+        labels: of all workers.
+        held: resources to release when the workers have exited.
     """
 
     def __init__(self, nodes: Sequence[RayNode], labels: Sequence[WorkerLabel], held: ExitStack):
@@ -95,46 +189,39 @@ class RayWorkers:
             calls = {rank: [indices[id(message)] for message in messages[rank]] for rank in node.ranks}
             node.waiting = set(node.ranks)
             node.news = node.actor.send.remote(calls, *(references[key] for key in of_node))
-            node.silent_after = float("inf")  # large arguments take their time to arrive
+            node.silent_after = float("inf")  # large arguments take long to arrive
 
     def poll(self, timeout_s: float) -> list[tuple[int, Message | Exited]]:
         import ray
 
-        asked = {node.news: node for node in self._nodes if node.news is not None}
-        if not asked:
-            raise NodeLost("of ranks that this program ended", [0], "another thread ended them")
-        next(iter(asked.values())).check_connected()
-        wait_s = min(node.silent_after for node in asked.values()) - time.monotonic()
-        arrived, _ = ray.wait(list(asked), timeout=min(timeout_s, max(0.0, wait_s)))
+        by_reference = {node.news: node for node in self._nodes if node.news is not None}
+        if not by_reference:
+            raise NodeLost("of killed ranks", [0], "another thread killed them")
+        next(iter(by_reference.values())).check_connected()
+        wait_s = min(node.silent_after for node in by_reference.values()) - time.monotonic()
+        arrived, _ = ray.wait(list(by_reference), timeout=min(timeout_s, max(0.0, wait_s)))
         if arrived:
-            return self._read(asked[arrived[0]])
-        for node in asked.values():
+            return self._read(by_reference[arrived[0]])
+        for node in by_reference.values():
             if time.monotonic() > node.silent_after:
                 if not ray.wait([node.news], timeout=0, fetch_local=False)[0]:
-                    raise node.lost(f"its agent has not answered for {_SILENCE_S:g} s")
-                node.silent_after = float("inf")  # the answer is on its way
+                    raise node.lost(f"its agent did not reply for {_SILENCE_S:g} s")
+                node.silent_after = float("inf")  # the reply is on its way
         return []
 
     def dead(self) -> dict[int, Exited]:
-        asked = [(node, node.actor.dead.remote()) for node in self._nodes]
-        found: dict[int, Exited] = {}
-        for node, reference in asked:
-            found |= answer_of(node, reference, _SILENCE_S)
-        return found
-
-    def meet(self, pids: Sequence[int]) -> None:
-        for node in self._nodes:  # what is asked next is done after this, and tells if the node is lost
-            node.actor.meet.remote([pids[rank] for rank in node.ranks])
+        references = [node.actor.call.remote("dead") for node in self._nodes]
+        return {rank: how for found in _results(self._nodes, references, _SILENCE_S) for rank, how in found.items()}
 
     def report(self, numbers: Sequence[int], with_stacks: bool) -> dict[int, WorkerReport]:
-        asked = [(node, [rank for rank in node.ranks if rank in numbers]) for node in self._nodes]
-        references = [(node, node.actor.report.remote(of_node, with_stacks)) for node, of_node in asked if of_node]
-        found: dict[int, WorkerReport] = {}
-        for node, reference in references:
-            found |= answer_of(node, reference, _REPORT_DEADLINE_S)
+        by_node = [(node, of_node) for node in self._nodes if (of_node := [n for n in node.ranks if n in numbers])]
+        references = [node.actor.call.remote("report", of_node, with_stacks) for node, of_node in by_node]
+        reports = _results([node for node, _ in by_node], references, _REPORT_TIMEOUT_S)
+        found = {number: report for of_node in reports for number, report in of_node.items()}
         return {number: found[number] for number in numbers}
 
-    def let_end(self, timeout_s: float) -> dict[int, int | None]:
+    def shutdown(self, timeout_s: float) -> dict[int, int | None]:
+        """As on one machine; without unreachable workers."""
         until = time.monotonic() + timeout_s
         while True:
             remaining_s = max(0.0, until - time.monotonic())
@@ -143,79 +230,75 @@ class RayWorkers:
                 return codes
 
     def kill(self) -> None:
+        """Kill all and release what was held for them; may be called twice."""
         import ray
 
         nodes, self._nodes = [node for node in self._nodes if not node.is_lost], []
         try:
-            # The agents end their ranks, and tell the rest of what these wrote. Ranks of others end with these.
+            # The agents kill their workers and return the rest of the output. Workers exit with a lost agent.
             if nodes and ray.is_initialized():
                 references = [node.actor.kill.remote() for node in nodes]
-                ray.wait(references, num_returns=len(nodes), timeout=_KILL_DEADLINE_S)
+                ray.wait(references, num_returns=len(nodes), timeout=_KILL_TIMEOUT_S)
                 for node, reference in zip(nodes, references, strict=True):
                     with suppress(NodeLost):
-                        self._take_logs(answer_of(node, reference, 0))
+                        self._take_logs(node.result(reference, 0))
         finally:
             self._held.close()
 
     def _exit_codes(self, timeout_s: float) -> dict[int, int | None]:
-        """Of the ranks within reach, which have been asked to leave."""
+        """Let the reachable workers exit."""
         import ray
 
         nodes = [node for node in self._nodes if not node.is_lost and ray.is_initialized()]
-        references = [node.actor.let_end.remote(timeout_s) for node in nodes]
-        until = time.monotonic() + timeout_s + _REPORT_DEADLINE_S
+        references = [node.actor.shutdown.remote(timeout_s) for node in nodes]
+        until = time.monotonic() + timeout_s + _REPORT_TIMEOUT_S
         codes: dict[int, int | None] = {}
         for node, reference in zip(nodes, references, strict=True):
             try:
-                news: NodeNews = answer_of(node, reference, max(0.0, until - time.monotonic()))
-            except NodeLost as lost:  # those of other nodes have their time all the same
-                _log.warning("node %s was lost while its ranks were to end: %s", lost.node, lost)
+                news: NodeNews = node.result(reference, max(0.0, until - time.monotonic()))
+            except NodeLost as lost:  # workers of other nodes keep their time
+                _log.warning("node %s was lost during the shutdown of its ranks: %s", lost.node, lost)
                 continue
             self._take_logs(news)
             codes |= news.exit_codes
         return codes
 
     def _read(self, node: RayNode) -> list[tuple[int, Message | Exited]]:
-        """What an agent says; it is asked again if there is more to come."""
-        news: NodeNews = answer_of(node, node.news, _REPORT_DEADLINE_S)
+        """Read new replies from a node; poll its agent again if calls are pending."""
+        news: NodeNews = node.result(node.news, _REPORT_TIMEOUT_S)
         node.news = None
         self._take_logs(news)
-        node.waiting -= {rank for rank, _ in news.answers}
+        node.waiting -= {rank for rank, _ in news.replies}
         if node.waiting:
-            node.ask()
+            node.poll()
         # Memory of the object store is shared and must not be written to.
-        return [(rank, answer if isinstance(answer, Exited) else answer.writable()) for rank, answer in news.answers]
+        return [(rank, reply if isinstance(reply, Exited) else reply.writable()) for rank, reply in news.replies]
 
     def _take_logs(self, news: NodeNews) -> None:
         for rank, content in news.logs.items():
             if (path := self.labels[rank].log_path) is not None:
-                append(path, content)
+                with path.open("ab") as file:
+                    file.write(content)
 
 
-def answer_of(node: RayNode, reference: Any, timeout_s: float) -> Any:
-    """What the agent of a node returned; NodeLost if it does not in time, or cannot."""
+def _results(nodes: Sequence[RayNode], references: Sequence[Any], timeout_s: float) -> list[Any]:
+    return [node.result(reference, timeout_s) for node, reference in zip(nodes, references, strict=True)]
+
+
+def _end_agent(actor: Any) -> None:
     import ray
-    from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError
 
-    node.check_connected()
-    try:
-        return ray.get(reference, timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise node.lost(f"its agent has not answered within {timeout_s:g} s") from error
-    except OutOfMemoryError as error:  # what Ray says of it is a page
-        raise node.lost("Ray ended its agent, because the memory of the node was nearly full") from error
-    except RayError as error:
-        is_gone = isinstance(error, RayActorError) and "creation task" not in str(error)
-        raise node.lost("its agent is gone" if is_gone else f"its agent failed with {last_line(error)}") from error
+    if ray.is_initialized():  # the program may have disconnected before
+        ray.kill(actor)
 
 
 def _reference_to(message: Message) -> Any:
-    """Ray's reference to a message; one that several calls pass on is put into the object store once."""
+    """Ray's reference to a message; a `Stored` one is put into the object store once."""
     import ray
 
     if not isinstance(message, Stored):
         return ray.put(message)
-    with _storing:  # workers of a pool are called by threads of their own
+    with _storing:  # each worker of a pool is called by a separate thread
         if message.reference is None:
             message.reference = ray.put(Message(message.parts))
         return message.reference

@@ -63,7 +63,6 @@ class EnvWorkerPool:
             name="env",
             log_dir=log_dir,
             log_name="env",
-            joins_process_group=False,
             start_method="forkserver",
             imports_main=config.name.startswith("__main__:"),
             preload=[__name__, "lucidrl.utils.random_state"],
@@ -87,7 +86,7 @@ class EnvWorkerPool:
     @property
     def num_restarts(self) -> int:
         """Restarts of workers so far."""
-        return self._pool.restarts.total
+        return self._pool.num_restarts
 
     def prompts(self) -> Sequence[Prompt] | None:
         """Prompts of the environment; None if it has none."""

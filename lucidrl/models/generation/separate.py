@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.config import ClusterConfig
-from lucidrl.distributed.workers.interfaces import Arguments, Hosting, NodeChoice, Numbering
+from lucidrl.distributed.workers.interfaces import Arguments, Hosting, NodeChoice
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
 from lucidrl.errors import ConfigError, LostWorkerError, RefitError
 from lucidrl.models.generation.config import GenerationConfig
@@ -73,7 +73,6 @@ class SeparateGenerator:
             role="generator",
             name=GENERATION,
             log_dir=log_dir / "generation" if log_dir is not None else None,
-            joins_process_group=False,
             nodes=generator_nodes(generation, [place.node for place in policy.places]),
         )
         self._states: dict[int, GeneratorState] = {}
@@ -97,7 +96,7 @@ class SeparateGenerator:
     @property
     def num_replaced(self) -> int:
         """How many times generators were restarted."""
-        return self.pool.restarts.total
+        return self.pool.num_restarts
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -221,12 +220,12 @@ def prompt_chunks(prompts: Sequence[bytes], most: int) -> list[list[int]]:
     return [chunk for chunk in chunks if chunk]
 
 
-def generator_numbering(config: GenerationConfig) -> list[Numbering]:
-    """Numbering of each separate generator; empty if the policy generates."""
+def generator_hostings(config: GenerationConfig) -> list[Hosting]:
+    """Number each separate generator; empty if the policy generates."""
     if config.placement == "policy":
         return []
-    total = config.num_workers
-    return [Numbering(number, total, "policy.generation.num_workers") for number in range(total)]
+    total, setting = config.num_workers, "policy.generation.num_workers"
+    return [Hosting(first_number=number, pool_size=total, size_setting=setting) for number in range(total)]
 
 
 def generator_nodes(config: GenerationConfig, policy_nodes: Sequence[str]) -> NodeChoice | None:

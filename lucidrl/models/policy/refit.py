@@ -1,6 +1,6 @@
 """Exports a policy's weights as one stream of full tensors.
 
-Generators on the same node read them from shared memory, bucket by bucket (`memory_pools` says when it is reused).
+Generators on the same node read them from shared memory, bucket by bucket (`pool_for` says when it is reused).
 Generators on other nodes receive a broadcast from rank 0; the other ranks only take part in the gathering.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from lucidrl.distributed.memory_pools import pool_for
 from lucidrl.distributed.rendezvous import free_port
+from lucidrl.distributed.shared_memory import pool_for
 from lucidrl.distributed.weight_buckets import Bucket, BucketHandle, TensorInfo, checksum_of, digest_of, free_bytes
 from lucidrl.distributed.weight_group import TIMEOUT_S, WeightGroup, problem_of
 from lucidrl.errors import RefitError

@@ -14,7 +14,7 @@ from tests.unit.distributed.toy_workers import Plain
 
 
 class Recorded(Plain):
-    """Joins nobody; its work is sums and sleep."""
+    """A worker without a process group; its work is sums and sleep."""
 
     def __init__(self) -> None:
         super().__init__()

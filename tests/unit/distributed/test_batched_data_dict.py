@@ -19,7 +19,7 @@ KINDS = {"pixels": ColumnKind.ROW, "frames": ColumnKind.RAGGED}
 
 
 def make_batch(lengths=(3, 5, 1, 2), width=6, first_id=0) -> BatchedDataDict[Any]:
-    """One column of each kind; every value tells the row it belongs to."""
+    """One column of each kind; every value names its row."""
     ids = torch.arange(first_id, first_id + len(lengths))
     return BatchedDataDict(
         {
@@ -91,7 +91,7 @@ def test_different_numbers_of_rows_are_refused_with_both_names_and_sizes():
 
 
 def test_different_token_lengths_are_refused_unless_declared_without_time():
-    with pytest.raises(DataError, match=r"token column 'b' is 4 long, 'a' is 3; .* kinds={name: ColumnKind\.ROW}"):
+    with pytest.raises(DataError, match=r"token column 'b' has length 4, 'a' has 3; .* kinds={name: ColumnKind\.ROW}"):
         BatchedDataDict({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)})
     BatchedDataDict({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, kinds={"b": ColumnKind.ROW})
 
@@ -172,7 +172,7 @@ def test_repr_names_columns_with_shape_and_kind():
 # Rows.
 
 
-def test_slices_and_batches_hold_the_rows_asked_for_and_the_last_may_be_short():
+def test_slices_and_batches_hold_the_requested_rows_and_the_last_may_be_short():
     batch = make_batch()
     assert_rows(batch.slice(1, 3), [1, 2])
     assert_rows(batch.get_batch(0, 3), [0, 1, 2])
@@ -202,7 +202,7 @@ def test_what_cannot_be_meant_is_refused(call):
         call(make_batch())
 
 
-def test_selected_rows_come_in_the_order_asked_for():
+def test_selected_rows_have_the_order_of_the_indices():
     assert_rows(make_batch().select_indices(torch.tensor([2, 0, 2])), [2, 0, 2])
 
 
@@ -234,7 +234,7 @@ def test_batches_are_put_together_with_only_token_columns_padded():
     assert_rows(joined, [0, 1, 2])
 
 
-def test_padding_is_zero_unless_told_and_keeps_dtype_and_trailing_dims():
+def test_padding_is_zero_by_default_and_keeps_dtype_and_trailing_dims():
     joined = BatchedDataDict.from_batches([{"a": torch.ones(1, 1, 2).bool()}, {"a": torch.ones(1, 2, 2).bool()}])
     assert joined["a"].tolist() == [[[True, True], [False, False]], [[True, True], [True, True]]]
 
@@ -242,9 +242,9 @@ def test_padding_is_zero_unless_told_and_keeps_dtype_and_trailing_dims():
 def test_batches_that_do_not_match_are_refused():
     with pytest.raises(DataError, match="batch 0 and batch 1 differ in the columns a, b"):
         BatchedDataDict.from_batches([{"a": [1]}, {"b": [1]}])
-    with pytest.raises(DataError, match="'a' is not of one kind"):
+    with pytest.raises(DataError, match="'a' differs between batches"):
         BatchedDataDict.from_batches([{"a": [1]}, {"a": torch.zeros(1)}])
-    with pytest.raises(DataError, match=r"'a' cannot be put together from float32\[1, 2, 3\], float32\[1, 2, 4\]"):
+    with pytest.raises(DataError, match=r"'a' cannot be concatenated from float32\[1, 2, 3\], float32\[1, 2, 4\]"):
         BatchedDataDict.from_batches([{"a": torch.zeros(1, 2, 3)}, {"a": torch.zeros(1, 2, 4)}])
     with pytest.raises(DataError, match="no batches"):
         BatchedDataDict.from_batches([])
@@ -272,7 +272,7 @@ def test_uneven_shards_must_be_allowed_and_then_lose_no_row():
         batch.shard_by_batch_size(2)
     assert [shard["row"] for shard in batch.shard_by_batch_size(2, allow_uneven_shards=True)] == [[0, 1, 2], [3, 4]]
     assert [s.size for s in batch.shard_by_batch_size(7, allow_uneven_shards=True)] == [1, 1, 1, 1, 1, 0, 0]
-    with pytest.raises(DataError, match="ask for one of the two"):
+    with pytest.raises(DataError, match="use one of the two"):
         batch.shard_by_batch_size(2, allow_uneven_shards=True, dynamic_batching_args=dynamic_args(8))
 
 
@@ -331,7 +331,7 @@ def test_a_row_over_the_budget_is_named_by_its_number_in_the_whole_batch():
     with pytest.raises(DataError, match="row 3 has 6 tokens, more than the budget of 5"):
         batch.shard_by_batch_size(2, dynamic_batching_args=dynamic_args(5))
     batch["input_lengths"] = torch.tensor([1, 1, 1, 7])
-    with pytest.raises(DataError, match="row 3 has input_lengths=7, but input_ids is 6 long"):
+    with pytest.raises(DataError, match="row 3 has input_lengths=7, but input_ids has length 6"):
         batch.shard_by_batch_size(2, dynamic_batching_args=dynamic_args(50))
 
 

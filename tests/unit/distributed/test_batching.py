@@ -153,7 +153,7 @@ def test_even_parts_cover_all_rows_and_differ_by_at_most_one(num_rows, num_parts
 
 @unhurried
 @given(plan=lengths_within_budget.map(lambda lengths: packed_plan(lengths, BUDGET)), data=st.data())
-def test_a_grown_plan_has_the_asked_number_of_groups_and_splits_only(plan, data):
+def test_a_grown_plan_has_the_requested_number_of_groups_and_only_splits(plan, data):
     num_groups = data.draw(st.integers(len(plan), len(rows_of(plan))))
     grown = grow_plan(plan, num_groups)
     assert len(grown) == num_groups
@@ -235,5 +235,5 @@ def test_packing_refuses_lengths_and_shapes_that_do_not_fit():
     packed = pack_rows(torch.zeros(1, 3, dtype=torch.int64), torch.tensor([2]))
     with pytest.raises(DataError, match="without the leading batch dim"):
         packed.unpack(torch.zeros(1, 2))
-    with pytest.raises(DataError, match=r"give a tensor of \[1, 3"):
+    with pytest.raises(DataError, match=r"pass a tensor of \[1, 3"):
         packed.pack(torch.zeros(1, 2))

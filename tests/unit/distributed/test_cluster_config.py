@@ -24,13 +24,13 @@ def test_addresses_of_clusters_are_taken(address):
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"address": "ray://head:10001"}, "is neither auto, local nor host:port; a ray:// address is of a client"),
+        ({"address": "ray://head:10001"}, "is neither auto, local nor host:port; ray:// addresses are for clients"),
         ({"address": "head"}, "'head' is neither auto, local nor host:port"),
         ({"launcher": "local", "address": "auto"}, "address=auto is for workers that Ray starts; set launcher=ray"),
         ({"num_workers": 2, "num_nodes": 2}, "num_nodes=2 is for workers that Ray starts; set launcher=ray"),
         ({"allow_open_dashboard": True}, "allow_open_dashboard=True is for workers that Ray starts"),
         ({"num_gpus_per_worker": 0}, "num_gpus_per_worker=0 is for workers that Ray starts"),
-        ({"launcher": "ray", "num_workers": 3, "num_nodes": 2}, "num_workers=3 is no multiple of num_nodes=2"),
+        ({"launcher": "ray", "num_workers": 3, "num_nodes": 2}, "num_workers=3 is not a multiple of num_nodes=2"),
         ({"launcher": "slurm"}, "'auto', 'local' or 'ray'"),
     ],
 )

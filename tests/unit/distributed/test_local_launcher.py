@@ -1,4 +1,4 @@
-"""Whatever happens to a rank, the driver learns of it soon, and nothing is left running."""
+"""Every failure of a rank reaches the driver soon, and no process is left running."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_errors_of_ours_keep_their_type_and_message(group):
     assert "in raise_on" in str(caught.value.__cause__)
 
 
-def test_a_result_that_cannot_be_pickled_is_told(group):
+def test_a_result_that_cannot_be_pickled_is_an_error(group):
     with pytest.raises(WorkerError, match=r"rank [01] of 2 failed in return_lambda: .*Can't pickle local object"):
         group.run_all("return_lambda")
 
@@ -92,7 +92,7 @@ def test_an_error_that_cannot_be_pickled_travels_as_text():
 def test_a_killed_rank_is_found_at_once_while_the_others_wait_for_it(group):
     kill_soon(group.run_all("pid")[1])
     started = time.monotonic()
-    with pytest.raises(WorkerError, match="rank 1 of 2 was ended by SIGKILL, perhaps for lack of memory, in reduce_un"):
+    with pytest.raises(WorkerError, match="rank 1 of 2 was killed by SIGKILL, perhaps out of memory, in reduce_un"):
         group.run_all("reduce_unless", 1, 60.0)
     assert time.monotonic() - started < 40
 
@@ -102,7 +102,7 @@ def test_a_rank_killed_between_calls_is_found_at_the_next_one(group):
     os.kill(group.run_all("pid")[0], signal.SIGKILL)
     time.sleep(0.3)
     started = time.monotonic()
-    with pytest.raises(WorkerError, match="rank 0 of 2 was ended by SIGKILL"):
+    with pytest.raises(WorkerError, match="rank 0 of 2 was killed by SIGKILL"):
         group.run_all("echo", bytes(10_000_000))
     assert time.monotonic() - started < 40
 
@@ -111,12 +111,12 @@ def test_a_rank_killed_between_calls_is_found_by_a_look_at_the_group_too(group):
     group.check()
     os.kill(group.run_all("pid")[1], signal.SIGKILL)
     with pytest.raises(
-        WorkerError, match=r"rank 1 of 2 was ended by SIGKILL.* in the wait for its next call; all ranks"
+        WorkerError, match=r"rank 1 of 2 was killed by SIGKILL.* in the wait for its next call; all ranks"
     ):
         wait_for(group.check)  # which returns nothing while all is well
     with pytest.raises(WorkerError, match="the worker group failed in the wait for its next call"):
         group.run_all("pid")
-    group.check()  # the next call has told already
+    group.check()  # the call before has raised it already
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_a_killed_rank_is_found_although_its_own_child_holds_the_connection(grou
     kill_soon(group.run_all("pid")[1])
     started = time.monotonic()
     try:
-        with pytest.raises(WorkerError, match="rank 1 of 2 was ended by SIGKILL"):
+        with pytest.raises(WorkerError, match="rank 1 of 2 was killed by SIGKILL"):
             group.run_all("sleep_on", 1, 60.0)
         assert time.monotonic() - started < 40
     finally:
@@ -133,14 +133,14 @@ def test_a_killed_rank_is_found_although_its_own_child_holds_the_connection(grou
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_hung_rank_is_found_at_the_deadline_with_where_it_hangs(group):
+def test_a_hung_rank_is_reported_at_the_timeout_with_its_stack(group):
     group.run_each("say", [("about to sleep",), ("",)])
     started = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         group.run_all("reduce_unless", 0, 60.0, timeout_s=1.0)
     assert 1 <= time.monotonic() - started < 40
     text = str(caught.value)
-    assert text.startswith("ranks 0, 1 of 2 did not finish reduce_unless within 1 s; all ranks were ended.")
+    assert text.startswith("ranks 0, 1 of 2 did not finish reduce_unless within 1 s; all ranks were killed.")
     stack_of_rank_0 = text.partition("Rank 0 was at")[2].partition("Rank 1 was at")[0]
     assert "in sleep_on" in stack_of_rank_0
     assert "in all_reduce" in text.partition("Rank 1 was at")[2]
@@ -172,21 +172,21 @@ def test_an_interrupted_call_ends_the_group(group):
 
 
 @pytest.mark.slow
-def test_an_exception_in_a_constructor_is_told_without_waiting_for_the_others(tmp_path):
+def test_an_exception_in_a_constructor_is_raised_without_waiting_for_the_others(tmp_path):
     with pytest.raises(WorkerError, match="rank 1 of 2 failed in the start: OSError: no such model"):
         WorkerGroup(FailsToStart, (1, OSError("no such model")), cluster=TWO, log_dir=tmp_path)
 
 
 @pytest.mark.slow
-def test_a_constructor_that_ends_or_hangs_is_told(tmp_path):
-    with pytest.raises(WorkerError, match=r"rank [01] of 2 ended with exit code 7 in the start"):
+def test_a_constructor_that_exits_or_hangs_is_reported(tmp_path):
+    with pytest.raises(WorkerError, match=r"rank [01] of 2 exited with code 7 in the start"):
         WorkerGroup(ExitsAtStart, cluster=TWO, log_dir=tmp_path)
     hurried = ClusterConfig(num_workers=2, start_timeout_s=0.5)
     with pytest.raises(WorkerError, match=r"did not finish the start within 0.5 s.*raise cluster.start_timeout_s"):
         WorkerGroup(HangsAtStart, cluster=hurried, log_dir=tmp_path)
 
 
-def test_a_class_that_a_new_process_cannot_import_is_told(tmp_path, monkeypatch):
+def test_a_class_that_a_new_process_cannot_import_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "vanishing.py").write_text("class Worker:\n    def shutdown(self): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     import vanishing
@@ -198,12 +198,12 @@ def test_a_class_that_a_new_process_cannot_import_is_told(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_a_worker_that_does_not_shut_down_is_killed(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(processes, "_SHUTDOWN_DEADLINE_S", 0.5)
+    monkeypatch.setattr(processes, "_SHUTDOWN_TIMEOUT_S", 0.5)
     group = WorkerGroup(StubbornAtShutdown, cluster=TWO, log_dir=tmp_path)
     started = time.monotonic()
     group.shutdown()
     assert time.monotonic() - started < 40
-    assert "rank 0 took too long in its shutdown" in caplog.text
+    assert "rank 0 timed out in its shutdown" in caplog.text
 
 
 @pytest.mark.slow

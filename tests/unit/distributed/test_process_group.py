@@ -1,4 +1,4 @@
-"""A worker finds the other ranks by what whoever started it left in the environment."""
+"""A worker joins the other ranks by its environment variables."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def make_group(tmp_path):
         dist.destroy_process_group()
 
 
-def test_a_group_of_somebody_else_is_not_ended(make_group):
+def test_a_group_of_another_owner_is_not_destroyed(make_group):
     make_group()
     leave_process_group(init_process_group_from_environment(10))
     assert dist.is_initialized()
 
 
-def test_a_group_is_ended_by_the_one_it_was_made_for(monkeypatch, make_group):
+def test_a_group_is_destroyed_by_its_owner(monkeypatch, make_group):
     for name, value in zip(VARIABLES, ("0", "0", "1", "localhost", "0"), strict=True):
         monkeypatch.setenv(name, value)
     first, second = (init_process_group_from_environment(10) for _ in range(2))
@@ -65,7 +65,7 @@ def test_a_group_is_ended_by_the_one_it_was_made_for(monkeypatch, make_group):
 
 def test_a_group_for_gpus_alone_is_refused_where_cpu_tensors_travel(make_group):
     make_group("cuda:gloo")
-    with pytest.raises(ConfigError, match=r"offloading exchanges .* has cuda:gloo only; make it with .*cpu:gloo,cuda:"):
+    with pytest.raises(ConfigError, match=r"offloading exchanges .* has only the backend cuda:gloo; create it"):
         check_exchanges_cpu_tensors("offloading")
 
 

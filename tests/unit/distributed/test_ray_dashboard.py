@@ -1,4 +1,4 @@
-"""Who can reach a dashboard is told by its address, its socket and what it says itself."""
+"""The address, the socket and the reply of a dashboard show who can reach it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lucidrl.distributed.workers.ray_cluster import _asks_for_token, _is_reachab
 
 
 @pytest.mark.parametrize(("interface", "is_reachable"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_on_this_machine_the_socket_tells_whether_others_reach_it(interface, is_reachable):
+def test_on_this_machine_the_socket_shows_whether_other_machines_reach_it(interface, is_reachable):
     with closing(socket.create_server((interface, 0))) as server:
         assert _is_reachable(f"127.0.0.1:{server.getsockname()[1]}") == is_reachable
 
@@ -25,7 +25,7 @@ def test_an_address_of_the_network_is_reached_by_others(address):
 
 
 @contextmanager
-def answering(status: int, content: bytes):
+def serving(status: int, content: bytes):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             assert self.path == "/api/authentication_mode"
@@ -44,7 +44,7 @@ def answering(status: int, content: bytes):
 
 
 @pytest.mark.parametrize(
-    ("status", "content", "asks"),
+    ("status", "content", "requires_token"),
     [
         (200, {"authentication_mode": "token"}, True),
         (200, {"authentication_mode": "disabled"}, False),
@@ -52,12 +52,12 @@ def answering(status: int, content: bytes):
         (404, {}, False),
     ],
 )
-def test_a_dashboard_asks_for_a_token_if_it_says_so(status, content, asks):
-    with answering(status, json.dumps(content).encode()) as address:
-        assert _asks_for_token(address) == asks
+def test_a_dashboard_requires_a_token_if_it_reports_so(status, content, requires_token):
+    with serving(status, json.dumps(content).encode()) as address:
+        assert _asks_for_token(address) == requires_token
 
 
-def test_one_that_does_not_answer_is_taken_for_open():
+def test_a_dashboard_that_does_not_reply_counts_as_open():
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
     assert not _asks_for_token(f"127.0.0.1:{port}")

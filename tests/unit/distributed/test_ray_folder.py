@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from lucidrl.distributed.workers import ray_folder
-from lucidrl.distributed.workers.ray_folder import OwnFolder
+from lucidrl.distributed.workers import ray_cluster
+from lucidrl.distributed.workers.ray_cluster import OwnFolder
 from lucidrl.errors import WorkerError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from lucidrl.distributed.workers import ray_folder
-ray_folder._PARENT = Path(sys.argv[1])
-print(ray_folder.OwnFolder().path, flush=True)
+from lucidrl.distributed.workers import ray_cluster
+ray_cluster._PARENT = Path(sys.argv[1])
+print(ray_cluster.OwnFolder().path, flush=True)
 time.sleep(60)
 """
 
 
 @pytest.fixture(autouse=True)
 def parent(tmp_path, monkeypatch):
-    monkeypatch.setattr(ray_folder, "_PARENT", tmp_path)
+    monkeypatch.setattr(ray_cluster, "_PARENT", tmp_path)
     return tmp_path
 
 
@@ -66,12 +66,12 @@ def test_nothing_is_removed_through_a_link(parent, tmp_path_factory):
 
 
 def test_a_file_system_without_locks_is_refused(monkeypatch):
-    monkeypatch.setattr(ray_folder, "_locked", lambda path: None)
+    monkeypatch.setattr(ray_cluster, "_locked", lambda path: None)
     with pytest.raises(WorkerError, match=r"cannot be locked.*set cluster\.address=auto"):
         OwnFolder()
 
 
-def test_a_disk_on_which_no_folder_can_be_made_is_told_of(parent, monkeypatch):
-    monkeypatch.setattr(ray_folder, "_PARENT", parent / "missing")
-    with pytest.raises(WorkerError, match=r"where none can be made \(.*\); see to the disk, or start a Ray yourself"):
+def test_a_disk_without_room_for_a_folder_is_an_error(parent, monkeypatch):
+    monkeypatch.setattr(ray_cluster, "_PARENT", parent / "missing")
+    with pytest.raises(WorkerError, match=r"cannot be created in .* \(.*\); check the disk, or start a Ray yourself"):
         OwnFolder()

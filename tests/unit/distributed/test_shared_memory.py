@@ -65,7 +65,7 @@ def test_what_another_process_wrote_is_read_even_after_it_was_killed(other_proce
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert attached.tensor.eq(7).all()
-    with pytest.raises(RefitError, match=rf"process {process.pid} packed cannot be opened .*No such file"):
+    with pytest.raises(RefitError, match=rf"process {process.pid} cannot be opened .*No such file"):
         AttachedMemory(handle)
 
 
@@ -83,7 +83,7 @@ def test_only_the_owner_may_open_it_and_it_has_no_name(memory):
     assert not [name for name in os.listdir("/dev/shm") if NAME_PREFIX in name]
 
 
-def test_nobody_can_make_it_smaller_under_a_reader(memory):
+def test_no_process_can_shrink_it_under_a_reader(memory):
     for size in (SIZE - 1, SIZE + 1):
         with pytest.raises(PermissionError):
             os.ftruncate(memory.handle.descriptor, size)
@@ -119,11 +119,11 @@ def test_its_maker_knows_who_holds_it(memory):
 
 
 def test_another_file_under_the_same_number_is_not_taken_for_it(memory, tmp_path):
-    with pytest.raises(RefitError, match="ask it for handles again"):
+    with pytest.raises(RefitError, match="request new handles"):
         AttachedMemory(replace(memory.handle, size_bytes=SIZE - 1))
-    with pytest.raises(RefitError, match="ask it for handles again"):
+    with pytest.raises(RefitError, match="request new handles"):
         AttachedMemory(replace(memory.handle, token="0" * 16))
-    with (tmp_path / "other").open("wb+") as other, pytest.raises(RefitError, match="ask it for handles again"):
+    with (tmp_path / "other").open("wb+") as other, pytest.raises(RefitError, match="request new handles"):
         AttachedMemory(replace(memory.handle, descriptor=other.fileno()))
 
 
@@ -135,7 +135,7 @@ def test_more_than_there_is_is_refused_with_the_numbers():
     assert sorted(open_files()) == sorted(before)
 
 
-def test_other_systems_are_told_of_the_other_path(monkeypatch):
+def test_the_error_on_other_systems_names_the_collective_refit(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ConfigError, match=r"this is darwin; set policy\.generation\.refit=collective"):
         SharedMemory(SIZE)

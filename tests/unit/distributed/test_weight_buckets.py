@@ -61,7 +61,7 @@ def test_packing_rounds_to_the_dtype_that_was_announced():
     assert torch.equal(packed, tensor.bfloat16())
 
 
-def test_copies_are_equal_whatever_their_form():
+def test_copies_of_any_layout_are_equal():
     values = torch.arange(24.0)
     for source in (values, values[:9], values[:12].view(3, 4).t(), values[3], values[:0], values.bfloat16()):
         target = torch.empty(source.shape)

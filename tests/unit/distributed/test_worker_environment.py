@@ -1,4 +1,4 @@
-"""What ranks on other machines are told of the program that drives them."""
+"""What the driver passes on to ranks on other machines."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from lucidrl.distributed.workers.environment import DriverProgram, own_paths, passed_variables
+from lucidrl.distributed.workers.ray_actor import DriverProgram, own_paths, passed_variables
 
 
 @pytest.mark.parametrize(
     "name",
     ["OMP_NUM_THREADS", "NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "LUCIDRL_PROFILING", "TORCHRL_PROFILING"],
 )
-def test_variables_that_change_what_a_rank_computes_are_told(monkeypatch, name):
+def test_variables_that_change_what_a_rank_computes_are_passed_on(monkeypatch, name):
     monkeypatch.setenv(name, "1")
     assert passed_variables()[name] == "1"
 
@@ -53,14 +53,14 @@ def test_processes_of_a_node_see_the_drivers_main_module_its_modules_and_its_fol
     )
     code = (
         "import multiprocessing, os, sys\n"
-        "from lucidrl.distributed.workers.environment import DriverProgram\n"
-        "from tests.unit.distributed.toy_workers import tell_of_main\n"
+        "from lucidrl.distributed.workers.ray_actor import DriverProgram\n"
+        "from tests.unit.distributed.toy_workers import print_main\n"
         "if __name__ == '__main__':\n"
         f"    program = {program!r}\n"
         "    program.enter()\n"
         "    context = multiprocessing.get_context('spawn')\n"
         "    with program.as_main():\n"
-        "        process = context.Process(target=tell_of_main)\n"
+        "        process = context.Process(target=print_main)\n"
         "        process.start()\n"
         "    process.join()\n"
     )

@@ -1,4 +1,4 @@
-"""One worker in this process and several in processes of their own answer to the same calls."""
+"""One worker in this process and several in separate processes have the same methods."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_state_stays_and_results_are_in_the_order_of_ranks(two):
 
 
 def test_every_rank_needs_its_arguments(two):
-    with pytest.raises(DataError, match="arguments for 3 ranks, but there are 2"):
+    with pytest.raises(DataError, match="arguments for 3 ranks, but the group has 2"):
         two.run_each("add", [(1,), (2,), (3,)])
 
 

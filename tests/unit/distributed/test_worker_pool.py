@@ -14,7 +14,6 @@ from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Arguments, Hosting
 from lucidrl.distributed.workers.messages import Stored
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
-from lucidrl.distributed.workers.restarts import Restarts
 from lucidrl.errors import ConfigError, DataError, LostWorkerError, WorkerError
 from tests.unit.distributed.toy_workers import ExitsAtStart, Plain
 
@@ -24,7 +23,6 @@ HOSTING = Hosting(
     preload=["tests.unit.distributed.toy_workers"],
     imports_main=False,
     captures_output=False,
-    joins_process_group=False,
 )
 
 
@@ -58,7 +56,7 @@ def test_stored_content_reaches_every_worker_as_its_own_copy(pool):
     assert [float(future.result(60).sum()) for future in sent] == [40000.0, 40000.0]
 
 
-def test_a_killed_worker_is_lost_alone_and_a_restart_makes_it_anew(pool, caplog):
+def test_only_the_killed_worker_is_lost_and_a_restart_creates_it_again(pool, caplog):
     before = pool.submit(0, "pid").result(60)
     assert pool.each(kill, pool.workers[1:]) == []
     assert [worker.number for worker in pool.lost] == [1]
@@ -67,8 +65,8 @@ def test_a_killed_worker_is_lost_alone_and_a_restart_makes_it_anew(pool, caplog)
     assert [worker.number for worker in pool.restart_lost()] == [1]
     assert pool.submit(1, "add", 1).result(60) == 11
     assert pool.submit(0, "pid").result(60) == before
-    assert (pool.restarts.total, pool.workers[1].num_starts) == (1, 2)
-    assert "lost toy 1: toy 1 of 2 was ended by SIGKILL" in caplog.text
+    assert (pool.num_restarts, pool.workers[1].num_starts) == (1, 2)
+    assert "lost toy 1: toy 1 of 2 was killed by SIGKILL" in caplog.text
     assert "restarting toy 1: restart 1 of at most 1 in a row" in caplog.text
     pool.workers[1].succeeded()
     pool.each(kill, pool.workers[1:])
@@ -101,7 +99,7 @@ def test_an_error_ends_the_pool_and_what_others_are_busy_with(pool):
         pool.submit(0, "pid").result(60)
 
 
-def test_what_is_watched_meanwhile_ends_the_pool_if_it_fails(pool):
+def test_a_watch_that_fails_ends_the_pool(pool):
     def fail() -> None:
         raise LostWorkerError("rank 0 was killed")
 
@@ -115,7 +113,7 @@ def test_a_worker_that_does_not_start_ends_all(caplog):
         WorkerPool(ExitsAtStart, [Arguments()] * 2, hosting=HOSTING, max_restarts=5)
 
 
-def test_new_processes_are_told_what_they_have_to_know():
+def test_on_start_is_called_for_every_new_process():
     starts: list[tuple[int, int]] = []
 
     def add(worker: PoolWorker) -> None:
@@ -145,20 +143,27 @@ def test_a_lost_node_is_reported_once(pool, caplog):
     together = threading.Barrier(2)
 
     def lose_with_node(worker: PoolWorker) -> None:
-        loss = LostWorkerError("node 10.0.0.2 is gone")
+        loss = LostWorkerError("node 10.0.0.2 was lost")
         loss.node = "10.0.0.2"
         together.wait(10)
         raise loss
 
     pool.each(lose_with_node)
-    assert caplog.text.count("node 10.0.0.2 is gone") == 1
+    assert caplog.text.count("node 10.0.0.2 was lost") == 1
 
 
 def test_restarts_count_in_a_row_for_each_worker_and_in_all():
-    restarts = Restarts(2, "env.max_restarts")
-    assert [restarts.take(0), restarts.take(0), restarts.take(0), restarts.take(1)] == [True, True, False, True]
-    restarts.succeeded(0)
-    assert restarts.take(0)
-    assert restarts.total == 4
+    with new_pool(max_restarts=2) as pool:
+        for worker in (0, 0, 1):
+            pool.each(kill, [pool.workers[worker]])
+            pool.restart_lost()
+        assert [worker.restarts_in_a_row for worker in pool.workers] == [2, 1]
+        pool.workers[0].succeeded()
+        pool.each(kill, [pool.workers[0]])
+        pool.restart_lost()
+        assert pool.num_restarts == 4
+
+
+def test_a_negative_number_of_restarts_is_refused():
     with pytest.raises(ConfigError, match=r"env.max_restarts=-1 is negative"):
-        Restarts(-1, "env.max_restarts")
+        new_pool(max_restarts=-1, setting="env.")

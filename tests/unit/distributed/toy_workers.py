@@ -17,7 +17,7 @@ from lucidrl.errors import LucidError
 
 
 class Plain:
-    """Joins nobody."""
+    """A worker without a process group."""
 
     def __init__(self, start: int = 0, *, step: int = 1):
         self.total = start
@@ -128,7 +128,7 @@ class TwoPartError(LucidError):
 
 
 def run_sleeper(folder: str, launcher: str = "local") -> subprocess.Popen[bytes]:
-    """A driver of two busy workers, which writes their pids to `folder` and never ends."""
+    """A driver of two busy workers, which writes their pids to `folder` and never exits."""
     code = f"from {__name__} import drive_forever; drive_forever({folder!r}, {launcher!r})"
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -145,7 +145,7 @@ def drive_forever(folder: str, launcher: Literal["local", "ray"]) -> None:
     group.run_all("sleep_on", 0, 600.0)
 
 
-def tell_of_main() -> None:
+def print_main() -> None:
     """What a new process sees of the program that started it, a line each."""
     main = sys.modules["__main__"]
     found = [main.Worker.number, os.getcwd(), " ".join(sys.argv)]  # type: ignore[attr-defined]

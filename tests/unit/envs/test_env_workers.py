@@ -86,7 +86,7 @@ def test_a_sample_that_blocks_the_interpreter_is_killed_and_named(pool):
 
 
 def test_a_sample_that_ends_its_worker_with_status_0_is_named_or_dropped(pool):
-    complaint = r"Scorer\.step ended its worker \(sample s2, turn 1\).*environment worker . of 2 ended with exit code 0"
+    complaint = r"Scorer\.step ended its worker \(sample s2, turn 1\).*environment worker . of 2 exited with code 0"
     with pytest.raises(EnvironmentFailure, match=complaint):
         make_runner(pool).step(requests("a", "bb", "leave", "dddd"))
     dropping = make_runner(pool, "drop")
@@ -110,7 +110,7 @@ def test_output_is_in_the_logs_folder_of_the_run(pool):
 
 
 def test_too_many_losses_in_a_row_stop_the_run_and_name_the_samples(pool, monkeypatch):
-    monkeypatch.setattr(pool._pool.restarts, "max_restarts", 0)
+    monkeypatch.setattr(pool._pool, "max_restarts", 0)
     complaint = (
         r"step lost its worker \(samples s0, s2\): environment worker 0 was lost .*max_restarts=0 allows no more"
     )
@@ -157,7 +157,7 @@ def test_a_failed_watch_ends_the_wait_and_the_workers():
     [
         ("raise", r"cannot be made with kwargs .*: KeyError: 'no such reward'"),
         ("exit", r"cannot be made with kwargs .*: SystemExit: 3"),
-        ("leave", r"cannot be made: environment worker 0 of 1 ended with exit code 0 in the start"),
+        ("leave", r"cannot be made: environment worker 0 of 1 exited with code 0 in the start"),
         ("block", r"cannot be made: .* did not finish the start within 3 s.*raise cluster\.start_timeout_s"),
     ],
 )

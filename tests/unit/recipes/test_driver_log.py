@@ -38,7 +38,7 @@ def test_it_has_our_records_and_warnings_of_all(tmp_path):
 
 def test_a_resumed_run_appends_and_the_error_that_ended_one_has_its_traceback(tmp_path):
     def fail() -> None:
-        error = WorkerError("rank 1 of 2 was ended by SIGKILL in train")
+        error = WorkerError("rank 1 of 2 was killed by SIGKILL in train")
         error.add_note("its output is in rank_1.log")
         raise error
 
@@ -49,7 +49,7 @@ def test_a_resumed_run_appends_and_the_error_that_ended_one_has_its_traceback(tm
     text = (tmp_path / "logs" / "driver.log").read_text()
     assert "ERROR lucidrl.recipes.folder: ended by WorkerError\nTraceback (most recent call last):" in text
     assert "in fail\n" in text
-    assert "lucidrl.errors.WorkerError: rank 1 of 2 was ended by SIGKILL in train\nits output is in rank_1.log" in text
+    assert "lucidrl.errors.WorkerError: rank 1 of 2 was killed by SIGKILL in train\nits output is in rank_1.log" in text
     assert text.count(f": lucidrl {__version__}, process ") == 2
     assert text.endswith("ended well\n")
 

@@ -84,7 +84,7 @@ def test_an_architecture_without_a_tensor_parallel_plan_is_found_before_the_rank
     [
         (
             ["cluster.num_nodes=2", "cluster.num_workers=2"],
-            r"cluster\.num_nodes=2 is for a Ray cluster, but .* one node",
+            r"cluster\.num_nodes=2 needs a Ray cluster, but .* one node",
         ),
         (
             ["policy.generation.placement=separate", "policy.generation.nodes=other"],

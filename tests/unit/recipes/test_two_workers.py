@@ -97,5 +97,5 @@ def test_a_killed_rank_ends_the_run_within_seconds_and_is_named(tmp_path):
     assert process.returncode == 2
     assert "rank 1" in output
     assert "SIGKILL" in output
-    assert "rank 1 of 2 was ended by SIGKILL" in (tmp_path / "run" / "logs" / "driver.log").read_text()
+    assert "rank 1 of 2 was killed by SIGKILL" in (tmp_path / "run" / "logs" / "driver.log").read_text()
     assert not psutil.wait_procs(children, timeout=60)[1]

@@ -145,7 +145,7 @@ def test_a_wrapped_rank_ends_when_what_runs_it_is_killed(traces, stand_in, tmp_p
     (runner,) = [child for child in psutil.Process().children() if "nsys" in " ".join(child.cmdline())]
     os.kill(runner.pid, signal.SIGKILL)
     time.sleep(0.3)
-    with pytest.raises(WorkerError, match="rank 0 of 2 was ended by SIGKILL"):
+    with pytest.raises(WorkerError, match="rank 0 of 2 was killed by SIGKILL"):
         group.run_all("sleep_on", 0, 60.0)
     wait_until_gone(pids)
 

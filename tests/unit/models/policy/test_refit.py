@@ -267,7 +267,7 @@ def test_a_policy_killed_between_buckets_leaves_the_old_version_complete(config)
         assert before == workers.run_all("checksum")
         workers.run_all("_add_noise_to_weights")
         workers.run_all("die_after", 2)
-        with pytest.raises(WorkerError, match=r"was ended by SIGKILL.*in get_weights_ipc_handles"):
+        with pytest.raises(WorkerError, match=r"was killed by SIGKILL.*in get_weights_ipc_handles"):
             generator.update_weights(2)
         assert generator.policy_version == 1
         assert checksums(generator) == before

@@ -82,7 +82,7 @@ def start_with_a_gpu_only_process_group(enabled: bool) -> str:
 @pytest.mark.parametrize("enabled", [True, False], ids=["fsdp2", "fsdp1"])
 def test_offloading_needs_a_group_for_cpu_tensors(two_ranks, enabled):
     for sentence in two_ranks(start_with_a_gpu_only_process_group, enabled):
-        assert sentence.startswith("policy.dtensor_cfg.cpu_offload=true exchanges tensors in host memory, but")
+        assert sentence.startswith("policy.dtensor_cfg.cpu_offload=true exchanges CPU tensors, but")
 
 
 def test_checkpointed_layers_keep_no_random_state(monkeypatch, make_worker, make_rows):
