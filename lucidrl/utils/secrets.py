@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lucidrl.utils.logger.folders import whole_file
 from lucidrl.utils.logger.redact import is_secret_name, redacted_text
 
 # `${oc.env:NAME}` or `${other.key}`, without a default that is a plain value; with the user name of a URL before it.
@@ -27,16 +27,10 @@ def secret_like_keys(settings: Mapping[str, Any]) -> list[str]:
 
 def write_private_text(path: Path, text: str) -> None:
     """Write a file with mode 0600; it appears complete or not at all, and replaces what was there."""
-    unfinished = path.with_name(f".{uuid.uuid4().hex}.unfinished")
-    try:
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(descriptor)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(path, mode=0o600) as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _plain_secrets(value: Any, path: tuple[str, ...], is_secret: bool) -> Iterator[str]:

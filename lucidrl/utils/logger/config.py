@@ -1,28 +1,19 @@
 """Configuration of the logger: TypedDicts, validated once when a logger is built."""
 
 from collections.abc import Iterable
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NotRequired,
-    TypedDict,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_type_hints
 
-import typing_extensions
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict  # the one that pydantic accepts before Python 3.12
 
 from lucidrl.errors import ConfigError
 from lucidrl.utils.suggestions import closest
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_strict = with_config(ConfigDict(extra="forbid"))
 
 
+@_strict
 class TensorboardConfig(TypedDict):
     """Configuration of a `TensorboardLogger`."""
 
@@ -30,6 +21,7 @@ class TensorboardConfig(TypedDict):
     """Folder of the event files of a logger used on its own; `Logger` always uses `<log_dir>/tensorboard`."""
 
 
+@_strict
 class WandbConfig(TypedDict):
     """Configuration of a `WandbLogger`: every argument of `wandb.init`, passed on as it is, and two of our own."""
 
@@ -88,6 +80,7 @@ class WandbConfig(TypedDict):
     """Whether the uncommitted changes of those files are kept with the run."""
 
 
+@_strict
 class MlflowConfig(TypedDict):
     """Configuration of an `MlflowLogger`."""
 
@@ -101,6 +94,7 @@ class MlflowConfig(TypedDict):
     """Our id of the run, kept as a tag; a run with that tag is continued. By default a new one."""
 
 
+@_strict
 class TrackioConfig(TypedDict):
     """Configuration of a `TrackioLogger`."""
 
@@ -112,6 +106,7 @@ class TrackioConfig(TypedDict):
     """Id of the run; a run of that id is continued. By default a new one."""
 
 
+@_strict
 class GPUMonitoringConfig(TypedDict):
     """How often the machines are looked at."""
 
@@ -121,6 +116,7 @@ class GPUMonitoringConfig(TypedDict):
     """Seconds between handing what was seen to the logger."""
 
 
+@_strict
 class LoggerConfig(TypedDict):
     """Configuration of `Logger`."""
 
@@ -156,29 +152,17 @@ T = TypeVar("T")
 
 
 def validated(schema: type[T], cfg: Any) -> T:
-    """`cfg` as the TypedDict `schema`, unknown keys refused; every complaint about it is in one ConfigError."""
+    """`cfg` as the TypedDict `schema`; unknown keys are refused, and one ConfigError names all problems."""
     try:
-        return TypeAdapter(_strict(schema)).validate_python(cfg)
+        return TypeAdapter(schema).validate_python(cfg)
     except ValidationError as error:
         raise ConfigError("\n".join(_complaint(schema, problem) for problem in error.errors())) from None
-
-
-def _strict(schema: Any) -> Any:
-    """The same TypedDict with unknown keys forbidden, of the kind that pydantic accepts before Python 3.12."""
-    fields = {}
-    for key, hint in get_type_hints(schema, include_extras=True).items():
-        hint = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
-        strict_hint = _strict(hint) if is_typeddict(hint) else hint
-        fields[key] = strict_hint if key in schema.__required_keys__ else NotRequired[strict_hint]
-    make: Any = typing_extensions.TypedDict  # type checkers accept only literal fields here
-    return with_config(ConfigDict(extra="forbid"))(make(schema.__name__, fields))
 
 
 def _keys_at(schema: Any, path: Iterable[Any]) -> list[str]:
     """Known keys of the TypedDict that `path` leads to."""
     for part in path:
-        hint = get_type_hints(schema)[part]
-        schema = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
+        schema = get_type_hints(schema)[part]
     return list(get_type_hints(schema))
 
 

@@ -18,13 +18,13 @@ from lucidrl.errors import ConfigError
 from lucidrl.utils.logger.backends import TRACKERS, check_trackers, make_monitor, tracker_makers
 from lucidrl.utils.logger.background import BackgroundWriter
 from lucidrl.utils.logger.config import LoggerConfig, validated
-from lucidrl.utils.logger.figures import DrawnFigure
 from lucidrl.utils.logger.folders import path_inside
 from lucidrl.utils.logger.interface import LoggerInterface
 from lucidrl.utils.logger.jsonl import JsonlLogger
 from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.logger.rows import write_rows
 from lucidrl.utils.logger.token_error import token_error_figure
+from lucidrl.utils.logger.tracker import DrawnFigure
 from lucidrl.utils.logger.values import MetricsRecord, PlainMetrics, WarnOnce, described, frozen, metric_name
 
 if TYPE_CHECKING:

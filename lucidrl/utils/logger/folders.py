@@ -1,11 +1,14 @@
-"""Folders of runs, file names that stay inside them, and files that grow there."""
+"""Run folders, file names that stay inside them, and files that are never left half-written."""
 
 from __future__ import annotations
 
 import os
 import re
-from contextlib import suppress
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from lucidrl.errors import ConfigError
 
@@ -43,11 +46,21 @@ def path_inside(folder: Path, filename: str) -> Path:
     return path
 
 
-class WholeRecords:
-    """Appends records; one that cannot be written entirely is taken back, so that no torn one lies between others.
+@contextmanager
+def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file that replaces `path` when the block ends; if the block raises, `path` stays as it was."""
+    # A random name: two loggers never write the same file, and it is short enough wherever `path` is.
+    unfinished = path.with_name(f".{uuid.uuid4().hex}.unfinished")
+    try:
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            yield file
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
-    Nothing is buffered: what was appended survives the end of the process.
-    """
+
+class WholeRecords:
+    """Appends records without buffering; a record that cannot be written entirely is removed again."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from lucidrl.utils.imports import require_package
 from lucidrl.utils.logger.config import MlflowConfig, validated
-from lucidrl.utils.logger.figures import png_of
-from lucidrl.utils.logger.interface import LoggerInterface
-from lucidrl.utils.logger.redact import redacted
-from lucidrl.utils.logger.values import Scalar, WarnOnce, flatten_dict, metric_name, plain_metrics, printable
+from lucidrl.utils.logger.tracker import Tracker
+from lucidrl.utils.logger.values import PlainMetrics, Scalar, flatten_dict, metric_name, printable
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -35,7 +33,7 @@ _MAX_VALUE_CHARS = 6000
 _REFUSED_CHARS = re.compile(r"[^\w./ -]")
 
 
-class MlflowLogger(LoggerInterface):
+class MlflowLogger(Tracker):
     """Sends scalars, hyperparameters (flattened) and figures to a run of MLflow.
 
     MLflow knows no histograms: a list becomes `<name>.mean`, `<name>.min` and `<name>.max` of its finite values. It
@@ -55,7 +53,7 @@ class MlflowLogger(LoggerInterface):
         from mlflow import MlflowClient
 
         cfg = validated(MlflowConfig, cfg)
-        self._warn_once = WarnOnce()
+        super().__init__()
         folder = Path(log_dir).absolute() if log_dir else None
         store, artifacts = cfg.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI"), None
         if folder and not store:
@@ -69,29 +67,20 @@ class MlflowLogger(LoggerInterface):
         """MLflow's own id of the run."""
         self._is_finished = False
 
-    def log_metrics(
-        self,
-        metrics: dict[str, Any],
-        step: int,
-        prefix: Optional[str] = "",  # noqa: UP045
-        step_metric: Optional[str] = None,  # noqa: UP045
-    ) -> None:
+    def _write_metrics(self, metrics: PlainMetrics, step: int, step_metric: str | None) -> None:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        entities = [
-            Metric(_accepted_name(name), float(value), now_ms, int(step))
-            for name, value in _scalars(plain_metrics(metrics, prefix, step_metric, self._warn_once))
-        ]
+        entities = [Metric(_accepted_name(name), float(value), now_ms, step) for name, value in _scalars(metrics)]
         for batch in _batches(entities, _MAX_METRICS_PER_CALL):
             self._client.log_batch(self.run_id, metrics=batch)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
         from mlflow.entities import Param, RunTag
 
         recorded = self._client.get_run(self.run_id).data.params
         new_params, changes = [], []
-        for key, value in flatten_dict(redacted(params)).items():
+        for key, value in flatten_dict(params).items():
             name, text = _accepted_name(key), printable(str(value))[:_MAX_VALUE_CHARS]
             if name not in recorded:
                 new_params.append(Param(name, text))
@@ -103,12 +92,12 @@ class MlflowLogger(LoggerInterface):
         for tags_batch in _batches(changes, _MAX_PARAMS_PER_CALL):
             self._client.log_batch(self.run_id, tags=tags_batch)
 
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
+    def _write_png(self, png: bytes, step: int, name: str) -> None:
         from PIL import Image
 
-        picture = Image.open(io.BytesIO(png_of(figure)))
+        picture = Image.open(io.BytesIO(png))
         key = _accepted_name(name.encode("ascii", "replace").decode())  # stricter here than for metrics
-        self._client.log_image(self.run_id, picture, key=key, step=int(step), synchronous=True)
+        self._client.log_image(self.run_id, picture, key=key, step=step, synchronous=True)
 
     def finish(self) -> None:
         if not self._is_finished:

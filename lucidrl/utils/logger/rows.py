@@ -7,7 +7,6 @@ Tensors and arrays are recognised by what they offer, so this module imports nei
 from __future__ import annotations
 
 import math
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from lucidrl.utils.logger.folders import whole_file
 from lucidrl.utils.logger.values import WarnOnce, described, jsonable, printable
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
@@ -30,14 +30,8 @@ class _Column(NamedTuple):
 def write_rows(batch: Mapping[str, Any], path: Path, warn_once: WarnOnce) -> None:
     """Write the lines of `batch` to a file; it appears complete or not at all, and replaces what was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own, so that two loggers never write to the same file, and short enough wherever `path` is.
-    unfinished = path.with_name(f".{uuid.uuid4().hex}.unfinished")
-    try:
-        with unfinished.open("xb") as file:
-            file.writelines(row_lines(batch, warn_once))
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.writelines(row_lines(batch, warn_once))
 
 
 def row_lines(batch: Mapping[str, Any], warn_once: WarnOnce) -> Iterator[bytes]:

@@ -22,10 +22,9 @@ from lucidrl.errors import ConfigError
 from lucidrl.utils.imports import require_package
 from lucidrl.utils.logger.code_snapshot import tracked_text_files, uncommitted_diff
 from lucidrl.utils.logger.config import WandbConfig, validated
-from lucidrl.utils.logger.figures import png_of
-from lucidrl.utils.logger.interface import LoggerInterface
 from lucidrl.utils.logger.redact import redacted
-from lucidrl.utils.logger.values import WarnOnce, finite_histogram, jsonable, plain_metrics
+from lucidrl.utils.logger.tracker import Tracker
+from lucidrl.utils.logger.values import PlainMetrics, finite_histogram, jsonable
 from lucidrl.utils.suggestions import closest
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ _EXIT_GRACE_S = 2
 _INIT_TIMEOUT_S = 30
 
 
-class WandbLogger(LoggerInterface):
+class WandbLogger(Tracker):
     """Sends scalars, histograms (of lists), the nested configuration and figures to a run of Weights & Biases.
 
     Records have the field `step` (or their step metric), which they are plotted against; W&B's own counter only numbers
@@ -68,7 +67,7 @@ class WandbLogger(LoggerInterface):
         import wandb
 
         cfg = validated(WandbConfig, cfg)
-        self._warn_once = WarnOnce()
+        super().__init__()
         self._axis_of: dict[str, str] = {}
         with _service_files_in(log_dir):
             # Silent for the whole process: what wandb says (and asks) before a run exists knows no settings of a run.
@@ -95,15 +94,9 @@ class WandbLogger(LoggerInterface):
         """Plot the metric `name` (or all that match, as in `val/*`) against `step_metric`, as W&B defines it."""
         self.run.define_metric(name, step_metric=step_metric)
 
-    def log_metrics(
-        self,
-        metrics: dict[str, Any],
-        step: int,
-        prefix: Optional[str] = "",  # noqa: UP045
-        step_metric: Optional[str] = None,  # noqa: UP045
-    ) -> None:
+    def _write_metrics(self, metrics: PlainMetrics, step: int, step_metric: str | None) -> None:
         record: dict[str, Any] = {}
-        for name, value in plain_metrics(metrics, prefix, step_metric, self._warn_once).items():
+        for name, value in metrics.items():
             if name == _STEP:
                 self._warn_once(name, "metric %s is not logged: every record has its own; give it a prefix", name)
                 continue
@@ -114,18 +107,18 @@ class WandbLogger(LoggerInterface):
             else:
                 record[name] = value
         if step_metric not in record:  # what has an axis of its own must not move this one
-            record[_STEP] = int(step)
+            record[_STEP] = step
         self.run.log(record)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        self.run.config.update(jsonable(redacted(params)), allow_val_change=True)
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        self.run.config.update(jsonable(params), allow_val_change=True)
 
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
+    def _write_png(self, png: bytes, step: int, name: str) -> None:
         import wandb
         from PIL import Image
 
-        picture = Image.open(io.BytesIO(png_of(figure)))
-        self.run.log({name: wandb.Image(picture), _STEP: int(step)})
+        picture = Image.open(io.BytesIO(png))
+        self.run.log({name: wandb.Image(picture), _STEP: step})
 
     def finish(self) -> None:
         self.run.finish()
