@@ -19,6 +19,7 @@ from lucidrl.profiling.trace_files import ProcessName, check_folder, check_templ
 _log = logging.getLogger(__name__)
 
 DEFAULT_PATH = "traces/{host}_{pid}_worker_{worker_idx}.json"
+_PROFILER_OPTIONS = ("record_shapes", "profile_memory", "with_stack", "with_flops")
 _LONGEST_NAME = 255 - 38  # as `write_trace` calls it first
 
 
@@ -76,13 +77,9 @@ class ProfileSettings:
         if self.save_path is not None and not isinstance(self.save_path, str | os.PathLike):
             raise ConfigError(f"save_path={self.save_path!r} is not a path; give text or a Path")
         if self.save_path is not None and "\0" in str(self.save_path):
-            raise ConfigError(
-                f"save_path={str(self.save_path)!r} has a null character, which no name of a file may have"
-            )
+            raise ConfigError(f"save_path={str(self.save_path)!r} has a null character; remove it")
         if self.on_trace_ready is not None and not callable(self.on_trace_ready):
-            raise ConfigError(
-                f"on_trace_ready={self.on_trace_ready!r} cannot be called; give a function of the profiler"
-            )
+            raise ConfigError(f"on_trace_ready={self.on_trace_ready!r} is not callable; give a function")
         if self.num_rollouts < 1:
             raise ConfigError(f"num_rollouts={self.num_rollouts} records nothing; give at least 1")
         if not 0 <= self.warmup_rollouts < self.num_rollouts:
@@ -97,11 +94,10 @@ class ProfileSettings:
                 raise ConfigError(f"activities has {activity!r}; give members of torch.profiler.ProfilerActivity")
 
     def checked(self, num_workers: int) -> ProfileSettings:
-        """The same, with a path that means the same in every process; refused if it cannot be recorded of a collector
-        with so many workers.
+        """These settings with an absolute path, checked for a collector with `num_workers` workers.
 
         Raises:
-            ConfigError: naming what is wrong.
+            ConfigError: if they cannot be recorded or written.
         """
         if not self.workers:
             raise ConfigError("workers is empty, so nobody would record; name at least one, such as workers=[0]")
@@ -118,8 +114,7 @@ class ProfileSettings:
         found = check_template(template)
         if len(self.workers) > 1 and not found & {"worker_idx", "pid"}:
             raise ConfigError(
-                f"save_path={template!r} is the same for {len(self.workers)} workers, which would overwrite each "
-                "other's traces; put {worker_idx} into it"
+                f"save_path={template!r} is the same for {len(self.workers)} workers; put {{worker_idx}} into it"
             )
         if template.endswith(os.sep) or any(os.path.isdir(filled(template, index)) for index in self.workers):
             raise ConfigError(f"save_path={template!r} is a folder; give the name of a file in it")
@@ -149,13 +144,13 @@ class _Running:
 
 
 class _ProfilerHook:
-    """Records rollouts of one worker, as the settings ask, and then writes the trace.
+    """Records rollouts of one worker and writes the trace; errors are logged and never stop a rollout.
 
-    To be told when a rollout begins and, called with its batch, when it is over; both by the thread that makes it,
-    which is what torch's profiler records. Whatever goes wrong is a warning: rollouts go on.
+    The thread that makes a rollout calls `before_rollout` before it, and the hook with the batch after it: torch's
+    profiler records that thread.
 
     Args:
-        role: what the trace calls the process.
+        role: name of the process in the trace.
     """
 
     def __init__(self, settings: ProfileSettings, worker_idx: int = 0, role: str = "collector worker"):
@@ -169,7 +164,7 @@ class _ProfilerHook:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it is for the thread that makes the rollouts to write the trace, and to record no more."""
+        """Whether the rollout thread still has to write the trace."""
         return self._is_to_stop and not self.is_done
 
     def before_rollout(self) -> None:
@@ -180,13 +175,8 @@ class _ProfilerHook:
             return
         process = ProcessName.now(self._name)
         try:
-            profiler = started_profiler(
-                self._settings.activities,
-                record_shapes=self._settings.record_shapes,
-                profile_memory=self._settings.profile_memory,
-                with_stack=self._settings.with_stack,
-                with_flops=self._settings.with_flops,
-            )
+            options = {name: getattr(self._settings, name) for name in _PROFILER_OPTIONS}
+            profiler = started_profiler(self._settings.activities, **options)
         except Exception as error:
             self.is_done = True
             _log.warning("there will be no trace of %s: %s", self._name, error)
@@ -200,10 +190,9 @@ class _ProfilerHook:
             self.stop()
 
     def stop(self) -> None:
-        """Write what was recorded so far, and record no more; may be called twice.
+        """Write the trace recorded so far and record no more; may be called twice.
 
-        Another thread than the one that makes the rollouts can only ask for it: that one does it when its rollout is
-        over, or before its next.
+        From another thread this is a request: the rollout thread does it after its rollout, or before its next.
         """
         running, was_asked, self._is_to_stop = self._running, self._is_to_stop, True
         if running is not None and running.pid != os.getpid():  # what is recorded of a process is not that of a fork
@@ -211,34 +200,26 @@ class _ProfilerHook:
             return
         if running is not None and running.thread is not threading.current_thread() and running.thread.is_alive():
             if not was_asked:
-                _log.warning(
-                    "the trace of %s is left to the thread that makes the rollouts, which alone can write it: at the "
-                    "end of its rollout, or before its next",
-                    self._name,
-                )
+                _log.warning("the rollout thread of %s will write its trace when its rollout ends", self._name)
             return
         # Forgotten first: the profiler holds on to much memory, and one that failed to stop would fail again.
         was_done, self._running, self.is_done = self.is_done, None, True
         if running is None:
             if not was_done:
-                _log.warning(
-                    "there is no trace of %s: it ended after %d rollouts, and the first %d were not to be recorded",
-                    self._name,
-                    self._num_rollouts,
-                    self._settings.warmup_rollouts,
-                )
+                done, warmup = self._num_rollouts, self._settings.warmup_rollouts
+                _log.warning("no trace of %s: it ended after %d of %d warm-up rollouts", self._name, done, warmup)
             return
         try:
             running.profiler.stop()
             if running.thread is threading.current_thread():
-                self._give(running)
+                self._deliver(running)
             else:
                 _log.warning("the trace of %s is lost: the thread that made the rollouts has ended", self._name)
         except Exception:
             _log.warning("the trace of %s is lost", self._name, exc_info=True)
 
-    def _give(self, running: _Running) -> None:
-        """To whom it was promised."""
+    def _deliver(self, running: _Running) -> None:
+        """Write the trace to `save_path` and call `on_trace_ready`, as the settings say."""
         template = self._settings.path_template
         if template is not None:
             path = filled(template, self._worker_idx)
@@ -267,10 +248,10 @@ def profiler_obstacle(activities: Sequence[ProfilerActivity] | None) -> str | No
 def started_profiler(activities: Sequence[ProfilerActivity] | None = None, **options: Any) -> profile:
     """torch's profiler, recording this thread; by default the CPU, and the GPU if there is one.
 
-    Only this thread can stop it; another one that tries and then asks for the trace crashes the process.
+    Only this thread may stop it: torch crashes the process if another thread does and then exports the trace.
 
     Raises:
-        ConfigError: if it cannot.
+        ConfigError: if it cannot record.
     """
     if obstacle := profiler_obstacle(activities):
         raise ConfigError(obstacle)

@@ -27,18 +27,18 @@ _turn = threading.Lock()
 
 
 class Recording:
-    """What this process does between `start` and `stop`, as files in the traces folder of the moment of `start`.
+    """Records this process between `start` and `stop`, as files in the traces folder.
 
-    `<name>_<host>_<pid>_<time>.spans.json` has the spans, written while they end. `….json` is what torch's profiler saw
-    of the starting thread, written by `stop`; a process that Nsight Systems runs has that record its GPU instead. On
-    request `….memory.pickle` tells who held the GPU's memory.
+    `<name>_<host>_<pid>_<time>.spans.json` holds the spans and is written as they end. `stop` writes `….json`, torch's
+    trace of the starting thread; under Nsight Systems, that records the GPU instead. `….memory.pickle` is a snapshot of
+    the GPU's memory, if requested.
 
-    A process has one recording at a time: another one that is started meanwhile leaves it to the first. Calls that
-    change nothing are harmless, and what cannot be recorded or written is a warning: the process goes on.
+    While one recording of the process runs, starting another does nothing. Errors are logged; they never stop the
+    process.
 
     Args:
-        name: what people call the process.
-        operators: record also what torch runs, beside the spans.
+        name: name of the process in the trace.
+        operators: record torch's operators too, beside the spans.
     """
 
     def __init__(self, name: str, *, operators: bool = True):

@@ -25,10 +25,10 @@ _CAPACITY = 200_000
 
 
 class SpanFile:
-    """Writes every span of this process that ends, until it is closed. There can be one at a time in a process.
+    """Writes the finished spans of this process until it is closed; one per process at a time.
 
-    The file is a Chrome trace in its array form, whole at any moment. Its clock is Unix time in microseconds. When it
-    cannot be written any more, that is a warning, and the spans from then on are lost.
+    The file is a Chrome trace in array form, valid at any moment; its clock is Unix time in microseconds. If a write
+    fails, it logs a warning and drops all later spans.
 
     Raises:
         OSError: if the file cannot be made.
@@ -61,10 +61,10 @@ class SpanFile:
 
     def _write_spans(self) -> None:
         if spans := recorder.take_spans():
-            self._write(b"".join(b",\n" + orjson.dumps(event) for event in _events(spans)))
+            self._write(b"".join(b",\n" + orjson.dumps(_event(span)) for span in spans))
 
     def _write(self, content: bytes) -> None:
-        """Put it over the end of the file, with a new end, in one go: the file is whole at any moment."""
+        """Overwrite the end of the file with `content` and a new end, in one call: the file stays valid."""
         if not self._can_write:
             return
         try:
@@ -82,21 +82,18 @@ class SpanFile:
 
 
 def _head(process: ProcessName) -> Iterable[dict[str, Any]]:
-    """Who the trace is of, and the same moment on its clock and as Unix time."""
     pid = os.getpid()
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process.name}}
     yield {"ph": "M", "name": KEY, "pid": pid, "args": process.described()}
 
 
-def _events(spans: Iterable[Span]) -> Iterable[dict[str, Any]]:
-    pid = os.getpid()
-    for span in spans:
-        yield {
-            "ph": "X",
-            "cat": "span",
-            "name": span.name,
-            "pid": pid,
-            "tid": span.thread,
-            "ts": span.start_ns / 1000,
-            "dur": span.duration_ns / 1000,
-        }
+def _event(span: Span) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": "span",
+        "name": span.name,
+        "pid": os.getpid(),
+        "tid": span.thread,
+        "ts": span.start_ns / 1000,
+        "dur": span.duration_ns / 1000,
+    }

@@ -7,9 +7,8 @@
     @span("refit")
     def broadcast(self): ...
 
-A span costs about a microsecond, so phases are always timed; whoever records the process sees them too. Durations come
-from the monotonic clock; starts are that clock moved by one wall-clock anchor per process, so they line up across
-processes and never jump within one.
+A span costs about a microsecond, so phases are always timed; profilers show them too. Durations come from the
+monotonic clock; starts are that clock plus one wall-clock anchor per process, so they line up across processes.
 """
 
 from __future__ import annotations
@@ -93,8 +92,6 @@ class Span(NamedTuple):
     duration_ns: int
     thread: int
     """Identifier of the thread, as the system and torch's traces know it."""
-    depth: int
-    """How many spans of the same thread were open around it."""
 
 
 class SpanRecorder:
@@ -109,11 +106,10 @@ class SpanRecorder:
         self._buffer: deque[Span] | None = None
 
     def span(self, name: str) -> _OpenSpan:
-        """A context manager that times its block, or a decorator that times calls; also when they raise.
+        """A context manager that times its block, or a decorator that times calls, even if they raise.
 
-        Nested spans each count their whole duration, so totals of different names overlap where the spans do. A span
-        within another of its own name is part of that one: a driver and the worker that it calls may both name what
-        they do, and it counts once where both are in one process.
+        Nested spans each count their whole duration. A span inside another of the same name counts once: a driver and
+        its in-process worker may both name a phase.
         """
         return _OpenSpan(self, name)
 
@@ -151,12 +147,12 @@ class SpanRecorder:
         if self._buffer is not None:
             self._buffer.clear()
 
-    def _finish(self, name: str, start: int, duration_ns: int, depth: int) -> None:
+    def _finish(self, name: str, start: int, duration_ns: int) -> None:
         with self._lock:
             total_ns, count = self._totals.get(name, (0, 0))
             self._totals[name] = (total_ns + duration_ns, count + 1)
             if self._buffer is not None:
-                self._buffer.append(Span(name, start + self._anchor_ns, duration_ns, threading.get_native_id(), depth))
+                self._buffer.append(Span(name, start + self._anchor_ns, duration_ns, threading.get_native_id()))
 
 
 def _added(a: dict[str, tuple[int, int]], b: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
@@ -204,9 +200,8 @@ class _OpenSpan:
             return
         duration_ns = time.perf_counter_ns() - self._start
         self._shown.__exit__(kind, error, traceback)
-        names = self._recorder._local.names
-        names.pop()
-        self._recorder._finish(self._name, self._start, duration_ns, len(names))
+        self._recorder._local.names.pop()
+        self._recorder._finish(self._name, self._start, duration_ns)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)

@@ -53,11 +53,7 @@ class ProcessName:
 
 
 def check_template(template: str) -> set[str]:
-    """The placeholders in the path of a trace.
-
-    Raises:
-        ConfigError: if it has others than there are.
-    """
+    """The placeholders in the path of a trace; unknown ones raise ConfigError."""
     try:
         fields = [(field, spec, conversion) for _, field, spec, conversion in string.Formatter().parse(template)]
     except ValueError as error:
@@ -77,11 +73,7 @@ def filled(template: str, worker_idx: int) -> Path:
 
 
 def check_folder(folder: Path, setting: str) -> None:
-    """Make a folder if it is not there, and see whether files can be made in it.
-
-    Raises:
-        ConfigError: naming the setting that gave it.
-    """
+    """Create a folder and a file in it; an OSError becomes a ConfigError that names `setting`."""
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

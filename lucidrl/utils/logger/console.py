@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -146,11 +147,8 @@ def _statistics(rewards: Sequence[float]) -> str:
     finite = [reward for reward in rewards if math.isfinite(reward)]
     text = f"{len(rewards)} samples"
     if finite:
-        # In units of the largest, so that no sum and no square overflows.
-        unit = max(map(abs, finite)) or 1.0
-        mean = math.fsum(reward / unit for reward in finite) / len(finite)
-        deviation = math.sqrt(math.fsum((reward / unit - mean) ** 2 for reward in finite) / len(finite))
-        text += f", reward mean {mean * unit:.4g}, std {deviation * unit:.4g}"
+        # Exact sums, which do not overflow.
+        text += f", reward mean {statistics.mean(finite):.4g}, std {statistics.pstdev(finite):.4g}"
         text += f", min {min(finite):.4g}, max {max(finite):.4g}"
     if len(finite) < len(rewards):
         text += f", {len(rewards) - len(finite)} not finite"

@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -40,18 +40,10 @@ class WarnOnce:
             log.warning(message, *args)
 
 
-def described(error: BaseException) -> str:
-    """`repr(error)`, of an error that may not even be able to say what it is."""
+def described(error: BaseException, form: Callable[[BaseException], str] = repr) -> str:
+    """`repr` of an error, or another form of it; its class name if that raises or is empty."""
     try:
-        return repr(error)
-    except Exception:
-        return type(error).__name__
-
-
-def message_of(error: BaseException) -> str:
-    """What an error says or, if it says nothing, what it is."""
-    try:
-        return str(error) or repr(error)
+        return form(error) or type(error).__name__
     except Exception:
         return type(error).__name__
 
@@ -61,10 +53,7 @@ class PlainMetrics(dict[str, Scalar | list[Scalar]]):
 
 
 class MetricsRecord:
-    """The metrics of one call, safe from later changes; named and converted once, by the first back end that asks.
-
-    Taking them is all that the training loop pays for; the rest happens in the back ends' threads.
-    """
+    """A copy of the metrics of one call, which the first back end converts in its thread for all of them."""
 
     def __init__(self, metrics: Mapping[str, Any], prefix: str | None, step_metric: str | None) -> None:
         if not isinstance(metrics, Mapping):
@@ -76,7 +65,7 @@ class MetricsRecord:
         self._plain: PlainMetrics | None = None
 
     def add(self, metrics: dict[str, Scalar]) -> None:
-        """Add metrics that have full names and plain values."""
+        """Add metrics with full names and plain values."""
         self._own.update(metrics)
 
     def plain(self, warn_once: WarnOnce) -> PlainMetrics:
@@ -90,7 +79,7 @@ class MetricsRecord:
 def plain_metrics(
     metrics: Mapping[str, Any], prefix: str | None, step_metric: str | None, warn_once: WarnOnce
 ) -> PlainMetrics:
-    """Flatten `metrics` with "/" and convert every value; those that are no numbers are left out with one warning."""
+    """Flatten `metrics` with "/" and convert every value; leave out what is no number, with one warning."""
     if isinstance(metrics, PlainMetrics) and not prefix:
         return metrics
     plain = PlainMetrics()
@@ -101,8 +90,8 @@ def plain_metrics(
             warn_once(f"{name} twice", "metric %s comes twice in one call; the last value is logged", name)
         try:
             plain[name] = value if type(value) is float else _plain_value(value)
-        except Exception as error:  # also what reading a tensor may raise, such as on a device that is gone
-            warn_once(name, "metric %s is not logged: %s", name, message_of(error))
+        except Exception as error:  # reading a tensor may raise anything, as on a lost device
+            warn_once(name, "metric %s is not logged: %s", name, described(error, str))
         else:
             if name != given_name:
                 warn_once(f"{name} renamed", "metric %.100r is logged as %s", given_name, name)
@@ -110,10 +99,7 @@ def plain_metrics(
 
 
 def frozen(value: Any, depth: int = 0) -> Any:
-    """A copy of `value` that later changes do not reach; tensors are on the CPU and free of gradients.
-
-    What cannot be copied becomes the error that says why, and so does what lies deeper than anybody nests on purpose.
-    """
+    """A deep copy of `value`, tensors on the CPU without gradients; what cannot be copied becomes the error."""
     if type(value) in _PLAIN:
         return value
     if depth > _MOST_DEPTH:
@@ -131,11 +117,10 @@ def frozen(value: Any, depth: int = 0) -> Any:
 
 
 def metric_name(name: str) -> str:
-    """`name` as every back end can take it, be it as a path or as a key; most names stay as they are.
+    """`name` in a form that every back end accepts, as a path or as a key.
 
-    Characters that are not printable (control characters, NUL, lone surrogates) become "_", and so do the parts "."
-    and ".." between slashes; empty parts are left out. A name of more than 240 bytes is cut, and ends with a checksum
-    of the whole.
+    Characters that are not printable, and the parts "." and ".." between slashes, become "_"; empty parts are left out.
+    A name of more than 240 bytes is cut, and ends with a checksum of the whole.
     """
     if not _ODD_NAME.search(name) and len(name) <= _MOST_NAME_BYTES:
         return name
@@ -150,7 +135,7 @@ def metric_name(name: str) -> str:
 def flatten_dict(d: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
     """Flatten nested mappings and lists; list items are named by their index, empty containers are kept.
 
-    Of several values that come to the same name, the later ones get names with `#2`, `#3`, ...: none is lost.
+    If several values get the same name, the later ones become `name#2`, `name#3`, ...
 
     Example:
         >>> flatten_dict({"a": [1, {"b": 2}]})
@@ -177,7 +162,7 @@ def flatten_dict(d: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
 
 
 def finite_histogram(values: Sequence[Scalar]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Counts and bin edges of the finite values, or None if there are none; any values, however far apart."""
+    """Counts and bin edges of the finite values, or None if there are none."""
     import numpy as np
 
     array = np.asarray(values, dtype=np.float64)

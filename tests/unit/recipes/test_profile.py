@@ -200,7 +200,7 @@ def test_the_variables_are_refused_just_as_early(tmp_path, monkeypatch):
         lambda: launch("grpo", None, None, [f"run.root={tmp_path}"], None),
         lambda: check_run("grpo", None, None, []),
     ):
-        with pytest.raises(ConfigError, match="says nothing without NRL_NSYS_WORKER_PATTERNS"):
+        with pytest.raises(ConfigError, match="needs NRL_NSYS_WORKER_PATTERNS too"):
             start()
     assert not any(tmp_path.iterdir())
 

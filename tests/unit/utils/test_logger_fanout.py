@@ -59,7 +59,7 @@ def test_logging_after_the_end_warns_and_finish_may_be_called_twice(cfg, caplog)
     logger.finish()
     assert not caplog.records
     logger.log_metrics({"x": 1}, 1)
-    assert "nothing is recorded any more" in caplog.text
+    assert "records nothing more" in caplog.text
 
 
 def test_a_logger_that_nobody_finished_is_closed_with_its_last_reference(cfg, tmp_path):

@@ -134,7 +134,7 @@ def test_what_a_failing_parent_did_not_take_stays_for_the_next_time(caplog):
     assert parent.looks == list(range(len(parent.calls)))
     assert len(parent.calls) >= next(monitor.count) - 1
     assert [record.getMessage() for record in caplog.records] == [
-        "the use of the machines waits to be recorded, the logger failed: RuntimeError('tracker is down')"
+        "machine metrics are kept for later, the logger failed: RuntimeError('tracker is down')"
     ]
 
 
@@ -178,11 +178,11 @@ def test_a_snapshot_that_falls_out_while_it_is_handed_over_takes_no_other_with_i
     monitor = Counting(60, 60, parent)
     monitor._first_start_s = time.monotonic()
     for _ in range(3):
-        monitor._look()
+        monitor._take_snapshot()
 
     def look_once():
         parent.before = lambda: None
-        monitor._look()
+        monitor._take_snapshot()
 
     parent.before = look_once
     monitor.flush()
@@ -209,7 +209,7 @@ def test_a_look_that_fails_costs_one_warning_and_the_next_are_taken(caplog):
     wait_until(lambda: monitor.metrics_buffer)
     monitor.stop()
     assert [record.getMessage() for record in caplog.records] == [
-        "the use of the machines cannot be seen for now: OSError('driver is resting')"
+        "machine metrics cannot be read for now: OSError('driver is resting')"
     ]
 
 

@@ -213,7 +213,7 @@ def test_a_back_end_whose_errors_cannot_be_told_goes_on(cfg, caplog):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "./config.yaml", "hyperparams.json", "tensorboard/x", "plots/a"])
 def test_rows_cannot_replace_what_belongs_to_the_run(cfg, name):
-    with Logger(cfg) as logger, pytest.raises(ConfigError, match="is one that the run itself uses"):
+    with Logger(cfg) as logger, pytest.raises(ConfigError, match="the run itself uses the file name"):
         logger.log_batched_dict_as_jsonl({"a": [1]}, name)
 
 
@@ -261,7 +261,7 @@ logger.log_metrics({"x": 2}, 2)
     )
     result = run_script(code, tmp_path)
     assert [line["x"] for line in lines(tmp_path)] == [0, 2]
-    assert result.stderr.count("nothing is recorded any more: the logger is finished") == 1
+    assert result.stderr.count("the logger is finished and records nothing more") == 1
 
 
 def test_a_short_program_that_forgets_to_finish_loses_nothing_of_any_tracker(tmp_path):
@@ -281,13 +281,13 @@ def test_a_slow_disk_costs_the_caller_little(cfg):
         def log_metrics(self, metrics, step, prefix="", step_metric=None):
             time.sleep(0.2)
 
-    writer = BackgroundWriter("disk", SlowDisk, lambda backend: backend.finish(), capacity=5, patience_s=0.002)
+    writer = BackgroundWriter("disk", SlowDisk, lambda backend: backend.finish(), capacity=5, max_wait_s=0.002)
     start = time.monotonic()
     for step in range(200):
         writer.put(lambda backend: backend.log_metrics({}, 0), step)
     assert time.monotonic() - start < 20
     writer.close()
-    writer.join(deadline=0.0, timeout_s=0.0)
+    writer.join(until_s=0.0, timeout_s=0.0)
 
 
 def test_a_value_that_is_no_number_is_one_warning_for_all_back_ends(cfg, caplog):

@@ -301,7 +301,7 @@ def test_the_end_of_ray_is_one_warning(monkeypatch, caplog):
     time.sleep(0.2)
     ray_monitor.stop()
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "the use of the machines cannot be seen for now"
+        "machine metrics cannot be read for now"
     ]
 
 

@@ -66,8 +66,12 @@ def test_a_range_has_its_start_and_not_its_stop(text):
 
 
 MISTAKES = {
-    "no patterns": ("", "3:5", "NRL_NSYS_PROFILE_STEP_RANGE='3:5' says nothing without NRL_NSYS_WORKER_PATTERNS; set"),
-    "no range": ("*policy*", "", r"PATTERNS='\*policy\*' says nothing without NRL_NSYS_PROFILE_STEP_RANGE; set .*3:5"),
+    "no patterns": (
+        "",
+        "3:5",
+        "NRL_NSYS_PROFILE_STEP_RANGE='3:5' needs NRL_NSYS_WORKER_PATTERNS too, such as '[*]'; set",
+    ),
+    "no range": ("*policy*", "", r"PATTERNS='\*policy\*' needs NRL_NSYS_PROFILE_STEP_RANGE too, such as 3:5; set both"),
     "only commas": (" , ,", "3:5", r"NRL_NSYS_WORKER_PATTERNS=', ,' has no name in it; write patterns such as"),
     "one number": ("*", "3", "NRL_NSYS_PROFILE_STEP_RANGE: '3' is not a range of steps; write start:stop"),
     "no number": ("*", "a:b", "'a:b' is not a range of steps"),
@@ -75,7 +79,7 @@ MISTAKES = {
     "negative": ("*", "-1:3", "'-1:3' is not a range of steps"),
     "fractions": ("*", "1.5:3", "'1.5:3' is not a range of steps"),
     "from 0": ("*", "0:3", "'0:3' begins at 0, but steps are counted from 1; write 1:3"),
-    "empty": ("*", "3:3", "'3:3' has no steps, since 3 is not one of them; write 3:4 for step 3 alone"),
+    "empty": ("*", "3:3", "'3:3' has no steps; write 3:4 for step 3"),
     "backwards": ("*", "5:3", "'5:3' has no steps"),
 }
 

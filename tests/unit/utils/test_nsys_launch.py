@@ -82,15 +82,15 @@ def test_without_the_program_that_is_said_once(traces, monkeypatch, caplog):
         assert nsys_launch.nsys_command("generation-0") == []
         assert nsys_launch.nsys_command("policy-1") == []
     (message,) = caplog.messages
-    assert message.startswith("there is no `nsys` on PATH, so workers record with torch's profiler; install")
+    assert message.startswith("no `nsys` on PATH: workers record with torch's profiler; install")
 
 
 def test_a_worker_in_this_process_says_how_to_run_the_whole_command(traces, stand_in, caplog):
     with caplog.at_level(logging.WARNING), WorkerGroup(Recorded, name="policy"):
         pass
     (message,) = caplog.messages
-    assert message.startswith("policy-0 is part of this process")
-    assert "run the whole command under it instead: nsys profile --trace=cuda" in message
+    assert message.startswith("policy-0 is in this process")
+    assert "for Nsight Systems: nsys profile --trace=cuda" in message
 
 
 def test_ray_gets_the_same_options_under_the_names_that_it_knows(traces, stand_in, monkeypatch):
