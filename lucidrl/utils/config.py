@@ -1,8 +1,4 @@
-"""Configuration: YAML and `key=value` overrides in, frozen pydantic models out.
-
-A component keeps its config class beside itself; `load_config` merges a preset, a file and the overrides of the
-command line and turns every complaint of pydantic into one `ConfigError` with value, rule and key path.
-"""
+"""Configuration: YAML and `key=value` overrides in, frozen pydantic models out; errors name value, rule and key."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -68,7 +64,7 @@ def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequ
 def merged_settings(
     *layers: Path | dict[str, Any], overrides: Sequence[str] = (), resolve: bool = True
 ) -> dict[str, Any]:
-    """What `load_config` validates: layers and overrides in one mapping, with references to other keys resolved."""
+    """Layers and overrides merged into one mapping, as `load_config` validates it; optionally keep `${...}`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -84,17 +80,17 @@ def merged_settings(
 
 
 def validate(schema: type[C], content: Any, at: str = "") -> C:
-    """Build `schema` from a plain mapping (or pass an instance through); complaints become one ConfigError.
+    """Build `schema` from a mapping, or return an instance unchanged; one ConfigError lists all problems.
 
     Args:
-        at: key path of the mapping in the whole configuration, for the complaints.
+        at: key path of the mapping in the whole configuration, for messages.
     """
     if isinstance(content, schema):
         return content
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        lines = [_complaint(schema, problem, f"{at}." if at else "") for problem in error.errors()]
+        lines = [complaint(problem, _all_paths(schema), f"{at}." if at else "") for problem in error.errors()]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -165,8 +161,8 @@ def _merged(base: Any, layer: Any) -> Any:
 
 
 def _make_way(base: Any, layer: Any) -> None:
-    """Remove from the base what cannot be merged with the layer: a list where it has a mapping or the other way round,
-    and the `kwargs` of something that the layer names differently."""
+    """Remove from `base` what cannot be merged: lists where `layer` has a mapping (or the reverse), and the `kwargs` of
+    another `name`."""
     from omegaconf import OmegaConf
 
     if not (OmegaConf.is_dict(base) and OmegaConf.is_dict(layer)):
@@ -180,11 +176,17 @@ def _make_way(base: Any, layer: Any) -> None:
             _make_way(base[key], layer[key])
 
 
-def _complaint(schema: type[BaseModel], problem: Any, prefix: str) -> str:
+def complaint(problem: Any, all_paths: Iterable[Sequence[str]], prefix: str = "") -> str:
+    """The sentence for one of pydantic's errors.
+
+    Args:
+        all_paths: paths of all known keys, for suggestions.
+        prefix: goes before every key.
+    """
     path = [str(part) for part in problem["loc"]]
     key = prefix + ".".join(path) if path else prefix.rstrip(".") or "the configuration"
     if problem["type"] == "extra_forbidden":
-        return unknown_key(path, _fields_at(schema, path[:-1]), _all_paths(schema), prefix)
+        return unknown_key(path, all_paths, prefix)
     if problem["type"] == "missing":
         return f"{key} is required but not set; add {key}=..."
     rule = problem["msg"].removeprefix("Value error, ")
@@ -193,23 +195,8 @@ def _complaint(schema: type[BaseModel], problem: Any, prefix: str) -> str:
     return f"{key}={problem['input']!r} is not valid: {rule}"
 
 
-def _fields_at(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """Names of the fields of the config that `path` leads to, looking through unions and optionals."""
-    candidates = [schema]
-    for part in path:
-        if part.isdigit():  # an entry of a list, whose type is already among the candidates
-            continue
-        candidates = [
-            nested
-            for candidate in candidates
-            if part in candidate.model_fields
-            for nested in _models_in(candidate.model_fields[part].annotation)
-        ]
-    return [name for candidate in candidates for name in candidate.model_fields]
-
-
 def _all_paths(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Paths of all fields, and of what is in the mappings (such as `kwargs`) that are there by default."""
+    """Paths of all fields, and of the keys in default mappings such as `kwargs`."""
     for name, field in schema.model_fields.items():
         path = (*above, name)
         yield path

@@ -1,13 +1,13 @@
 """Configuration of the logger: TypedDicts, validated once when a logger is built."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict  # the one that pydantic accepts before Python 3.12
+from typing_extensions import TypedDict, is_typeddict  # those that pydantic accepts before Python 3.12
 
 from lucidrl.errors import ConfigError
-from lucidrl.utils.suggestions import closest
+from lucidrl.utils.config import complaint
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _strict = with_config(ConfigDict(extra="forbid"))
@@ -156,23 +156,12 @@ def validated(schema: type[T], cfg: Any) -> T:
     try:
         return TypeAdapter(schema).validate_python(cfg)
     except ValidationError as error:
-        raise ConfigError("\n".join(_complaint(schema, problem) for problem in error.errors())) from None
+        lines = [complaint(problem, _all_paths(schema), f"{schema.__name__}.") for problem in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
 
 
-def _keys_at(schema: Any, path: Iterable[Any]) -> list[str]:
-    """Known keys of the TypedDict that `path` leads to."""
-    for part in path:
-        schema = get_type_hints(schema)[part]
-    return list(get_type_hints(schema))
-
-
-def _complaint(schema: type, problem: Any) -> str:
-    key = ".".join(str(part) for part in problem["loc"]) or "the configuration"
-    place = f"{schema.__name__}: {key}"
-    if problem["type"] == "missing":
-        return f"{place} is required but not set; add it"
-    if problem["type"] == "extra_forbidden":
-        meant = closest(str(problem["loc"][-1]), _keys_at(schema, problem["loc"][:-1]))
-        hint = f"did you mean {meant}?" if meant else "remove it or correct its spelling"
-        return f"{place} is not a known key; {hint}"
-    return f"{place}={problem['input']!r} is not valid: {problem['msg']}"
+def _all_paths(schema: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, hint in get_type_hints(schema).items():
+        yield (*above, key)
+        if is_typeddict(hint):
+            yield from _all_paths(hint, (*above, key))

@@ -59,6 +59,14 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         unfinished.unlink(missing_ok=True)
 
 
+def write_private_text(path: Path, text: str) -> None:
+    """Write a file with mode 0600; it appears complete or not at all, and replaces what was there."""
+    with whole_file(path, mode=0o600) as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
 class WholeRecords:
     """Appends records without buffering; a record that cannot be written entirely is removed again."""
 

@@ -41,7 +41,7 @@ class TensorboardLogger(Tracker):
         cfg = validated(TensorboardConfig, cfg)
         folder = log_dir or cfg.get("log_dir")
         if folder is None:
-            raise ConfigError("TensorboardConfig: log_dir is required for a logger on its own; add it")
+            raise ConfigError("TensorboardConfig.log_dir is required without Logger; add it")
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._file = WholeRecords(Path(folder) / _event_file_name())
         super().__init__()

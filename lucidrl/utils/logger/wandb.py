@@ -25,7 +25,7 @@ from lucidrl.utils.logger.config import WandbConfig, validated
 from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.logger.tracker import Tracker
 from lucidrl.utils.logger.values import PlainMetrics, finite_histogram, jsonable
-from lucidrl.utils.suggestions import closest
+from lucidrl.utils.suggestions import unknown_key
 
 if TYPE_CHECKING:
     import wandb
@@ -239,17 +239,18 @@ def _settings(given: Any) -> wandb.Settings:
     except ValidationError as error:
         raise ConfigError("\n".join(_complaint(problem) for problem in error.errors())) from None
     except TypeError:
-        raise ConfigError("WandbConfig: settings must be a mapping of names to values, or wandb.Settings") from None
+        raise ConfigError("WandbConfig.settings must be a mapping of names to values, or wandb.Settings") from None
     return ours
 
 
 def _complaint(problem: Any) -> str:
-    """About one setting; without its value, which may be a secret."""
+    """The sentence for an invalid setting, without its value, which may be a secret."""
     import wandb
 
-    name = ".".join(str(part) for part in problem["loc"])
-    meant = closest(name, wandb.Settings.model_fields) if problem["type"] == "extra_forbidden" else None
-    return f"WandbConfig: settings.{name} is not valid: {f'did you mean {meant}?' if meant else problem['msg']}"
+    path = [str(part) for part in problem["loc"]]
+    if problem["type"] == "extra_forbidden":
+        return unknown_key(path, [[name] for name in wandb.Settings.model_fields], "WandbConfig.settings.")
+    return f"WandbConfig.settings.{'.'.join(path)} is not valid: {problem['msg']}"
 
 
 class _ExitGuard:

@@ -193,10 +193,13 @@ def test_given_settings_win_over_ours(make):
 @pytest.mark.parametrize(
     ("cfg", "complaint"),
     [
-        ({"grupp": "x"}, r"WandbConfig: grupp is not a known key; did you mean group\?"),
-        ({"job-type": "x"}, r"did you mean job_type\?"),
-        ({"tags": "x"}, "WandbConfig: tags='x' is not valid"),
-        ({"settings": {"consol": "off"}}, r"WandbConfig: settings\.consol is not valid: did you mean console\?"),
+        ({"grupp": "x"}, r"unknown key WandbConfig.grupp; did you mean WandbConfig.group\?"),
+        ({"job-type": "x"}, r"did you mean WandbConfig.job_type\?"),
+        ({"tags": "x"}, "WandbConfig.tags='x' is not valid"),
+        (
+            {"settings": {"consol": "off"}},
+            r"settings\.consol; did you mean WandbConfig\.settings\.console\?",
+        ),
         ({"settings": 3}, "settings must be a mapping"),
     ],
 )

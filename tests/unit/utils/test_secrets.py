@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lucidrl.utils.config import Config, dump_yaml, load_config, merged_settings
-from lucidrl.utils.secrets import secret_like_keys, write_private_text
+from lucidrl.utils.logger.folders import write_private_text
+from lucidrl.utils.logger.redact import secret_like_keys
 
 
 class _Settings(Config):
