@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any
 
 import torch
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError, with_config
 from torch.profiler import ProfilerActivity, profile, supported_activities
+from typing_extensions import TypedDict  # the one that pydantic accepts before Python 3.12
 
 from lucidrl.errors import ConfigError
 from lucidrl.profiling.trace_files import ProcessName, check_folder, check_template, filled, write_trace
@@ -23,14 +25,15 @@ _PROFILER_OPTIONS = ("record_shapes", "profile_memory", "with_stack", "with_flop
 _LONGEST_NAME = 255 - 38  # as `write_trace` calls it first
 
 
+@with_config(ConfigDict(strict=True, arbitrary_types_allowed=True))
 class ProfileOptions(TypedDict, total=False):
-    """Arguments of `enable_profile`; `ProfileSettings` says what they mean."""
+    """Arguments of `enable_profile`; see `ProfileSettings`."""
 
-    workers: Sequence[int]
-    num_rollouts: int
-    warmup_rollouts: int
+    workers: Annotated[Sequence[int], Field(min_length=1)]
+    num_rollouts: PositiveInt
+    warmup_rollouts: NonNegativeInt
     save_path: str | os.PathLike[str] | None
-    activities: Sequence[ProfilerActivity] | None
+    activities: Annotated[Sequence[ProfilerActivity], Field(min_length=1)] | None
     record_shapes: bool
     profile_memory: bool
     with_stack: bool
@@ -40,58 +43,44 @@ class ProfileOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """What to record of a collector's rollouts. Shapes and stacks cost many times the time and the space.
+    """Which rollouts of a collector to record. Shapes and stacks multiply the time and the size of a trace.
 
     Raises:
-        ConfigError: for what could not be recorded or written.
+        ConfigError: for options that cannot be recorded or written.
     """
 
     workers: Sequence[int] = (0,)
-    """The workers that are recorded, each in a trace of its own."""
+    """Workers to record, each in a separate trace."""
     num_rollouts: int = 3
-    """Rollouts until the trace is written, those of the warm-up included."""
+    """Rollouts until the trace is written, including the warm-up."""
     warmup_rollouts: int = 1
-    """Rollouts at the beginning that are not recorded; 0 records the very next one."""
+    """First rollouts that are not recorded; 0 records the next one."""
     save_path: str | os.PathLike[str] | None = None
-    """Where the trace goes; `{worker_idx}`, `{pid}` and `{host}` are filled in by each worker, and a name that ends in
-    .gz is compressed. By default `traces/{host}_{pid}_worker_{worker_idx}.json`, or nowhere if `on_trace_ready` is
-    given."""
+    """Path of the trace, compressed if it ends in .gz; each worker fills in `{worker_idx}`, `{pid}` and `{host}`. By
+    default `traces/{host}_{pid}_worker_{worker_idx}.json`, or no file with `on_trace_ready`."""
     activities: Sequence[ProfilerActivity] | None = None
-    """What torch's profiler watches; by default the CPU, and the GPU if there is one."""
+    """Activities that torch's profiler records; by default the CPU, and the GPU if there is one."""
     record_shapes: bool = False
     profile_memory: bool = False
     with_stack: bool = False
     with_flops: bool = False
     on_trace_ready: Callable[[profile], object] | None = None
-    """Called in the worker with the profiler, when all is recorded. With a `save_path` the trace is written by then,
-    and torch writes one only once."""
+    """Called in the worker with the profiler at the end. With a `save_path` it is too late to export a trace: torch can
+    do that only once."""
 
     def __post_init__(self) -> None:
-        for name in ("num_rollouts", "warmup_rollouts"):
-            if type(number := getattr(self, name)) is not int:
-                raise ConfigError(f"{name}={number!r} is not a whole number; give one")
-        for name in ("workers", "activities"):
-            given = getattr(self, name)
-            if not isinstance(given, Collection) and not (given is None and name == "activities"):
-                raise ConfigError(f"{name}={given!r} is not a list; put what you mean into one")
-        if self.save_path is not None and not isinstance(self.save_path, str | os.PathLike):
-            raise ConfigError(f"save_path={self.save_path!r} is not a path; give text or a Path")
-        if self.save_path is not None and "\0" in str(self.save_path):
+        try:
+            TypeAdapter(ProfileOptions).validate_python(vars(self))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise ConfigError(f"{problem['loc'][0]}: {problem['input']!r} is not valid: {problem['msg']}") from None
+        if "\0" in str(self.save_path):
             raise ConfigError(f"save_path={str(self.save_path)!r} has a null character; remove it")
-        if self.on_trace_ready is not None and not callable(self.on_trace_ready):
-            raise ConfigError(f"on_trace_ready={self.on_trace_ready!r} is not callable; give a function")
-        if self.num_rollouts < 1:
-            raise ConfigError(f"num_rollouts={self.num_rollouts} records nothing; give at least 1")
-        if not 0 <= self.warmup_rollouts < self.num_rollouts:
+        if self.warmup_rollouts >= self.num_rollouts:
             raise ConfigError(
                 f"warmup_rollouts={self.warmup_rollouts} of num_rollouts={self.num_rollouts} leaves nothing to record; "
-                "give a number from 0 to one less"
+                "give a smaller number"
             )
-        if self.activities is not None and not self.activities:
-            raise ConfigError("activities is empty, so nothing would be recorded; leave it out, or name some")
-        for activity in self.activities or ():
-            if not isinstance(activity, ProfilerActivity):
-                raise ConfigError(f"activities has {activity!r}; give members of torch.profiler.ProfilerActivity")
 
     def checked(self, num_workers: int) -> ProfileSettings:
         """These settings with an absolute path, checked for a collector with `num_workers` workers.
@@ -99,11 +88,7 @@ class ProfileSettings:
         Raises:
             ConfigError: if they cannot be recorded or written.
         """
-        if not self.workers:
-            raise ConfigError("workers is empty, so nobody would record; name at least one, such as workers=[0]")
         for index in self.workers:
-            if type(index) is not int:
-                raise ConfigError(f"workers has {index!r}; give whole numbers, such as workers=[0]")
             if not 0 <= index < num_workers:
                 raise ConfigError(f"workers has {index!r}, but they are numbered from 0 to {num_workers - 1}")
         if len(set(self.workers)) < len(self.workers):
@@ -173,7 +158,7 @@ class _ProfilerHook:
             self.stop()
         if self._running is not None or self.is_done or self._num_rollouts < self._settings.warmup_rollouts:
             return
-        process = ProcessName.now(self._name)
+        process = ProcessName(self._name)
         try:
             options = {name: getattr(self._settings, name) for name in _PROFILER_OPTIONS}
             profiler = started_profiler(self._settings.activities, **options)

@@ -51,7 +51,7 @@ class Recording:
         """Begin to record; to be stopped by the same thread."""
         if not _turn.acquire(blocking=False):
             return
-        process = ProcessName.now(self.name)
+        process = ProcessName(self.name)
         stem = f"{self.name}_{socket.gethostname()}_{os.getpid()}_{datetime.now(UTC):%Y%m%dT%H%M%S_%f}"
         folder = traces_folder()
         parts = ExitStack()  # ended in reverse: what costs most records shortest

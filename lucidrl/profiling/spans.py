@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -68,9 +67,7 @@ class _RecordedBlock:
             torch.cuda.nvtx.range_push(self._name)
         self._handle = _enter(self._name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         _exit(self._handle)
         if _emits_nvtx:
             torch.cuda.nvtx.range_pop()
@@ -114,16 +111,15 @@ class SpanRecorder:
         return _OpenSpan(self, name)
 
     def drain(self) -> dict[str, SpanTotal]:
-        """Totals of the spans finished since the last call; open ones count when they end."""
+        """Totals of the spans that have finished since the last call, by name."""
         with self._lock:
-            totals, self._totals = self._totals, {}
-            self._drained = _added(self._drained, totals)
-        return _in_seconds(totals)
+            before, self._drained = self._drained, dict(self._totals)
+            return _since(before, self._drained)
 
     def totals(self) -> dict[str, SpanTotal]:
-        """Totals of all spans that have finished, drained or not."""
+        """Totals of all finished spans."""
         with self._lock:
-            return _in_seconds(_added(self._drained, self._totals))
+            return _since({}, self._totals)
 
     def keep_spans(self, capacity: int) -> None:
         """Also keep single spans from now on, at most the newest `capacity`; 0 stops and forgets them."""
@@ -155,16 +151,14 @@ class SpanRecorder:
                 self._buffer.append(Span(name, start + self._anchor_ns, duration_ns, threading.get_native_id()))
 
 
-def _added(a: dict[str, tuple[int, int]], b: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    added = dict(a)
-    for name, (duration_ns, count) in b.items():
-        before_ns, count_before = added.get(name, (0, 0))
-        added[name] = (before_ns + duration_ns, count_before + count)
-    return added
-
-
-def _in_seconds(totals: dict[str, tuple[int, int]]) -> dict[str, SpanTotal]:
-    return {name: SpanTotal(duration_ns / 1e9, count) for name, (duration_ns, count) in totals.items()}
+def _since(before: dict[str, tuple[int, int]], totals: dict[str, tuple[int, int]]) -> dict[str, SpanTotal]:
+    """Totals of the spans that finished after `before`."""
+    found = {}
+    for name, (duration_ns, count) in totals.items():
+        before_ns, count_before = before.get(name, (0, 0))
+        if count > count_before:
+            found[name] = SpanTotal((duration_ns - before_ns) / 1e9, count - count_before)
+    return found
 
 
 class _OpenNames(threading.local):
@@ -193,13 +187,11 @@ class _OpenSpan:
         self._shown.__enter__()
         self._start = time.perf_counter_ns()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self._is_inner:
             return
         duration_ns = time.perf_counter_ns() - self._start
-        self._shown.__exit__(kind, error, traceback)
+        self._shown.__exit__(None, None, None)  # it makes no difference to a range
         self._recorder._local.names.pop()
         self._recorder._finish(self._name, self._start, duration_ns)
 

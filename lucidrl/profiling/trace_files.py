@@ -10,7 +10,7 @@ import string
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,8 @@ class ProcessName:
 
     name: str
     """What people call the process, such as "collector worker 0"."""
-    started_ns: int
+    started_ns: int = field(default_factory=time.time_ns)
     """Unix time at which the recording began, in nanoseconds."""
-
-    @classmethod
-    def now(cls, name: str) -> ProcessName:
-        return cls(name, time.time_ns())
 
     def described(self, base_time_ns: int = 0) -> dict[str, Any]:
         """What a trace says about itself, if its clock counts microseconds from `base_time_ns`: among other things,

@@ -18,66 +18,52 @@ class TensorboardConfig(TypedDict):
     """Configuration of a `TensorboardLogger`."""
 
     log_dir: NotRequired[str]
-    """Folder of the event files of a logger used on its own; `Logger` always uses `<log_dir>/tensorboard`."""
+    """Folder of the event files without `Logger`, which uses `<log_dir>/tensorboard`."""
 
 
 @_strict
 class WandbConfig(TypedDict):
-    """Configuration of a `WandbLogger`: every argument of `wandb.init`, passed on as it is, and two of our own."""
+    """Configuration of a `WandbLogger`: every argument of `wandb.init`, which explains them, and two more.
+
+    The texts below name only what differs from `wandb.init`.
+    """
 
     project: NotRequired[str]
-    """Project of the run, "lucidrl" by default."""
+    """Default "lucidrl"."""
     name: NotRequired[str]
-    """Name of the run; by default that of the folder above the logger's own."""
+    """Default: name of the run folder."""
     entity: NotRequired[str]
-    """User or team that the run belongs to; by default the account's own."""
     mode: NotRequired[Literal["online", "offline", "disabled", "shared"]]
-    """Whether the run is sent while it goes on, or kept on disk for `wandb sync`; by default as wandb itself is set."""
     id: NotRequired[str]
-    """Id of the run; a run of that id is continued. By default a new one."""
+    """A run with this id is continued. Default: a new id."""
     group: NotRequired[str]
-    """Group of runs that this one belongs to."""
     job_type: NotRequired[str]
-    """Kind of run within its group."""
     tags: NotRequired[list[str]]
-    """Labels of the run."""
     notes: NotRequired[str]
-    """Description of the run."""
     config: NotRequired[dict[str, Any] | str]
-    """Entries of the run's config beside its hyperparameters, or a YAML file with them; of equal top-level keys, the
-    hyperparameters win."""
+    """Entries beside the hyperparameters, which win for equal top-level keys; or a YAML file with them."""
     config_exclude_keys: NotRequired[list[str]]
-    """Keys of `config` to leave out."""
     config_include_keys: NotRequired[list[str]]
-    """Keys of `config` to keep, and no others."""
     allow_val_change: NotRequired[bool]
-    """Whether other code may change entries of the config."""
     dir: NotRequired[str]
-    """Folder of W&B's files; by default the logger's own."""
+    """Default: folder of the logger."""
     force: NotRequired[bool]
-    """Whether the run needs a login."""
     reinit: NotRequired[bool | Literal["default", "return_previous", "finish_previous", "create_new"]]
-    """What becomes of a run that is open already; by default it stays open."""
+    """Default "create_new": an open run stays open."""
     resume: NotRequired[bool | Literal["allow", "never", "must", "auto"]]
-    """Whether a run of the same id is continued; "allow" by default, unless a run is resumed or forked from."""
+    """Default "allow", unless `resume_from` or `fork_from` is set."""
     resume_from: NotRequired[str]
-    """Moment of a run to rewind it to, as `<run id>?_step=<step>`."""
     fork_from: NotRequired[str]
-    """Moment of a run to begin at, as `<run id>?_step=<step>`."""
     save_code: NotRequired[bool]
-    """Whether W&B keeps the main script."""
     tensorboard: NotRequired[bool]
-    """Older name of `sync_tensorboard`."""
     sync_tensorboard: NotRequired[bool]
-    """Whether W&B copies what other code writes for TensorBoard."""
     monitor_gym: NotRequired[bool]
-    """Whether W&B keeps the videos of Gym environments."""
     settings: NotRequired[Any]
-    """Further settings, as a mapping or `wandb.Settings`; they win over those that this logger chooses."""
+    """A mapping or `wandb.Settings`; overrides the settings of this logger."""
     log_code: NotRequired[bool]
-    """Whether the text files that git tracks in the working directory are kept with the run."""
+    """Whether to save the text files that git tracks in the working directory."""
     log_diffs: NotRequired[bool]
-    """Whether the uncommitted changes of those files are kept with the run."""
+    """Whether to save the uncommitted changes of those files."""
 
 
 @_strict
@@ -85,13 +71,13 @@ class MlflowConfig(TypedDict):
     """Configuration of an `MlflowLogger`."""
 
     tracking_uri: NotRequired[str]
-    """Server or store; by default what MLFLOW_TRACKING_URI says, else a store in the logger's own folder."""
+    """Server or store; by default MLFLOW_TRACKING_URI, else a store in the logger's folder."""
     experiment_name: NotRequired[str]
     """Experiment of the run, "lucidrl" by default."""
     run_name: NotRequired[str]
-    """Name of the run; by default that of the folder above the logger's own."""
+    """Name of the run; by default that of the run folder."""
     id: NotRequired[str]
-    """Our id of the run, kept as a tag; a run with that tag is continued. By default a new one."""
+    """Id of the run, kept as a tag; a run with this tag is continued. Default: a new id."""
 
 
 @_strict
@@ -101,19 +87,19 @@ class TrackioConfig(TypedDict):
     project: NotRequired[str]
     """Project of the run, "lucidrl" by default."""
     name: NotRequired[str]
-    """Name of the run; by default that of the folder above the logger's own."""
+    """Name of the run; by default that of the run folder."""
     id: NotRequired[str]
-    """Id of the run; a run of that id is continued. By default a new one."""
+    """Id of the run; a run with this id is continued. Default: a new id."""
 
 
 @_strict
 class GPUMonitoringConfig(TypedDict):
-    """How often the machines are looked at."""
+    """How often machines are monitored."""
 
     collection_interval: Seconds
-    """Seconds between two looks."""
+    """Seconds between two snapshots."""
     flush_interval: Seconds
-    """Seconds between handing what was seen to the logger."""
+    """Seconds between sending snapshots to the logger."""
 
 
 @_strict
@@ -123,13 +109,13 @@ class LoggerConfig(TypedDict):
     log_dir: Annotated[str, Field(min_length=1)]
     """Folder of the run; `metrics.jsonl` is always written there."""
     wandb_enabled: NotRequired[bool]
-    """Whether Weights & Biases gets a copy."""
+    """Whether to copy the run to Weights & Biases."""
     tensorboard_enabled: NotRequired[bool]
-    """Whether TensorBoard event files are written too."""
+    """Whether to write TensorBoard event files."""
     mlflow_enabled: NotRequired[bool]
-    """Whether MLflow gets a copy."""
+    """Whether to copy the run to MLflow."""
     trackio_enabled: NotRequired[bool]
-    """Whether Trackio gets a copy."""
+    """Whether to copy the run to Trackio."""
     wandb: NotRequired[WandbConfig]
     """Settings of Weights & Biases."""
     tensorboard: NotRequired[TensorboardConfig]
@@ -139,13 +125,13 @@ class LoggerConfig(TypedDict):
     trackio: NotRequired[TrackioConfig]
     """Settings of Trackio."""
     monitor_gpus: NotRequired[bool]
-    """Whether the use of GPUs, CPUs and memory is recorded: of all nodes under Ray, else of this machine."""
+    """Whether to record GPU, CPU and memory use: of all nodes under Ray, else of this machine."""
     gpu_monitoring: NotRequired[GPUMonitoringConfig]
-    """How often; by default every 10 seconds."""
+    """How often to monitor; by default every 10 seconds."""
     run_id: NotRequired[str]
-    """Id of the run for every tracker, so that a resumed run goes on in the same place; by default a new one."""
+    """Id of the run in every tracker, which a resumed run continues; by default a new one."""
     finish_timeout_s: NotRequired[Seconds]
-    """Longest that the end of a run waits for each back end; 10 by default."""
+    """Timeout of each back end at the end of a run, in seconds; 10 by default."""
 
 
 T = TypeVar("T")

@@ -59,7 +59,7 @@ class JsonlLogger(Tracker):
         """Replace `hyperparams.json`; log what a resumed run changes."""
         flat = jsonable(flatten_dict(params))
         path = self._path.with_name("hyperparams.json")
-        _show_changes(_read_object(path), flat)
+        _log_changes(path, flat)
         with whole_file(path) as file:
             file.write(orjson.dumps(flat, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
@@ -83,16 +83,11 @@ class JsonlLogger(Tracker):
         self._warn_once(how.split()[0], message, name, how, step)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _log_changes(path: Path, now: dict[str, Any]) -> None:
+    """Warn about hyperparameters that differ from those in the file."""
     try:
-        found = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _show_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
-    if not before:
+        before = dict(orjson.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):  # no file, or not one of ours
         return
     changes = [
         f"{name}: {before.get(name, 'unset')} -> {now.get(name, 'unset')}"

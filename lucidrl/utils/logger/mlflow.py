@@ -1,4 +1,4 @@
-"""MLflow gets a copy of the run, on a server or in a local database."""
+"""Copies the run to MLflow, on a server or in a local database."""
 
 from __future__ import annotations
 
@@ -36,11 +36,9 @@ _REFUSED_CHARS = re.compile(r"[^\w./ -]")
 class MlflowLogger(Tracker):
     """Sends scalars, hyperparameters (flattened) and figures to a run of MLflow.
 
-    MLflow knows no histograms: a list becomes `<name>.mean`, `<name>.min` and `<name>.max` of its finite values. It
-    plots against the step only. Characters that it refuses in names become "_". A hyperparameter keeps its first
-    value, as MLflow demands; the tag `changed.<name>` tells of another one that a resumed run came with.
-
-    MLflow waits long for a server (see its MLFLOW_HTTP_REQUEST_TIMEOUT and MLFLOW_HTTP_REQUEST_MAX_RETRIES).
+    MLflow has no histograms: a list becomes `<name>.mean`, `<name>.min` and `<name>.max` of its finite values. It plots
+    against the step only. Characters that it refuses in names become "_". It cannot change a hyperparameter: if a
+    resumed run does, the tag `changed.<name>` holds both values.
 
     Args:
         cfg: see `MlflowConfig`.
@@ -59,12 +57,12 @@ class MlflowLogger(Tracker):
         if folder and not store:
             folder.mkdir(parents=True, exist_ok=True)
             store, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
-        # A client of our own, so that the user's active run and tracking URI stay as they are.
+        # A separate client keeps the user's active run and tracking URI unchanged.
         self._client = MlflowClient(tracking_uri=store)
         experiment_id = _experiment_id(self._client, cfg.get("experiment_name", "lucidrl"), artifacts)
         name = cfg.get("run_name") or (folder.parent.name if folder else None)
         self.run_id = _run_id(self._client, experiment_id, cfg.get("id") or uuid.uuid4().hex, name)
-        """MLflow's own id of the run."""
+        """MLflow's id of the run."""
         self._is_finished = False
 
     def _write_metrics(self, metrics: PlainMetrics, step: int, step_metric: str | None) -> None:
@@ -106,23 +104,21 @@ class MlflowLogger(Tracker):
 
 
 def _keep_quiet() -> None:
-    """Keep MLflow from the terminal and from the network, as far as it is not asked; call this before its import."""
-    # It would report the use of its functions to its makers, with an id that it stores in the home folder.
+    """Turn off MLflow's telemetry and its output to the terminal; call before its import."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # It prints where a run is, announces that it makes tables, and shows a traceback for each error of the database,
-    # all of which it raises too.
+    # It prints the URL of a run, the creation of tables, and the traceback of each database error that it raises.
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     logging.getLogger("urllib3.connectionpool").addFilter(_is_no_retry)
 
 
 def _is_no_retry(record: logging.LogRecord) -> bool:
-    """False of a further try to reach an MLflow server; that it failed in the end is told once, by whoever called."""
+    """False for the retries of a call to an MLflow server; the caller logs the final error."""
     return not (str(record.msg).startswith("Retrying (") and "/mlflow" in record.getMessage().rpartition(": ")[2])
 
 
 def _experiment_id(client: MlflowClient, name: str, artifacts: str | None) -> str:
-    """The experiment of that name, made if there is none."""
+    """Id of the experiment with this name, created if needed."""
     from mlflow.exceptions import MlflowException
 
     experiment = client.get_experiment_by_name(name)
@@ -130,14 +126,14 @@ def _experiment_id(client: MlflowClient, name: str, artifacts: str | None) -> st
         try:
             return client.create_experiment(name, artifact_location=artifacts)
         except MlflowException:
-            experiment = client.get_experiment_by_name(name)  # another run may have been faster
+            experiment = client.get_experiment_by_name(name)  # another run may have created it
             if experiment is None:
                 raise
     return experiment.experiment_id
 
 
 def _run_id(client: MlflowClient, experiment_id: str, own_id: str, name: str | None) -> str:
-    """MLflow's id of the run that is tagged with ours: one to continue, or a new one."""
+    """MLflow's id of the run with our tag: one to continue, or a new one."""
     found = client.search_runs([experiment_id], f"tags.`{_ID_TAG}` = '{own_id}'", max_results=1)
     if found:
         client.update_run(found[0].info.run_id, status="RUNNING")
@@ -156,7 +152,7 @@ def _scalars(metrics: Mapping[str, Scalar | list[Scalar]]) -> Iterator[tuple[str
 
 
 def _accepted_name(name: str) -> str:
-    """`name` as MLflow accepts it: of few kinds of characters, and without dots or slashes at its start."""
+    """`name` with only the characters that MLflow accepts, and no dots or slashes at its start."""
     return _REFUSED_CHARS.sub("_", metric_name(name)).lstrip("./") or "_"
 
 

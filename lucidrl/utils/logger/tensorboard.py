@@ -1,6 +1,6 @@
 """TensorBoard event files, in tensorboard's own record format (neither tensorflow nor torch is needed)."""
 
-# The classes of protocol buffers are made at run time, where no type checker sees them.
+# Protocol buffer classes are created at run time, unseen by type checkers.
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class TensorboardLogger(Tracker):
     """Writes scalars, histograms (of lists), hyperparameters (as a table and for the HParams page) and figures.
 
     Args:
-        cfg: its `log_dir` is used where no other is given.
-        log_dir: folder of the event files.
+        cfg: see `TensorboardConfig`.
+        log_dir: folder of the event files; by default that of `cfg`.
     """
 
     def __init__(self, cfg: TensorboardConfig, log_dir: Optional[str] = None) -> None:  # noqa: UP045
@@ -99,12 +99,12 @@ class TensorboardLogger(Tracker):
 
 
 def _event_file_name() -> str:
-    """As tensorboard recognises them and reads them in order; unique on a file system that several hosts share."""
+    """A name that tensorboard recognises and sorts, unique on a shared file system."""
     return f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
 
 
 def _add_histogram(summary: Summary, name: str, values: list[Scalar]) -> None:
-    """Add a histogram of the finite values, if there are any."""
+    """Add a histogram of the finite values, if any."""
     found = finite_histogram(values)
     if found is None:
         return
@@ -112,7 +112,7 @@ def _add_histogram(summary: Summary, name: str, values: list[Scalar]) -> None:
     finite = [value for value in values if math.isfinite(value)]
     histogram = summary.value.add(tag=name).histo
     histogram.min, histogram.max, histogram.num = min(finite), max(finite), len(finite)
-    # Products and plain sums, which become infinite where powers and exact sums would raise.
+    # Products and plain sums overflow to infinity; powers and exact sums would raise.
     histogram.sum, histogram.sum_squares = sum(map(float, finite)), sum(float(value) * value for value in finite)
     # The first bucket of the format begins at minus infinity: an empty one keeps the plot within the data.
     histogram.bucket_limit.extend(edges)
@@ -120,7 +120,7 @@ def _add_histogram(summary: Summary, name: str, values: list[Scalar]) -> None:
 
 
 def _session_start(flat: Mapping[str, Any]) -> HParamsPluginData:
-    """What the HParams page of TensorBoard compares runs by."""
+    """The hyperparameters for TensorBoard's HParams page."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     data = HParamsPluginData()

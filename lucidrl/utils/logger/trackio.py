@@ -1,4 +1,4 @@
-"""Trackio gets a copy of the run, in a local database."""
+"""Copies the run to a local database of Trackio."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ _choosing_folder = threading.Lock()
 class TrackioLogger(Tracker):
     """Writes scalars, histograms (of lists), the nested configuration and figures to Trackio's database.
 
-    Look at it with `TRACKIO_DIR=<log_dir> trackio show`. Records go straight to the database: `trackio.init` would
-    print, measure the machine, start threads, and send to a Space where the environment names one. Nothing waits to be
-    written, so there is nothing to finish.
+    `TRACKIO_DIR=<log_dir> trackio show` displays it. Writes directly to the database, because `trackio.init` prints,
+    monitors the machine, starts threads, and sends data to a Space that the environment names.
 
     Args:
         cfg: see `TrackioConfig`.
-        log_dir: folder of the database and the pictures; by default Trackio's own choice.
+        log_dir: folder of the database and the images; by default Trackio's choice.
     """
 
     def __init__(self, cfg: TrackioConfig, log_dir: Optional[str] = None) -> None:  # noqa: UP045
@@ -78,7 +77,7 @@ class TrackioLogger(Tracker):
 
 @contextmanager
 def _stored_in(folder: Path) -> Iterator[None]:
-    """Have Trackio store in `folder` meanwhile; by itself it knows one for the whole process, set by its import."""
+    """Let Trackio store in `folder` during the block; it has one folder per process, set at import."""
     from trackio import sqlite_storage
 
     with _choosing_folder:

@@ -31,7 +31,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def file(path):
-    file = SpanFile(path, ProcessName.now("driver"))
+    file = SpanFile(path, ProcessName("driver"))
     yield file
     file.close()
 
@@ -100,7 +100,7 @@ def test_a_killed_process_leaves_what_ended_before(path):
         "from lucidrl.profiling.span_file import SpanFile\n"
         "from lucidrl.profiling.spans import span\n"
         "from lucidrl.profiling.trace_files import ProcessName\n"
-        f"file = SpanFile(Path({str(path)!r}), ProcessName.now('rank'))\n"
+        f"file = SpanFile(Path({str(path)!r}), ProcessName('rank'))\n"
         "with span('before'): pass\n"
         "time.sleep(0.5)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -112,7 +112,7 @@ def test_a_killed_process_leaves_what_ended_before(path):
 
 def test_a_full_disk_is_one_warning_and_spans_go_on(path, caplog):
     with files_of_at_most(1000), caplog.at_level(logging.WARNING):
-        file = SpanFile(path, ProcessName.now("policy-0"))
+        file = SpanFile(path, ProcessName("policy-0"))
         for _ in range(3):
             for _ in range(20):
                 with span("train"):
@@ -127,7 +127,7 @@ def test_a_full_disk_is_one_warning_and_spans_go_on(path, caplog):
 
 def test_a_disk_that_takes_only_a_part_is_full(path, caplog):
     with files_of_at_most(1000), caplog.at_level(logging.WARNING):
-        file = SpanFile(path, ProcessName.now("policy-0"))
+        file = SpanFile(path, ProcessName("policy-0"))
         for _ in range(20):
             with span("train"):
                 pass
@@ -138,7 +138,7 @@ def test_a_disk_that_takes_only_a_part_is_full(path, caplog):
 def test_a_file_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        SpanFile(tmp_path / "file" / "spans.json", ProcessName.now("driver"))
+        SpanFile(tmp_path / "file" / "spans.json", ProcessName("driver"))
 
 
 def test_the_file_is_whole_at_any_moment_and_on_a_full_disk(file, path):

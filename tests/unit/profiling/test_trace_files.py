@@ -20,7 +20,7 @@ from tests.unit.profiling.reading import ranges_of, read_trace, run_program
 @pytest.fixture
 def recording():
     """A profiler with one range, and the wall-clock times around it."""
-    process = ProcessName.now('the worker\'s "name"')
+    process = ProcessName('the worker\'s "name"')
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         before_ns = time.time_ns()
         with recorded("work"):
@@ -57,7 +57,7 @@ def test_a_disk_without_room_is_told_and_leaves_the_older_trace(tmp_path):
         from torch.profiler import ProfilerActivity, profile
         from lucidrl.profiling.trace_files import ProcessName, write_trace
 
-        process = ProcessName.now("worker")
+        process = ProcessName("worker")
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             for _ in range(1000):
                 torch.ones(3)
@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_written_is_refused_by_the_name_of_its_setting(t
 
 
 def test_a_trace_may_describe_any_number_of_gpus_and_process_groups(tmp_path):
-    process = ProcessName.now("policy-0")
+    process = ProcessName("policy-0")
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         profiler.add_metadata_json("distributedInfo", json.dumps({"pg_config": [{"ranks": list(range(64))}] * 50}))
         torch.ones(3)
@@ -123,5 +123,5 @@ def test_half_a_trace_is_none():
     """As the library leaves it on a full disk, if it leaves anything."""
     half = b'{"baseTimeNanoseconds": 1, "traceEvents": [ {"name": "x"'
     with pytest.raises(OSError, match="not complete"):
-        _signed(half, ProcessName.now("worker"))
-    assert b'"worker"' in _signed(half + b"}]}", ProcessName.now("worker"))
+        _signed(half, ProcessName("worker"))
+    assert b'"worker"' in _signed(half + b"}]}", ProcessName("worker"))

@@ -79,11 +79,11 @@ def test_a_process_that_forgets_to_finish_still_exits(cfg):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"log_dir": 3}, "LoggerConfig: log_dir=3 is not valid"),
+        ({"log_dir": 3}, "LoggerConfig.log_dir=3 is not valid"),
         ({"tensorbord_enabled": True}, "unknown key LoggerConfig.tensorbord_enabled"),
-        ({"wandb": {"mode": "on"}}, r"LoggerConfig: wandb\.mode='on' is not valid"),
-        ({"gpu_monitoring": {"flush_interval": 1}}, r"LoggerConfig: gpu_monitoring\.collection_interval is required"),
-        ({"finish_timeout_s": 0}, "LoggerConfig: finish_timeout_s=0 is not valid"),
+        ({"wandb": {"mode": "on"}}, r"LoggerConfig.wandb\.mode='on' is not valid"),
+        ({"gpu_monitoring": {"flush_interval": 1}}, r"LoggerConfig.gpu_monitoring\.collection_interval is required"),
+        ({"finish_timeout_s": 0}, "LoggerConfig.finish_timeout_s=0 is not valid"),
     ],
 )
 def test_a_wrong_config_is_refused_by_key(cfg, change, complaint):
