@@ -29,7 +29,7 @@ _LONGEST_NAME = 255 - 38  # as `write_trace` calls it first
 class ProfileOptions(TypedDict, total=False):
     """Arguments of `enable_profile`; see `ProfileSettings`."""
 
-    workers: Annotated[Sequence[int], Field(min_length=1)]
+    workers: Annotated[Sequence[int] | range, Field(min_length=1)]
     num_rollouts: PositiveInt
     warmup_rollouts: NonNegativeInt
     save_path: str | os.PathLike[str] | None
