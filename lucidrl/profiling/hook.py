@@ -1,4 +1,4 @@
-"""A profiler that lives where rollouts are made, and records some of them."""
+"""A profiler for the thread that makes rollouts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_PATH = "traces/{host}_{pid}_worker_{worker_idx}.json"
 _PROFILER_OPTIONS = ("record_shapes", "profile_memory", "with_stack", "with_flops")
-_LONGEST_NAME = 255 - 38  # as `write_trace` calls it first
+_LONGEST_NAME = 255 - 38  # `write_trace` first adds 38 characters
 
 
 @with_config(ConfigDict(strict=True, arbitrary_types_allowed=True))
@@ -92,7 +92,7 @@ class ProfileSettings:
             if not 0 <= index < num_workers:
                 raise ConfigError(f"workers has {index!r}, but they are numbered from 0 to {num_workers - 1}")
         if len(set(self.workers)) < len(self.workers):
-            raise ConfigError(f"workers={list(self.workers)} names a worker twice; name each once")
+            raise ConfigError(f"workers={list(self.workers)} has a worker twice; list each once")
         template = self.path_template
         if template is None:
             return self
@@ -102,18 +102,18 @@ class ProfileSettings:
                 f"save_path={template!r} is the same for {len(self.workers)} workers; put {{worker_idx}} into it"
             )
         if template.endswith(os.sep) or any(os.path.isdir(filled(template, index)) for index in self.workers):
-            raise ConfigError(f"save_path={template!r} is a folder; give the name of a file in it")
+            raise ConfigError(f"save_path={template!r} is a folder; use a file name")
         if any(len(os.fsencode(filled(template, index).name)) > _LONGEST_NAME for index in self.workers):
-            raise ConfigError(f"save_path={template!r} has a name that is too long for a file; give a shorter one")
+            raise ConfigError(f"save_path={template!r} has a file name that is too long; use a shorter one")
         here = os.getcwd().replace("{", "{{").replace("}", "}}")
         template = os.path.join(here, template)
-        # As far as it is the same for all: folders named after a process are its own to make.
+        # Only the part before the first placeholder: each process creates the rest.
         check_folder(Path(template.partition("{")[0] + "_").parent, "save_path")
         return replace(self, save_path=template)
 
     @property
     def path_template(self) -> str | None:
-        """Where traces go, if anywhere."""
+        """Path template of the traces, if any are written."""
         if self.save_path is None:
             return None if self.on_trace_ready is not None else DEFAULT_PATH
         return os.fspath(self.save_path)
@@ -124,7 +124,7 @@ class _Running:
     profiler: profile
     process: ProcessName
     thread: threading.Thread
-    """The only one that torch lets stop it."""
+    """The only thread that may stop it."""
     pid: int
 
 
@@ -145,7 +145,7 @@ class _ProfilerHook:
         self._running: _Running | None = None
         self._is_to_stop = False
         self.is_done = False
-        """Whether the trace is written, or there will be none."""
+        """Whether the trace is written, or will never be."""
 
     @property
     def is_ending(self) -> bool:
@@ -153,7 +153,7 @@ class _ProfilerHook:
         return self._is_to_stop and not self.is_done
 
     def before_rollout(self) -> None:
-        """Begin to record, if the warm-up is over."""
+        """Start recording, if the warm-up is over."""
         if self._is_to_stop:
             self.stop()
         if self._running is not None or self.is_done or self._num_rollouts < self._settings.warmup_rollouts:
@@ -164,12 +164,12 @@ class _ProfilerHook:
             profiler = started_profiler(self._settings.activities, **options)
         except Exception as error:
             self.is_done = True
-            _log.warning("there will be no trace of %s: %s", self._name, error)
+            _log.warning("no trace of %s will be written: %s", self._name, error)
         else:
             self._running = _Running(profiler, process, threading.current_thread(), os.getpid())
 
     def __call__(self, batch: object) -> None:
-        """Count a rollout; the last one ends the recording."""
+        """Count a rollout; stop after the last one."""
         self._num_rollouts += 1
         if self._is_to_stop or self._num_rollouts >= self._settings.num_rollouts:
             self.stop()
@@ -180,14 +180,14 @@ class _ProfilerHook:
         From another thread this is a request: the rollout thread does it after its rollout, or before its next.
         """
         running, was_asked, self._is_to_stop = self._running, self._is_to_stop, True
-        if running is not None and running.pid != os.getpid():  # what is recorded of a process is not that of a fork
+        if running is not None and running.pid != os.getpid():  # a fork does not own its parent's recording
             self._running, self.is_done = None, True
             return
         if running is not None and running.thread is not threading.current_thread() and running.thread.is_alive():
             if not was_asked:
                 _log.warning("the rollout thread of %s will write its trace when its rollout ends", self._name)
             return
-        # Forgotten first: the profiler holds on to much memory, and one that failed to stop would fail again.
+        # Released first: the profiler holds much memory, and if it fails to stop it would fail again.
         was_done, self._running, self.is_done = self.is_done, None, True
         if running is None:
             if not was_done:
@@ -217,16 +217,16 @@ class _ProfilerHook:
         if self._settings.on_trace_ready is not None:
             try:
                 self._settings.on_trace_ready(running.profiler)
-            except Exception:  # of a user's own code; rollouts are worth more
+            except Exception:  # of user code; rollouts continue
                 _log.warning("on_trace_ready failed", exc_info=True)
 
 
 def profiler_obstacle(activities: Sequence[ProfilerActivity] | None) -> str | None:
-    """Why torch's profiler cannot record these activities in this process; None if it can."""
+    """The reason why torch's profiler cannot record these activities here, or None."""
     if torch.autograd.profiler._is_profiler_enabled:
-        return "a profiler of torch records in this process already, and there can be one; end it first"
+        return "a torch profiler already records in this process, which can have only one; stop it first"
     if missing := sorted(activity.name for activity in set(activities or ()) - supported_activities()):
-        return f"activities has {missing[0]}, which cannot be recorded on this machine; leave it out"
+        return f"activities has {missing[0]}, which this machine cannot record; leave it out"
     return None
 
 
@@ -240,7 +240,7 @@ def started_profiler(activities: Sequence[ProfilerActivity] | None = None, **opt
     """
     if obstacle := profiler_obstacle(activities):
         raise ConfigError(obstacle)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the library below announces each start and stop on the terminal
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's library prints each start and stop
     if activities is None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     profiler = profile(activities=list(activities), **options)

@@ -1,4 +1,4 @@
-"""The spans of this process as a Chrome trace that is written while they happen."""
+"""The spans of this process as a Chrome trace, written continuously."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lucidrl.profiling.trace_files import KEY, ProcessName
 _log = logging.getLogger(__name__)
 
 DRAIN_INTERVAL_S = 0.1
-"""A process that is killed loses the spans of about this time."""
+"""A killed process loses the spans of about this time."""
 _END = b"\n]\n"
 _CAPACITY = 200_000
-"""Spans between two writes; of more, the newest are kept."""
+"""Most spans between two writes; older ones are dropped."""
 
 
 class SpanFile:
@@ -37,7 +37,7 @@ class SpanFile:
     def __init__(self, path: Path, process: ProcessName):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._process = path, process
-        self._file = path.open("xb", buffering=0)  # what is written is with the system, whatever becomes of the process
+        self._file = path.open("xb", buffering=0)  # a kill of the process loses nothing that was written
         self._can_write, self._size_bytes = True, 0
         self._write(b"[\n" + b",\n".join(map(orjson.dumps, _head(process))))
         recorder.keep_spans(_CAPACITY)
@@ -69,16 +69,15 @@ class SpanFile:
             return
         try:
             if os.pwrite(self._file.fileno(), content + _END, self._size_bytes) < len(content + _END):
-                raise OSError("there is no room left")
+                raise OSError("no space left")
             self._size_bytes += len(content)
         except OSError as error:
             self._can_write = False
-            with suppress(OSError):  # without the half that there was room for
+            with suppress(OSError):  # remove the part that was written
                 os.ftruncate(self._file.fileno(), self._size_bytes)
                 os.pwrite(self._file.fileno(), _END, self._size_bytes)
-            _log.warning(
-                "spans of %s are lost from now on: %s cannot be written (%s)", self._process.name, self._path, error
-            )
+            name = self._process.name
+            _log.warning("all further spans of %s are lost: %s cannot be written (%s)", name, self._path, error)
 
 
 def _head(process: ProcessName) -> Iterable[dict[str, Any]]:

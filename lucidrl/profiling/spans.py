@@ -31,15 +31,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NOT_RECORDED: AbstractContextManager[None] = nullcontext()
-"""What a block is in when nobody looks; one object for all."""
+"""The context of a block that no profiler records; one shared object."""
 
-# What `torch.profiler.record_function` comes to, without its way through the dispatcher: a third of its time.
+# `torch.profiler.record_function` without the dispatcher: a third of its time.
 _enter: Any = torch._C._autograd._record_function_with_args_enter
 _exit: Any = torch._C._autograd._record_function_with_args_exit
 
 
 def is_under_nsys() -> bool:
-    """Whether Nsight Systems runs this process, and can see a GPU in it."""
+    """Whether Nsight Systems runs this process and it has a GPU."""
     return NSYS_SESSION in os.environ and torch.cuda.is_available()
 
 
@@ -47,15 +47,15 @@ _emits_nvtx = is_under_nsys()
 
 
 def recorded(name: str) -> AbstractContextManager[None]:
-    """A block under this name in the trace that is being recorded; `NOT_RECORDED` if there is none."""
-    # The flag is that of the process: a profiler of all threads does not show in the state of any.
+    """A context that names its block in the current trace; `NOT_RECORDED` without one."""
+    # The flag of the process: a profiler of all threads does not set the flag of any thread.
     if torch_profiler._is_profiler_enabled or _emits_nvtx:
         return _RecordedBlock(name)
     return NOT_RECORDED
 
 
 class _RecordedBlock:
-    """A class, because a generator context manager costs more than what it does here."""
+    """A class, because a generator context manager costs more than the block itself."""
 
     __slots__ = ("_handle", "_name")
 
@@ -74,10 +74,10 @@ class _RecordedBlock:
 
 
 class SpanTotal(NamedTuple):
-    """What the spans of one name add up to."""
+    """Total of the spans of one name."""
 
     seconds: float
-    count: int  # type: ignore[assignment] # hides tuple.count, which nobody needs here
+    count: int  # type: ignore[assignment] # hides tuple.count, which is not used
 
 
 class Span(NamedTuple):
@@ -88,11 +88,11 @@ class Span(NamedTuple):
     """Unix time in nanoseconds."""
     duration_ns: int
     thread: int
-    """Identifier of the thread, as the system and torch's traces know it."""
+    """Native thread id, as in torch's traces."""
 
 
 class SpanRecorder:
-    """Adds up spans by name; may be used from any number of threads."""
+    """Adds up spans by name; thread-safe."""
 
     def __init__(self) -> None:
         self._anchor_ns = time.time_ns() - time.perf_counter_ns()
@@ -122,12 +122,12 @@ class SpanRecorder:
             return _since({}, self._totals)
 
     def keep_spans(self, capacity: int) -> None:
-        """Also keep single spans from now on, at most the newest `capacity`; 0 stops and forgets them."""
+        """Keep the newest `capacity` single spans from now on; 0 stops and drops them."""
         with self._lock:
             self._buffer = deque(maxlen=capacity) if capacity else None
 
     def take_spans(self) -> list[Span]:
-        """The single spans kept since the last call, in the order in which they ended."""
+        """The single spans kept since the last call, in the order of their ends."""
         with self._lock:
             spans = list(self._buffer or ())
             if self._buffer is not None:
@@ -135,8 +135,8 @@ class SpanRecorder:
         return spans
 
     def reset(self) -> None:
-        """Forget everything finished so far."""
-        # A forked child may have inherited the lock held, and spans open that its parent ends.
+        """Drop all finished spans."""
+        # A forked child may inherit a held lock, and open spans that its parent ends.
         self._lock = threading.Lock()
         self._local = _OpenNames()
         self._totals, self._drained = {}, {}
@@ -162,7 +162,7 @@ def _since(before: dict[str, tuple[int, int]], totals: dict[str, tuple[int, int]
 
 
 class _OpenNames(threading.local):
-    """Of the spans that are open in a thread."""
+    """Names of the open spans of a thread."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -191,7 +191,7 @@ class _OpenSpan:
         if self._is_inner:
             return
         duration_ns = time.perf_counter_ns() - self._start
-        self._shown.__exit__(None, None, None)  # it makes no difference to a range
+        self._shown.__exit__(None, None, None)  # a range ignores the exception
         self._recorder._local.names.pop()
         self._recorder._finish(self._name, self._start, duration_ns)
 
@@ -209,5 +209,5 @@ recorder = SpanRecorder()
 
 span = recorder.span
 
-# A forked child must not report its parent's time again, nor wait for a lock that another thread held at the fork.
+# A forked child must neither report its parent's spans nor wait for a lock held at the fork.
 os.register_at_fork(after_in_child=recorder.reset)

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Config(BaseModel):
-    """Base of all configuration: immutable, and unknown keys are refused."""
+    """Base of all configuration: immutable, refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
     renamed: ClassVar[Mapping[str, str]] = {}
@@ -39,24 +39,23 @@ class Config(BaseModel):
 
 C = TypeVar("C", bound=Config)
 
-_MAX_DEPTH = 10  # of nested configs, should one contain itself
+_MAX_DEPTH = 10  # of nested configs, in case one contains itself
 _TEXT = re.compile(r"\s*(\d+\s*:\s*\d*\s*|\*.*)")
-"""Values of the command line that YAML misreads: 3:5 as 185, three sixties and five, 3: as a mapping, `*policy*` as a
-reference."""
+"""Command-line values that YAML misreads: 3:5 as 185 (base 60), 3: as a mapping, `*policy*` as a reference."""
 
 
 def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequence[str] = ()) -> C:
     """Merge the layers (files or mappings, later ones win), then the overrides, and validate.
 
-    A layer that changes the `name` of something also drops the `kwargs` that belonged to the old one.
+    A layer that changes a `name` also drops the `kwargs` of the old one.
 
     Args:
         schema: the config class to build.
         layers: YAML files or plain mappings.
-        overrides: dotted assignments such as `policy.learning_rate=1e-4`; values are read as YAML.
+        overrides: dotted assignments such as `policy.max_grad_norm=1`; values are read as YAML.
 
     Raises:
-        ConfigError: for an unreadable file, a malformed override or any invalid value; it lists all of them.
+        ConfigError: for an unreadable file, a malformed override or invalid values; it lists all of them.
     """
     return validate(schema, merged_settings(*layers, overrides=overrides))
 
@@ -95,11 +94,11 @@ def validate(schema: type[C], content: Any, at: str = "") -> C:
 
 
 def dump_yaml(config: Config, unresolved: Mapping[str, Any] | None = None) -> str:
-    """The whole config as YAML; loading that text again gives an equal config.
+    """The whole config as YAML; loading it gives an equal config.
 
     Args:
-        unresolved: the settings that the config was built from, as `merged_settings(..., resolve=False)` returns them.
-            Where they hold a reference (`${oc.env:TOKEN}`), the text holds the reference and not its value.
+        unresolved: the settings of the config from `merged_settings(..., resolve=False)`. Where they hold a reference
+            (`${oc.env:TOKEN}`), the YAML holds the reference instead of its value.
     """
     from omegaconf import OmegaConf
 
@@ -121,7 +120,7 @@ def _read_yaml(path: Path) -> Any:
     from omegaconf import OmegaConf
 
     if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist; give --config the path of a YAML file")
+        raise ConfigError(f"config file {path} does not exist; pass the path of a YAML file to --config")
     try:
         content = OmegaConf.load(path)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -146,10 +145,7 @@ def _read_overrides(overrides: Sequence[str]) -> Any:
         try:
             content = OmegaConf.merge(content, OmegaConf.from_dotlist([text]))
         except yaml.YAMLError as error:
-            raise ConfigError(
-                f"override {text!r} has a value that is not valid YAML; write text with such characters as "
-                f"{key}='\"...\"'"
-            ) from error
+            raise ConfigError(f"override {text!r} is not valid YAML; quote the value: {key}='\"...\"'") from error
     return content
 
 

@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 PATTERNS_VARIABLE, RANGE_VARIABLE = "NRL_NSYS_WORKER_PATTERNS", "NRL_NSYS_PROFILE_STEP_RANGE"
 
 NRL_NSYS_WORKER_PATTERNS = os.environ.get("NRL_NSYS_WORKER_PATTERNS", "")
-"""Shell wildcards for the names of workers, with commas between them; see `worker_name`."""
+"""Shell wildcards for worker names, separated by commas; see `worker_name`."""
 NRL_NSYS_PROFILE_STEP_RANGE = os.environ.get("NRL_NSYS_PROFILE_STEP_RANGE", "")
 """`start:stop`"""
 
 POLICY, GENERATION, DRIVER = "policy", "generation", "driver"
-"""Kinds of workers. The driver is the process that runs the loop; there is one."""
+"""Kinds of workers. The driver is the process that runs the loop."""
 
 _RANGE = re.compile(r"\s*(\d{1,18})\s*:\s*(\d{1,18})\s*")
 
@@ -59,7 +59,7 @@ class StepRange:
             raise ConfigError(f"{text!r} is not a range of steps; write start:stop, such as 3:5 for the steps 3 and 4")
         steps = cls(int(found[1]), int(found[2]))
         if steps.start < 1:
-            raise ConfigError(f"{text!r} begins at {steps.start}, but steps are counted from 1; write 1:{steps.stop}")
+            raise ConfigError(f"{text!r} begins at {steps.start}, but steps count from 1; write 1:{steps.stop}")
         if steps.start >= steps.stop:
             raise ConfigError(f"{text!r} has no steps; write {steps.start}:{steps.start + 1} for step {steps.start}")
         return steps
@@ -99,7 +99,7 @@ def profile_request() -> ProfileRequest | None:
         )
     names = tuple(filter(None, map(str.strip, patterns.split(","))))
     if not names:
-        raise ConfigError(f"{PATTERNS_VARIABLE}={patterns!r} has no name in it; write patterns such as '*policy*'")
+        raise ConfigError(f"{PATTERNS_VARIABLE}={patterns!r} has no pattern; write patterns such as '*policy*'")
     try:
         return ProfileRequest(names, StepRange.parse(steps))
     except ConfigError as error:
@@ -171,7 +171,7 @@ def maybe_gpu_profile_step(policy: ProfilablePolicy, step: int) -> None:
         end_gpu_profile(policy)
     elif id(policy) not in _running and id(policy) not in _done:
         atexit.unregister(_end_all)
-        atexit.register(_end_all)  # before the exit hooks of what records, which were registered earlier
+        atexit.register(_end_all)  # runs before exit hooks registered earlier, such as those of workers
         _running[id(policy)] = policy
         try:
             policy.start_gpu_profiling()
@@ -181,7 +181,7 @@ def maybe_gpu_profile_step(policy: ProfilablePolicy, step: int) -> None:
 
 
 def end_gpu_profile(policy: ProfilablePolicy) -> None:
-    """Stop recording, if it does."""
+    """Stop the recording of this policy, if one runs."""
     if id(policy) in _running:
         _mark_done(policy)
         policy.stop_gpu_profiling()

@@ -27,14 +27,14 @@ OPTIONS = {
     "sample": "none",
     "cpuctxsw": "none",
     "cuda-graph-trace": "node",
-    # Only what is between a worker's start and stop; it runs on after that, and then the report is written.
+    # Capture only between a worker's start and stop; the worker continues, and nsys writes the report.
     "capture-range": "cudaProfilerApi",
     "capture-range-end": "stop",
     "force-overwrite": "true",
 }
-"""Of `nsys profile`, beside the output."""
+"""Options of `nsys profile`, without the output."""
 _RAY_KEYS = {"trace": "t", "output": "o"}
-"""Ray completes the path of a report under its short name alone."""
+"""Ray completes the path of a report only under its short name."""
 
 
 def nsys_command(name: str) -> list[str]:
@@ -94,7 +94,7 @@ def _command(options: dict[str, str]) -> list[str]:
 
 
 def _options(name: str) -> dict[str, str]:
-    folder = str(traces_folder()).replace("%", "%%")  # which begins what nsys fills in
+    folder = str(traces_folder()).replace("%", "%%")  # nsys expands %h and %p
     return {**OPTIONS, "output": f"{folder}/{name}_%h_%p"}
 
 

@@ -1,4 +1,4 @@
-"""Suggest the name that a user meant, for names that are not known."""
+"""Suggest a known name for an unknown one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OTHER_WORDS = {
 }
 """Names in other libraries of our settings and of torch's arguments."""
 
-_MIN_LIKENESS = 0.5  # of a name in the place where it was looked for
-_CLEAR_LIKENESS = 0.75  # of two spellings of one name, wherever it belongs
+_MIN_LIKENESS = 0.5  # of names of the same parent
+_CLEAR_LIKENESS = 0.75  # of two spellings of one name, anywhere
 _MAX_SUGGESTED_PATHS = 3
 
 

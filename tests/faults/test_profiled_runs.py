@@ -233,7 +233,7 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
     with start(tmp_path, "profile.steps=2:5", largest_file_bytes=200_000) as process:
         said = process.communicate(timeout=60)[0]
     assert process.returncode == 0, said
-    assert "lack its operators" in said.replace("\n", " ")
+    assert "have no operators" in said.replace("\n", " ")
     assert [path.name.endswith(".spans.json") for path in (tmp_path / "run" / "traces").iterdir()] == [True]
     (tmp_path / "plain").mkdir()
     run_ppo(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())

@@ -25,7 +25,7 @@ TRACKERS: dict[str, Any] = {
     "mlflow": MlflowLogger,
     "trackio": TrackioLogger,
 }
-"""By the name of the package, which is also that of the keys in `LoggerConfig` and of the folder."""
+"""By package name; keys in `LoggerConfig` and folders have the same names."""
 
 _MONITORING = GPUMonitoringConfig(collection_interval=10, flush_interval=10)
 

@@ -1,4 +1,4 @@
-"""A thread per back end, so that the training loop never waits for one."""
+"""One thread per back end, so the training loop never waits."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class BackgroundWriter(Generic[B]):
     ) -> None:
         self.name = name
         self.cpu_s = 0.0
-        """CPU time of the thread so far."""
+        """CPU time of the thread so far, in seconds."""
         self.losses = Losses()
         self._num_put = itertools.count()
         self._start, self._finish = start, finish
@@ -151,7 +151,7 @@ class BackgroundWriter(Generic[B]):
             backend = self._start()
         except BaseException as error:
             if not self._is_abandoned:  # else its losses were already logged
-                log.warning("%s could not start, the run goes on without it: %s", self.name, described(error, str))
+                log.warning("%s could not start, the run continues without it: %s", self.name, described(error, str))
             self._lose_all(f"it could not start: {described(error)}")
             return
         finally:
@@ -168,7 +168,7 @@ class BackgroundWriter(Generic[B]):
         try:
             self._finish(backend)
         except BaseException as error:
-            log.warning("%s failed at its end: %s", self.name, described(error))
+            log.warning("%s failed to close: %s", self.name, described(error))
         self._rest()
 
     def _rest(self) -> None:
@@ -177,8 +177,8 @@ class BackgroundWriter(Generic[B]):
 
     def _lose(self, reason: str, step: int | None) -> None:
         if not self.losses.count:
-            what = "a record" if step is None else f"the record of step {step}"
-            log.warning("%s lost %s: %s; further losses are counted", self.name, what, reason)
+            record = "a record" if step is None else f"the record of step {step}"
+            log.warning("%s lost %s: %s; further losses are counted", self.name, record, reason)
         self.losses.add(reason, step)
 
     def _lose_all(self, reason: str) -> None:

@@ -30,11 +30,11 @@ def tracked_text_files(root: Path) -> dict[str, bytes]:
 
 
 def uncommitted_diff(root: Path) -> bytes:
-    """The changes below `root` since the last commit, of the files that `tracked_text_files` keeps.
+    """The changes since the last commit of the files of `tracked_text_files`; raises as it does.
 
-    A deleted file appears without its old content. Raises as `tracked_text_files` does.
+    A deleted file appears without its old content.
     """
-    # Neither helper programs nor settings of the user's git may change what a diff is.
+    # Ignore diff helpers and settings of the user's git.
     diff = ("diff", "HEAD", "--relative", "--no-renames", "--no-ext-diff", "--no-textconv", "--irreversible-delete")
     changed = [name for name in _names(root, *diff, "--name-only") if _may_be_shown(root, name)]
     if not changed:
@@ -49,7 +49,7 @@ def _may_be_shown(root: Path, name: str) -> bool:
 
 
 def _text_of(root: Path, name: str) -> bytes | None:
-    """Content of the file `name`, or None if it may not be kept."""
+    """Content of the file `name`, or None if it is left out."""
     path = root.resolve() / name
     if _is_secret(name) or path.resolve() != path or not path.is_file() or path.stat().st_size > _MOST_BYTES:
         return None
@@ -70,6 +70,6 @@ def _names(root: Path, *arguments: str) -> list[str]:
 
 
 def _git(root: Path, *arguments: str) -> bytes:
-    # Reading must not take locks that a command of the user would then find.
+    # Take no locks: they would block the user's git commands.
     command = ["git", "-C", str(root), "--no-optional-locks", *arguments]
     return subprocess.run(command, check=True, capture_output=True, timeout=_GIT_TIMEOUT_S).stdout

@@ -1,4 +1,4 @@
-"""Configuration of the logger: TypedDicts, validated once when a logger is built."""
+"""Configuration of the logger: TypedDicts, validated when a logger is created."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_type_hints
@@ -25,7 +25,7 @@ class TensorboardConfig(TypedDict):
 class WandbConfig(TypedDict):
     """Configuration of a `WandbLogger`: every argument of `wandb.init`, which explains them, and two more.
 
-    The texts below name only what differs from `wandb.init`.
+    Only differences from `wandb.init` are explained below.
     """
 
     project: NotRequired[str]

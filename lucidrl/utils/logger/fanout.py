@@ -151,7 +151,7 @@ class Logger(LoggerInterface):
 
         Reads `generation_logprobs`, `prev_logprobs`, `token_mask`, `sample_mask`, `prompt_lengths` and `full_lengths`.
         The error of a token is exp(|difference|), that of a sample its mean over valid tokens. If there is nothing to
-        plot, a warning says why.
+        plot, it logs the reason.
         """
         with self._guarded(f"plot {name}", step):
             columns, warn_once = frozen(dict(data)), self._warn_once
@@ -186,14 +186,14 @@ class Logger(LoggerInterface):
             self.finish()
 
     @contextmanager
-    def _guarded(self, what: str, step: Any = None) -> Iterator[None]:
+    def _guarded(self, records: str, step: Any = None) -> Iterator[None]:
         """Time the caller's share, and log any error instead of raising it."""
         start = time.perf_counter()
         try:
             yield
-        except Exception as error:  # the run matters more than its record
+        except Exception as error:  # logging must not stop the run
             reason = described(error)
-            self._warn_once(f"{what}: {reason}", "the %s of step %s are not logged: %s", what, step, reason)
+            self._warn_once(f"{records}: {reason}", "the %s of step %s are not logged: %s", records, step, reason)
         with self._lock:
             self._caller_s += time.perf_counter() - start
 
@@ -241,7 +241,7 @@ class Logger(LoggerInterface):
 def _whole_number(step: Any) -> int:
     number = int(step)
     if number != step:
-        raise ValueError(f"step={step!r} is no whole number")
+        raise ValueError(f"step={step!r} is not a whole number")
     return number
 
 

@@ -12,14 +12,11 @@ from typing import BinaryIO
 
 from lucidrl.errors import ConfigError
 
-_EXPERIMENT = re.compile(r"exp_([0-9]{1,9})")  # longer ones are not ours, and counting on from them may end at any time
+_EXPERIMENT = re.compile(r"exp_([0-9]{1,9})")  # longer numbers are not ours
 
 
 def get_next_experiment_dir(base_log_dir: str) -> str:
-    """Make and return the next free `exp_001`, `exp_002`, … of a folder; two callers never get the same one.
-
-    Only names in the folder itself count, whether of folders or files; the path that leads to it does not.
-    """
+    """Create and return the next free `exp_001`, `exp_002`, … of a folder; concurrent callers get different ones."""
     base = Path(base_log_dir)
     base.mkdir(parents=True, exist_ok=True)
     taken = [int(match[1]) for path in base.iterdir() if (match := _EXPERIMENT.fullmatch(path.name))]
@@ -35,14 +32,14 @@ def get_next_experiment_dir(base_log_dir: str) -> str:
 
 
 def path_inside(folder: Path, filename: str) -> Path:
-    """`folder / filename`, refused if that (or a link on the way) leads outside of `folder`, or cannot be a file."""
+    """`folder / filename`; ConfigError if it is outside of `folder`, also by a link, or cannot be a file."""
     try:
         path = (folder / filename).resolve()
         root = folder.resolve()
     except (OSError, ValueError, RuntimeError, TypeError) as error:
-        raise ConfigError(f"file name {filename!r} cannot be used ({error}); give a plain relative name") from error
+        raise ConfigError(f"file name {filename!r} cannot be used ({error}); use a plain relative name") from error
     if path == root or not path.is_relative_to(root):
-        raise ConfigError(f"file name {filename!r} leaves the log folder {folder}; give a relative name without '..'")
+        raise ConfigError(f"file name {filename!r} leaves the log folder {folder}; use a relative name without '..'")
     return path
 
 
@@ -60,7 +57,7 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def write_private_text(path: Path, text: str) -> None:
-    """Write a file with mode 0600; it appears complete or not at all, and replaces what was there."""
+    """Replace a file, with mode 0600; it is written completely or not at all."""
     with whole_file(path, mode=0o600) as file:
         file.write(text.encode())
         file.flush()

@@ -1,4 +1,4 @@
-"""The run's own record: one JSON object a line, readable while the run goes on and after it was killed."""
+"""The run's own record: one JSON object per line, readable during the run and after a kill."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ _UNSAFE = re.compile(r"[^\w.-]+")
 
 
 class JsonlLogger(Tracker):
-    """Appends `{"step": …, "time": unix seconds, "<prefix>/<name>": value, …}` to a file, one line a call.
+    """Appends `{"step": …, "time": unix seconds, "<prefix>/<name>": value, …}` to a file, one line per call.
 
-    Metrics that come with a step metric are found by that one, and have no `step`. NaN and infinities become null, with
-    `"<name>.nonfinite"` saying which; inside lists they are null only. Hyperparameters go to `hyperparams.json` beside
-    the file, figures to the folder `plots`. A line left unfinished by a killed process is removed when the file is
-    opened again.
+    A line with a step metric has no `step`. NaN and infinities become null, with the value in `"<name>.nonfinite"`
+    (not inside lists). Hyperparameters go to `hyperparams.json` beside the file, figures to the folder `plots`. Opening
+    the file removes an unfinished last line of a killed process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,7 +46,7 @@ class JsonlLogger(Tracker):
         for name, value in metrics.items():
             self._check_order(name, step)
             if name in _OWN_FIELDS:
-                self._warn_once(name, "metric %s is not logged: every line has its own; give it a prefix", name)
+                self._warn_once(name, "metric %s is not logged: the name is reserved; use a prefix", name)
                 continue
             record[name] = value
             if isinstance(value, float) and not math.isfinite(value):
@@ -56,7 +55,7 @@ class JsonlLogger(Tracker):
         self._file.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
 
     def _write_hyperparams(self, params: dict[str, Any]) -> None:
-        """Replace `hyperparams.json`; log what a resumed run changes."""
+        """Replace `hyperparams.json`; log the changes of a resumed run."""
         flat = jsonable(flatten_dict(params))
         path = self._path.with_name("hyperparams.json")
         _log_changes(path, flat)
@@ -79,7 +78,7 @@ class JsonlLogger(Tracker):
         if step > last:
             return
         how = "twice" if step == last else f"after step {last}"
-        message = "metric %s came %s for step %d; all values are kept, the later line counts (said once)"
+        message = "metric %s came %s for step %d; all values are kept, the later line counts (logged once)"
         self._warn_once(how.split()[0], message, name, how, step)
 
 
@@ -99,7 +98,7 @@ def _log_changes(path: Path, now: dict[str, Any]) -> None:
 
 
 def _remove_torn_line(path: Path) -> None:
-    """Cut `path` after its last newline, reading backwards so that the size of the file does not matter."""
+    """Cut `path` after its last newline; reads from the end, because the file may be large."""
     if not path.exists():
         return
     with path.open("rb+") as file:

@@ -1,4 +1,4 @@
-"""The use of every node of a Ray cluster, read from the metrics that Ray itself exports."""
+"""Monitors every node of a Ray cluster with the metrics that Ray exports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lucidrl.utils.logger.monitor import BYTES_PER_GB, Monitor
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
-# Ray's name → our name, and what to divide by: node memory is in bytes, GPU memory in units of 1024**2 bytes.
+# Ray's name → our name and divisor: node memory is in bytes, GPU memory in units of 1024**2 bytes.
 _NODE_METRICS = {
     "ray_node_cpu_utilization": ("cpu.util", 1),
     "ray_node_mem_used": ("mem_gb", BYTES_PER_GB),

@@ -14,31 +14,31 @@ from urllib.parse import quote
 
 REDACTED = "<redacted>"
 
-_MIN_SECRET_CHARS = 8  # shorter values of variables ("1", "yes") would be found in harmless text
-_MAX_DEPTH = 100  # no configuration is deeper, and what records it may recurse
+_MIN_SECRET_CHARS = 8  # shorter values ("1", "yes") occur in ordinary text
+_MAX_DEPTH = 100  # deeper than any configuration; back ends may recurse
 
-# Which names are those of secrets, with words in lower case and "_" between them.
+# Names of secrets, in lower case with "_" between words.
 _CAMEL_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _SECRET_NAME = re.compile(
     r"secret|passw(or)?d|passphrase|passcode|credential|pwd\d*(_|$)|(^|_)(pw|pat)\d*$"
     r"|(^|_)(o?auth2?|authorization|bearer)(_|$)|(^|_)(api|access|refresh|hf|github|wandb)_?tokens$"
     r"|(api|access|private|ssh)_?keys?\d*(_|$)"
-    # Any other key is a secret only if it says what it opens: most of them sort, join or name something.
+    # Any other key is a secret only with one of these words: most keys sort, join or name something.
     r"|(^|_)(account|admin|aes|anthropic|aws|azure|client|cohere|comet|decryption|deepseek|deploy|encryption|gcp|gemini"
     r"|github|gitlab|google|gpg|groq|hf|hmac|huggingface|jwt|license|master|mistral|neptune|ngc|nvidia|openai|openrouter"
     r"|root|rsa|s3|service|session|shared|signing|slack|ssl|stripe|subscription|tls|wandb|webhook)_?keys?\d*$"
 )
-_WORKING_DIRECTORIES = ("PWD", "OLDPWD")  # what every shell sets
-# A token is a secret unless it is one of a vocabulary (`eos_token`) or one that is counted (`loss_per_token`).
+_WORKING_DIRECTORIES = ("PWD", "OLDPWD")  # set by every shell
+# A token is a secret unless it is of a vocabulary (`eos_token`) or counted (`loss_per_token`).
 _TOKEN_NAME = re.compile(r"(?:^|_)([^_]*?)_?token_?\d*$")
 _HARMLESS_TOKEN_NAME = re.compile(
     "pad|eos|bos|unk|unknown|mask|stop|cls|sep|sos|eot|eom|bot|boi|eoi|start|begin|end|special|image|video|audio|think|"
     "thinking|newline|prefix|suffix|middle|first|last|next|prev|new|num|max|min|per|every|each"
 )
 
-# Where secrets stand in a text.
+# Secrets in a text.
 _URL_CREDENTIALS = re.compile(r"(?<=://)[^\s/?#]+(?=@)")
-# "Basic" is also an ordinary word: after it only what looks like base64.
+# "Basic" is also an ordinary word, so only before text like base64.
 _HTTP_CREDENTIALS = re.compile(r"""\b((?i:bearer)\s+|(?i:basic)\s+(?=\S*(?:[0-9=]|[a-z][A-Z])))[^\s,;"']+""")
 _NAME_OF_VALUE = re.compile(
     r"""(?<![\w.-])(?:([\w.-]++)(?:["']?(?:=|\s+=\s+)|["']\s*:\s*|:[ \t]+)"""  # name=X, "name": X, name: X
@@ -46,7 +46,7 @@ _NAME_OF_VALUE = re.compile(
 )
 _VALUE = re.compile(
     r"""b?"(?:[^"\\]++|\\.)*+"|b?'(?:[^'\\]++|\\.)*+'"""
-    r"""|(?:["']|[^\s&,;([{]*[([{]).*"""  # a quotation or bracket whose end is hard to tell: all the rest
+    r"""|(?:["']|[^\s&,;([{]*[([{]).*"""  # an open quotation or bracket: all the rest
     r"""|[^\s&,;]*[^\s&,;)\]}"']""",
     re.DOTALL,
 )
@@ -69,7 +69,7 @@ def redacted(params: Mapping[str, Any]) -> dict[str, Any]:
 def redacted_text(text: str) -> str:
     """A text with "<redacted>" in place of secrets, line by line, by the rules of `redacted`."""
     secrets = _environment_secrets()
-    if secrets is not None:  # some, such as private keys, go on over several lines
+    if secrets is not None:  # some, such as private keys, have several lines
         text = secrets.sub(REDACTED, text)
     return "\n".join(_clean_text(line, None) for line in text.split("\n"))
 
@@ -140,8 +140,8 @@ def _copy(value: Any, secrets: re.Pattern[str] | None, ancestors: tuple[int, ...
 
 
 def _is_array_of_numbers(value: Any) -> bool:
-    """Whether this is a tensor or array, of any number of dimensions, that cannot hold text."""
-    kind = type(value)  # asked itself, since some objects claim to have every attribute
+    """Whether this is a tensor, or an array that cannot hold text."""
+    kind = type(value)  # its attributes: some objects claim to have every attribute
     if hasattr(kind, "__array_interface__"):
         return value.dtype.kind in "biufcmM"
     return hasattr(kind, "detach") and hasattr(kind, "tolist")
@@ -187,7 +187,7 @@ def _text(value: Any) -> str:
     """`value` as plain text."""
     try:
         return str.__str__(value) if isinstance(value, str) else str(value)
-    except Exception:  # nothing that a configuration holds may keep it from being recorded
+    except Exception:  # a strange object must not prevent the recording
         return f"<{type(value).__name__}>"
 
 

@@ -1,7 +1,7 @@
-"""A look at the sample whose token probabilities differ most between generation and training.
+"""A plot of the sample whose token probabilities differ most between generation and training.
 
-Shapes: B rows, T tokens. Index t of a log-probability is that of token t. A token counts where `token_mask` and the
-row's `sample_mask` are not 0 and t lies in the response, from `prompt_lengths` up to `full_lengths`.
+Shapes: B rows, T tokens. A token is valid if `token_mask` and the row's `sample_mask` are not 0 and it is in the
+response, from `prompt_lengths` to `full_lengths`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class WorstSample:
 
 
 def token_error_figure(data: Mapping[str, Any]) -> tuple[Figure | None, str]:
-    """The worst sample as a figure; or None and the reason why there is nothing to plot. Never raises for bad data."""
+    """A figure of the worst sample, or None and the reason."""
     try:
         require_package("matplotlib", "a plot of token errors", extra="plots")
         return _drawn(worst_sample(data)), ""
@@ -66,10 +66,10 @@ def token_error_figure(data: Mapping[str, Any]) -> tuple[Figure | None, str]:
 
 
 def worst_sample(data: Mapping[str, Any]) -> WorstSample:
-    """Find the sample with the largest error; the first one of several.
+    """The sample with the largest error; the first of equal ones.
 
     Raises:
-        DataError: a column is missing or of another shape, or no valid token has finite log-probabilities.
+        DataError: a column is missing or has a wrong shape, or no valid token has finite log-probabilities.
     """
     import numpy as np
 
@@ -110,12 +110,12 @@ def _columns(data: Mapping[str, Any]) -> dict[str, np.ndarray]:
         if data.get(name) is None:
             raise DataError(f"the data has no column {name!r}")
         column = data[name]
-        # By way of torch's own float64, since numpy does not know bfloat16.
+        # Through torch's float64, because numpy lacks bfloat16.
         plain = column.detach().cpu().double() if hasattr(column, "detach") else column
         try:
             columns[name] = np.asarray(plain, dtype=np.float64)
         except (TypeError, ValueError) as error:
-            raise DataError(f"column {name!r} is no array of numbers: {error}") from error
+            raise DataError(f"column {name!r} is not an array of numbers: {error}") from error
     shape = columns["token_mask"].shape
     if len(shape) != 2:
         raise DataError(f"column 'token_mask' has shape {shape}; it must have rows and tokens")
@@ -136,7 +136,7 @@ def _log_mean_exp(values_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
 def _probabilities(logprobs: np.ndarray) -> np.ndarray:
     import numpy as np
 
-    return np.exp(np.minimum(logprobs, 0))  # rounding, or a wrong input, may be above 0
+    return np.exp(np.minimum(logprobs, 0))  # rounding errors and wrong inputs may be above 0
 
 
 def _drawn(worst: WorstSample) -> Figure:

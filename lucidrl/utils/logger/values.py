@@ -1,6 +1,6 @@
-"""Values and names as the back ends want them: flat, plain Python, free of torch and numpy.
+"""Conversion of metrics to flat names and plain Python values.
 
-Tensors and arrays are recognised by what they offer, so importing this module imports neither package.
+Recognises tensors and arrays by their attributes, without importing torch or numpy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class WarnOnce:
-    """Logs one warning for each subject, so that a bad metric does not fill the log."""
+    """Logs one warning per subject."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
@@ -57,7 +57,7 @@ class MetricsRecord:
 
     def __init__(self, metrics: Mapping[str, Any], prefix: str | None, step_metric: str | None) -> None:
         if not isinstance(metrics, Mapping):
-            raise TypeError(f"a {type(metrics).__name__} is no mapping of names to values")
+            raise TypeError(f"a {type(metrics).__name__} is not a mapping of names to values")
         self._metrics = frozen(metrics)
         self._prefix, self._step_metric = prefix, step_metric
         self._own: dict[str, Scalar] = {}
@@ -79,7 +79,7 @@ class MetricsRecord:
 def plain_metrics(
     metrics: Mapping[str, Any], prefix: str | None, step_metric: str | None, warn_once: WarnOnce
 ) -> PlainMetrics:
-    """Flatten `metrics` with "/" and convert every value; leave out what is no number, with one warning."""
+    """Flatten `metrics` with "/" and convert every value; leave out other values, with one warning each."""
     if isinstance(metrics, PlainMetrics) and not prefix:
         return metrics
     plain = PlainMetrics()
@@ -87,7 +87,7 @@ def plain_metrics(
         given_name = f"{prefix}/{inner_name}" if prefix and inner_name != step_metric else inner_name
         name = metric_name(given_name)
         if name in plain:
-            warn_once(f"{name} twice", "metric %s comes twice in one call; the last value is logged", name)
+            warn_once(f"{name} twice", "metric %s occurs twice in one call; the last value is logged", name)
         try:
             plain[name] = value if type(value) is float else _plain_value(value)
         except Exception as error:  # reading a tensor may raise anything, as on a lost device
@@ -99,7 +99,7 @@ def plain_metrics(
 
 
 def frozen(value: Any, depth: int = 0) -> Any:
-    """A deep copy of `value`, tensors on the CPU without gradients; what cannot be copied becomes the error."""
+    """A deep copy of `value`, tensors on the CPU without gradients; objects that cannot be copied become the error."""
     if type(value) in _PLAIN:
         return value
     if depth > _MOST_DEPTH:
@@ -171,15 +171,15 @@ def finite_histogram(values: Sequence[Scalar]) -> tuple[np.ndarray, np.ndarray] 
         return None
     low, high = float(array.min()), float(array.max())
     if low == high:
-        margin = max(0.5, abs(low) * 2**-20)  # visible also beside a large number
+        margin = max(0.5, abs(low) * 2**-20)  # visible beside a large number too
         low, high = max(low - margin, -sys.float_info.max), min(high + margin, sys.float_info.max)
-    unit = 2 if math.isinf(high - low) else 1  # the distance of two halves is always a float
+    unit = 2 if math.isinf(high - low) else 1  # differences of halves cannot overflow
     # Explicit edges, because numpy refuses to choose them for values that are nearly equal.
     return np.histogram(array, bins=unit * np.linspace(low / unit, high / unit, _NUM_BINS + 1))
 
 
 def printable(text: str) -> str:
-    """`text` with lone surrogates replaced, which cannot be written as UTF-8."""
+    """`text` without lone surrogates, which UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -197,7 +197,7 @@ def jsonable(value: Any) -> Any:
         return {printable(str(key)): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [jsonable(item) for item in value]
-    if hasattr(value, "tolist") and type(plain := value.tolist()) is not type(value):  # as of a long double
+    if hasattr(value, "tolist") and type(plain := value.tolist()) is not type(value):  # false for a long double
         return jsonable(plain)
     return printable(str(value))
 
@@ -219,7 +219,7 @@ def _to_scalar(value: Any) -> Scalar:
         raise TypeError(f"a {type(value).__name__} is neither a number nor a list of numbers")
     if isinstance(number, bool):
         return number
-    # By type, so that no subclass comes through, which not every back end writes.
+    # Plain types: not every back end can write subclasses.
     return int(number) if isinstance(number, int) and _fits_64_bits(number) else float(number)
 
 

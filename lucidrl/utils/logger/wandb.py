@@ -94,7 +94,7 @@ class WandbLogger(Tracker):
         record: dict[str, Any] = {}
         for name, value in metrics.items():
             if name == _STEP:
-                self._warn_once(name, "metric %s is not logged: every record has its own; give it a prefix", name)
+                self._warn_once(name, "metric %s is not logged: the name is reserved; use a prefix", name)
                 continue
             # By full name: the pattern "*" would win over another one such as "ray/*".
             if step_metric and name != step_metric and self._axis_of.get(name) != step_metric:
@@ -127,7 +127,7 @@ class WandbLogger(Tracker):
         try:
             files = read(Path.cwd())
         except (OSError, subprocess.SubprocessError) as error:
-            self._warn_once("git", "the code is not kept with the run: git cannot read %s (%s)", Path.cwd(), error)
+            self._warn_once("git", "the code is not saved with the run: git cannot read %s (%s)", Path.cwd(), error)
             return
         for name, content in files.items():
             path = Path(self.run.dir) / name
@@ -168,7 +168,7 @@ def _started_run(cfg: WandbConfig, log_dir: str | None) -> wandb.Run:
         run_id = arguments["id"] or uuid.uuid4().hex
         run = _init(arguments | {"id": f"{run_id}-offline", "mode": "offline"})
         command = f"wandb sync --id {run_id} {Path(run.dir).parent}"
-        log.warning("W&B cannot be reached, the run is kept on disk; send it later with `%s` (%s)", command, error)
+        log.warning("W&B cannot be reached, the run stays on disk; send it later with `%s` (%s)", command, error)
         return run
 
 
@@ -240,7 +240,7 @@ class _ExitGuard:
 
     At exit, wandb waits for its service process, which waits for the server: 90 seconds during `init`, forever with
     unsent records. Unless our run was finished, a thread kills the service after a few seconds; unsent records stay on
-    disk. The timeouts of wandb would also apply while the run goes on.
+    disk. The timeouts of wandb would also apply during the run.
     """
 
     def __init__(self) -> None:

@@ -131,10 +131,13 @@ def test_a_profiler_that_somebody_else_started_is_a_warning_in_a_rollout(tmp_pat
     hook = _ProfilerHook(ProfileSettings(warmup_rollouts=0, save_path=tmp_path / "trace.json").checked(1))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         made(hook, 2)
-        with pytest.raises(ConfigError, match="a profiler of torch records in this process already"):
+        with pytest.raises(ConfigError, match="a torch profiler already records in this process"):
             started_profiler()
     assert hook.is_done
-    assert "there will be no trace of collector worker 0: a profiler of torch records in this process" in caplog.text
+    assert (
+        "no trace of collector worker 0 will be written: a torch profiler already records in this process"
+        in caplog.text
+    )
     assert "rollout" in {event.key for event in profiler.key_averages()}
 
 
@@ -192,15 +195,15 @@ def test_the_trace_of_a_thread_that_has_ended_is_lost_with_a_warning(tmp_path, c
         ({"workers": [2]}, "workers has 2, but they are numbered from 0 to 1"),
         ({"workers": [0, -1]}, "workers has -1, but they are numbered from 0 to 1"),
         ({"workers": ["0"]}, "workers: '0' is not valid: Input should be a valid integer"),
-        ({"workers": [1, 1]}, r"workers=\[1, 1\] names a worker twice; name each once"),
-        ({"save_path": "{rank}.json"}, r"save_path='{rank}.json' has {rank}, which means nothing; use {worker_idx}"),
+        ({"workers": [1, 1]}, r"workers=\[1, 1\] has a worker twice; list each once"),
+        ({"save_path": "{rank}.json"}, r"save_path='{rank}.json' has the unknown placeholder {rank}; use {worker_idx}"),
         (
             {"workers": [0, 1], "save_path": "trace.json"},
             "save_path='trace.json' is the same for 2 workers; put {worker",
         ),
         ({"workers": [0, 1], "save_path": "{host}.json"}, "is the same for 2 workers"),
-        ({"save_path": "folder"}, "save_path='folder' is a folder; give the name of a file in it"),
-        ({"save_path": "file/trace.json"}, r"traces cannot be written to .*/file .*; set save_path to where they can"),
+        ({"save_path": "folder"}, "save_path='folder' is a folder; use a file name"),
+        ({"save_path": "file/trace.json"}, r"traces cannot be written to .*/file .*; set save_path to another folder"),
     ],
 )
 def test_what_cannot_be_recorded_or_written_is_refused(tmp_path, monkeypatch, options, sentence):
@@ -214,9 +217,7 @@ def test_what_cannot_be_recorded_or_written_is_refused(tmp_path, monkeypatch, op
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it can be recorded here")
 def test_an_activity_that_this_machine_cannot_record_is_refused():
-    with pytest.raises(
-        ConfigError, match="activities has CUDA, which cannot be recorded on this machine; leave it out"
-    ):
+    with pytest.raises(ConfigError, match="activities has CUDA, which this machine cannot record; leave it out"):
         started_profiler([ProfilerActivity.CPU, ProfilerActivity.CUDA])
 
 

@@ -120,8 +120,8 @@ def test_a_folder_that_cannot_be_made_is_a_warning_for_each_thing_that_is_lost(t
         work()
         record.stop()
     assert [message.partition(":")[0] for message in caplog.messages] == [
-        "the traces of policy-0 lack its spans",
-        "the traces of policy-0 lack its operators",
+        "the traces of policy-0 have no spans",
+        "the traces of policy-0 have no operators",
     ]
 
 
@@ -142,7 +142,7 @@ def test_a_profiler_that_records_already_is_a_warning(traces, caplog):
         record.start()
         work()
         record.stop()
-    assert "lack its operators: a profiler of torch records in this process already" in caplog.text
+    assert "have no operators: a torch profiler already records in this process" in caplog.text
     assert any(event.key == "aten::add" for event in running.key_averages())
     (spans,) = files(traces)
     assert spans_of(spans) == ["train"]
@@ -248,7 +248,7 @@ def test_on_a_cpu_a_memory_snapshot_is_one_sentence(traces, monkeypatch, caplog)
         record.start()
         record.stop()
     (message,) = caplog.messages
-    assert message == "the traces of policy-0 lack its memory: a memory snapshot is of a GPU, and there is none"
+    assert message == "the traces of policy-0 have no memory: a memory snapshot needs a GPU, and there is none"
 
 
 def test_threads_that_start_at_once_make_one_recording(traces):

@@ -86,10 +86,10 @@ def test_placeholders_are_filled_in_and_doubled_braces_stay():
     [
         (
             "{rank}.json",
-            r"save_path='{rank}.json' has {rank}, which means nothing; use {worker_idx}, {pid}, {host}, and",
+            r"save_path='{rank}.json' has the unknown placeholder {rank}; use {worker_idx}, {pid}, {host}, and",
         ),
-        ("{}.json", r"has {}, which means nothing"),
-        ("{pid.real}.json", r"has {pid.real}, which means nothing"),
+        ("{}.json", r"has the unknown placeholder {}"),
+        ("{pid.real}.json", r"has the unknown placeholder {pid.real}"),
         ("{worker_idx.json", r"save_path='{worker_idx.json' cannot be read: .*; use {worker_idx}"),
         ("{pid:05d}.json", r"formats a placeholder, which is not supported"),
         ("{pid!r}.json", r"formats a placeholder, which is not supported"),
@@ -103,7 +103,7 @@ def test_other_placeholders_are_refused(template, sentence):
 def test_a_folder_that_cannot_be_written_is_refused_by_the_name_of_its_setting(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
-        ConfigError, match=r"traces cannot be written to .*/file/below \(.*\); set there to where they can"
+        ConfigError, match=r"traces cannot be written to .*/file/below \(.*\); set there to another folder"
     ):
         check_folder(tmp_path / "file" / "below", "there")
     check_folder(tmp_path / "new" / "below", "there")

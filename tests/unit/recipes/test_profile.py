@@ -164,7 +164,7 @@ def test_every_worker_has_a_name():
 
 
 MISTAKES = {
-    "profile.steps=0:3": "profile.steps: '0:3' begins at 0, but steps are counted from 1; write 1:3",
+    "profile.steps=0:3": "profile.steps: '0:3' begins at 0, but steps count from 1; write 1:3",
     "profile.steps=5:3": "profile.steps: '5:3' has no steps",
     "profile.steps=soon": "profile.steps: 'soon' is not a range of steps; write start:stop, such as 3:5",
     "profile.steps=7": "profile.steps: '7' is not a range of steps; write start:stop, such as 3:5",

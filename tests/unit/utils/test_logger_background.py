@@ -94,7 +94,7 @@ def test_a_back_end_that_cannot_start_loses_everything_and_says_so(caplog):
     for step in range(5):
         writer.put(lambda b: None, step)
     assert end(writer) < 4
-    assert "Tracker could not start, the run goes on without it: no route" in caplog.text
+    assert "Tracker could not start, the run continues without it: no route" in caplog.text
     assert "Tracker lost 5 of 5 records: steps 0 to 4: it could not start" in caplog.text
 
 
@@ -141,4 +141,4 @@ def test_a_failing_finish_is_a_warning(caplog):
     backend.finish = lambda: raise_error(OSError(28, "No space left on device"))
     with caplog.at_level(logging.WARNING):
         end(writer_of(backend))
-    assert "Tracker failed at its end: OSError(28, 'No space left on device')" in caplog.text
+    assert "Tracker failed to close: OSError(28, 'No space left on device')" in caplog.text

@@ -82,7 +82,7 @@ def test_a_missing_reward_is_refused():
 
 
 def test_rewards_that_are_no_numbers_are_refused():
-    with pytest.raises(DataError, match="one number for each sample"):
+    with pytest.raises(DataError, match="one number per sample"):
         print_message_log_samples([[], []], [1.0, None])
 
 

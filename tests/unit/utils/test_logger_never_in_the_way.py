@@ -192,7 +192,7 @@ def test_a_name_that_comes_twice_in_a_call_is_said(cfg, tmp_path, caplog):
     with Logger(cfg) as logger:
         logger.log_metrics({"a": {"b": 1}, "a/b": 2}, 1)
     assert lines(tmp_path / "run")[0]["a/b"] == 2
-    assert "metric a/b comes twice in one call" in caplog.text
+    assert "metric a/b occurs twice in one call" in caplog.text
 
 
 def test_a_back_end_whose_errors_cannot_be_told_goes_on(cfg, caplog):

@@ -121,8 +121,8 @@ def test_a_missing_column_is_named(name):
         ({"prev_logprobs": torch.zeros(1, 3)}, r"'prev_logprobs' has shape \(1, 3\)"),
         ({"sample_mask": torch.ones(1, 1)}, r"'sample_mask' has shape \(1, 1\)"),
         ({"token_mask": torch.ones(2)}, r"'token_mask' has shape \(2,\)"),
-        ({"full_lengths": ["long"]}, "'full_lengths' is no array of numbers"),
-        ({"prev_logprobs": [[1.0], [1.0, 2.0]]}, "'prev_logprobs' is no array of numbers"),
+        ({"full_lengths": ["long"]}, "'full_lengths' is not an array of numbers"),
+        ({"prev_logprobs": [[1.0], [1.0, 2.0]]}, "'prev_logprobs' is not an array of numbers"),
         ({"prev_logprobs": None}, "no column 'prev_logprobs'"),
     ],
 )

@@ -324,7 +324,7 @@ def test_outside_of_a_repository_there_is_one_warning(make, tmp_path, monkeypatc
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert kept_files(make(log_code=True, log_diffs=True)) == {}
     (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("lucidrl")]
-    assert message.startswith("the code is not kept with the run: git cannot read")
+    assert message.startswith("the code is not saved with the run: git cannot read")
 
 
 def environment(tmp_path, **changes):
@@ -388,7 +388,7 @@ def test_a_run_whose_server_cannot_be_reached_is_kept_on_disk(tmp_path):
     command = [sys.executable, "-c", IN_A_THREAD, "online", str(tmp_path / "run" / "wandb"), "30"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    assert "W&B cannot be reached, the run is kept on disk; send it later with `wandb sync --id a " in done.stderr
+    assert "W&B cannot be reached, the run stays on disk; send it later with `wandb sync --id a " in done.stderr
     (file,) = (tmp_path / "run" / "wandb").glob("wandb/offline-run-*/*.wandb")
     assert any(record.HasField("history") for record in parsed(file.read_bytes()))
 

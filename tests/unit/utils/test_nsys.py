@@ -72,13 +72,13 @@ MISTAKES = {
         "NRL_NSYS_PROFILE_STEP_RANGE='3:5' needs NRL_NSYS_WORKER_PATTERNS too, such as '[*]'; set",
     ),
     "no range": ("*policy*", "", r"PATTERNS='\*policy\*' needs NRL_NSYS_PROFILE_STEP_RANGE too, such as 3:5; set both"),
-    "only commas": (" , ,", "3:5", r"NRL_NSYS_WORKER_PATTERNS=', ,' has no name in it; write patterns such as"),
+    "only commas": (" , ,", "3:5", r"NRL_NSYS_WORKER_PATTERNS=', ,' has no pattern; write patterns such as"),
     "one number": ("*", "3", "NRL_NSYS_PROFILE_STEP_RANGE: '3' is not a range of steps; write start:stop"),
     "no number": ("*", "a:b", "'a:b' is not a range of steps"),
     "three numbers": ("*", "1:2:3", "'1:2:3' is not a range of steps"),
     "negative": ("*", "-1:3", "'-1:3' is not a range of steps"),
     "fractions": ("*", "1.5:3", "'1.5:3' is not a range of steps"),
-    "from 0": ("*", "0:3", "'0:3' begins at 0, but steps are counted from 1; write 1:3"),
+    "from 0": ("*", "0:3", "'0:3' begins at 0, but steps count from 1; write 1:3"),
     "empty": ("*", "3:3", "'3:3' has no steps; write 3:4 for step 3"),
     "backwards": ("*", "5:3", "'5:3' has no steps"),
 }
@@ -97,9 +97,9 @@ def test_what_makes_no_sense_is_refused_by_every_function(ask, mistake):
 
 def test_it_is_refused_before_a_model_is_loaded(ask):
     ask("*", "0:3")
-    with pytest.raises(ConfigError, match="counted from 1"):
+    with pytest.raises(ConfigError, match="count from 1"):
         Policy({"model_name": "no such folder"}, embedded_tokenizer())
-    with pytest.raises(ConfigError, match="counted from 1"):
+    with pytest.raises(ConfigError, match="count from 1"):
         ControlPolicy(ObservationSpace((4,)), DiscreteActions(2), ControlPolicyConfig(), CriticConfig())
 
 
