@@ -17,7 +17,7 @@ from tests.unit.profiling.reading import counts_of, read_trace
 
 
 def made(hook, number, meanwhile=lambda: None):
-    """So many rollouts."""
+    """Makes this number of rollouts."""
     for _ in range(number):
         hook.before_rollout()
         with recorded("rollout"):
@@ -41,7 +41,7 @@ def test_exactly_the_rollouts_after_the_warm_up_are_recorded(tmp_path, num_rollo
     assert counts_of(path) == {"rollout": num_recorded}
 
 
-def test_what_was_recorded_by_then_is_written_when_it_is_stopped(tmp_path):
+def test_stop_writes_the_rollouts_so_far(tmp_path):
     path = tmp_path / "trace.json"
     hook = _ProfilerHook(ProfileSettings(num_rollouts=9, warmup_rollouts=1, save_path=path).checked(1))
     made(hook, 3)
@@ -69,7 +69,7 @@ def test_a_worker_fills_in_its_own_number_and_name(tmp_path):
     assert read_trace(tmp_path / "3.gz")["lucidrl"]["process"] == "gatherer 3"
 
 
-def test_a_path_means_the_same_wherever_the_worker_is_by_then(tmp_path, monkeypatch):
+def test_a_path_is_relative_to_the_folder_of_the_call(tmp_path, monkeypatch):
     here = tmp_path / "{here}"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -97,7 +97,7 @@ def test_shapes_stacks_and_memory_are_recorded_only_on_request(tmp_path):
     assert "python_function" in kinds
 
 
-def test_the_user_may_take_the_trace_instead(tmp_path, monkeypatch):
+def test_on_trace_ready_replaces_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     taken = []
     settings = ProfileSettings(num_rollouts=1, warmup_rollouts=0, on_trace_ready=taken.append).checked(1)
@@ -107,7 +107,7 @@ def test_the_user_may_take_the_trace_instead(tmp_path, monkeypatch):
     assert "rollout" in {event.key for event in profiler.key_averages()}
 
 
-def test_who_takes_a_trace_and_fails_does_not_stop_rollouts(caplog):
+def test_an_error_of_on_trace_ready_does_not_stop_rollouts(caplog):
     def fail(profiler):
         raise ValueError("no room")
 
@@ -127,7 +127,7 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     assert str(tmp_path / "below" / "trace.json") in caplog.text
 
 
-def test_a_profiler_that_somebody_else_started_is_a_warning_in_a_rollout(tmp_path, caplog):
+def test_another_running_profiler_is_a_warning_in_a_rollout(tmp_path, caplog):
     hook = _ProfilerHook(ProfileSettings(warmup_rollouts=0, save_path=tmp_path / "trace.json").checked(1))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         made(hook, 2)
@@ -141,7 +141,7 @@ def test_a_profiler_that_somebody_else_started_is_a_warning_in_a_rollout(tmp_pat
     assert "rollout" in {event.key for event in profiler.key_averages()}
 
 
-def test_another_thread_asks_and_the_one_that_makes_rollouts_writes(tmp_path):
+def test_stop_of_another_thread_lets_the_rollout_thread_write(tmp_path):
     path = tmp_path / "trace.json"
     hook = _ProfilerHook(ProfileSettings(num_rollouts=9, warmup_rollouts=0, save_path=path).checked(1))
     made(hook, 1)
@@ -154,7 +154,7 @@ def test_another_thread_asks_and_the_one_that_makes_rollouts_writes(tmp_path):
     assert counts_of(path) == {"rollout": 1}
 
 
-def test_another_thread_that_asks_in_a_rollout_gets_that_one_too(tmp_path):
+def test_stop_of_another_thread_during_a_rollout_includes_that_rollout(tmp_path):
     path = tmp_path / "trace.json"
     hook = _ProfilerHook(ProfileSettings(num_rollouts=9, warmup_rollouts=0, save_path=path).checked(1))
 
@@ -206,7 +206,7 @@ def test_the_trace_of_a_thread_that_has_ended_is_lost_with_a_warning(tmp_path, c
         ({"save_path": "file/trace.json"}, r"traces cannot be written to .*/file .*; set save_path to another folder"),
     ],
 )
-def test_what_cannot_be_recorded_or_written_is_refused(tmp_path, monkeypatch, options, sentence):
+def test_settings_that_cannot_be_recorded_or_written_are_refused(tmp_path, monkeypatch, options, sentence):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
@@ -242,13 +242,13 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in MISFITS.items() for value in values])
-def test_what_is_not_of_its_kind_is_refused_by_its_name(tmp_path, monkeypatch, name, value):
+def test_options_of_a_wrong_type_are_refused_by_name(tmp_path, monkeypatch, name, value):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"^{name}"):
         ProfileSettings(**{name: value}).checked(num_workers=2)
 
 
-def test_an_end_within_the_warm_up_is_told(caplog):
+def test_an_end_within_the_warm_up_is_logged(caplog):
     hook = _ProfilerHook(ProfileSettings(num_rollouts=9, warmup_rollouts=5))
     hook.before_rollout()
     hook(None)
@@ -258,15 +258,15 @@ def test_an_end_within_the_warm_up_is_told(caplog):
 
 
 def test_every_option_reaches_torchs_profiler(monkeypatch):
-    given = {}
-    monkeypatch.setattr("lucidrl.profiling.hook.started_profiler", lambda activities, **options: given.update(options))
+    passed = {}
+    monkeypatch.setattr("lucidrl.profiling.hook.started_profiler", lambda activities, **options: passed.update(options))
     names = ("record_shapes", "profile_memory", "with_stack", "with_flops")
     settings = ProfileSettings(num_rollouts=1, warmup_rollouts=0, **dict.fromkeys(names, True))
     _ProfilerHook(settings).before_rollout()
-    assert given == dict.fromkeys(names, True)
+    assert passed == dict.fromkeys(names, True)
 
 
-def test_the_library_below_is_told_not_to_talk(monkeypatch):
+def test_the_kineto_library_is_silenced(monkeypatch):
     monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     started_profiler().stop()
     assert os.environ["KINETO_LOG_LEVEL"] == "6"

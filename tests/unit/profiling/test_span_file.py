@@ -1,4 +1,4 @@
-"""Spans are on disk soon after they end, whatever becomes of the process."""
+"""Spans are on disk soon after they end, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def files_of_at_most(size_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_spans_are_there_while_it_goes_on(file, path):
+def test_spans_are_written_while_the_file_is_open(file, path):
     with span("generate"):
         pass
     wait_for(lambda: spans_of(path) == ["generate"])
@@ -79,7 +79,7 @@ def test_nothing_is_kept_after_the_end(file, path):
     assert spans_of(path) == []
 
 
-def test_it_says_whose_it_is_and_has_the_clock_of_the_world(file, path):
+def test_it_names_its_process_and_uses_unix_time(file, path):
     before_us = time.time_ns() / 1000
     with span("train"):
         time.sleep(0.01)
@@ -94,7 +94,7 @@ def test_it_says_whose_it_is_and_has_the_clock_of_the_world(file, path):
     assert train["tid"] == threading.get_native_id()
 
 
-def test_a_killed_process_leaves_what_ended_before(path):
+def test_a_killed_process_leaves_the_spans_that_ended_before(path):
     code = (
         "import os, signal, time; from pathlib import Path\n"
         "from lucidrl.profiling.span_file import SpanFile\n"
@@ -110,7 +110,7 @@ def test_a_killed_process_leaves_what_ended_before(path):
     assert spans_of(path) == ["before"]
 
 
-def test_a_full_disk_is_one_warning_and_spans_go_on(path, caplog):
+def test_a_full_disk_is_one_warning_and_spans_continue(path, caplog):
     with files_of_at_most(1000), caplog.at_level(logging.WARNING):
         file = SpanFile(path, ProcessName("policy-0"))
         for _ in range(3):

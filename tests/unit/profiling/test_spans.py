@@ -47,7 +47,7 @@ def test_single_spans_have_a_thread_and_a_wall_clock_start():
     assert recorder.take_spans() == []
 
 
-def test_the_buffer_keeps_the_newest_and_is_off_unless_asked_for():
+def test_the_buffer_keeps_the_newest_and_is_off_by_default():
     recorder = SpanRecorder()
     with recorder.span("unseen"):
         pass
@@ -81,7 +81,7 @@ def test_threads_lose_no_span():
     assert sum(span.name == "inner" for span in recorder.take_spans()) == 2000
 
 
-def test_a_span_within_one_of_its_own_name_is_part_of_it():
+def test_a_span_inside_one_of_the_same_name_counts_once():
     recorder = SpanRecorder()
     recorder.keep_spans(10)
     with recorder.span("train"), recorder.span("forward"), recorder.span("train"):

@@ -1,4 +1,4 @@
-"""Traces as files: whole or not at all, and saying whose they are."""
+"""Trace files are complete or absent, and name their process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_trace_names_its_process_and_is_alone_in_its_folder(recording, tmp_pat
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_the_anchor_tells_when_a_range_was(recording, tmp_path):
+def test_the_anchor_converts_a_range_to_wall_clock_time(recording, tmp_path):
     profiler, process, before_ns, after_ns = recording
     write_trace(profiler, tmp_path / "trace.json", process)
     anchor = read_trace(tmp_path / "trace.json")["lucidrl"]["anchor"]
@@ -51,7 +51,7 @@ def test_the_anchor_tells_when_a_range_was(recording, tmp_path):
     assert before_ns - 1e6 < began_ns < after_ns + 1e6
 
 
-def test_a_disk_without_room_is_told_and_leaves_the_older_trace(tmp_path):
+def test_a_full_disk_raises_and_keeps_the_older_trace(tmp_path):
     code = """if True:
         import pathlib, resource, torch
         from torch.profiler import ProfilerActivity, profile
@@ -119,7 +119,7 @@ def test_a_trace_may_describe_any_number_of_gpus_and_process_groups(tmp_path):
     assert read_trace(tmp_path / "trace.json")["lucidrl"]["process"] == "policy-0"
 
 
-def test_half_a_trace_is_none():
+def test_a_truncated_trace_is_refused():
     """As the library leaves it on a full disk, if it leaves anything."""
     half = b'{"baseTimeNanoseconds": 1, "traceEvents": [ {"name": "x"'
     with pytest.raises(OSError, match="not complete"):

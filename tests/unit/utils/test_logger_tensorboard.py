@@ -137,7 +137,7 @@ def test_a_figure_becomes_an_image(logger, folder):
     assert item.encoded_image_string.startswith(b"\x89PNG")
 
 
-def test_the_folder_given_apart_wins(tmp_path):
+def test_the_log_dir_argument_wins(tmp_path):
     TensorboardLogger({"log_dir": str(tmp_path / "unused")}, log_dir=str(tmp_path / "used")).finish()
     assert [path.name for path in tmp_path.iterdir()] == ["used"]
 

@@ -1,4 +1,4 @@
-"""The generators that a process shares go on where they stood, whatever was drawn before."""
+"""The global random generators continue from a restored state."""
 
 from __future__ import annotations
 
