@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,9 @@ class SpanFile:
         self._path, self._process = path, process
         self._file = path.open("xb", buffering=0)  # a kill of the process loses nothing that was written
         self._can_write, self._size_bytes = True, 0
-        self._write(b"[\n" + b",\n".join(map(orjson.dumps, _head(process))))
+        name = {"ph": "M", "name": "process_name", "pid": os.getpid(), "args": {"name": process.name}}
+        metadata = {"ph": "M", "name": KEY, "pid": os.getpid(), "args": process.described()}
+        self._write(b"[\n" + orjson.dumps(name) + b",\n" + orjson.dumps(metadata))
         recorder.keep_spans(_CAPACITY)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._write_until_over, name="span-file", daemon=True)
@@ -78,12 +79,6 @@ class SpanFile:
                 os.pwrite(self._file.fileno(), _END, self._size_bytes)
             name = self._process.name
             _log.warning("all further spans of %s are lost: %s cannot be written (%s)", name, self._path, error)
-
-
-def _head(process: ProcessName) -> Iterable[dict[str, Any]]:
-    pid = os.getpid()
-    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process.name}}
-    yield {"ph": "M", "name": KEY, "pid": pid, "args": process.described()}
 
 
 def _event(span: Span) -> dict[str, Any]:

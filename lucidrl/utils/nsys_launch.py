@@ -52,7 +52,9 @@ def warn_of_no_report(name: str) -> None:
     """Log how Nsight Systems can record a worker in this process."""
     if nsys.matches(name) and NSYS_SESSION not in os.environ and shutil.which(PROGRAM) is not None:
         command = shlex.join(_command(OPTIONS))
-        _say(f"{name} is in this process and records with torch's profiler; for Nsight Systems: {command} COMMAND")
+        _warn_once(
+            f"{name} is in this process and records with torch's profiler; for Nsight Systems: {command} COMMAND"
+        )
 
 
 def lacks_nsys(name: str) -> bool:
@@ -62,7 +64,9 @@ def lacks_nsys(name: str) -> bool:
 
 def warn_of_no_nsys(where: str = "") -> None:
     """Log that workers use torch's profiler; `where` names another machine."""
-    _say(f"no `{PROGRAM}` on PATH{where}: workers record with torch's profiler; install Nsight Systems for GPU traces")
+    _warn_once(
+        f"no `{PROGRAM}` on PATH{where}: workers record with torch's profiler; install Nsight Systems for GPU traces"
+    )
 
 
 def ray_nsight_options(name: str) -> dict[str, str]:
@@ -99,6 +103,6 @@ def _options(name: str) -> dict[str, str]:
 
 
 @functools.cache
-def _say(sentence: str) -> None:
+def _warn_once(sentence: str) -> None:
     """Warn once per process: it concerns all workers of a run."""
     _log.warning("%s", sentence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import threading
 import time
@@ -24,7 +25,7 @@ from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.logger.rows import write_rows
 from lucidrl.utils.logger.token_error import token_error_figure
 from lucidrl.utils.logger.tracker import DrawnFigure
-from lucidrl.utils.logger.values import MetricsRecord, PlainMetrics, WarnOnce, described, frozen, metric_name
+from lucidrl.utils.logger.values import PlainMetrics, WarnOnce, described, frozen, metric_name, plain_metrics
 
 if TYPE_CHECKING:
     from lucidrl.utils.logger.monitor import Monitor
@@ -99,16 +100,20 @@ class Logger(LoggerInterface):
     ) -> None:
         with self._guarded("metrics", step):
             step = _whole_number(step)
+            if not isinstance(metrics, Mapping):
+                raise TypeError(f"a {type(metrics).__name__} is not a mapping of names to values")
             axis = None if step_metric is None else metric_name(step_metric)
-            record = MetricsRecord(metrics, prefix, step_metric)
+            copy, cost, warn_once = frozen(metrics), {}, self._warn_once
             if step_metric is None and step > self._newest_step:
                 self._newest_step = step
-                record.add(self._own_cost())
-            warn_once = self._warn_once
+                cost = self._own_cost()
+
+            @functools.cache
+            def plain() -> dict[str, Any]:  # the first back end converts for all of them, in its thread
+                return plain_metrics(copy, prefix, step_metric, warn_once) | cost
 
             def write(backend: LoggerInterface) -> None:
-                own_copy = PlainMetrics(record.plain(warn_once))
-                backend.log_metrics(own_copy, step, "", axis)
+                backend.log_metrics(PlainMetrics(plain()), step, "", axis)
 
             # Losses are reported by training step, so not by a separate axis such as seconds.
             self._each(write, step if step_metric is None else None)

@@ -10,7 +10,6 @@ import logging
 import math
 import re
 import sys
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -32,11 +31,11 @@ class WarnOnce:
     """Logs one warning per subject."""
 
     def __init__(self) -> None:
-        self._seen: set[str] = set()
+        self._counts: dict[str, Iterator[int]] = {}
 
     def __call__(self, subject: str, message: str, *args: Any) -> None:
-        if subject not in self._seen:
-            self._seen.add(subject)
+        # Both calls are atomic: of several threads, one logs.
+        if next(self._counts.setdefault(subject, itertools.count())) == 0:
             log.warning(message, *args)
 
 
@@ -50,30 +49,6 @@ def described(error: BaseException, form: Callable[[BaseException], str] = repr)
 
 class PlainMetrics(dict[str, Scalar | list[Scalar]]):
     """Metrics with full names and plain values."""
-
-
-class MetricsRecord:
-    """A copy of the metrics of one call, which the first back end converts in its thread for all of them."""
-
-    def __init__(self, metrics: Mapping[str, Any], prefix: str | None, step_metric: str | None) -> None:
-        if not isinstance(metrics, Mapping):
-            raise TypeError(f"a {type(metrics).__name__} is not a mapping of names to values")
-        self._metrics = frozen(metrics)
-        self._prefix, self._step_metric = prefix, step_metric
-        self._own: dict[str, Scalar] = {}
-        self._lock = threading.Lock()
-        self._plain: PlainMetrics | None = None
-
-    def add(self, metrics: dict[str, Scalar]) -> None:
-        """Add metrics with full names and plain values."""
-        self._own.update(metrics)
-
-    def plain(self, warn_once: WarnOnce) -> PlainMetrics:
-        with self._lock:
-            if self._plain is None:
-                self._plain = plain_metrics(self._metrics, self._prefix, self._step_metric, warn_once)
-                self._plain.update(self._own)
-            return self._plain
 
 
 def plain_metrics(

@@ -39,7 +39,7 @@ def traces(tmp_path, monkeypatch):
     monkeypatch.delenv(NSYS_SESSION, raising=False)
     monkeypatch.setattr(nsys, "NRL_NSYS_WORKER_PATTERNS", "*-0")
     monkeypatch.setattr(nsys, "NRL_NSYS_PROFILE_STEP_RANGE", "3:5")
-    nsys_launch._say.cache_clear()
+    nsys_launch._warn_once.cache_clear()
     return tmp_path / "traces"
 
 
