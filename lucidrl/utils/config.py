@@ -152,11 +152,11 @@ def _read_overrides(overrides: Sequence[str]) -> Any:
 def _merged(base: Any, layer: Any) -> Any:
     from omegaconf import OmegaConf
 
-    _make_way(base, layer)
+    _remove_conflicts(base, layer)
     return OmegaConf.merge(base, layer)
 
 
-def _make_way(base: Any, layer: Any) -> None:
+def _remove_conflicts(base: Any, layer: Any) -> None:
     """Remove from `base` what cannot be merged: lists where `layer` has a mapping (or the reverse), and the `kwargs` of
     another `name`."""
     from omegaconf import OmegaConf
@@ -169,7 +169,7 @@ def _make_way(base: Any, layer: Any) -> None:
         if OmegaConf.is_config(base[key]) and OmegaConf.is_list(base[key]) != OmegaConf.is_list(layer[key]):
             del base[key]
         else:
-            _make_way(base[key], layer[key])
+            _remove_conflicts(base[key], layer[key])
 
 
 def complaint(problem: Any, all_paths: Iterable[Sequence[str]], prefix: str = "") -> str:

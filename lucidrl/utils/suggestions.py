@@ -9,7 +9,7 @@ from typing import Any
 
 from lucidrl.errors import ConfigError
 
-OTHER_WORDS = {
+SYNONYMS = {
     "learning_rate": "lr",
     "gradient_clipping": "max_grad_norm",
     "model": "model_name",
@@ -18,16 +18,16 @@ OTHER_WORDS = {
 }
 """Names in other libraries of our settings and of torch's arguments."""
 
-_MIN_LIKENESS = 0.5  # of names of the same parent
-_CLEAR_LIKENESS = 0.75  # of two spellings of one name, anywhere
+_MIN_SIMILARITY = 0.5  # of names of the same parent
+_CLEAR_SIMILARITY = 0.75  # of two spellings of one name, anywhere
 _MAX_SUGGESTED_PATHS = 3
 
 
-def closest(name: str, known: Iterable[str], min_likeness: float = _MIN_LIKENESS) -> str | None:
-    """The most similar known name, or None; `OTHER_WORDS` count as their counterparts."""
+def closest(name: str, known: Iterable[str], min_similarity: float = _MIN_SIMILARITY) -> str | None:
+    """The most similar known name, or None; `SYNONYMS` count as their counterparts."""
     names = dict.fromkeys(known)
-    spellings = {word: ours for word, ours in OTHER_WORDS.items() if ours in names} | {ours: ours for ours in names}
-    found = difflib.get_close_matches(name, spellings, n=1, cutoff=min_likeness)
+    spellings = {word: ours for word, ours in SYNONYMS.items() if ours in names} | {ours: ours for ours in names}
+    found = difflib.get_close_matches(name, spellings, n=1, cutoff=min_similarity)
     return spellings[found[0]] if found else None
 
 
@@ -46,9 +46,9 @@ def unknown_key(path: Sequence[str], all_paths: Iterable[Sequence[str]], prefix:
     place = [part for part in parents if not part.isdigit()]
     known = [known_path[-1] for known_path in all_paths if list(known_path[:-1]) == place]
     paths: Sequence[Sequence[str]] = []
-    if found := closest(name, known, _CLEAR_LIKENESS):
+    if found := closest(name, known, _CLEAR_SIMILARITY):
         paths = [[*parents, found]]
-    elif elsewhere := _like(name, parents, all_paths):
+    elif elsewhere := _similar_paths(name, parents, all_paths):
         paths = elsewhere
     elif found := closest(name, known):
         paths = [[*parents, found]]
@@ -76,9 +76,9 @@ def check_arguments(factory: Callable[..., Any], kwargs: Mapping[str, Any], key:
         raise ConfigError("\n".join(unknown))
 
 
-def _like(name: str, parents: Sequence[str], all_paths: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+def _similar_paths(name: str, parents: Sequence[str], all_paths: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     """The paths of the most similar name; only those below the same first key, if there are any."""
-    found = closest(name, (path[-1] for path in all_paths), _CLEAR_LIKENESS)
+    found = closest(name, (path[-1] for path in all_paths), _CLEAR_SIMILARITY)
     paths = [path for path in all_paths if path[-1] == found]
     near = [path for path in paths if parents and path[0] == parents[0]]
     return (near or paths)[:_MAX_SUGGESTED_PATHS]

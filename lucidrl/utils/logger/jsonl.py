@@ -72,7 +72,7 @@ class JsonlLogger(Tracker):
         self._file.close()
 
     def _check_order(self, name: str, step: int) -> None:
-        """Warn once if a metric comes twice for a step, and once if its steps go back."""
+        """Warn once if a metric occurs twice for a step, and once if its steps go back."""
         last = self._last_step_of.get(name, -math.inf)
         self._last_step_of[name] = step
         if step > last:
