@@ -1,6 +1,6 @@
-"""Where the time of a run goes: spans of phases, ranges of single frames, and traces of both on one clock.
+"""Profiling: spans of phases, ranges of single frames, and traces of both on one clock.
 
-Nothing is imported before it is used, so that `import lucidrl` stays quick.
+Modules are imported at first use, to keep `import lucidrl` fast.
 """
 
 import importlib

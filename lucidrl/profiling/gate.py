@@ -1,4 +1,4 @@
-"""Whether this process has per-frame ranges: decided once, when `lucidrl` is imported. Imports nothing heavy."""
+"""Whether this process has per-frame ranges, decided when `lucidrl` is imported. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 
 VARIABLES = ("LUCIDRL_PROFILING", "TORCHRL_PROFILING")
-"""Either arms; the first one that is set decides. Processes started later find them in their environment."""
+"""The first one that is set decides. Child processes inherit them."""
 
 
 def _asks_for_ranges(environment: Mapping[str, str]) -> bool:
@@ -17,22 +17,21 @@ def _asks_for_ranges(environment: Mapping[str, str]) -> bool:
 
 
 is_armed = _asks_for_ranges(os.environ)
-"""Whether functions are wrapped when they are defined; never changes after that."""
+"""Whether functions are wrapped when they are defined."""
 is_enabled = is_armed
-"""Whether wrapped functions show up; see `set_profiling_enabled`."""
+"""Whether wrapped functions are recorded; see `set_profiling_enabled`."""
 
 
 def set_profiling_enabled(enabled: bool) -> None:
-    """Let the per-frame ranges of this process show up, or silence them, from now on.
+    """Turn the per-frame ranges of this process on or off.
 
-    They must have been armed before `lucidrl` was imported: otherwise there are none, and this warns and does nothing.
-    Workers of a collector are told by `collector.map_fn("set_profiling_enabled", [(True,)] * collector.num_workers)`.
+    They must have been armed before the import of `lucidrl`; otherwise this only warns. For the workers of a collector,
+    call `collector.map_fn("set_profiling_enabled", [(True,)] * collector.num_workers)`.
     """
     global is_enabled
     if enabled and not is_armed:
         warnings.warn(
-            f"the ranges cannot be switched on: set {VARIABLES[0]}=1 before lucidrl is imported, which decides whether "
-            "there are any",
+            f"the ranges cannot be switched on now: set {VARIABLES[0]}=1 before lucidrl is imported",
             stacklevel=2,
         )
         return
@@ -40,7 +39,7 @@ def set_profiling_enabled(enabled: bool) -> None:
 
 
 def arm() -> bool:
-    """Arm this process and those that it starts, as if the variable had been set; False if that comes too late."""
+    """Arm this process and its children, as the variable does; False if it is too late for this process."""
     global is_armed, is_enabled
     os.environ[VARIABLES[0]] = "1"
     if "lucidrl.profiling.ranges" not in sys.modules:
@@ -49,5 +48,5 @@ def arm() -> bool:
 
 
 def armed_environment() -> dict[str, str]:
-    """The variables that arm another process as this one is."""
+    """The variables that arm another process like this one."""
     return dict.fromkeys(VARIABLES, "1") if is_armed else {}

@@ -1,17 +1,19 @@
-"""A profiler that lives where rollouts are made, and records some of them."""
+"""A profiler for the thread that makes rollouts."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any
 
 import torch
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError, with_config
 from torch.profiler import ProfilerActivity, profile, supported_activities
+from typing_extensions import TypedDict  # the one that pydantic accepts before Python 3.12
 
 from lucidrl.errors import ConfigError
 from lucidrl.profiling.trace_files import ProcessName, check_folder, check_template, filled, write_trace
@@ -19,17 +21,19 @@ from lucidrl.profiling.trace_files import ProcessName, check_folder, check_templ
 _log = logging.getLogger(__name__)
 
 DEFAULT_PATH = "traces/{host}_{pid}_worker_{worker_idx}.json"
-_LONGEST_NAME = 255 - 38  # as `write_trace` calls it first
+_PROFILER_OPTIONS = ("record_shapes", "profile_memory", "with_stack", "with_flops")
+_LONGEST_NAME = 255 - 38  # `write_trace` first adds 38 characters
 
 
+@with_config(ConfigDict(strict=True, arbitrary_types_allowed=True))
 class ProfileOptions(TypedDict, total=False):
-    """Arguments of `enable_profile`; `ProfileSettings` says what they mean."""
+    """Arguments of `enable_profile`; see `ProfileSettings`."""
 
-    workers: Sequence[int]
-    num_rollouts: int
-    warmup_rollouts: int
+    workers: Annotated[Sequence[int] | range, Field(min_length=1)]
+    num_rollouts: PositiveInt
+    warmup_rollouts: NonNegativeInt
     save_path: str | os.PathLike[str] | None
-    activities: Sequence[ProfilerActivity] | None
+    activities: Annotated[Sequence[ProfilerActivity], Field(min_length=1)] | None
     record_shapes: bool
     profile_memory: bool
     with_stack: bool
@@ -39,101 +43,77 @@ class ProfileOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """What to record of a collector's rollouts. Shapes and stacks cost many times the time and the space.
+    """Which rollouts of a collector to record. Shapes and stacks multiply the time and the size of a trace.
 
     Raises:
-        ConfigError: for what could not be recorded or written.
+        ConfigError: for options that cannot be recorded or written.
     """
 
     workers: Sequence[int] = (0,)
-    """The workers that are recorded, each in a trace of its own."""
+    """Workers to record, each in a separate trace."""
     num_rollouts: int = 3
-    """Rollouts until the trace is written, those of the warm-up included."""
+    """Rollouts until the trace is written, including the warm-up."""
     warmup_rollouts: int = 1
-    """Rollouts at the beginning that are not recorded; 0 records the very next one."""
+    """First rollouts that are not recorded; 0 records the next one."""
     save_path: str | os.PathLike[str] | None = None
-    """Where the trace goes; `{worker_idx}`, `{pid}` and `{host}` are filled in by each worker, and a name that ends in
-    .gz is compressed. By default `traces/{host}_{pid}_worker_{worker_idx}.json`, or nowhere if `on_trace_ready` is
-    given."""
+    """Path of the trace, compressed if it ends in .gz; each worker fills in `{worker_idx}`, `{pid}` and `{host}`. By
+    default `traces/{host}_{pid}_worker_{worker_idx}.json`, or no file with `on_trace_ready`."""
     activities: Sequence[ProfilerActivity] | None = None
-    """What torch's profiler watches; by default the CPU, and the GPU if there is one."""
+    """Activities that torch's profiler records; by default the CPU, and the GPU if there is one."""
     record_shapes: bool = False
     profile_memory: bool = False
     with_stack: bool = False
     with_flops: bool = False
     on_trace_ready: Callable[[profile], object] | None = None
-    """Called in the worker with the profiler, when all is recorded. With a `save_path` the trace is written by then,
-    and torch writes one only once."""
+    """Called in the worker with the profiler at the end. With a `save_path` it is too late to export a trace: torch can
+    do that only once."""
 
     def __post_init__(self) -> None:
-        for name in ("num_rollouts", "warmup_rollouts"):
-            if type(number := getattr(self, name)) is not int:
-                raise ConfigError(f"{name}={number!r} is not a whole number; give one")
-        for name in ("workers", "activities"):
-            given = getattr(self, name)
-            if not isinstance(given, Collection) and not (given is None and name == "activities"):
-                raise ConfigError(f"{name}={given!r} is not a list; put what you mean into one")
-        if self.save_path is not None and not isinstance(self.save_path, str | os.PathLike):
-            raise ConfigError(f"save_path={self.save_path!r} is not a path; give text or a Path")
-        if self.save_path is not None and "\0" in str(self.save_path):
-            raise ConfigError(
-                f"save_path={str(self.save_path)!r} has a null character, which no name of a file may have"
-            )
-        if self.on_trace_ready is not None and not callable(self.on_trace_ready):
-            raise ConfigError(
-                f"on_trace_ready={self.on_trace_ready!r} cannot be called; give a function of the profiler"
-            )
-        if self.num_rollouts < 1:
-            raise ConfigError(f"num_rollouts={self.num_rollouts} records nothing; give at least 1")
-        if not 0 <= self.warmup_rollouts < self.num_rollouts:
+        try:
+            TypeAdapter(ProfileOptions).validate_python(vars(self))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise ConfigError(f"{problem['loc'][0]}: {problem['input']!r} is not valid: {problem['msg']}") from None
+        if "\0" in str(self.save_path):
+            raise ConfigError(f"save_path={str(self.save_path)!r} has a null character; remove it")
+        if self.warmup_rollouts >= self.num_rollouts:
             raise ConfigError(
                 f"warmup_rollouts={self.warmup_rollouts} of num_rollouts={self.num_rollouts} leaves nothing to record; "
-                "give a number from 0 to one less"
+                "give a smaller number"
             )
-        if self.activities is not None and not self.activities:
-            raise ConfigError("activities is empty, so nothing would be recorded; leave it out, or name some")
-        for activity in self.activities or ():
-            if not isinstance(activity, ProfilerActivity):
-                raise ConfigError(f"activities has {activity!r}; give members of torch.profiler.ProfilerActivity")
 
     def checked(self, num_workers: int) -> ProfileSettings:
-        """The same, with a path that means the same in every process; refused if it cannot be recorded of a collector
-        with so many workers.
+        """These settings with an absolute path, checked for a collector with `num_workers` workers.
 
         Raises:
-            ConfigError: naming what is wrong.
+            ConfigError: if they cannot be recorded or written.
         """
-        if not self.workers:
-            raise ConfigError("workers is empty, so nobody would record; name at least one, such as workers=[0]")
         for index in self.workers:
-            if type(index) is not int:
-                raise ConfigError(f"workers has {index!r}; give whole numbers, such as workers=[0]")
             if not 0 <= index < num_workers:
                 raise ConfigError(f"workers has {index!r}, but they are numbered from 0 to {num_workers - 1}")
         if len(set(self.workers)) < len(self.workers):
-            raise ConfigError(f"workers={list(self.workers)} names a worker twice; name each once")
+            raise ConfigError(f"workers={list(self.workers)} has a worker twice; list each once")
         template = self.path_template
         if template is None:
             return self
         found = check_template(template)
         if len(self.workers) > 1 and not found & {"worker_idx", "pid"}:
             raise ConfigError(
-                f"save_path={template!r} is the same for {len(self.workers)} workers, which would overwrite each "
-                "other's traces; put {worker_idx} into it"
+                f"save_path={template!r} is the same for {len(self.workers)} workers; put {{worker_idx}} into it"
             )
         if template.endswith(os.sep) or any(os.path.isdir(filled(template, index)) for index in self.workers):
-            raise ConfigError(f"save_path={template!r} is a folder; give the name of a file in it")
+            raise ConfigError(f"save_path={template!r} is a folder; use a file name")
         if any(len(os.fsencode(filled(template, index).name)) > _LONGEST_NAME for index in self.workers):
-            raise ConfigError(f"save_path={template!r} has a name that is too long for a file; give a shorter one")
+            raise ConfigError(f"save_path={template!r} has a file name that is too long; use a shorter one")
         here = os.getcwd().replace("{", "{{").replace("}", "}}")
         template = os.path.join(here, template)
-        # As far as it is the same for all: folders named after a process are its own to make.
+        # Only the part before the first placeholder: each process creates the rest.
         check_folder(Path(template.partition("{")[0] + "_").parent, "save_path")
         return replace(self, save_path=template)
 
     @property
     def path_template(self) -> str | None:
-        """Where traces go, if anywhere."""
+        """Path template of the traces, if any are written."""
         if self.save_path is None:
             return None if self.on_trace_ready is not None else DEFAULT_PATH
         return os.fspath(self.save_path)
@@ -144,18 +124,18 @@ class _Running:
     profiler: profile
     process: ProcessName
     thread: threading.Thread
-    """The only one that torch lets stop it."""
+    """The only thread that may stop it."""
     pid: int
 
 
 class _ProfilerHook:
-    """Records rollouts of one worker, as the settings ask, and then writes the trace.
+    """Records rollouts of one worker and writes the trace; errors are logged and never stop a rollout.
 
-    To be told when a rollout begins and, called with its batch, when it is over; both by the thread that makes it,
-    which is what torch's profiler records. Whatever goes wrong is a warning: rollouts go on.
+    The thread that makes a rollout calls `before_rollout` before it, and the hook with the batch after it: torch's
+    profiler records that thread.
 
     Args:
-        role: what the trace calls the process.
+        role: name of the process in the trace.
     """
 
     def __init__(self, settings: ProfileSettings, worker_idx: int = 0, role: str = "collector worker"):
@@ -165,80 +145,66 @@ class _ProfilerHook:
         self._running: _Running | None = None
         self._is_to_stop = False
         self.is_done = False
-        """Whether the trace is written, or there will be none."""
+        """Whether the trace is written, or will never be."""
 
     @property
     def is_ending(self) -> bool:
-        """Whether it is for the thread that makes the rollouts to write the trace, and to record no more."""
+        """Whether the rollout thread still has to write the trace."""
         return self._is_to_stop and not self.is_done
 
     def before_rollout(self) -> None:
-        """Begin to record, if the warm-up is over."""
+        """Start recording, if the warm-up is over."""
         if self._is_to_stop:
             self.stop()
         if self._running is not None or self.is_done or self._num_rollouts < self._settings.warmup_rollouts:
             return
-        process = ProcessName.now(self._name)
+        process = ProcessName(self._name)
         try:
-            profiler = started_profiler(
-                self._settings.activities,
-                record_shapes=self._settings.record_shapes,
-                profile_memory=self._settings.profile_memory,
-                with_stack=self._settings.with_stack,
-                with_flops=self._settings.with_flops,
-            )
+            options = {name: getattr(self._settings, name) for name in _PROFILER_OPTIONS}
+            profiler = started_profiler(self._settings.activities, **options)
         except Exception as error:
             self.is_done = True
-            _log.warning("there will be no trace of %s: %s", self._name, error)
+            _log.warning("no trace of %s will be written: %s", self._name, error)
         else:
             self._running = _Running(profiler, process, threading.current_thread(), os.getpid())
 
     def __call__(self, batch: object) -> None:
-        """Count a rollout; the last one ends the recording."""
+        """Count a rollout; stop after the last one."""
         self._num_rollouts += 1
         if self._is_to_stop or self._num_rollouts >= self._settings.num_rollouts:
             self.stop()
 
     def stop(self) -> None:
-        """Write what was recorded so far, and record no more; may be called twice.
+        """Write the trace recorded so far and record no more; may be called twice.
 
-        Another thread than the one that makes the rollouts can only ask for it: that one does it when its rollout is
-        over, or before its next.
+        From another thread this is a request: the rollout thread does it after its rollout, or before its next.
         """
         running, was_asked, self._is_to_stop = self._running, self._is_to_stop, True
-        if running is not None and running.pid != os.getpid():  # what is recorded of a process is not that of a fork
+        if running is not None and running.pid != os.getpid():  # a fork does not own its parent's recording
             self._running, self.is_done = None, True
             return
         if running is not None and running.thread is not threading.current_thread() and running.thread.is_alive():
             if not was_asked:
-                _log.warning(
-                    "the trace of %s is left to the thread that makes the rollouts, which alone can write it: at the "
-                    "end of its rollout, or before its next",
-                    self._name,
-                )
+                _log.warning("the rollout thread of %s will write its trace when its rollout ends", self._name)
             return
-        # Forgotten first: the profiler holds on to much memory, and one that failed to stop would fail again.
+        # Released first: the profiler holds much memory, and if it fails to stop it would fail again.
         was_done, self._running, self.is_done = self.is_done, None, True
         if running is None:
             if not was_done:
-                _log.warning(
-                    "there is no trace of %s: it ended after %d rollouts, and the first %d were not to be recorded",
-                    self._name,
-                    self._num_rollouts,
-                    self._settings.warmup_rollouts,
-                )
+                done, warmup = self._num_rollouts, self._settings.warmup_rollouts
+                _log.warning("no trace of %s: it ended after %d of %d warm-up rollouts", self._name, done, warmup)
             return
         try:
             running.profiler.stop()
             if running.thread is threading.current_thread():
-                self._give(running)
+                self._deliver(running)
             else:
                 _log.warning("the trace of %s is lost: the thread that made the rollouts has ended", self._name)
         except Exception:
             _log.warning("the trace of %s is lost", self._name, exc_info=True)
 
-    def _give(self, running: _Running) -> None:
-        """To whom it was promised."""
+    def _deliver(self, running: _Running) -> None:
+        """Write the trace to `save_path` and call `on_trace_ready`, as the settings say."""
         template = self._settings.path_template
         if template is not None:
             path = filled(template, self._worker_idx)
@@ -251,30 +217,30 @@ class _ProfilerHook:
         if self._settings.on_trace_ready is not None:
             try:
                 self._settings.on_trace_ready(running.profiler)
-            except Exception:  # of a user's own code; rollouts are worth more
+            except Exception:  # of user code; rollouts continue
                 _log.warning("on_trace_ready failed", exc_info=True)
 
 
 def profiler_obstacle(activities: Sequence[ProfilerActivity] | None) -> str | None:
-    """Why torch's profiler cannot record these activities in this process; None if it can."""
+    """The reason why torch's profiler cannot record these activities here, or None."""
     if torch.autograd.profiler._is_profiler_enabled:
-        return "a profiler of torch records in this process already, and there can be one; end it first"
+        return "a torch profiler already records in this process, which can have only one; stop it first"
     if missing := sorted(activity.name for activity in set(activities or ()) - supported_activities()):
-        return f"activities has {missing[0]}, which cannot be recorded on this machine; leave it out"
+        return f"activities has {missing[0]}, which this machine cannot record; leave it out"
     return None
 
 
 def started_profiler(activities: Sequence[ProfilerActivity] | None = None, **options: Any) -> profile:
     """torch's profiler, recording this thread; by default the CPU, and the GPU if there is one.
 
-    Only this thread can stop it; another one that tries and then asks for the trace crashes the process.
+    Only this thread may stop it: torch crashes the process if another thread does and then exports the trace.
 
     Raises:
-        ConfigError: if it cannot.
+        ConfigError: if it cannot record.
     """
     if obstacle := profiler_obstacle(activities):
         raise ConfigError(obstacle)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the library below announces each start and stop on the terminal
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's library prints each start and stop
     if activities is None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     profiler = profile(activities=list(activities), **options)

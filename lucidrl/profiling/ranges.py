@@ -1,4 +1,4 @@
-"""Named ranges for code that runs for every frame: decided when it is defined, free when they are off.
+"""Named ranges for code that runs for every frame; they cost nothing when off.
 
     @profiled("EnvBase.step")
     def step(self, tensordict): ...
@@ -6,7 +6,7 @@
     with _maybe_record_function("Collector.policy"):
         ...
 
-Unless the process is armed (see `lucidrl.profiling.gate`), `profiled` returns the function that it was given.
+Unless the process is armed (see `lucidrl.profiling.gate`), `profiled` returns the function unchanged.
 """
 
 from __future__ import annotations
@@ -23,37 +23,25 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _identity(function: Callable[P, R]) -> Callable[P, R]:
-    return function
+def profiled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make each call a range of this name while ranges are enabled and a profiler records."""
+
+    def wrapped(function: Callable[P, R]) -> Callable[P, R]:
+        if not gate.is_armed:
+            return function
+
+        @wraps(function)
+        def ranged(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not gate.is_enabled:
+                return function(*args, **kwargs)
+            with recorded(name):
+                return function(*args, **kwargs)
+
+        return ranged
+
+    return wrapped
 
 
-if gate.is_armed:
-
-    def profiled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Each call is a range of this name, as long as ranges are enabled and somebody records."""
-
-        def wrapped(function: Callable[P, R]) -> Callable[P, R]:
-            @wraps(function)
-            def ranged(*args: P.args, **kwargs: P.kwargs) -> R:
-                if not gate.is_enabled:
-                    return function(*args, **kwargs)
-                with recorded(name):
-                    return function(*args, **kwargs)
-
-            return ranged
-
-        return wrapped
-
-    def _maybe_record_function(name: str) -> AbstractContextManager[None]:
-        """The block is a range of this name, as long as ranges are enabled and somebody records."""
-        return recorded(name) if gate.is_enabled else NOT_RECORDED
-
-else:
-
-    def profiled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Leaves the function as it is: this process is not armed."""
-        return _identity
-
-    def _maybe_record_function(name: str) -> AbstractContextManager[None]:
-        """Nothing: this process is not armed."""
-        return NOT_RECORDED
+def _maybe_record_function(name: str) -> AbstractContextManager[None]:
+    """Make the block a range of this name while ranges are enabled and a profiler records."""
+    return recorded(name) if gate.is_enabled else NOT_RECORDED

@@ -1,4 +1,4 @@
-"""Records what one process does for a while, and never stands in its way."""
+"""Records one process for a while; errors never stop the process."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from lucidrl.profiling.trace_files import ProcessName, write_trace
 _log = logging.getLogger(__name__)
 
 _turn = threading.Lock()
-"""Held by the recording of this process."""
+"""Held by the running recording of this process."""
 
 
 class Recording:
-    """What this process does between `start` and `stop`, as files in the traces folder of the moment of `start`.
+    """Records this process between `start` and `stop`, as files in the traces folder.
 
-    `<name>_<host>_<pid>_<time>.spans.json` has the spans, written while they end. `….json` is what torch's profiler saw
-    of the starting thread, written by `stop`; a process that Nsight Systems runs has that record its GPU instead. On
-    request `….memory.pickle` tells who held the GPU's memory.
+    `<name>_<host>_<pid>_<time>.spans.json` holds the spans and is written as they end. `stop` writes `….json`, torch's
+    trace of the starting thread; under Nsight Systems, that records the GPU instead. `….memory.pickle` is a snapshot of
+    the GPU's memory, if requested.
 
-    A process has one recording at a time: another one that is started meanwhile leaves it to the first. Calls that
-    change nothing are harmless, and what cannot be recorded or written is a warning: the process goes on.
+    While one recording of the process runs, starting another does nothing. Errors are logged; they never stop the
+    process.
 
     Args:
-        name: what people call the process.
-        operators: record also what torch runs, beside the spans.
+        name: name of the process in the trace.
+        operators: record torch's operators too, beside the spans.
     """
 
     def __init__(self, name: str, *, operators: bool = True):
@@ -48,15 +48,15 @@ class Recording:
         self._pid = 0
 
     def start(self) -> None:
-        """Begin to record; to be stopped by the same thread."""
+        """Start recording; the same thread has to stop it."""
         if not _turn.acquire(blocking=False):
             return
-        process = ProcessName.now(self.name)
+        process = ProcessName(self.name)
         stem = f"{self.name}_{socket.gethostname()}_{os.getpid()}_{datetime.now(UTC):%Y%m%dT%H%M%S_%f}"
         folder = traces_folder()
-        parts = ExitStack()  # ended in reverse: what costs most records shortest
+        parts = ExitStack()  # closed in reverse order: the most expensive part records shortest
         parts.callback(_turn.release)
-        self._parts, self._pid = parts, os.getpid()  # before anything records: Ctrl-C may come at any moment
+        self._parts, self._pid = parts, os.getpid()  # first: Ctrl-C may interrupt at any moment
         atexit.register(self.stop)
         self._begin(parts, "spans", lambda: _spans(folder / f"{stem}.spans.json", process))
         if self._operators and wants_memory_snapshot():
@@ -67,22 +67,22 @@ class Recording:
             self._begin(parts, "operators", lambda: _operator_trace(folder / f"{stem}.json", process))
 
     def stop(self) -> None:
-        """Write what was recorded, and record no more."""
-        # Forgotten first: the profiler holds on to much memory, and one that failed to stop would fail again.
+        """Write the recording and stop."""
+        # Released first: the profiler holds much memory, and if it fails to stop it would fail again.
         parts, self._parts = self._parts, None
-        if parts is None or self._pid != os.getpid():  # what is recorded of a process is not that of a fork of it
+        if parts is None or self._pid != os.getpid():  # a fork does not own its parent's recording
             return
         atexit.unregister(self.stop)
         parts.close()
 
-    def _begin(self, parts: ExitStack, what: str, begin: Callable[[], Callable[[], object]]) -> None:
-        """Begin a part, whose end is what `begin` returns; neither may do harm."""
+    def _begin(self, parts: ExitStack, part: str, begin: Callable[[], Callable[[], object]]) -> None:
+        """Start a part of the recording; `begin` returns the function that ends it. Errors of both are logged."""
 
         def attempt(step: Callable[[], object]) -> object:
             try:
                 return step()
-            except Exception as error:  # whatever a profiler meets, the run is worth more
-                _log.warning("the traces of %s lack its %s: %s", self.name, what, str(error) or type(error).__name__)
+            except Exception as error:  # profiling must not stop the run
+                _log.warning("the traces of %s have no %s: %s", self.name, part, str(error) or type(error).__name__)
                 return None
 
         end = attempt(begin)
@@ -103,14 +103,14 @@ def _spans(path: Path, process: ProcessName) -> Callable[[], None]:
 
 
 def _nsys_range() -> Callable[[], object]:
-    """What Nsight Systems captures, if it was told to wait for this."""
+    """The range that Nsight Systems captures, with `--capture-range=cudaProfilerApi`."""
     torch.cuda.profiler.start()
     return torch.cuda.profiler.stop
 
 
 def _memory(path: Path) -> Callable[[], None]:
     if not torch.cuda.is_available():
-        raise RuntimeError("a memory snapshot is of a GPU, and there is none")
+        raise RuntimeError("a memory snapshot needs a GPU, and there is none")
     torch.cuda.memory._record_memory_history()
 
     def end() -> None:
@@ -128,9 +128,9 @@ def _operator_trace(path: Path, process: ProcessName) -> Callable[[], None]:
     thread = threading.get_ident()
 
     def end() -> None:
-        profiler.stop()  # in any case: the process could not end without a crash
-        if threading.get_ident() != thread:  # then there is nothing to write, and asking for it is a crash
-            raise RuntimeError("the thread that started to record has to stop it")
+        profiler.stop()  # always: else the process crashes at its end
+        if threading.get_ident() != thread:  # exporting the trace would crash the process
+            raise RuntimeError("only the thread that started the recording can stop it")
         write_trace(profiler, path, process)
         _log.info("the trace of %s is in %s", process.name, path)
 

@@ -1,4 +1,4 @@
-"""What the environment says about recordings: read here alone, when one begins. Imports nothing heavy."""
+"""Environment variables of recordings, read only here, when one starts. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 FOLDER_VARIABLE = "LUCIDRL_PROFILE_DIR"
-"""Folder of all traces; by default `traces` in the current one."""
+"""Folder of all traces; by default `traces` in the working directory."""
 MEMORY_VARIABLE = "LUCIDRL_PROFILE_MEMORY"
-"""1 asks for a snapshot of the GPU's memory beside each trace."""
+"""1 requests a snapshot of the GPU's memory with each trace."""
 
 NSYS_SESSION = "NSYS_PROFILING_SESSION_ID"
-"""Nsight Systems sets it for what it runs."""
+"""Nsight Systems sets it for the processes that it runs."""
 
 
 def traces_folder() -> Path:

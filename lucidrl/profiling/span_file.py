@@ -1,11 +1,10 @@
-"""The spans of this process as a Chrome trace that is written while they happen."""
+"""The spans of this process as a Chrome trace, written continuously."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,17 @@ from lucidrl.profiling.trace_files import KEY, ProcessName
 _log = logging.getLogger(__name__)
 
 DRAIN_INTERVAL_S = 0.1
-"""A process that is killed loses the spans of about this time."""
+"""A killed process loses the spans of about this time."""
 _END = b"\n]\n"
 _CAPACITY = 200_000
-"""Spans between two writes; of more, the newest are kept."""
+"""Most spans between two writes; older ones are dropped."""
 
 
 class SpanFile:
-    """Writes every span of this process that ends, until it is closed. There can be one at a time in a process.
+    """Writes the finished spans of this process until it is closed; one per process at a time.
 
-    The file is a Chrome trace in its array form, whole at any moment. Its clock is Unix time in microseconds. When it
-    cannot be written any more, that is a warning, and the spans from then on are lost.
+    The file is a Chrome trace in array form, valid at any moment; its clock is Unix time in microseconds. If a write
+    fails, it logs a warning and drops all later spans.
 
     Raises:
         OSError: if the file cannot be made.
@@ -37,9 +36,11 @@ class SpanFile:
     def __init__(self, path: Path, process: ProcessName):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._process = path, process
-        self._file = path.open("xb", buffering=0)  # what is written is with the system, whatever becomes of the process
+        self._file = path.open("xb", buffering=0)  # a kill of the process loses nothing that was written
         self._can_write, self._size_bytes = True, 0
-        self._write(b"[\n" + b",\n".join(map(orjson.dumps, _head(process))))
+        name = {"ph": "M", "name": "process_name", "pid": os.getpid(), "args": {"name": process.name}}
+        metadata = {"ph": "M", "name": KEY, "pid": os.getpid(), "args": process.described()}
+        self._write(b"[\n" + orjson.dumps(name) + b",\n" + orjson.dumps(metadata))
         recorder.keep_spans(_CAPACITY)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._write_until_over, name="span-file", daemon=True)
@@ -61,42 +62,32 @@ class SpanFile:
 
     def _write_spans(self) -> None:
         if spans := recorder.take_spans():
-            self._write(b"".join(b",\n" + orjson.dumps(event) for event in _events(spans)))
+            self._write(b"".join(b",\n" + orjson.dumps(_event(span)) for span in spans))
 
     def _write(self, content: bytes) -> None:
-        """Put it over the end of the file, with a new end, in one go: the file is whole at any moment."""
+        """Overwrite the end of the file with `content` and a new end, in one call: the file stays valid."""
         if not self._can_write:
             return
         try:
             if os.pwrite(self._file.fileno(), content + _END, self._size_bytes) < len(content + _END):
-                raise OSError("there is no room left")
+                raise OSError("no space left")
             self._size_bytes += len(content)
         except OSError as error:
             self._can_write = False
-            with suppress(OSError):  # without the half that there was room for
+            with suppress(OSError):  # remove the part that was written
                 os.ftruncate(self._file.fileno(), self._size_bytes)
                 os.pwrite(self._file.fileno(), _END, self._size_bytes)
-            _log.warning(
-                "spans of %s are lost from now on: %s cannot be written (%s)", self._process.name, self._path, error
-            )
+            name = self._process.name
+            _log.warning("all further spans of %s are lost: %s cannot be written (%s)", name, self._path, error)
 
 
-def _head(process: ProcessName) -> Iterable[dict[str, Any]]:
-    """Who the trace is of, and the same moment on its clock and as Unix time."""
-    pid = os.getpid()
-    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process.name}}
-    yield {"ph": "M", "name": KEY, "pid": pid, "args": process.described()}
-
-
-def _events(spans: Iterable[Span]) -> Iterable[dict[str, Any]]:
-    pid = os.getpid()
-    for span in spans:
-        yield {
-            "ph": "X",
-            "cat": "span",
-            "name": span.name,
-            "pid": pid,
-            "tid": span.thread,
-            "ts": span.start_ns / 1000,
-            "dur": span.duration_ns / 1000,
-        }
+def _event(span: Span) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "cat": "span",
+        "name": span.name,
+        "pid": os.getpid(),
+        "tid": span.thread,
+        "ts": span.start_ns / 1000,
+        "dur": span.duration_ns / 1000,
+    }

@@ -7,9 +7,8 @@
     @span("refit")
     def broadcast(self): ...
 
-A span costs about a microsecond, so phases are always timed; whoever records the process sees them too. Durations come
-from the monotonic clock; starts are that clock moved by one wall-clock anchor per process, so they line up across
-processes and never jump within one.
+A span costs about a microsecond, so phases are always timed; profilers show them too. Durations come from the
+monotonic clock; starts are that clock plus one wall-clock anchor per process, so they line up across processes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -33,15 +31,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NOT_RECORDED: AbstractContextManager[None] = nullcontext()
-"""What a block is in when nobody looks; one object for all."""
+"""The context of a block that no profiler records; one shared object."""
 
-# What `torch.profiler.record_function` comes to, without its way through the dispatcher: a third of its time.
+# `torch.profiler.record_function` without the dispatcher: a third of its time.
 _enter: Any = torch._C._autograd._record_function_with_args_enter
 _exit: Any = torch._C._autograd._record_function_with_args_exit
 
 
 def is_under_nsys() -> bool:
-    """Whether Nsight Systems runs this process, and can see a GPU in it."""
+    """Whether Nsight Systems runs this process and it has a GPU."""
     return NSYS_SESSION in os.environ and torch.cuda.is_available()
 
 
@@ -49,15 +47,15 @@ _emits_nvtx = is_under_nsys()
 
 
 def recorded(name: str) -> AbstractContextManager[None]:
-    """A block under this name in the trace that is being recorded; `NOT_RECORDED` if there is none."""
-    # The flag is that of the process: a profiler of all threads does not show in the state of any.
+    """A context that names its block in the current trace; `NOT_RECORDED` without one."""
+    # The flag of the process: a profiler of all threads does not set the flag of any thread.
     if torch_profiler._is_profiler_enabled or _emits_nvtx:
         return _RecordedBlock(name)
     return NOT_RECORDED
 
 
 class _RecordedBlock:
-    """A class, because a generator context manager costs more than what it does here."""
+    """A class, because a generator context manager costs more than the block itself."""
 
     __slots__ = ("_handle", "_name")
 
@@ -69,19 +67,17 @@ class _RecordedBlock:
             torch.cuda.nvtx.range_push(self._name)
         self._handle = _enter(self._name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         _exit(self._handle)
         if _emits_nvtx:
             torch.cuda.nvtx.range_pop()
 
 
 class SpanTotal(NamedTuple):
-    """What the spans of one name add up to."""
+    """Total of the spans of one name."""
 
     seconds: float
-    count: int  # type: ignore[assignment] # hides tuple.count, which nobody needs here
+    count: int  # type: ignore[assignment] # hides tuple.count, which is not used
 
 
 class Span(NamedTuple):
@@ -92,13 +88,11 @@ class Span(NamedTuple):
     """Unix time in nanoseconds."""
     duration_ns: int
     thread: int
-    """Identifier of the thread, as the system and torch's traces know it."""
-    depth: int
-    """How many spans of the same thread were open around it."""
+    """Native thread id, as in torch's traces."""
 
 
 class SpanRecorder:
-    """Adds up spans by name; may be used from any number of threads."""
+    """Adds up spans by name; thread-safe."""
 
     def __init__(self) -> None:
         self._anchor_ns = time.time_ns() - time.perf_counter_ns()
@@ -109,33 +103,31 @@ class SpanRecorder:
         self._buffer: deque[Span] | None = None
 
     def span(self, name: str) -> _OpenSpan:
-        """A context manager that times its block, or a decorator that times calls; also when they raise.
+        """A context manager that times its block, or a decorator that times calls, even if they raise.
 
-        Nested spans each count their whole duration, so totals of different names overlap where the spans do. A span
-        within another of its own name is part of that one: a driver and the worker that it calls may both name what
-        they do, and it counts once where both are in one process.
+        Nested spans each count their whole duration. A span inside another of the same name counts once: a driver and
+        its in-process worker may both name a phase.
         """
         return _OpenSpan(self, name)
 
     def drain(self) -> dict[str, SpanTotal]:
-        """Totals of the spans finished since the last call; open ones count when they end."""
+        """Totals of the spans that have finished since the last call, by name."""
         with self._lock:
-            totals, self._totals = self._totals, {}
-            self._drained = _added(self._drained, totals)
-        return _in_seconds(totals)
+            before, self._drained = self._drained, dict(self._totals)
+            return _since(before, self._drained)
 
     def totals(self) -> dict[str, SpanTotal]:
-        """Totals of all spans that have finished, drained or not."""
+        """Totals of all finished spans."""
         with self._lock:
-            return _in_seconds(_added(self._drained, self._totals))
+            return _since({}, self._totals)
 
     def keep_spans(self, capacity: int) -> None:
-        """Also keep single spans from now on, at most the newest `capacity`; 0 stops and forgets them."""
+        """Keep the newest `capacity` single spans from now on; 0 stops and drops them."""
         with self._lock:
             self._buffer = deque(maxlen=capacity) if capacity else None
 
     def take_spans(self) -> list[Span]:
-        """The single spans kept since the last call, in the order in which they ended."""
+        """The single spans kept since the last call, in the order of their ends."""
         with self._lock:
             spans = list(self._buffer or ())
             if self._buffer is not None:
@@ -143,36 +135,34 @@ class SpanRecorder:
         return spans
 
     def reset(self) -> None:
-        """Forget everything finished so far."""
-        # A forked child may have inherited the lock held, and spans open that its parent ends.
+        """Drop all finished spans."""
+        # A forked child may inherit a held lock, and open spans that its parent ends.
         self._lock = threading.Lock()
         self._local = _OpenNames()
         self._totals, self._drained = {}, {}
         if self._buffer is not None:
             self._buffer.clear()
 
-    def _finish(self, name: str, start: int, duration_ns: int, depth: int) -> None:
+    def _finish(self, name: str, start: int, duration_ns: int) -> None:
         with self._lock:
             total_ns, count = self._totals.get(name, (0, 0))
             self._totals[name] = (total_ns + duration_ns, count + 1)
             if self._buffer is not None:
-                self._buffer.append(Span(name, start + self._anchor_ns, duration_ns, threading.get_native_id(), depth))
+                self._buffer.append(Span(name, start + self._anchor_ns, duration_ns, threading.get_native_id()))
 
 
-def _added(a: dict[str, tuple[int, int]], b: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    added = dict(a)
-    for name, (duration_ns, count) in b.items():
-        before_ns, count_before = added.get(name, (0, 0))
-        added[name] = (before_ns + duration_ns, count_before + count)
-    return added
-
-
-def _in_seconds(totals: dict[str, tuple[int, int]]) -> dict[str, SpanTotal]:
-    return {name: SpanTotal(duration_ns / 1e9, count) for name, (duration_ns, count) in totals.items()}
+def _since(before: dict[str, tuple[int, int]], totals: dict[str, tuple[int, int]]) -> dict[str, SpanTotal]:
+    """Totals of the spans that finished after `before`."""
+    found = {}
+    for name, (duration_ns, count) in totals.items():
+        before_ns, count_before = before.get(name, (0, 0))
+        if count > count_before:
+            found[name] = SpanTotal((duration_ns - before_ns) / 1e9, count - count_before)
+    return found
 
 
 class _OpenNames(threading.local):
-    """Of the spans that are open in a thread."""
+    """Names of the open spans of a thread."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -197,16 +187,13 @@ class _OpenSpan:
         self._shown.__enter__()
         self._start = time.perf_counter_ns()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self._is_inner:
             return
         duration_ns = time.perf_counter_ns() - self._start
-        self._shown.__exit__(kind, error, traceback)
-        names = self._recorder._local.names
-        names.pop()
-        self._recorder._finish(self._name, self._start, duration_ns, len(names))
+        self._shown.__exit__(None, None, None)  # a range ignores the exception
+        self._recorder._local.names.pop()
+        self._recorder._finish(self._name, self._start, duration_ns)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
@@ -222,5 +209,5 @@ recorder = SpanRecorder()
 
 span = recorder.span
 
-# A forked child must not report its parent's time again, nor wait for a lock that another thread held at the fork.
+# A forked child must neither report its parent's spans nor wait for a lock held at the fork.
 os.register_at_fork(after_in_child=recorder.reset)

@@ -1,4 +1,4 @@
-"""Traces of torch's profiler as files that say whose they are and when they were made."""
+"""Files with traces of torch's profiler, labelled with process and time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import string
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch.profiler import profile
 from lucidrl.errors import ConfigError
 
 PLACEHOLDERS = ("worker_idx", "pid", "host")
-"""What the path of a trace may have in braces."""
+"""Placeholders in the path of a trace."""
 KEY = "lucidrl"
-"""Of what a trace says about itself, beside its events."""
+"""Key of our metadata in a trace."""
 
 _EVENTS = b'"traceEvents": ['
 _BASE_TIME = re.compile(rb'"baseTimeNanoseconds": (\d+)')
@@ -30,20 +30,15 @@ _BASE_TIME = re.compile(rb'"baseTimeNanoseconds": (\d+)')
 
 @dataclass(frozen=True)
 class ProcessName:
-    """Who a trace is of."""
+    """The process of a trace."""
 
     name: str
-    """What people call the process, such as "collector worker 0"."""
-    started_ns: int
+    """Such as "collector worker 0"."""
+    started_ns: int = field(default_factory=time.time_ns)
     """Unix time at which the recording began, in nanoseconds."""
 
-    @classmethod
-    def now(cls, name: str) -> ProcessName:
-        return cls(name, time.time_ns())
-
     def described(self, base_time_ns: int = 0) -> dict[str, Any]:
-        """What a trace says about itself, if its clock counts microseconds from `base_time_ns`: among other things,
-        the same moment on that clock and as Unix time."""
+        """Metadata for a trace whose clock counts microseconds from `base_time_ns`, with one moment on both clocks."""
         return {
             "process": self.name,
             "host": socket.gethostname(),
@@ -53,18 +48,14 @@ class ProcessName:
 
 
 def check_template(template: str) -> set[str]:
-    """The placeholders in the path of a trace.
-
-    Raises:
-        ConfigError: if it has others than there are.
-    """
+    """The placeholders in the path of a trace; unknown ones raise ConfigError."""
     try:
         fields = [(field, spec, conversion) for _, field, spec, conversion in string.Formatter().parse(template)]
     except ValueError as error:
         raise ConfigError(f"save_path={template!r} cannot be read: {error}; {_remedy()}") from error
     found = {field for field, _, _ in fields if field is not None}
     if unknown := sorted(found - set(PLACEHOLDERS)):
-        raise ConfigError(f"save_path={template!r} has {{{unknown[0]}}}, which means nothing; {_remedy()}")
+        raise ConfigError(f"save_path={template!r} has the unknown placeholder {{{unknown[0]}}}; {_remedy()}")
     if any(spec or conversion for _, spec, conversion in fields):
         raise ConfigError(f"save_path={template!r} formats a placeholder, which is not supported; {_remedy()}")
     return found
@@ -77,11 +68,7 @@ def filled(template: str, worker_idx: int) -> Path:
 
 
 def check_folder(folder: Path, setting: str) -> None:
-    """Make a folder if it is not there, and see whether files can be made in it.
-
-    Raises:
-        ConfigError: naming the setting that gave it.
-    """
+    """Create a folder and a file in it; an OSError becomes a ConfigError that names `setting`."""
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,18 +76,18 @@ def check_folder(folder: Path, setting: str) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"traces cannot be written to {folder} ({error.strerror}); set {setting} to where they can"
+            f"traces cannot be written to {folder} ({error.strerror}); set {setting} to another folder"
         ) from error
 
 
 def write_trace(profiler: profile, path: Path, process: ProcessName) -> None:
-    """Write what a profiler recorded, all of it or nothing; compressed if the path ends in .gz. It can be written once.
+    """Write the trace of a profiler completely or not at all; compressed if the path ends in .gz. Works only once.
 
     Raises:
         OSError: if it cannot be written.
     """
     new = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-    unfinished = new.with_name(f"{new.name}.tmp")  # as the library calls it that writes it
+    unfinished = new.with_name(f"{new.name}.tmp")  # temporary name of torch's writer
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(new))
@@ -113,11 +100,11 @@ def write_trace(profiler: profile, path: Path, process: ProcessName) -> None:
 
 
 def _signed(trace: bytes, process: ProcessName) -> bytes:
-    """Put the name of the process and the anchor of its clock into a trace, whose text is large: it is not parsed."""
+    """Insert our metadata and the process name into the text of a trace, which is too large to parse."""
     begin = trace.find(_EVENTS)
-    # Before that, every GPU of the machine and every process group is described, however many there are.
+    # The header before it grows with the number of GPUs and process groups.
     base_time = _BASE_TIME.search(trace, 0, max(begin, 0))
-    # The library that writes it tells nobody about a full disk.
+    # torch's writer does not report a full disk.
     if base_time is None or begin < 0 or not trace.rstrip().endswith(b"}"):
         raise OSError("the trace is not complete, as on a full disk")
     description = orjson.dumps(process.described(int(base_time[1])))

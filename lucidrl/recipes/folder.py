@@ -22,9 +22,8 @@ import orjson
 from lucidrl import __version__
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import BaseRunConfig, RunConfig
-from lucidrl.utils.logger.folders import get_next_experiment_dir
+from lucidrl.utils.logger.folders import get_next_experiment_dir, write_private_text
 from lucidrl.utils.logger.redact import redacted, redacted_text
-from lucidrl.utils.secrets import write_private_text
 
 log = logging.getLogger(__name__)
 

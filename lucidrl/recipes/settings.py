@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.utils.config import load_config, merged_settings
-from lucidrl.utils.secrets import secret_like_keys
+from lucidrl.utils.logger.redact import secret_like_keys
 
 log = logging.getLogger(__name__)
 

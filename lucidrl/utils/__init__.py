@@ -1,1 +1,1 @@
-"""Configuration, logging and other helpers that know nothing of training."""
+"""Configuration, logging and other helpers that do not depend on training."""

@@ -1,8 +1,4 @@
-"""Configuration: YAML and `key=value` overrides in, frozen pydantic models out.
-
-A component keeps its config class beside itself; `load_config` merges a preset, a file and the overrides of the
-command line and turns every complaint of pydantic into one `ConfigError` with value, rule and key path.
-"""
+"""Configuration: YAML and `key=value` overrides in, frozen pydantic models out; errors name value, rule and key."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -23,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Config(BaseModel):
-    """Base of all configuration: immutable, and unknown keys are refused."""
+    """Base of all configuration: immutable, refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
     renamed: ClassVar[Mapping[str, str]] = {}
@@ -43,24 +39,23 @@ class Config(BaseModel):
 
 C = TypeVar("C", bound=Config)
 
-_MAX_DEPTH = 10  # of nested configs, should one contain itself
+_MAX_DEPTH = 10  # of nested configs, in case one contains itself
 _TEXT = re.compile(r"\s*(\d+\s*:\s*\d*\s*|\*.*)")
-"""Values of the command line that YAML misreads: 3:5 as 185, three sixties and five, 3: as a mapping, `*policy*` as a
-reference."""
+"""Command-line values that YAML misreads: 3:5 as 185 (base 60), 3: as a mapping, `*policy*` as a reference."""
 
 
 def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequence[str] = ()) -> C:
     """Merge the layers (files or mappings, later ones win), then the overrides, and validate.
 
-    A layer that changes the `name` of something also drops the `kwargs` that belonged to the old one.
+    A layer that changes a `name` also drops the `kwargs` of the old one.
 
     Args:
         schema: the config class to build.
         layers: YAML files or plain mappings.
-        overrides: dotted assignments such as `policy.learning_rate=1e-4`; values are read as YAML.
+        overrides: dotted assignments such as `policy.max_grad_norm=1`; values are read as YAML.
 
     Raises:
-        ConfigError: for an unreadable file, a malformed override or any invalid value; it lists all of them.
+        ConfigError: for an unreadable file, a malformed override or invalid values; it lists all of them.
     """
     return validate(schema, merged_settings(*layers, overrides=overrides))
 
@@ -68,7 +63,7 @@ def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequ
 def merged_settings(
     *layers: Path | dict[str, Any], overrides: Sequence[str] = (), resolve: bool = True
 ) -> dict[str, Any]:
-    """What `load_config` validates: layers and overrides in one mapping, with references to other keys resolved."""
+    """Layers and overrides merged into one mapping, as `load_config` validates it; optionally keep `${...}`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -84,26 +79,26 @@ def merged_settings(
 
 
 def validate(schema: type[C], content: Any, at: str = "") -> C:
-    """Build `schema` from a plain mapping (or pass an instance through); complaints become one ConfigError.
+    """Build `schema` from a mapping, or return an instance unchanged; one ConfigError lists all problems.
 
     Args:
-        at: key path of the mapping in the whole configuration, for the complaints.
+        at: key path of the mapping in the whole configuration, for messages.
     """
     if isinstance(content, schema):
         return content
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        lines = [_complaint(schema, problem, f"{at}." if at else "") for problem in error.errors()]
+        lines = [complaint(problem, _all_paths(schema), f"{at}." if at else "") for problem in error.errors()]
         raise ConfigError("\n".join(lines)) from None
 
 
 def dump_yaml(config: Config, unresolved: Mapping[str, Any] | None = None) -> str:
-    """The whole config as YAML; loading that text again gives an equal config.
+    """The whole config as YAML; loading it gives an equal config.
 
     Args:
-        unresolved: the settings that the config was built from, as `merged_settings(..., resolve=False)` returns them.
-            Where they hold a reference (`${oc.env:TOKEN}`), the text holds the reference and not its value.
+        unresolved: the settings of the config from `merged_settings(..., resolve=False)`. Where they hold a reference
+            (`${oc.env:TOKEN}`), the YAML holds the reference instead of its value.
     """
     from omegaconf import OmegaConf
 
@@ -125,7 +120,7 @@ def _read_yaml(path: Path) -> Any:
     from omegaconf import OmegaConf
 
     if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist; give --config the path of a YAML file")
+        raise ConfigError(f"config file {path} does not exist; pass the path of a YAML file to --config")
     try:
         content = OmegaConf.load(path)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -150,23 +145,20 @@ def _read_overrides(overrides: Sequence[str]) -> Any:
         try:
             content = OmegaConf.merge(content, OmegaConf.from_dotlist([text]))
         except yaml.YAMLError as error:
-            raise ConfigError(
-                f"override {text!r} has a value that is not valid YAML; write text with such characters as "
-                f"{key}='\"...\"'"
-            ) from error
+            raise ConfigError(f"override {text!r} is not valid YAML; quote the value: {key}='\"...\"'") from error
     return content
 
 
 def _merged(base: Any, layer: Any) -> Any:
     from omegaconf import OmegaConf
 
-    _make_way(base, layer)
+    _remove_conflicts(base, layer)
     return OmegaConf.merge(base, layer)
 
 
-def _make_way(base: Any, layer: Any) -> None:
-    """Remove from the base what cannot be merged with the layer: a list where it has a mapping or the other way round,
-    and the `kwargs` of something that the layer names differently."""
+def _remove_conflicts(base: Any, layer: Any) -> None:
+    """Remove from `base` what cannot be merged: lists where `layer` has a mapping (or the reverse), and the `kwargs` of
+    another `name`."""
     from omegaconf import OmegaConf
 
     if not (OmegaConf.is_dict(base) and OmegaConf.is_dict(layer)):
@@ -177,14 +169,20 @@ def _make_way(base: Any, layer: Any) -> None:
         if OmegaConf.is_config(base[key]) and OmegaConf.is_list(base[key]) != OmegaConf.is_list(layer[key]):
             del base[key]
         else:
-            _make_way(base[key], layer[key])
+            _remove_conflicts(base[key], layer[key])
 
 
-def _complaint(schema: type[BaseModel], problem: Any, prefix: str) -> str:
+def complaint(problem: Any, all_paths: Iterable[Sequence[str]], prefix: str = "") -> str:
+    """The sentence for one of pydantic's errors.
+
+    Args:
+        all_paths: paths of all known keys, for suggestions.
+        prefix: goes before every key.
+    """
     path = [str(part) for part in problem["loc"]]
     key = prefix + ".".join(path) if path else prefix.rstrip(".") or "the configuration"
     if problem["type"] == "extra_forbidden":
-        return unknown_key(path, _fields_at(schema, path[:-1]), _all_paths(schema), prefix)
+        return unknown_key(path, all_paths, prefix)
     if problem["type"] == "missing":
         return f"{key} is required but not set; add {key}=..."
     rule = problem["msg"].removeprefix("Value error, ")
@@ -193,23 +191,8 @@ def _complaint(schema: type[BaseModel], problem: Any, prefix: str) -> str:
     return f"{key}={problem['input']!r} is not valid: {rule}"
 
 
-def _fields_at(schema: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """Names of the fields of the config that `path` leads to, looking through unions and optionals."""
-    candidates = [schema]
-    for part in path:
-        if part.isdigit():  # an entry of a list, whose type is already among the candidates
-            continue
-        candidates = [
-            nested
-            for candidate in candidates
-            if part in candidate.model_fields
-            for nested in _models_in(candidate.model_fields[part].annotation)
-        ]
-    return [name for candidate in candidates for name in candidate.model_fields]
-
-
 def _all_paths(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Paths of all fields, and of what is in the mappings (such as `kwargs`) that are there by default."""
+    """Paths of all fields, and of the keys in default mappings such as `kwargs`."""
     for name, field in schema.model_fields.items():
         path = (*above, name)
         yield path

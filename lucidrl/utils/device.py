@@ -1,4 +1,4 @@
-"""Which device a process computes on."""
+"""The device of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects and modules that configs name; packages that not everybody has; names that are imported at use."""
+"""Imports by name: objects and modules of configs, optional packages, lazy names of packages."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def import_object(path: str, key: str) -> Any:
     """The object at a dotted path such as `torch.optim.AdamW`.
 
     Raises:
-        ConfigError: naming `key`, the config entry that gave the path.
+        ConfigError: naming `key`, the setting with the path.
     """
     module_name, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"{key}={path!r} cannot be imported ({error}); give a path such as package.module.Name"
+            f"{key}={path!r} cannot be imported ({error}); use a path such as package.module.Name"
         ) from error
 
 
 def import_user_module(module_name: str) -> ModuleType:
-    """A module that a config names as `module:Name`; looked up in the working directory too.
+    """Import the module of a setting `module:Name`, also from the working directory.
 
     Raises:
-        ConfigError: if there is none, if it needs another that is not installed, or if it fails when imported.
+        ConfigError: if it does not exist, needs a missing package, or raises.
     """
-    # Installed commands, unlike `python -m`, do not look in the working directory; later imports of the module may.
+    # Installed commands, unlike `python -m`, do not search the working directory.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -51,22 +51,22 @@ def import_user_module(module_name: str) -> ModuleType:
 
 
 def require_package(package: str, reason: str, extra: str | None = None) -> None:
-    """Refuse what needs an optional package that is not installed; nothing is imported.
+    """Raise ConfigError if an optional package is not installed, without importing it.
 
     Args:
-        package: name to import.
-        reason: what asks for it, such as a setting and its value.
-        extra: our extra that installs it; by default of the same name.
+        package: import name.
+        reason: setting or feature that needs it.
+        extra: our extra that installs it; by default the same name.
     """
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f'{reason} needs the package {package}; pip install "lucidrl[{extra or package}]"')
 
 
 def names_imported_at_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A `__getattr__` for a package whose names live in heavy modules, of which each is imported when it is asked for.
+    """A `__getattr__` for a package that imports the heavy module of a name at first use.
 
     Args:
-        homes: the module of each name.
+        homes: module of each name.
     """
 
     def get(name: str) -> Any:

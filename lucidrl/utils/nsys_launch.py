@@ -1,7 +1,4 @@
-"""Starts workers under Nsight Systems, so that it captures the steps that they are told to record.
-
-Imports nothing heavy.
-"""
+"""Starts workers under Nsight Systems, which captures the requested steps. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -30,63 +27,57 @@ OPTIONS = {
     "sample": "none",
     "cpuctxsw": "none",
     "cuda-graph-trace": "node",
-    # Only what is between a worker's start and stop; it runs on after that, and then the report is written.
+    # Capture only between a worker's start and stop; the worker continues, and nsys writes the report.
     "capture-range": "cudaProfilerApi",
     "capture-range-end": "stop",
     "force-overwrite": "true",
 }
-"""Of `nsys profile`, beside the output."""
+"""Options of `nsys profile`, without the output."""
 _RAY_KEYS = {"trace": "t", "output": "o"}
-"""Ray completes the path of a report under its short name alone."""
+"""Ray completes the path of a report only under its short name."""
 
 
 def nsys_command(name: str) -> list[str]:
-    """Words before the command of a worker that make Nsight Systems run it; none if it runs as it is.
+    """Command-line prefix that runs a worker under Nsight Systems.
 
-    That is so for names that are not to be recorded, where the driver is run by Nsight Systems already, which then sees
-    its workers too, and where there is no such program, which is said once.
+    Empty for workers that are not recorded, if Nsight Systems runs the driver (it then sees the workers too), or if it
+    is not installed (logged once).
     """
     if not _is_for_nsys(name):
         return []
-    return [PROGRAM, "profile", *(f"--{option}={value}" for option, value in _options(name).items())]
+    return _command(_options(name))
 
 
 def warn_of_no_report(name: str) -> None:
-    """Say how Nsight Systems can record a worker that is part of this process."""
+    """Log how Nsight Systems can record a worker in this process."""
     if nsys.matches(name) and NSYS_SESSION not in os.environ and shutil.which(PROGRAM) is not None:
-        command = shlex.join([PROGRAM, "profile", *(f"--{option}={value}" for option, value in OPTIONS.items())])
-        _say(
-            f"{name} is part of this process, which Nsight Systems did not start, and records with torch's profiler; "
-            f"run the whole command under it instead: {command} COMMAND"
+        command = shlex.join(_command(OPTIONS))
+        _warn_once(
+            f"{name} is in this process and records with torch's profiler; for Nsight Systems: {command} COMMAND"
         )
 
 
 def lacks_nsys(name: str) -> bool:
-    """Whether Nsight Systems would run a worker of this name, if it were on this machine."""
+    """Whether Nsight Systems should run this worker but is not installed here."""
     return nsys.matches(name) and NSYS_SESSION not in os.environ and shutil.which(PROGRAM) is None
 
 
 def warn_of_no_nsys(where: str = "") -> None:
-    """Say what that means.
-
-    Args:
-        where: the machine, if it is another one.
-    """
-    _say(
-        f"there is no `{PROGRAM}` on PATH{where}, so workers record with torch's profiler; "
-        "install Nsight Systems for more"
+    """Log that workers use torch's profiler; `where` names another machine."""
+    _warn_once(
+        f"no `{PROGRAM}` on PATH{where}: workers record with torch's profiler; install Nsight Systems for GPU traces"
     )
 
 
 def ray_nsight_options(name: str) -> dict[str, str]:
-    """What `runtime_env["nsight"]` of a worker's Ray actor has to be; nothing if it runs as it is."""
+    """`runtime_env["nsight"]` for a worker's Ray actor; empty as for `nsys_command`."""
     if not _is_for_nsys(name):
         return {}
     return {_RAY_KEYS.get(option, option): value for option, value in _options(name).items()}
 
 
 def runtime_env_for(name: str) -> dict[str, Any]:
-    """What the Ray runtime environment of an actor has to have for it to record as a worker of this machine would."""
+    """Ray runtime environment that lets an actor record like a local worker."""
     variables = armed_environment()
     if nsys.profile_request() is not None:
         variables |= {FOLDER_VARIABLE: str(traces_folder()), **nsys.request_environment()}
@@ -102,12 +93,16 @@ def _is_for_nsys(name: str) -> bool:
     return nsys.matches(name) and NSYS_SESSION not in os.environ
 
 
+def _command(options: dict[str, str]) -> list[str]:
+    return [PROGRAM, "profile", *(f"--{option}={value}" for option, value in options.items())]
+
+
 def _options(name: str) -> dict[str, str]:
-    folder = str(traces_folder()).replace("%", "%%")  # which begins what nsys fills in
+    folder = str(traces_folder()).replace("%", "%%")  # nsys expands %h and %p
     return {**OPTIONS, "output": f"{folder}/{name}_%h_%p"}
 
 
 @functools.cache
-def _say(sentence: str) -> None:
-    """Once in a process: all workers of a run meet the same."""
+def _warn_once(sentence: str) -> None:
+    """Warn once per process: it concerns all workers of a run."""
     _log.warning("%s", sentence)

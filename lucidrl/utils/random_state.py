@@ -1,6 +1,6 @@
-"""The random generators that every piece of code of a process shares: Python's, numpy's and torch's.
+"""State of the global random generators of Python, numpy and torch, which user code may draw from.
 
-Our own draws come from keys and need none of them; a user's environment, reward, loss or optimizer may.
+Our own code draws from keys instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lucidrl.errors import CheckpointError
 
 
 def seed_everything(seed: int, stream: int = 0) -> None:
-    """Seed all of them, CUDA's too; streams of one seed have nothing in common."""
+    """Seed all of them, including CUDA's; different streams of one seed are independent."""
     digest = hashlib.blake2b(f"{seed}/{stream}".encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little")
     random.seed(number)
@@ -27,7 +27,7 @@ def seed_everything(seed: int, stream: int = 0) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Where they stand, as plain values; `cuda` is that of the current GPU, if this process uses one."""
+    """Their state as plain values; `cuda` is the current GPU's, if this process uses one."""
     version, words, next_gauss = random.getstate()
     of_numpy: Any = np.random.get_state(legacy=False)
     state: dict[str, Any] = {
@@ -39,18 +39,16 @@ def random_state() -> dict[str, Any]:
         },
         "torch": _encoded(torch.get_rng_state().numpy()),
     }
-    if torch.cuda.is_initialized():  # asking would otherwise make a context on a GPU that this process has no use for
+    if torch.cuda.is_initialized():  # else this would create a context on an unused GPU
         state["cuda"] = _encoded(torch.cuda.get_rng_state().numpy())
     return state
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put them where `random_state` found them, or none of them if the state is not a whole one.
-
-    A GPU's is taken where there is a GPU.
+    """Restore the state of `random_state`, all of it or nothing; a GPU's state only if there is a GPU.
 
     Raises:
-        CheckpointError: for a state that this Python, numpy or torch did not write.
+        CheckpointError: for a state of another version of Python, numpy or torch.
     """
     before = random_state()
     try:
@@ -58,7 +56,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         _set(before)
         raise CheckpointError(
-            f"the saved random state does not suit this process ({type(error).__name__}: {error}); "
+            f"the saved random state cannot be restored ({type(error).__name__}: {error}); "
             "resume with the versions of Python, numpy and torch that it was saved with"
         ) from error
 
@@ -94,4 +92,4 @@ def _encoded(words: np.ndarray) -> str:
 
 def _decoded(text: str, dtype: type[np.unsignedinteger[Any]]) -> np.ndarray:
     little_endian = np.frombuffer(base64.b64decode(text, validate=True), np.dtype(dtype).newbyteorder("<"))
-    return little_endian.astype(dtype)  # also a copy, which may be written to
+    return little_endian.astype(dtype)  # also a writable copy

@@ -1,4 +1,4 @@
-"""A wait that looks after something else meanwhile."""
+"""Wait for futures while calling a health check."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def wait_watching(
     timeout_s: float = float("inf"),
     until_one_raises: bool = False,
 ) -> set[Future[Any]]:
-    """Wait until all are done, or one has raised if that is enough, or the time is over; those that are not done.
+    """Wait until all futures are done, one raised (`until_one_raises`) or the timeout passed; return the rest.
 
     Args:
-        watch: called every few seconds meanwhile; what it raises ends the wait.
+        watch: called every few seconds; its errors end the wait.
     """
     until = time.monotonic() + timeout_s
     return_when = FIRST_EXCEPTION if until_one_raises else ALL_COMPLETED

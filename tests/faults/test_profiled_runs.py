@@ -1,4 +1,4 @@
-"""After any failure of a recorded run its traces are on disk, and the result of the run is unchanged."""
+"""After any fault of a recorded run, the recording is on disk and the result is unchanged."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def group(tmp_path, traces):
 
 
 @pytest.mark.slow
-def test_a_stuck_rank_is_killed_and_does_not_hold_up_the_others_words(group, traces, monkeypatch, caplog):
+def test_a_stuck_rank_is_killed_and_does_not_delay_the_messages_of_others(group, traces, monkeypatch, caplog):
     monkeypatch.setattr(processes, "_LAST_WRITE_S", 3.0)
     group.start_gpu_profiling()
     group.run_all("work")
@@ -231,9 +231,9 @@ def start(folder: Path, *overrides: str, largest_file_bytes: int | None = None) 
 @pytest.mark.slow
 def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
     with start(tmp_path, "profile.steps=2:5", largest_file_bytes=200_000) as process:
-        said = process.communicate(timeout=60)[0]
-    assert process.returncode == 0, said
-    assert "lack its operators" in said.replace("\n", " ")
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    assert "have no operators" in output.replace("\n", " ")
     assert [path.name.endswith(".spans.json") for path in (tmp_path / "run" / "traces").iterdir()] == [True]
     (tmp_path / "plain").mkdir()
     run_ppo(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
@@ -241,7 +241,7 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_range_leaves_what_was_recorded(tmp_path):
+def test_ctrl_c_in_the_range_keeps_the_recording(tmp_path):
     with start(tmp_path, "profile.steps=2:900", "ppo.max_steps=1000") as process:
         metrics = tmp_path / "run" / "metrics.jsonl"
         until = time.monotonic() + 60
@@ -250,15 +250,15 @@ def test_ctrl_c_in_the_range_leaves_what_was_recorded(tmp_path):
             assert time.monotonic() < until, "the run did not begin"
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[0]
-    assert process.returncode == 0, said
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
     traces = tmp_path / "run" / "traces"
     assert counts_of(operators_file(traces, "policy-0"))["train"] >= 2
     assert spans_file(traces, "policy-0").read_text().endswith("]\n")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_every_end_of_the_loop_leaves_the_traces(tmp_path, traces, monkeypatch, error):
+def test_a_loop_that_raises_keeps_the_recording(tmp_path, traces, monkeypatch, error):
     class Ending(Watcher):
         def on_step(self, step, metrics):
             if step == 3:

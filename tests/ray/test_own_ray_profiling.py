@@ -80,7 +80,7 @@ def test_an_agent_runs_those_that_match_under_nsys_and_they_do_what_others_do(tr
     wait_until_gone(pids)
 
 
-def test_a_wrapped_rank_that_hangs_is_killed_and_its_stack_reported(traces, tmp_path):
+def test_a_wrapped_rank_that_hangs_reports_its_stack_and_is_killed(traces, tmp_path):
     group = WorkerGroup(Recorded, cluster=TWO, log_dir=tmp_path / "logs")
     pids = group.run_all("pid")
     runner = psutil.Process(pids[0]).parent()

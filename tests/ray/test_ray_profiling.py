@@ -90,7 +90,7 @@ def test_a_node_that_does_not_see_the_traces_folder_or_has_no_nsys_is_named(
     monkeypatch.delenv(NSYS_SESSION, raising=False)
     monkeypatch.setattr(nsys, "NRL_NSYS_WORKER_PATTERNS", "*-1")
     monkeypatch.setattr(nsys, "NRL_NSYS_PROFILE_STEP_RANGE", "3:5")
-    nsys_launch._say.cache_clear()
+    nsys_launch._warn_once.cache_clear()
     with WorkerGroup(Recorded, cluster=TWO_NODES, log_dir=tmp_path / "logs") as group:
         nodes = [label.node for label in group._processes._workers.labels]
         assert group.run_all("variable", FOLDER_VARIABLE) == [str(traces)] * 2

@@ -1,6 +1,6 @@
-"""Recording what happened in a run: metrics, hyperparameters, samples and figures.
+"""Logging of a run: metrics, hyperparameters, samples and figures.
 
-Every documented name is imported from here. None of it needs torch, tensorboard or matplotlib before it is used.
+Import every documented name from here. torch, tensorboard and matplotlib are imported at first use.
 """
 
 from typing import Any
@@ -53,7 +53,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The flag changes, so a copy made at import would go stale.
+    # The flag changes, so a copy would become stale.
     if name == "_rich_logging_configured":
         return _console._rich_logging_configured
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

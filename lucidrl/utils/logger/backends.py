@@ -1,4 +1,4 @@
-"""Which trackers and monitors there are."""
+"""The trackers and monitors."""
 
 from __future__ import annotations
 
@@ -25,30 +25,26 @@ TRACKERS: dict[str, Any] = {
     "mlflow": MlflowLogger,
     "trackio": TrackioLogger,
 }
-"""By the name of its package, of its keys in `LoggerConfig` and of its folder in the run's."""
+"""By package name; keys in `LoggerConfig` and folders have the same names."""
 
 _MONITORING = GPUMonitoringConfig(collection_interval=10, flush_interval=10)
 
 
 def check_trackers(cfg: LoggerConfig) -> None:
-    """Refuse what would keep an enabled tracker from starting, as far as this machine can tell; nothing is started.
-
-    Raises:
-        ConfigError: if the package of one is not installed.
-    """
+    """Raise ConfigError if the package of an enabled tracker is not installed."""
     for name in _enabled(cfg):
         require_package(name, f"tracking by {name}")
 
 
-def tracker_makers(cfg: LoggerConfig, log_dir: Path, run_id: str) -> dict[str, Callable[[], LoggerInterface]]:
-    """What makes each enabled tracker, by the name of its class."""
-    makers: dict[str, Callable[[], LoggerInterface]] = {}
+def tracker_makers(cfg: LoggerConfig, log_dir: Path, run_id: str) -> list[tuple[str, Callable[[], LoggerInterface]]]:
+    """Class name and factory of each enabled tracker."""
+    makers: list[tuple[str, Callable[[], LoggerInterface]]] = []
     for name in _enabled(cfg):
         tracker = TRACKERS[name]
         settings: Any = cfg.get(name, {})
         if tracker is not TensorboardLogger:  # its files need no id to be continued
             settings = {"id": run_id, **settings}
-        makers[tracker.__name__] = partial(tracker, settings, log_dir=str(log_dir / name))
+        makers.append((tracker.__name__, partial(tracker, settings, log_dir=str(log_dir / name))))
     return makers
 
 
@@ -57,7 +53,7 @@ def _enabled(cfg: LoggerConfig) -> list[str]:
 
 
 def make_monitor(cfg: LoggerConfig, parent: Any) -> Monitor | None:
-    """The monitor that `cfg` asks for: of all nodes where Ray runs, else of this machine."""
+    """The monitor of all nodes if Ray runs, else of this machine; None if `cfg` has none."""
     if not cfg.get("monitor_gpus"):
         return None
     ray = sys.modules.get("ray")

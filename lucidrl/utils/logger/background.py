@@ -1,4 +1,4 @@
-"""A thread that does the slow part of logging, so that the training loop never waits for it."""
+"""One thread per back end, so the training loop never waits."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from lucidrl.utils.logger.values import described, message_of
+from lucidrl.utils.logger.values import described
 
 B = TypeVar("B")
 
 log = logging.getLogger(__name__)
 
-_MOST_PATIENCE_S = 0.5
+_LONGEST_WAIT_S = 0.5
 _MOST_REASONS = 5
 _MOST_REASON_CHARS = 300
 
 
 class Losses:
-    """Which records did not arrive, and why."""
+    """The records that a back end did not take, and the reasons."""
 
     def __init__(self) -> None:
         self._reasons: Counter[str] = Counter()
@@ -33,12 +33,12 @@ class Losses:
     def add(self, reason: str, step: int | None) -> None:
         reason = reason if len(reason) <= _MOST_REASON_CHARS else f"{reason[:_MOST_REASON_CHARS]}…"
         with self._lock:
-            # Errors that name a time or an address would make a list without end.
+            # Errors with a time or an address in them would fill the list.
             if len(self._reasons) >= _MOST_REASONS and reason not in self._reasons:
                 reason = "other reasons"
             self._reasons[reason] += 1
             if step is not None:
-                self._steps = {min(self._steps | {step}), max(self._steps | {step})}
+                self._steps = {min(self._steps, default=step), max(self._steps, default=step), step}
 
     @property
     def count(self) -> int:
@@ -53,7 +53,7 @@ class Losses:
 
 
 class _Call(NamedTuple):
-    """A call of the back end that goes on."""
+    """A call of the back end in progress."""
 
     since: float
     step: int | None
@@ -61,18 +61,17 @@ class _Call(NamedTuple):
 
 
 class BackgroundWriter(Generic[B]):
-    """Owns one back end: makes it, feeds it and finishes it in a thread of its own.
+    """Creates, feeds and finishes one back end in a separate thread.
 
-    When the back end is slower than the run, `capacity` records pile up and further ones are lost. A record whose call
-    raises is lost, the next one is tried. Every loss is counted, and named at the end.
+    Drops a record if `capacity` records already wait, or if its call raises. Losses are counted, and logged at the end.
 
     Args:
-        name: what messages call it.
-        start: makes the back end; it may be slow, and may fail.
+        name: name of the back end in messages.
+        start: creates the back end; may be slow, and may fail.
         finish: closes the back end.
-        capacity: most records that wait.
-        patience_s: how long `put` may wait for room, on average over the records: for a back end that must be complete
-            and is only a little slower than a tight loop.
+        capacity: maximum number of waiting records.
+        max_wait_s: how long `put` may wait for room, on average per record: for a back end that must be complete and
+            is only a little slower than a tight loop.
     """
 
     def __init__(
@@ -81,16 +80,16 @@ class BackgroundWriter(Generic[B]):
         start: Callable[[], B],
         finish: Callable[[B], None],
         capacity: int,
-        patience_s: float = 0.0,
+        max_wait_s: float = 0.0,
     ) -> None:
         self.name = name
         self.cpu_s = 0.0
-        """CPU time of the thread so far."""
+        """CPU time of the thread so far, in seconds."""
         self.losses = Losses()
         self._num_put = itertools.count()
         self._start, self._finish = start, finish
-        self._capacity, self._patience_s = capacity, patience_s
-        self._patience_left_s = 0.0
+        self._capacity, self._max_wait_s = capacity, max_wait_s
+        self._wait_left_s = 0.0
         self._tasks: queue.SimpleQueue[tuple[Callable[[B], None], int | None] | None] = queue.SimpleQueue()
         self._busy: _Call | None = _Call(time.monotonic(), None, "start")
         self.is_closed = False
@@ -100,31 +99,31 @@ class BackgroundWriter(Generic[B]):
         self._thread.start()
 
     def put(self, call: Callable[[B], None], step: int | None = None) -> None:
-        """Have the back end do `call` when it gets there."""
+        """Queue `call` for the back end."""
         next(self._num_put)
-        self._patience_left_s = min(self._patience_left_s + self._patience_s, _MOST_PATIENCE_S)
+        self._wait_left_s = min(self._wait_left_s + self._max_wait_s, _LONGEST_WAIT_S)
         if self._tasks.qsize() < self._capacity or self._wait_for_room():
             self._tasks.put((call, step))
         else:
             self._lose(f"more than {self._capacity} records were waiting", step)
 
     def close(self) -> None:
-        """Ask the back end to finish after what was put; `join` waits for it."""
+        """Let the back end finish after the queued calls; `join` waits for it."""
         self.is_closed = True
         self._tasks.put(None)
 
-    def join(self, deadline: float, timeout_s: float) -> None:
-        """Wait for the end until `deadline` (monotonic clock), then give up and say what is lost.
+    def join(self, until_s: float, timeout_s: float) -> None:
+        """Wait for the end until `until_s` (monotonic clock), then give up and log the losses.
 
-        A back end that is already stuck in one call gets what remains of `timeout_s` since that call began.
+        A call that already hangs gets only the rest of `timeout_s` since it began.
         """
         busy = self._busy
         if busy is not None:
-            deadline = min(deadline, busy.since + timeout_s)
-        # A forgotten logger may be collected, and ended, in any thread, also this one. Not by joining the thread, which
-        # counts as ended for Python 3.11 once a signal has interrupted that.
+            until_s = min(until_s, busy.since + timeout_s)
+        # Garbage collection may end a logger in any thread, including this one. An event, because Python 3.11 takes a
+        # thread for ended once a signal has interrupted its `join`.
         if self._thread is not threading.current_thread():
-            self._is_over.wait(max(0.0, deadline - time.monotonic()))
+            self._is_over.wait(max(0.0, until_s - time.monotonic()))
         if not self._is_over.is_set():
             self._abandon(timeout_s)
         if self.losses.count:
@@ -132,13 +131,13 @@ class BackgroundWriter(Generic[B]):
             log.warning("%s lost %d of %d records: %s", self.name, self.losses.count, total, self.losses)
 
     def _wait_for_room(self) -> bool:
-        """Whether there is room before patience ends."""
+        """Whether there is room before the allowed wait is over."""
         start = time.monotonic()
-        while (waited_s := time.monotonic() - start) < self._patience_left_s:
+        while (waited_s := time.monotonic() - start) < self._wait_left_s:
             time.sleep(0.001)
             if self._tasks.qsize() < self._capacity:
                 break
-        self._patience_left_s -= waited_s
+        self._wait_left_s -= waited_s
         return self._tasks.qsize() < self._capacity
 
     def _run(self) -> None:
@@ -151,8 +150,8 @@ class BackgroundWriter(Generic[B]):
         try:
             backend = self._start()
         except BaseException as error:
-            if not self._is_abandoned:  # else its loss was named already
-                log.warning("%s could not start, the run goes on without it: %s", self.name, message_of(error))
+            if not self._is_abandoned:  # else its losses were already logged
+                log.warning("%s could not start, the run continues without it: %s", self.name, described(error, str))
             self._lose_all(f"it could not start: {described(error)}")
             return
         finally:
@@ -169,7 +168,7 @@ class BackgroundWriter(Generic[B]):
         try:
             self._finish(backend)
         except BaseException as error:
-            log.warning("%s failed at its end: %s", self.name, described(error))
+            log.warning("%s failed to close: %s", self.name, described(error))
         self._rest()
 
     def _rest(self) -> None:
@@ -178,12 +177,12 @@ class BackgroundWriter(Generic[B]):
 
     def _lose(self, reason: str, step: int | None) -> None:
         if not self.losses.count:
-            what = "a record" if step is None else f"the record of step {step}"
-            log.warning("%s lost %s: %s; further losses are counted", self.name, what, reason)
+            record = "a record" if step is None else f"the record of step {step}"
+            log.warning("%s lost %s: %s; further losses are counted", self.name, record, reason)
         self.losses.add(reason, step)
 
     def _lose_all(self, reason: str) -> None:
-        """Lose what waits and what will come, until the end."""
+        """Count all queued and later records as lost, until the end."""
         while (task := self._tasks.get()) is not None and not self._is_abandoned:
             self.losses.add(reason, task[1])
 
@@ -198,7 +197,7 @@ class BackgroundWriter(Generic[B]):
             try:
                 task = self._tasks.get_nowait()
             except queue.Empty:
-                self._tasks.put(None)  # should it ever wake up
+                self._tasks.put(None)  # in case the call returns later
                 return
             if task is not None:
                 self.losses.add(reason, task[1])

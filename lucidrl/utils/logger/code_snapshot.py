@@ -1,66 +1,40 @@
-"""What of a git work tree may be kept with a run: text files that git tracks, but nothing that holds secrets."""
+"""Copies of a git work tree for a run: the text files that git tracks, without those that may hold secrets."""
 
 from __future__ import annotations
 
+import re
 import subprocess
-from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 _MOST_BYTES = 1_000_000
 _GIT_TIMEOUT_S = 30
 
-# Matched against every part of a path in lower case. Leaving out too much is the harmless mistake.
-_SECRETS = (
-    ".env*",
-    "*.env",
-    "*credential*",
-    "*secret*",
-    "*password*",
-    ".netrc",
-    "_netrc",
-    ".pypirc",
-    ".npmrc",
-    ".htpasswd",
-    ".ssh",
-    ".aws",
-    "kubeconfig*",
-    "id_rsa*",
-    "id_dsa*",
-    "id_ecdsa*",
-    "id_ed25519*",
-    "*.pem",
-    "*.key",
-    "*.p12",
-    "*.pfx",
-    "*.jks",
-    "*.keystore",
-    "*.kdbx",
+# Matched against every part of a path, in lower case. Leaving out too much does no harm.
+_SECRET = re.compile(
+    r"\.env.*|.*\.env|.*(credential|secret|password).*|[._]netrc|\.(pypirc|npmrc|htpasswd|ssh|aws)|kubeconfig.*"
+    r"|id_(rsa|dsa|ecdsa|ed25519).*|.*\.(pem|key|p12|pfx|jks|keystore|kdbx)",
+    re.DOTALL,
 )
 
 
 def tracked_text_files(root: Path) -> dict[str, bytes]:
-    """Contents of the files below `root` that may be kept, by their path relative to it.
+    """Contents of the tracked files below `root`, by relative path.
 
-    Left out are files that are not tracked, whose names speak of secrets, that are larger than 1 MB or not UTF-8
-    text, and everything behind a symbolic link.
+    Leaves out files with names of secrets, larger than 1 MB, not in UTF-8, or behind a symbolic link.
 
     Raises:
         OSError, subprocess.SubprocessError: `root` is not in a git work tree, or git is missing or fails.
     """
-    kept = {}
-    for name in _names(root, "ls-files"):
-        content = _text_of(root, name)
-        if content is not None:
-            kept[name] = content
-    return kept
+    contents = {name: _text_of(root, name) for name in _names(root, "ls-files")}
+    return {name: content for name, content in contents.items() if content is not None}
 
 
 def uncommitted_diff(root: Path) -> bytes:
-    """The changes below `root` since the last commit, of the files that `tracked_text_files` keeps.
+    """The changes since the last commit of the files of `tracked_text_files`; raises as it does.
 
-    A deleted file appears without its old content. Raises as `tracked_text_files` does.
+    A deleted file appears without its old content.
     """
-    # Neither helper programs nor settings of the user's git may change what a diff is.
+    # Ignore diff helpers and settings of the user's git.
     diff = ("diff", "HEAD", "--relative", "--no-renames", "--no-ext-diff", "--no-textconv", "--irreversible-delete")
     changed = [name for name in _names(root, *diff, "--name-only") if _may_be_shown(root, name)]
     if not changed:
@@ -75,7 +49,7 @@ def _may_be_shown(root: Path, name: str) -> bool:
 
 
 def _text_of(root: Path, name: str) -> bytes | None:
-    """Content of the file `name`, or None if it may not be kept."""
+    """Content of the file `name`, or None if it is left out."""
     path = root.resolve() / name
     if _is_secret(name) or path.resolve() != path or not path.is_file() or path.stat().st_size > _MOST_BYTES:
         return None
@@ -88,7 +62,7 @@ def _text_of(root: Path, name: str) -> bytes | None:
 
 
 def _is_secret(name: str) -> bool:
-    return any(fnmatch(part.lower(), pattern) for part in PurePosixPath(name).parts for pattern in _SECRETS)
+    return any(_SECRET.fullmatch(part.lower()) for part in PurePosixPath(name).parts)
 
 
 def _names(root: Path, *arguments: str) -> list[str]:
@@ -96,6 +70,6 @@ def _names(root: Path, *arguments: str) -> list[str]:
 
 
 def _git(root: Path, *arguments: str) -> bytes:
-    # Reading must not take locks that a command of the user would then find.
+    # Take no locks: they would block the user's git commands.
     command = ["git", "-C", str(root), "--no-optional-locks", *arguments]
     return subprocess.run(command, check=True, capture_output=True, timeout=_GIT_TIMEOUT_S).stdout

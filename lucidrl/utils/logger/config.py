@@ -1,139 +1,121 @@
-"""Configuration of the logger: TypedDicts, validated once when a logger is built."""
+"""Configuration of the logger: TypedDicts, validated when a logger is created."""
 
-from collections.abc import Iterable
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NotRequired,
-    TypedDict,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_type_hints
 
-import typing_extensions
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict, is_typeddict  # those that pydantic accepts before Python 3.12
 
 from lucidrl.errors import ConfigError
-from lucidrl.utils.suggestions import closest
+from lucidrl.utils.config import complaint
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_strict = with_config(ConfigDict(extra="forbid"))
 
 
+@_strict
 class TensorboardConfig(TypedDict):
     """Configuration of a `TensorboardLogger`."""
 
     log_dir: NotRequired[str]
-    """Folder of the event files of a logger used on its own; `Logger` always uses `<log_dir>/tensorboard`."""
+    """Folder of the event files without `Logger`, which uses `<log_dir>/tensorboard`."""
 
 
+@_strict
 class WandbConfig(TypedDict):
-    """Configuration of a `WandbLogger`: every argument of `wandb.init`, passed on as it is, and two of our own."""
+    """Configuration of a `WandbLogger`: every argument of `wandb.init`, which explains them, and two more.
+
+    Only differences from `wandb.init` are explained below.
+    """
 
     project: NotRequired[str]
-    """Project of the run, "lucidrl" by default."""
+    """Default "lucidrl"."""
     name: NotRequired[str]
-    """Name of the run; by default that of the folder above the logger's own."""
+    """Default: name of the run folder."""
     entity: NotRequired[str]
-    """User or team that the run belongs to; by default the account's own."""
     mode: NotRequired[Literal["online", "offline", "disabled", "shared"]]
-    """Whether the run is sent while it goes on, or kept on disk for `wandb sync`; by default as wandb itself is set."""
     id: NotRequired[str]
-    """Id of the run; a run of that id is continued. By default a new one."""
+    """A run with this id is continued. Default: a new id."""
     group: NotRequired[str]
-    """Group of runs that this one belongs to."""
     job_type: NotRequired[str]
-    """Kind of run within its group."""
     tags: NotRequired[list[str]]
-    """Labels of the run."""
     notes: NotRequired[str]
-    """Description of the run."""
     config: NotRequired[dict[str, Any] | str]
-    """Entries of the run's config beside its hyperparameters, or a YAML file with them; of equal top-level keys, the
-    hyperparameters win."""
+    """Entries beside the hyperparameters, which win for equal top-level keys; or a YAML file with them."""
     config_exclude_keys: NotRequired[list[str]]
-    """Keys of `config` to leave out."""
     config_include_keys: NotRequired[list[str]]
-    """Keys of `config` to keep, and no others."""
     allow_val_change: NotRequired[bool]
-    """Whether other code may change entries of the config."""
     dir: NotRequired[str]
-    """Folder of W&B's files; by default the logger's own."""
+    """Default: folder of the logger."""
     force: NotRequired[bool]
-    """Whether the run needs a login."""
     reinit: NotRequired[bool | Literal["default", "return_previous", "finish_previous", "create_new"]]
-    """What becomes of a run that is open already; by default it stays open."""
+    """Default "create_new": an open run stays open."""
     resume: NotRequired[bool | Literal["allow", "never", "must", "auto"]]
-    """Whether a run of the same id is continued; "allow" by default, unless a run is resumed or forked from."""
+    """Default "allow", unless `resume_from` or `fork_from` is set."""
     resume_from: NotRequired[str]
-    """Moment of a run to rewind it to, as `<run id>?_step=<step>`."""
     fork_from: NotRequired[str]
-    """Moment of a run to begin at, as `<run id>?_step=<step>`."""
     save_code: NotRequired[bool]
-    """Whether W&B keeps the main script."""
     tensorboard: NotRequired[bool]
-    """Older name of `sync_tensorboard`."""
     sync_tensorboard: NotRequired[bool]
-    """Whether W&B copies what other code writes for TensorBoard."""
     monitor_gym: NotRequired[bool]
-    """Whether W&B keeps the videos of Gym environments."""
     settings: NotRequired[Any]
-    """Further settings, as a mapping or `wandb.Settings`; they win over those that this logger chooses."""
+    """A mapping or `wandb.Settings`; overrides the settings of this logger."""
     log_code: NotRequired[bool]
-    """Whether the text files that git tracks in the working directory are kept with the run."""
+    """Whether to save the text files that git tracks in the working directory."""
     log_diffs: NotRequired[bool]
-    """Whether the uncommitted changes of those files are kept with the run."""
+    """Whether to save the uncommitted changes of those files."""
 
 
+@_strict
 class MlflowConfig(TypedDict):
     """Configuration of an `MlflowLogger`."""
 
     tracking_uri: NotRequired[str]
-    """Server or store; by default what MLFLOW_TRACKING_URI says, else a store in the logger's own folder."""
+    """Server or store; by default MLFLOW_TRACKING_URI, else a store in the logger's folder."""
     experiment_name: NotRequired[str]
     """Experiment of the run, "lucidrl" by default."""
     run_name: NotRequired[str]
-    """Name of the run; by default that of the folder above the logger's own."""
+    """Name of the run; by default that of the run folder."""
     id: NotRequired[str]
-    """Our id of the run, kept as a tag; a run with that tag is continued. By default a new one."""
+    """Id of the run, kept as a tag; a run with this tag is continued. Default: a new id."""
 
 
+@_strict
 class TrackioConfig(TypedDict):
     """Configuration of a `TrackioLogger`."""
 
     project: NotRequired[str]
     """Project of the run, "lucidrl" by default."""
     name: NotRequired[str]
-    """Name of the run; by default that of the folder above the logger's own."""
+    """Name of the run; by default that of the run folder."""
     id: NotRequired[str]
-    """Id of the run; a run of that id is continued. By default a new one."""
+    """Id of the run; a run with this id is continued. Default: a new id."""
 
 
+@_strict
 class GPUMonitoringConfig(TypedDict):
-    """How often the machines are looked at."""
+    """How often machines are monitored."""
 
     collection_interval: Seconds
-    """Seconds between two looks."""
+    """Seconds between two snapshots."""
     flush_interval: Seconds
-    """Seconds between handing what was seen to the logger."""
+    """Seconds between sending snapshots to the logger."""
 
 
+@_strict
 class LoggerConfig(TypedDict):
     """Configuration of `Logger`."""
 
     log_dir: Annotated[str, Field(min_length=1)]
     """Folder of the run; `metrics.jsonl` is always written there."""
     wandb_enabled: NotRequired[bool]
-    """Whether Weights & Biases gets a copy."""
+    """Whether to copy the run to Weights & Biases."""
     tensorboard_enabled: NotRequired[bool]
-    """Whether TensorBoard event files are written too."""
+    """Whether to write TensorBoard event files."""
     mlflow_enabled: NotRequired[bool]
-    """Whether MLflow gets a copy."""
+    """Whether to copy the run to MLflow."""
     trackio_enabled: NotRequired[bool]
-    """Whether Trackio gets a copy."""
+    """Whether to copy the run to Trackio."""
     wandb: NotRequired[WandbConfig]
     """Settings of Weights & Biases."""
     tensorboard: NotRequired[TensorboardConfig]
@@ -143,52 +125,29 @@ class LoggerConfig(TypedDict):
     trackio: NotRequired[TrackioConfig]
     """Settings of Trackio."""
     monitor_gpus: NotRequired[bool]
-    """Whether the use of GPUs, CPUs and memory is recorded: of all nodes under Ray, else of this machine."""
+    """Whether to record GPU, CPU and memory use: of all nodes under Ray, else of this machine."""
     gpu_monitoring: NotRequired[GPUMonitoringConfig]
-    """How often; by default every 10 seconds."""
+    """How often to monitor; by default every 10 seconds."""
     run_id: NotRequired[str]
-    """Id of the run for every tracker, so that a resumed run goes on in the same place; by default a new one."""
+    """Id of the run in every tracker, which a resumed run continues; by default a new one."""
     finish_timeout_s: NotRequired[Seconds]
-    """Longest that the end of a run waits for each back end; 10 by default."""
+    """Timeout of each back end at the end of a run, in seconds; 10 by default."""
 
 
 T = TypeVar("T")
 
 
 def validated(schema: type[T], cfg: Any) -> T:
-    """`cfg` as the TypedDict `schema`, unknown keys refused; every complaint about it is in one ConfigError."""
+    """`cfg` as the TypedDict `schema`; unknown keys are refused, and one ConfigError names all problems."""
     try:
-        return TypeAdapter(_strict(schema)).validate_python(cfg)
+        return TypeAdapter(schema).validate_python(cfg)
     except ValidationError as error:
-        raise ConfigError("\n".join(_complaint(schema, problem) for problem in error.errors())) from None
+        lines = [complaint(problem, _all_paths(schema), f"{schema.__name__}.") for problem in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
 
 
-def _strict(schema: Any) -> Any:
-    """The same TypedDict with unknown keys forbidden, of the kind that pydantic accepts before Python 3.12."""
-    fields = {}
-    for key, hint in get_type_hints(schema, include_extras=True).items():
-        hint = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
-        strict_hint = _strict(hint) if is_typeddict(hint) else hint
-        fields[key] = strict_hint if key in schema.__required_keys__ else NotRequired[strict_hint]
-    make: Any = typing_extensions.TypedDict  # type checkers accept only literal fields here
-    return with_config(ConfigDict(extra="forbid"))(make(schema.__name__, fields))
-
-
-def _keys_at(schema: Any, path: Iterable[Any]) -> list[str]:
-    """Known keys of the TypedDict that `path` leads to."""
-    for part in path:
-        hint = get_type_hints(schema)[part]
-        schema = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
-    return list(get_type_hints(schema))
-
-
-def _complaint(schema: type, problem: Any) -> str:
-    key = ".".join(str(part) for part in problem["loc"]) or "the configuration"
-    place = f"{schema.__name__}: {key}"
-    if problem["type"] == "missing":
-        return f"{place} is required but not set; add it"
-    if problem["type"] == "extra_forbidden":
-        meant = closest(str(problem["loc"][-1]), _keys_at(schema, problem["loc"][:-1]))
-        hint = f"did you mean {meant}?" if meant else "remove it or correct its spelling"
-        return f"{place} is not a known key; {hint}"
-    return f"{place}={problem['input']!r} is not valid: {problem['msg']}"
+def _all_paths(schema: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, hint in get_type_hints(schema).items():
+        yield (*above, key)
+        if is_typeddict(hint):
+            yield from _all_paths(hint, (*above, key))

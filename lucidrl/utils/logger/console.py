@@ -1,9 +1,10 @@
-"""What a person sees in the terminal: log lines and samples of the model's text."""
+"""Terminal output: log lines and samples of the model's text."""
 
 from __future__ import annotations
 
 import logging
 import math
+import statistics
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -31,20 +32,18 @@ _ROLE_STYLES = {
     "environment": "bold yellow",
     "tool": "bold yellow",
 }
-# Categories of characters that a terminal acts on instead of showing them: control, format (zero width and writing
-# direction), lone surrogate, line and paragraph separator.
-_ACTED_ON = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+# Categories of characters that a terminal does not show: control, format (zero width and writing direction), lone
+# surrogate, line and paragraph separator.
+_INVISIBLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 
 
 def configure_rich_logging(level: str = "INFO", show_time: bool = True, show_path: bool = True) -> None:
-    """Show log records of this process in the terminal with rich; the first call decides, later ones do nothing.
-
-    A terminal that is gone is no error.
+    """Show log records of this process in the terminal with rich; later calls do nothing. A closed terminal is ignored.
 
     Args:
         level: lowest level shown, such as "DEBUG" or "WARNING".
         show_time: whether each line has its time.
-        show_path: whether each line has the file and line it comes from.
+        show_path: whether each line has its source file and line.
     """
     global _rich_logging_configured
     levels = logging.getLevelNamesMapping()
@@ -55,7 +54,7 @@ def configure_rich_logging(level: str = "INFO", show_time: bool = True, show_pat
     from rich.logging import RichHandler
 
     root = logging.getLogger()
-    # A plain handler on the terminal would print every record a second time; handlers on files are left alone.
+    # A plain handler on the terminal would print every record twice; keep handlers on files.
     for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
         root.removeHandler(handler)
     rich_handler = RichHandler(levels[level.upper()], _log_console(), show_time=show_time, show_path=show_path)
@@ -70,7 +69,7 @@ def _log_console() -> Console:
 
     class LogConsole(Console):
         def on_broken_pipe(self) -> None:
-            """Go on; rich would end the program, but a run matters more than who reads of it."""
+            """Continue; rich would exit the program."""
 
     return LogConsole(stderr=True)
 
@@ -78,38 +77,37 @@ def _log_console() -> Console:
 def print_message_log_samples(
     message_logs: Sequence[Sequence[Mapping[str, Any]]], rewards: Sequence[float], num_samples: int = 5, step: int = 0
 ) -> None:
-    """Print some conversations, the best and the worst among them, and the distribution of all rewards.
+    """Print some samples, including the best and the worst, and the distribution of all rewards.
 
-    Text is printed literally, whatever markup or escape codes it holds, and shortened where it is long. A terminal
-    that cannot be written to is no error.
+    Prints text literally, including markup and escape codes, and shortens long text. A closed terminal is ignored.
 
     Args:
-        message_logs: conversations, each a list of messages with `role` and `content`.
-        rewards: one reward for each of them.
-        num_samples: how many to print.
-        step: step shown in the headings.
+        message_logs: samples, each a list of messages with `role` and `content`.
+        rewards: one reward per sample.
+        num_samples: number of samples to print.
+        step: step for the headings.
     """
     from rich.console import Console
 
     numbers = _numbers(rewards)
     if len(message_logs) != len(numbers):
-        raise DataError(f"{len(message_logs)} message logs came with {len(numbers)} rewards; give one reward for each")
+        raise DataError(f"{len(message_logs)} message logs came with {len(numbers)} rewards; pass one per sample")
     console = Console(markup=False, highlight=False, emoji=False)
     shown = _spread_by_reward(numbers, num_samples)
-    # Written in one piece and by ourselves: rich would end the program when nobody reads its output any more.
+    # Captured and written here: rich would exit the program at a closed terminal.
     with console.capture() as capture:
         console.print(f"Step {step}: {_statistics(numbers)}")
         for line in _histogram(numbers, console.width):
             console.print(line, no_wrap=True)
         for index in shown:
             title = f"{_rank(index, shown, numbers)}, reward {numbers[index]:.4g}, step {step}"
-            console.print(_conversation(message_logs[index], title))
+            console.print(_panel(message_logs[index], title))
     try:
-        # A terminal of another encoding gets question marks in place of what it does not know. Not to `console.file`,
-        # which would write across a progress bar: that one watches sys.stdout.
+        # Question marks replace what the terminal cannot encode. To sys.stdout, which a progress bar redirects, and not
+        # to `console.file`.
         sys.stdout.write(capture.get().encode(console.encoding, "replace").decode(console.encoding))
         sys.stdout.flush()
-    except (OSError, ValueError) as error:  # also one that is closed
+    except (OSError, ValueError) as error:  # ValueError: it is closed
         log.warning("the samples of step %d cannot be printed: %r", step, error)
 
 
@@ -118,11 +116,11 @@ def _numbers(rewards: Any) -> list[float]:
     try:
         return [float(value) for value in values]
     except (TypeError, ValueError) as error:
-        raise DataError(f"rewards must be one number for each sample: {error}") from error
+        raise DataError(f"rewards must be one number per sample: {error}") from error
 
 
 def _spread_by_reward(rewards: Sequence[float], num_samples: int) -> list[int]:
-    """Indices of samples from best to worst, evenly spread over the ranks; NaN ranks below everything."""
+    """Indices of samples from best to worst, evenly spread over the ranking; NaN ranks last."""
     ranked = sorted(
         range(len(rewards)), key=lambda i: -math.inf if math.isnan(rewards[i]) else rewards[i], reverse=True
     )
@@ -133,7 +131,7 @@ def _spread_by_reward(rewards: Sequence[float], num_samples: int) -> list[int]:
 
 
 def _rank(index: int, shown: Sequence[int], rewards: Sequence[float]) -> str:
-    """Name of a sample that is shown; the first is the best of all and, of several, the last the worst."""
+    """Name of a printed sample; the first is the best of all, the last the worst."""
     if len(set(rewards)) > 1:
         if index == shown[0]:
             return f"best sample {index}"
@@ -146,11 +144,8 @@ def _statistics(rewards: Sequence[float]) -> str:
     finite = [reward for reward in rewards if math.isfinite(reward)]
     text = f"{len(rewards)} samples"
     if finite:
-        # In units of the largest, so that no sum and no square overflows.
-        unit = max(map(abs, finite)) or 1.0
-        mean = math.fsum(reward / unit for reward in finite) / len(finite)
-        deviation = math.sqrt(math.fsum((reward / unit - mean) ** 2 for reward in finite) / len(finite))
-        text += f", reward mean {mean * unit:.4g}, std {deviation * unit:.4g}"
+        # Exact sums, which do not overflow.
+        text += f", reward mean {statistics.mean(finite):.4g}, std {statistics.pstdev(finite):.4g}"
         text += f", min {min(finite):.4g}, max {max(finite):.4g}"
     if len(finite) < len(rewards):
         text += f", {len(rewards) - len(finite)} not finite"
@@ -158,8 +153,8 @@ def _statistics(rewards: Sequence[float]) -> str:
 
 
 def _histogram(rewards: Sequence[float], width: int) -> list[str]:
-    """A line for each of a few bins of equal size: where it starts, a bar and the count; none for equal rewards."""
-    # Halved, so that the distance of two rewards is always a float.
+    """One line per bin of equal width: its start, a bar and the count; no lines for equal rewards."""
+    # Half of each reward: differences cannot overflow.
     halves = [reward / 2 for reward in rewards if math.isfinite(reward)]
     lowest, span = min(halves, default=0.0), max(halves, default=0.0) - min(halves, default=0.0)
     if span == 0:
@@ -177,12 +172,12 @@ def _histogram(rewards: Sequence[float], width: int) -> list[str]:
 
 
 def _bar(chars: float) -> str:
-    """A bar in eighths of a character; what is not empty is visible."""
+    """A bar in eighths of a character, visible unless empty."""
     eighths = math.ceil(chars * 8)
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
-def _conversation(messages: Sequence[Mapping[str, Any]], title: str) -> Panel:
+def _panel(messages: Sequence[Mapping[str, Any]], title: str) -> Panel:
     from rich.panel import Panel
     from rich.text import Text
 
@@ -199,12 +194,12 @@ def _conversation(messages: Sequence[Mapping[str, Any]], title: str) -> Panel:
 
 def _append_message(body: Text, message: Mapping[str, Any]) -> None:
     role = message.get("role", "unknown")
-    body.append(f"{_harmless(role)}: ", style=_ROLE_STYLES.get(str(role), "bold"))
-    body.append(_harmless(_readable(message.get("content", ""))) + "\n")
+    body.append(f"{_printable(role)}: ", style=_ROLE_STYLES.get(str(role), "bold"))
+    body.append(_printable(_readable(message.get("content", ""))) + "\n")
 
 
 def _readable(content: Any) -> str:
-    """The text of a message; of a list of parts, as chat formats have it, their texts and the kinds of the others."""
+    """The text of a message; for a list of parts, the texts, and the types of other parts."""
     if content is None:
         return ""
     if not isinstance(content, list | tuple):
@@ -215,7 +210,7 @@ def _readable(content: Any) -> str:
     )
 
 
-def _harmless(value: Any) -> str:
+def _printable(value: Any) -> str:
     text = str(value)
     if len(text) > _MAX_TEXT_CHARS:
         half = _MAX_TEXT_CHARS // 2
@@ -224,6 +219,6 @@ def _harmless(value: Any) -> str:
 
 
 def _visible(char: str) -> str:
-    if char in "\n\t" or unicodedata.category(char) not in _ACTED_ON:
+    if char in "\n\t" or unicodedata.category(char) not in _INVISIBLE:
         return char
     return chr(0x2400 + ord(char)) if char < " " else f"\\u{ord(char):04x}"

@@ -1,4 +1,4 @@
-"""What a logging back end must offer."""
+"""The interface of logging back ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 
 class LoggerInterface(ABC):
-    """A back end that records metrics and hyperparameters; two methods make a complete one."""
+    """A back end for metrics and hyperparameters; only two methods are required."""
 
     @abstractmethod
     def log_metrics(
@@ -22,7 +22,7 @@ class LoggerInterface(ABC):
 
         Args:
             metrics: numbers, 0-d tensors, lists or 1-d tensors of numbers, or nested dictionaries of these.
-            step: step they belong to.
+            step: step of the metrics.
             prefix: names become `prefix/name`.
             step_metric: name of the metric to plot against instead of the step; it gets no prefix.
         """
@@ -32,7 +32,7 @@ class LoggerInterface(ABC):
         """Record the (nested) configuration of the run."""
 
     def log_plot(self, figure: Any, step: int, name: str) -> None:  # noqa: B027 - optional by design
-        """Record a matplotlib figure; a back end without pictures ignores it."""
+        """Record a matplotlib figure; a back end without images ignores it."""
 
     def finish(self) -> None:  # noqa: B027 - optional by design
-        """Write what is pending and close; may be called twice."""
+        """Write pending records and close; may be called twice."""

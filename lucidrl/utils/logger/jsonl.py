@@ -1,4 +1,4 @@
-"""The run's own record: one JSON object a line, readable while the run goes on and after it was killed."""
+"""The run's own record: one JSON object per line, readable during the run and after a kill."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import orjson
 
-from lucidrl.utils.logger.figures import png_of
-from lucidrl.utils.logger.folders import WholeRecords
-from lucidrl.utils.logger.interface import LoggerInterface
-from lucidrl.utils.logger.redact import redacted
-from lucidrl.utils.logger.values import WarnOnce, flatten_dict, jsonable, plain_metrics
+from lucidrl.utils.logger.folders import WholeRecords, whole_file
+from lucidrl.utils.logger.tracker import Tracker
+from lucidrl.utils.logger.values import PlainMetrics, flatten_dict, jsonable
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +23,12 @@ _CHUNK_BYTES = 65536
 _UNSAFE = re.compile(r"[^\w.-]+")
 
 
-class JsonlLogger(LoggerInterface):
-    """Appends `{"step": …, "time": unix seconds, "<prefix>/<name>": value, …}` to a file, one line a call.
+class JsonlLogger(Tracker):
+    """Appends `{"step": …, "time": unix seconds, "<prefix>/<name>": value, …}` to a file, one line per call.
 
-    Metrics that come with a step metric are found by that one, and have no `step`. NaN and infinities become null, with
-    `"<name>.nonfinite"` saying which; inside lists they are null only. Hyperparameters go to `hyperparams.json` beside
-    the file, figures to the folder `plots`. A line left unfinished by a killed process is removed when the file is
-    opened again.
+    A line with a step metric has no `step`. NaN and infinities become null, with the value in `"<name>.nonfinite"`
+    (not inside lists). Hyperparameters go to `hyperparams.json` beside the file, figures to the folder `plots`. Opening
+    the file removes an unfinished last line of a killed process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,24 +36,17 @@ class JsonlLogger(LoggerInterface):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _remove_torn_line(self._path)
         self._file = WholeRecords(self._path)
-        self._warn_once = WarnOnce()
-        self._step_order = _StepOrder(self._warn_once)
+        super().__init__()
+        self._last_step_of: dict[str, int] = {}
 
-    def log_metrics(
-        self,
-        metrics: dict[str, Any],
-        step: int,
-        prefix: Optional[str] = "",  # noqa: UP045
-        step_metric: Optional[str] = None,  # noqa: UP045
-    ) -> None:
-        plain = plain_metrics(metrics, prefix, step_metric, self._warn_once)
-        self._step_order.note(plain, int(step))
-        # What has an axis of its own (seconds, say) must not be mistaken for a training step.
-        record: dict[str, Any] = {} if step_metric in plain else {"step": int(step)}
+    def _write_metrics(self, metrics: PlainMetrics, step: int, step_metric: str | None) -> None:
+        # Metrics with a separate axis, such as seconds, must not be mistaken for those of a training step.
+        record: dict[str, Any] = {} if step_metric in metrics else {"step": step}
         record["time"] = time.time()
-        for name, value in plain.items():
+        for name, value in metrics.items():
+            self._check_order(name, step)
             if name in _OWN_FIELDS:
-                self._warn_once(name, "metric %s is not logged: every line has its own; give it a prefix", name)
+                self._warn_once(name, "metric %s is not logged: the name is reserved; use a prefix", name)
                 continue
             record[name] = value
             if isinstance(value, float) and not math.isfinite(value):
@@ -65,59 +54,39 @@ class JsonlLogger(LoggerInterface):
         # Non-finite numbers are written as null.
         self._file.append(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE))
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Replace `hyperparams.json`; what a resumed run changes is shown in the log."""
-        flat = jsonable(flatten_dict(redacted(params)))
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
+        """Replace `hyperparams.json`; log the changes of a resumed run."""
+        flat = jsonable(flatten_dict(params))
         path = self._path.with_name("hyperparams.json")
-        _show_changes(_read_object(path), flat)
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_bytes(orjson.dumps(flat, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-        unfinished.replace(path)
+        _log_changes(path, flat)
+        with whole_file(path) as file:
+            file.write(orjson.dumps(flat, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
+    def _write_png(self, png: bytes, step: int, name: str) -> None:
         *folders, stem = (_UNSAFE.sub("_", part).strip(".") or "_" for part in name.split("/"))
         folder = self._path.with_name("plots").joinpath(*folders)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{stem}_{int(step)}.png").write_bytes(png_of(figure))
+        (folder / f"{stem}_{step}.png").write_bytes(png)
 
     def finish(self) -> None:
         self._file.close()
 
-
-class _StepOrder:
-    """Says once if a metric comes twice for a step or goes back; both values are recorded all the same."""
-
-    def __init__(self, warn_once: WarnOnce) -> None:
-        self._warn_once = warn_once
-        self._last_step_of: dict[str, int] = {}
-
-    def note(self, names: Iterable[str], step: int) -> None:
-        last_step_of = self._last_step_of
-        for name in names:
-            last = last_step_of.get(name)
-            if last is not None and step <= last:
-                self._complain(name, step, last)
-            last_step_of[name] = step
-
-    def _complain(self, name: str, step: int, last: int) -> None:
+    def _check_order(self, name: str, step: int) -> None:
+        """Warn once if a metric occurs twice for a step, and once if its steps go back."""
+        last = self._last_step_of.get(name, -math.inf)
+        self._last_step_of[name] = step
+        if step > last:
+            return
         how = "twice" if step == last else f"after step {last}"
-        self._warn_once(
-            how.split()[0],
-            "metric %s came %s for step %d; all values are kept, the later line counts (said once)",
-            name, how, step,
-        )  # fmt: skip
+        message = "metric %s came %s for step %d; all values are kept, the later line counts (logged once)"
+        self._warn_once(how.split()[0], message, name, how, step)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _log_changes(path: Path, now: dict[str, Any]) -> None:
+    """Warn about hyperparameters that differ from those in the file."""
     try:
-        found = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _show_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
-    if not before:
+        before = dict(orjson.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):  # no file, or not one of ours
         return
     changes = [
         f"{name}: {before.get(name, 'unset')} -> {now.get(name, 'unset')}"
@@ -129,7 +98,7 @@ def _show_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def _remove_torn_line(path: Path) -> None:
-    """Cut `path` after its last newline, reading backwards so that the size of the file does not matter."""
+    """Cut `path` after its last newline; reads from the end, because the file may be large."""
     if not path.exists():
         return
     with path.open("rb+") as file:

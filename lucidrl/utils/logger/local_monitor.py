@@ -1,4 +1,4 @@
-"""The use of this machine, without Ray."""
+"""Monitors this machine, without Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 _FIRST_CPU_WINDOW_S = 0.1
 
-# What is read of a GPU: (pynvml, its handle) → value.
+# Readings of a GPU: (pynvml, its handle) → value.
 _GPU_METRICS: dict[str, Callable[[Any, Any], Any]] = {
     "util": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
     "mem_gb": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / BYTES_PER_GB,
@@ -26,9 +26,9 @@ _GPU_SKU: dict[str, Callable[[Any, Any], Any]] = {"type": lambda nvml, gpu: nvml
 
 
 class LocalMonitorLogger(Monitor):
-    """Looks at this machine, as node 0: CPU and memory always, NVIDIA GPUs where `pynvml` and a driver are installed.
+    """Monitors this machine as node 0: CPU and memory, and all NVIDIA GPUs if `pynvml` and a driver are installed.
 
-    All GPUs of the machine are seen, numbered as NVML numbers them, whichever of them this process may use.
+    GPUs have the numbers of NVML, whichever of them this process may use.
     """
 
     _cpu_thread: int | None = None
@@ -47,32 +47,26 @@ class LocalMonitorLogger(Monitor):
         return found
 
     def _cpu_percent(self) -> float:
-        """Use of all cores since the last look.
-
-        psutil remembers a previous call for each thread; the first one of a thread has none, and measures a moment.
-        """
+        """Use of all cores since the last call; psutil keeps that per thread, so the first call measures a moment."""
         is_first = self._cpu_thread != threading.get_ident()
         self._cpu_thread = threading.get_ident()
         return psutil.cpu_percent(interval=_FIRST_CPU_WINDOW_S if is_first else None)
 
     @cached_property
     def _nvml(self) -> Any | None:
-        """The module `pynvml`, initialised; None where there are no NVIDIA GPUs to be read."""
+        """The module `pynvml`, initialised; None without it or without a driver."""
         try:
             import pynvml
-        except ImportError as error:
-            log.debug("GPUs are not monitored: %s", error)
-            return None
-        try:
+
             pynvml.nvmlInit()
-        except pynvml.NVMLError as error:
+        except Exception as error:  # ImportError, or an error class of pynvml
             log.debug("GPUs are not monitored: %s", error)
             return None
         return pynvml
 
 
 def _read_gpu(nvml: Any, index: int, readings: dict[str, Callable[[Any, Any], Any]]) -> dict[str, Any]:
-    """The readings of one GPU; those that it does not support (such as use under MIG) are left out."""
+    """The readings of one GPU, without those that it does not support (such as utilization under MIG)."""
     found: dict[str, Any] = {}
     with suppress(nvml.NVMLError):
         gpu = nvml.nvmlDeviceGetHandleByIndex(index)

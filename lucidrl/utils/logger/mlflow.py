@@ -1,4 +1,4 @@
-"""MLflow gets a copy of the run, on a server or in a local database."""
+"""Copies the run to MLflow, on a server or in a local database."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from lucidrl.utils.imports import require_package
 from lucidrl.utils.logger.config import MlflowConfig, validated
-from lucidrl.utils.logger.figures import png_of
-from lucidrl.utils.logger.interface import LoggerInterface
-from lucidrl.utils.logger.redact import redacted
-from lucidrl.utils.logger.values import Scalar, WarnOnce, flatten_dict, metric_name, plain_metrics, printable
+from lucidrl.utils.logger.tracker import Tracker
+from lucidrl.utils.logger.values import PlainMetrics, Scalar, flatten_dict, metric_name, printable
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -35,14 +33,12 @@ _MAX_VALUE_CHARS = 6000
 _REFUSED_CHARS = re.compile(r"[^\w./ -]")
 
 
-class MlflowLogger(LoggerInterface):
+class MlflowLogger(Tracker):
     """Sends scalars, hyperparameters (flattened) and figures to a run of MLflow.
 
-    MLflow knows no histograms: a list becomes `<name>.mean`, `<name>.min` and `<name>.max` of its finite values. It
-    plots against the step only. Characters that it refuses in names become "_". A hyperparameter keeps its first
-    value, as MLflow demands; the tag `changed.<name>` tells of another one that a resumed run came with.
-
-    MLflow waits long for a server (see its MLFLOW_HTTP_REQUEST_TIMEOUT and MLFLOW_HTTP_REQUEST_MAX_RETRIES).
+    MLflow has no histograms: a list becomes `<name>.mean`, `<name>.min` and `<name>.max` of its finite values. It plots
+    against the step only. Characters that it refuses in names become "_". It cannot change a hyperparameter: if a
+    resumed run does, the tag `changed.<name>` holds both values.
 
     Args:
         cfg: see `MlflowConfig`.
@@ -55,43 +51,34 @@ class MlflowLogger(LoggerInterface):
         from mlflow import MlflowClient
 
         cfg = validated(MlflowConfig, cfg)
-        self._warn_once = WarnOnce()
+        super().__init__()
         folder = Path(log_dir).absolute() if log_dir else None
         store, artifacts = cfg.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI"), None
         if folder and not store:
             folder.mkdir(parents=True, exist_ok=True)
             store, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
-        # A client of our own, so that the user's active run and tracking URI stay as they are.
+        # A separate client keeps the user's active run and tracking URI unchanged.
         self._client = MlflowClient(tracking_uri=store)
         experiment_id = _experiment_id(self._client, cfg.get("experiment_name", "lucidrl"), artifacts)
         name = cfg.get("run_name") or (folder.parent.name if folder else None)
         self.run_id = _run_id(self._client, experiment_id, cfg.get("id") or uuid.uuid4().hex, name)
-        """MLflow's own id of the run."""
+        """MLflow's id of the run."""
         self._is_finished = False
 
-    def log_metrics(
-        self,
-        metrics: dict[str, Any],
-        step: int,
-        prefix: Optional[str] = "",  # noqa: UP045
-        step_metric: Optional[str] = None,  # noqa: UP045
-    ) -> None:
+    def _write_metrics(self, metrics: PlainMetrics, step: int, step_metric: str | None) -> None:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        entities = [
-            Metric(_accepted_name(name), float(value), now_ms, int(step))
-            for name, value in _scalars(plain_metrics(metrics, prefix, step_metric, self._warn_once))
-        ]
+        entities = [Metric(_accepted_name(name), float(value), now_ms, step) for name, value in _scalars(metrics)]
         for batch in _batches(entities, _MAX_METRICS_PER_CALL):
             self._client.log_batch(self.run_id, metrics=batch)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
         from mlflow.entities import Param, RunTag
 
         recorded = self._client.get_run(self.run_id).data.params
         new_params, changes = [], []
-        for key, value in flatten_dict(redacted(params)).items():
+        for key, value in flatten_dict(params).items():
             name, text = _accepted_name(key), printable(str(value))[:_MAX_VALUE_CHARS]
             if name not in recorded:
                 new_params.append(Param(name, text))
@@ -103,12 +90,12 @@ class MlflowLogger(LoggerInterface):
         for tags_batch in _batches(changes, _MAX_PARAMS_PER_CALL):
             self._client.log_batch(self.run_id, tags=tags_batch)
 
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
+    def _write_png(self, png: bytes, step: int, name: str) -> None:
         from PIL import Image
 
-        picture = Image.open(io.BytesIO(png_of(figure)))
+        picture = Image.open(io.BytesIO(png))
         key = _accepted_name(name.encode("ascii", "replace").decode())  # stricter here than for metrics
-        self._client.log_image(self.run_id, picture, key=key, step=int(step), synchronous=True)
+        self._client.log_image(self.run_id, picture, key=key, step=step, synchronous=True)
 
     def finish(self) -> None:
         if not self._is_finished:
@@ -117,23 +104,21 @@ class MlflowLogger(LoggerInterface):
 
 
 def _keep_quiet() -> None:
-    """Keep MLflow from the terminal and from the network, as far as it is not asked; call this before its import."""
-    # It would report the use of its functions to its makers, with an id that it stores in the home folder.
+    """Turn off MLflow's telemetry and its output to the terminal; call before its import."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # It prints where a run is, announces that it makes tables, and shows a traceback for each error of the database,
-    # all of which it raises too.
+    # It prints the URL of a run, the creation of tables, and the traceback of each database error that it raises.
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     logging.getLogger("urllib3.connectionpool").addFilter(_is_no_retry)
 
 
 def _is_no_retry(record: logging.LogRecord) -> bool:
-    """False of a further try to reach an MLflow server; that it failed in the end is told once, by whoever called."""
+    """False for the retries of a call to an MLflow server; the caller logs the final error."""
     return not (str(record.msg).startswith("Retrying (") and "/mlflow" in record.getMessage().rpartition(": ")[2])
 
 
 def _experiment_id(client: MlflowClient, name: str, artifacts: str | None) -> str:
-    """The experiment of that name, made if there is none."""
+    """Id of the experiment with this name, created if needed."""
     from mlflow.exceptions import MlflowException
 
     experiment = client.get_experiment_by_name(name)
@@ -141,14 +126,14 @@ def _experiment_id(client: MlflowClient, name: str, artifacts: str | None) -> st
         try:
             return client.create_experiment(name, artifact_location=artifacts)
         except MlflowException:
-            experiment = client.get_experiment_by_name(name)  # another run may have been faster
+            experiment = client.get_experiment_by_name(name)  # another run may have created it
             if experiment is None:
                 raise
     return experiment.experiment_id
 
 
 def _run_id(client: MlflowClient, experiment_id: str, own_id: str, name: str | None) -> str:
-    """MLflow's id of the run that is tagged with ours: one to continue, or a new one."""
+    """MLflow's id of the run with our tag: one to continue, or a new one."""
     found = client.search_runs([experiment_id], f"tags.`{_ID_TAG}` = '{own_id}'", max_results=1)
     if found:
         client.update_run(found[0].info.run_id, status="RUNNING")
@@ -167,7 +152,7 @@ def _scalars(metrics: Mapping[str, Scalar | list[Scalar]]) -> Iterator[tuple[str
 
 
 def _accepted_name(name: str) -> str:
-    """`name` as MLflow accepts it: of few kinds of characters, and without dots or slashes at its start."""
+    """`name` with only the characters that MLflow accepts, and no dots or slashes at its start."""
     return _REFUSED_CHARS.sub("_", metric_name(name)).lstrip("./") or "_"
 
 

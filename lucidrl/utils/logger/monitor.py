@@ -1,4 +1,4 @@
-"""What both monitors of the machines share: the thread that looks at them, and handing over what it saw."""
+"""The base of both monitors: a thread that collects snapshots of the machines and logs them."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ log = logging.getLogger(__name__)
 BYTES_PER_GB = 1024**3
 
 _MOST_SNAPSHOTS = 10_000
-_SHORTEST_DEADLINE_S, _LONGEST_DEADLINE_S = 1.0, 5.0
+_MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 1.0, 5.0
 
 
 class GpuMetricSnapshot(TypedDict):
-    """What one look at the machines found."""
+    """The metrics of the machines at one moment."""
 
     step: int
-    """Milliseconds since the monitor was first started; every snapshot has a larger one than the last."""
+    """Milliseconds since the first start of the monitor; strictly increasing."""
     metrics: dict[str, Any]
     """Numbers by name, without prefix."""
 
 
 class Monitor(ABC):
-    """Looks at the machines in a daemon thread and hands what it saw to a logger.
+    """Collects snapshots of the machines in a daemon thread and sends them to a logger.
 
-    On every node i: `node.{i}.cpu.util` (percent of all cores), `node.{i}.mem_gb` and `node.{i}.mem_total_gb`; on each
-    of its GPUs j: `node.{i}.gpu.{j}.util` (percent) and `node.{i}.gpu.{j}.mem_gb`. A GB is 1024**3 bytes. The models
-    of the GPUs, `node.{i}.gpu.{j}.type`, are text and no metrics: the log names them when they are first seen.
+    Per node i: `node.{i}.cpu.util` (percent of all cores), `node.{i}.mem_gb`, `node.{i}.mem_total_gb`; per GPU j of it:
+    `node.{i}.gpu.{j}.util` (percent), `node.{i}.gpu.{j}.mem_gb`. A GB is 1024**3 bytes. GPU models,
+    `node.{i}.gpu.{j}.type`, are text: they are logged once instead.
 
-    A look that fails costs a warning and that look. May be started and stopped repeatedly; steps go on.
+    A failed collection logs one warning. The monitor may be started and stopped repeatedly; steps continue.
 
     Args:
-        collection_interval: seconds between two looks.
-        flush_interval: seconds between handing snapshots to the parent.
-        metric_prefix: prefix of all names but the step metric's.
-        step_metric: full name of the metric that holds the seconds since the monitor was first started.
-        parent_logger: gets the snapshots; may be a weak proxy, and the monitor ends with what it stands for. Without
-            one, the latest 10,000 snapshots stay in `metrics_buffer`.
+        collection_interval: seconds between two snapshots.
+        flush_interval: seconds between sending snapshots to the parent.
+        metric_prefix: prefix of all names except the step metric's.
+        step_metric: full name of the metric with the seconds since the first start.
+        parent_logger: gets the snapshots; if it is a weak proxy, the monitor stops when its logger is deleted.
+            Without a parent, the latest 10,000 snapshots stay in `metrics_buffer`.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Monitor(ABC):
             GPUMonitoringConfig, {"collection_interval": collection_interval, "flush_interval": flush_interval}
         )
         self.metrics_buffer: deque[GpuMetricSnapshot] = deque(maxlen=_MOST_SNAPSHOTS)
-        """Snapshots that were not handed over yet, oldest first."""
+        """Snapshots not sent yet, oldest first."""
         self._collection_interval_s = intervals["collection_interval"]
         self._flush_interval_s = intervals["flush_interval"]
-        self._timeout_s = min(max(self._collection_interval_s, _SHORTEST_DEADLINE_S), _LONGEST_DEADLINE_S)
+        self._timeout_s = min(max(self._collection_interval_s, _MIN_TIMEOUT_S), _MAX_TIMEOUT_S)
         self._metric_prefix = metric_prefix
         self._step_metric = step_metric
         self._parent_logger = parent_logger
@@ -71,7 +71,7 @@ class Monitor(ABC):
         self._stopping = threading.Event()
         self._first_start_s: float | None = None
         self._last_step = -1
-        self._gpu_types: dict[str, str] = {}
+        self._seen_gpus: set[str] = set()
         self._warn_once = WarnOnce()
         # Reentrant: a forgotten logger may be garbage-collected, and stop its monitor, at any point of any thread.
         self._lock = threading.RLock()
@@ -79,39 +79,38 @@ class Monitor(ABC):
 
     @abstractmethod
     def _collect(self, metrics: bool = False, sku: bool = False) -> dict[str, Any]:
-        """What there is to see now: the metrics, the models of the GPUs, or both; within `_timeout_s`."""
+        """Collect the metrics, the GPU models, or both, within `_timeout_s`."""
 
     def _check(self) -> None:  # noqa: B027 - optional by design
-        """Refuse to start where nothing could be seen."""
+        """Raise ConfigError if the monitor cannot work here."""
 
     def start(self) -> None:
-        """Begin to look, at once and then at every interval; a monitor that runs already goes on as it is."""
+        """Start collecting, now and then at every interval; does nothing if it already runs."""
         self._check()
         with self._lock:
             if self._thread is not None and self._thread.is_alive():
-                log.debug("%s is running already", type(self).__name__)
                 return
             if self._first_start_s is None:
                 self._first_start_s = time.monotonic()
-            # A thread that an earlier `stop` gave up on keeps its own event, and cannot come back to life.
+            # A new event: a thread that an earlier `stop` abandoned must not resume.
             self._stopping = threading.Event()
             self._thread = threading.Thread(target=self._collection_loop, name="lucidrl-monitor", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, waiting no longer than a look may take, and hand over the rest; may be called twice."""
+        """End the thread, waiting at most `_timeout_s`, and send the rest; may be called twice."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._stopping.set()
-        # It is the monitor's own thread if that held the last reference to the parent.
+        # The monitor's thread itself calls this if it held the last reference to the parent.
         if thread is not None and thread is not threading.current_thread():
             thread.join(self._timeout_s)
         self.flush()
 
     def flush(self) -> None:
-        """Hand the snapshots to the parent logger, in order.
+        """Send the snapshots to the parent logger, in order; if it raises, the rest stays for the next flush.
 
-        If it raises, what it did not take stays for the next time. While another thread flushes, nothing is done here.
+        Does nothing while another thread flushes.
         """
         parent = self._parent_logger
         if parent is None or not self._flushing.acquire(blocking=False):
@@ -122,49 +121,43 @@ class Monitor(ABC):
                 metrics = snapshot["metrics"] | {self._step_metric: snapshot["step"] / 1000}
                 parent.log_metrics(metrics, snapshot["step"], self._metric_prefix, self._step_metric)
                 with self._lock:
-                    if self.metrics_buffer[0] is snapshot:  # else it has just fallen out of a full buffer
+                    if self.metrics_buffer[0] is snapshot:  # else a full buffer has just dropped it
                         self.metrics_buffer.popleft()
-        except ReferenceError:  # the logger behind the proxy is gone, and nobody will stop us
+        except ReferenceError:  # the logger behind the proxy was deleted
             self._stopping.set()
         except Exception as error:
-            self._warn_once("flush", "the use of the machines waits to be recorded, the logger failed: %r", error)
+            self._warn_once("flush", "machine metrics are kept for later, the logger failed: %r", error)
         finally:
             self._flushing.release()
 
     def _collection_loop(self) -> None:
-        """Look, hand over when it is time, and wait; until stopped."""
+        """Collect, flush when due, wait; until stopped."""
         stopping = self._stopping
         next_flush_s = time.monotonic() + self._flush_interval_s
         while not stopping.is_set():
-            look_s = time.monotonic()
-            self._look()
+            start_s = time.monotonic()
+            self._take_snapshot()
             if time.monotonic() >= next_flush_s:
                 self.flush()
                 next_flush_s += self._flush_interval_s
-            stopping.wait(max(0.0, look_s + self._collection_interval_s - time.monotonic()))
+            stopping.wait(max(0.0, start_s + self._collection_interval_s - time.monotonic()))
 
-    def _look(self) -> None:
-        """Add a snapshot, if there is anything to see."""
+    def _take_snapshot(self) -> None:
+        """Collect, announce new GPU models, and add the metrics to the buffer."""
+        assert self._first_start_s is not None
         try:
             found = self._collect(metrics=True, sku=True)
-        except Exception as error:  # whatever a driver or a cluster may raise, the next look may do better
-            self._warn_once("collect", "the use of the machines cannot be seen for now: %r", error)
+        except Exception as error:  # any error of a driver or a cluster; the next collection may work
+            self._warn_once("collect", "machine metrics cannot be read for now: %r", error)
             return
         gpu_types = {name: value for name, value in found.items() if isinstance(value, str)}
         metrics = {name: value for name, value in found.items() if name not in gpu_types}
-        self._announce(gpu_types)
-        if metrics:
-            self._add_snapshot(metrics)
-
-    def _announce(self, gpu_types: dict[str, str]) -> None:
-        new = {name: gpu_type for name, gpu_type in gpu_types.items() if name not in self._gpu_types}
-        if new:
-            self._gpu_types |= new
-            counts = Counter(new.values())
-            log.info("GPUs seen: %s", ", ".join(f"{count} x {gpu_type}" for gpu_type, count in counts.items()))
-
-    def _add_snapshot(self, metrics: dict[str, Any]) -> None:
-        assert self._first_start_s is not None
+        if new_types := [gpu_type for name, gpu_type in gpu_types.items() if name not in self._seen_gpus]:
+            self._seen_gpus |= gpu_types.keys()
+            counts = ", ".join(f"{count} x {gpu_type}" for gpu_type, count in Counter(new_types).items())
+            log.info("GPUs seen: %s", counts)
+        if not metrics:
+            return
         with self._lock:
             if len(self.metrics_buffer) == _MOST_SNAPSHOTS and self._parent_logger is not None:
                 self._warn_once("full", "the oldest of %d unrecorded snapshots are dropped", _MOST_SNAPSHOTS)
@@ -177,5 +170,5 @@ class Monitor(ABC):
         return self._collect(metrics=True)
 
     def _collect_gpu_sku(self) -> dict[str, str]:
-        """The models of the GPUs of all nodes."""
+        """The GPU models of all nodes."""
         return self._collect(sku=True)

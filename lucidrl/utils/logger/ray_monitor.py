@@ -1,15 +1,14 @@
-"""The use of every node of a Ray cluster, read from the metrics that Ray itself exports."""
+"""Monitors every node of a Ray cluster with the metrics that Ray exports."""
 
 from __future__ import annotations
 
 import asyncio
-import io
+import email
 import math
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from http.client import parse_headers
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -20,7 +19,7 @@ from lucidrl.utils.logger.monitor import BYTES_PER_GB, Monitor
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
-# Ray's name → our name, and what to divide by: node memory is in bytes, GPU memory in units of 1024**2 bytes.
+# Ray's name → our name and divisor: node memory is in bytes, GPU memory in units of 1024**2 bytes.
 _NODE_METRICS = {
     "ray_node_cpu_utilization": ("cpu.util", 1),
     "ray_node_mem_used": ("mem_gb", BYTES_PER_GB),
@@ -32,20 +31,19 @@ _GPU_METRICS = {
 }
 _WANTED_LINE = re.compile(rf"^[ \t]*(?:{'|'.join(_NODE_METRICS | _GPU_METRICS)})[ \t{{].*\n", re.MULTILINE)
 _HEAD_RESOURCE = "node:__internal_head__"
-_MOST_PAGE_BYTES = 16 * 1024**2
+_MOST_REPLY_BYTES = 16 * 1024**2
 
 
 class RayGpuMonitorLogger(Monitor):
-    """Looks at all nodes of the Ray cluster that this process is connected to.
+    """Monitors all nodes of the Ray cluster that this process is connected to.
 
-    Node 0 is the head, the others are numbered as they first appear; a number is never given to another node. Nodes
-    are asked at the same time. One that gives no usable answer within the interval (at least 1, at most 5 seconds) is
-    left out of that look, and warned about once.
+    Node 0 is the head; the others are numbered as they appear, and numbers are never reused. A node that returns no
+    valid page within the interval (at least 1, at most 5 seconds) is left out of that snapshot, with one warning.
     """
 
     @cached_property
     def _indices(self) -> dict[str, int]:
-        """Numbers of the nodes seen so far, by their ids."""
+        """Number of each node so far, by its id."""
         return {}
 
     def _check(self) -> None:
@@ -54,10 +52,7 @@ class RayGpuMonitorLogger(Monitor):
         import ray
 
         if not ray.is_initialized():
-            raise ConfigError(
-                "RayGpuMonitorLogger cannot start: Ray is not initialised; call ray.init() before, "
-                "or use LocalMonitorLogger for this machine alone"
-            )
+            raise ConfigError("Ray is not initialised; call ray.init() first, or use LocalMonitorLogger")
 
     def _collect(self, metrics: bool = False, sku: bool = False) -> dict[str, Any]:
         def parse(sample: Sample, node_idx: int) -> dict[str, Any]:
@@ -66,13 +61,13 @@ class RayGpuMonitorLogger(Monitor):
 
         addresses = self._metric_addresses()
 
-        async def ask_all() -> list[dict[str, Any]]:
-            return await asyncio.gather(*(self._ask(*node, parse) for node in addresses.items()))
+        async def query_all() -> list[dict[str, Any]]:
+            return await asyncio.gather(*(self._query(*node, parse) for node in addresses.items()))
 
-        return {name: value for of_node in asyncio.run(ask_all()) for name, value in of_node.items()}
+        return {name: value for of_node in asyncio.run(query_all()) for name, value in of_node.items()}
 
     def _metric_addresses(self) -> dict[int, str]:
-        """`host:port` of the metrics of each node that is alive, by the number of the node."""
+        """`host:port` of the metrics of each live node, by its number."""
         import ray
 
         nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -82,10 +77,10 @@ class RayGpuMonitorLogger(Monitor):
     def _fetch_and_parse_metrics(
         self, node_idx: int, metric_address: str, parser_fn: Callable[[Sample, int], dict[str, Any]]
     ) -> dict[str, Any]:
-        """What `parser_fn` makes of the samples of one node; nothing if the node does not give them in time."""
-        return asyncio.run(self._ask(node_idx, metric_address, parser_fn))
+        """The results of `parser_fn` for the samples of one node; empty if the node does not send them in time."""
+        return asyncio.run(self._query(node_idx, metric_address, parser_fn))
 
-    async def _ask(
+    async def _query(
         self, node_idx: int, metric_address: str, parser_fn: Callable[[Sample, int], dict[str, Any]]
     ) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -94,20 +89,14 @@ class RayGpuMonitorLogger(Monitor):
                 page = await _fetch_page(metric_address)
             for sample in _wanted_samples(page):
                 found |= parser_fn(sample, node_idx)
-        except Exception as error:  # whatever answers at that address may break the parser in any way
-            self._warn_once(
-                f"node {node_idx}",
-                "node %d at %s gave no metrics within %g s: %r",
-                node_idx,
-                metric_address,
-                self._timeout_s,
-                error,
-            )
+        except Exception as error:  # any server at that address may break the parser in any way
+            message = "node %d at %s sent no metrics within %g s: %r"
+            self._warn_once(f"node {node_idx}", message, node_idx, metric_address, self._timeout_s, error)
             return {}
         return found
 
     def _parse_metric(self, sample: Sample, node_idx: int) -> dict[str, Any]:
-        """The metric that a sample stands for, if it is one of ours and has the labels it should."""
+        """The metric of a sample; empty for other samples and for missing labels."""
         if not math.isfinite(sample.value):
             return {}
         if sample.name in _NODE_METRICS:
@@ -120,13 +109,13 @@ class RayGpuMonitorLogger(Monitor):
         return {f"node.{node_idx}.gpu.{gpu_index}.{name}": sample.value / divisor}
 
     def _parse_gpu_sku(self, sample: Sample, node_idx: int) -> dict[str, str]:
-        """The model of GPU that a sample names, if it does."""
+        """The GPU model of a sample, if it has one."""
         gpu_index, gpu_type = _gpu_index(sample), sample.labels.get("GpuDeviceName")
         return {f"node.{node_idx}.gpu.{gpu_index}.type": gpu_type} if gpu_index is not None and gpu_type else {}
 
 
 def _gpu_index(sample: Sample) -> int | None:
-    """Number of the GPU on its node that the sample is about, if it is about one."""
+    """Number of the sample's GPU on its node, if it has one."""
     label = sample.labels.get("GpuIndex", "")
     return int(label) if sample.name in _GPU_METRICS and label.isascii() and label.isdecimal() else None
 
@@ -137,11 +126,7 @@ def _address(node: Mapping[str, Any]) -> str:
 
 
 def _wanted_samples(page: str) -> Iterator[Sample]:
-    """The samples of the metrics that are read here.
-
-    Only their lines are parsed: a page holds hundreds of kilobytes, and the parser is slow. A last line without its end
-    may hold half a number, and is left out.
-    """
+    """The samples of our metrics. Parses only their lines, because the parser is slow, and no line without its end."""
     from prometheus_client.parser import text_string_to_metric_families
 
     for family in text_string_to_metric_families("".join(_WANTED_LINE.findall(page))):
@@ -149,45 +134,32 @@ def _wanted_samples(page: str) -> Iterator[Sample]:
 
 
 async def _fetch_page(address: str) -> str:
-    """The page `http://<address>/metrics`; a caller that stops waiting leaves nothing behind.
+    """The page `http://<address>/metrics`; cancelling the call closes the connection.
 
-    An own client, because the usual ones limit each read and not the whole, and follow redirects and proxies. Nodes are
-    addressed by number: no name is looked up, which could not be given up in time.
+    The usual clients limit each read instead of the whole, and follow redirects and proxies. Nodes have numeric
+    addresses: a name lookup could not be cancelled.
     """
     place = urlsplit(f"//{address}")
     reader, writer = await asyncio.open_connection(place.hostname, place.port, flags=socket.AI_NUMERICHOST)
     try:
         writer.write(f"GET /metrics HTTP/1.0\r\nHost: {address}\r\nAccept: text/plain\r\n\r\n".encode())
-        size_bytes = _page_size(await reader.readuntil(b"\r\n\r\n"))
-        page = await (_read_all(reader) if size_bytes is None else reader.readexactly(size_bytes))
-        return page.decode()
+        reply = bytearray()
+        while chunk := await reader.read(1024**2):
+            reply += chunk
+            if len(reply) > _MOST_REPLY_BYTES:
+                raise ValueError(f"the reply has more than {_MOST_REPLY_BYTES} bytes")
+        return _page(bytes(reply))
     finally:
         writer.transport.abort()
 
 
-async def _read_all(reader: asyncio.StreamReader) -> bytes:
-    page = bytearray()
-    while chunk := await reader.read(1024**2):
-        page += chunk
-        if len(page) > _MOST_PAGE_BYTES:
-            raise ValueError(f"the page has more than {_MOST_PAGE_BYTES} bytes")
-    return bytes(page)
-
-
-def _page_size(head: bytes) -> int | None:
-    """Length of the page that follows the head of a response, None if it goes on to the end of the connection.
-
-    Refused if it is no page of metrics, or too long.
-    """
+def _page(reply: bytes) -> str:
+    """The body of an HTTP reply; ValueError unless it is a complete page of metrics."""
+    head, end, body = reply.partition(b"\r\n\r\n")
     status, _, fields = head.partition(b"\r\n")
-    if status.split()[1:2] != [b"200"]:
-        raise ValueError(f"the answer is {status[:80]!r}, not a page")
-    headers = parse_headers(io.BytesIO(fields))
-    if headers.get_content_type() != "text/plain":  # also what it is taken for where nothing is said
-        raise ValueError(f"the page is {headers.get_content_type()}, not metrics in text/plain")
-    length = headers.get("Content-Length")
-    if length is None:
-        return None
-    if not length.isdecimal() or int(length) > _MOST_PAGE_BYTES:
-        raise ValueError(f"the page has {length!r} bytes, at most {_MOST_PAGE_BYTES} are read")
-    return int(length)
+    headers = email.message_from_bytes(fields)  # without a content type it assumes text/plain
+    if not end or status.split()[1:2] != [b"200"] or headers.get_content_type() != "text/plain":
+        raise ValueError(f"the reply is no page of metrics: {head[:200]!r}")
+    if headers.get("Content-Length", str(len(body))) != str(len(body)):
+        raise ValueError(f"the page has {len(body)} bytes instead of {headers['Content-Length']}")
+    return body.decode()

@@ -1,4 +1,4 @@
-"""Hyperparameters without secrets: what a tracker shows to a whole team must not hold anybody's password."""
+"""Find and redact secrets in settings: trackers show hyperparameters to a whole team."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
@@ -14,31 +14,31 @@ from urllib.parse import quote
 
 REDACTED = "<redacted>"
 
-_MIN_SECRET_CHARS = 8  # shorter values of variables ("1", "yes") would be found in harmless text
-_MAX_DEPTH = 100  # no configuration is deeper, and what records it may recurse
+_MIN_SECRET_CHARS = 8  # shorter values ("1", "yes") occur in ordinary text
+_MAX_DEPTH = 100  # deeper than any configuration; back ends may recurse
 
-# Which names are those of secrets, with words in lower case and "_" between them.
+# Names of secrets, in lower case with "_" between words.
 _CAMEL_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _SECRET_NAME = re.compile(
     r"secret|passw(or)?d|passphrase|passcode|credential|pwd\d*(_|$)|(^|_)(pw|pat)\d*$"
     r"|(^|_)(o?auth2?|authorization|bearer)(_|$)|(^|_)(api|access|refresh|hf|github|wandb)_?tokens$"
     r"|(api|access|private|ssh)_?keys?\d*(_|$)"
-    # Any other key is a secret only if it says what it opens: most of them sort, join or name something.
+    # Any other key is a secret only with one of these words: most keys sort, join or name something.
     r"|(^|_)(account|admin|aes|anthropic|aws|azure|client|cohere|comet|decryption|deepseek|deploy|encryption|gcp|gemini"
     r"|github|gitlab|google|gpg|groq|hf|hmac|huggingface|jwt|license|master|mistral|neptune|ngc|nvidia|openai|openrouter"
     r"|root|rsa|s3|service|session|shared|signing|slack|ssl|stripe|subscription|tls|wandb|webhook)_?keys?\d*$"
 )
-_WORKING_DIRECTORIES = ("PWD", "OLDPWD")  # what every shell sets
-# A token is a secret unless it is one of a vocabulary (`eos_token`) or one that is counted (`loss_per_token`).
+_WORKING_DIRECTORIES = ("PWD", "OLDPWD")  # set by every shell
+# A token is a secret unless it is of a vocabulary (`eos_token`) or counted (`loss_per_token`).
 _TOKEN_NAME = re.compile(r"(?:^|_)([^_]*?)_?token_?\d*$")
 _HARMLESS_TOKEN_NAME = re.compile(
     "pad|eos|bos|unk|unknown|mask|stop|cls|sep|sos|eot|eom|bot|boi|eoi|start|begin|end|special|image|video|audio|think|"
     "thinking|newline|prefix|suffix|middle|first|last|next|prev|new|num|max|min|per|every|each"
 )
 
-# Where secrets stand in a text.
+# Secrets in a text.
 _URL_CREDENTIALS = re.compile(r"(?<=://)[^\s/?#]+(?=@)")
-# "Basic" is also an ordinary word: after it only what looks like base64.
+# "Basic" is also an ordinary word, so only before text like base64.
 _HTTP_CREDENTIALS = re.compile(r"""\b((?i:bearer)\s+|(?i:basic)\s+(?=\S*(?:[0-9=]|[a-z][A-Z])))[^\s,;"']+""")
 _NAME_OF_VALUE = re.compile(
     r"""(?<![\w.-])(?:([\w.-]++)(?:["']?(?:=|\s+=\s+)|["']\s*:\s*|:[ \t]+)"""  # name=X, "name": X, name: X
@@ -46,35 +46,44 @@ _NAME_OF_VALUE = re.compile(
 )
 _VALUE = re.compile(
     r"""b?"(?:[^"\\]++|\\.)*+"|b?'(?:[^'\\]++|\\.)*+'"""
-    r"""|(?:["']|[^\s&,;([{]*[([{]).*"""  # a quotation or bracket whose end is hard to tell: all the rest
+    r"""|(?:["']|[^\s&,;([{]*[([{]).*"""  # an open quotation or bracket: all the rest
     r"""|[^\s&,;]*[^\s&,;)\]}"']""",
     re.DOTALL,
 )
+# `${oc.env:NAME}` or `${other.key}`, without a default that is a plain value; with the user name of a URL before it.
+_REFERENCE = re.compile(r"""((?<=://)[^\s/?#:@]+:)?\$\{[^{},]*(,\s*(null|''|"")?\s*)?\}""")
 _UNSET = ("''", '""', "None", "null", "True", "true", "False", "false")
 
 
 def redacted(params: Mapping[str, Any]) -> dict[str, Any]:
     """A deep copy of `params` in dicts and lists, with "<redacted>" in place of secrets.
 
-    Replaced are: all that belongs to a name of a secret (`hfToken`, `OPENAI_API_KEY`), as a key, the first of a pair, a
-    command-line option or inside of a text, unless it is None, "" or a bool, so that one still sees what is unset; the
-    values of environment variables with such names, wherever they occur; and the credentials of URLs and HTTP headers.
-    Dataclasses, named tuples and pydantic models are opened like mappings. Arrays of numbers are passed on as they are;
-    other objects become text, which is cleaned too.
+    Redacts values with the name of a secret (`hfToken`, `OPENAI_API_KEY`) as a key, in a pair, as a command-line option
+    or inside a text, unless they are None, "" or a bool; values of environment variables with such names; and
+    credentials in URLs and HTTP headers. Opens dataclasses, named tuples and pydantic models like mappings, keeps
+    arrays of numbers, and converts other objects to text.
     """
     return _copy(dict(params), _environment_secrets(), ancestors=())
 
 
 def redacted_text(text: str) -> str:
-    """A text with "<redacted>" in place of what `redacted` would replace in it; each line is taken for itself."""
+    """A text with "<redacted>" in place of secrets, line by line, by the rules of `redacted`."""
     secrets = _environment_secrets()
-    if secrets is not None:  # some, such as private keys, go on over several lines
+    if secrets is not None:  # some, such as private keys, have several lines
         text = secrets.sub(REDACTED, text)
     return "\n".join(_clean_text(line, None) for line in text.split("\n"))
 
 
+def secret_like_keys(settings: Mapping[str, Any]) -> list[str]:
+    """Dotted keys whose value looks like a secret in plain text, by the rules of `redacted`.
+
+    References such as `${oc.env:NAME}` are not plain text, so pass the settings unresolved.
+    """
+    return list(_plain_secrets(settings, path=(), is_secret=False))
+
+
 def is_secret_name(name: str) -> bool:
-    """Whether a key or variable of this name is taken to hold a secret."""
+    """Whether a key or variable of this name counts as a secret."""
     if name in _WORKING_DIRECTORIES:
         return False
     words = re.sub(r"[\W_]+", "_", _CAMEL_CASE.sub("_", name)).lower().strip("_")
@@ -82,8 +91,21 @@ def is_secret_name(name: str) -> bool:
     return bool(_SECRET_NAME.search(words)) or (token is not None and not _HARMLESS_TOKEN_NAME.fullmatch(token[1]))
 
 
+def _plain_secrets(value: Any, path: tuple[str, ...], is_secret: bool) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _plain_secrets(item, (*path, str(key)), is_secret or is_secret_name(str(key)))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _plain_secrets(item, (*path, str(index)), is_secret)
+    elif not (value is None or isinstance(value, bool)):
+        text = _REFERENCE.sub("", str(value))
+        if text and (is_secret or redacted_text(text) != text):
+            yield ".".join(path)
+
+
 def _environment_secrets() -> re.Pattern[str] | None:
-    """What finds the value of any environment variable with a secret name, also where it is quoted."""
+    """Matches the value of any environment variable with a secret name, plain or quoted."""
     found = set()
     for value in (value.strip() for name, value in os.environ.items() if is_secret_name(name)):
         as_bytes = value.encode("utf-8", "surrogateescape")
@@ -118,15 +140,15 @@ def _copy(value: Any, secrets: re.Pattern[str] | None, ancestors: tuple[int, ...
 
 
 def _is_array_of_numbers(value: Any) -> bool:
-    """Whether this is a tensor or array, of any number of dimensions, that cannot hold text."""
-    kind = type(value)  # asked itself, since some objects claim to have every attribute
+    """Whether this is a tensor, or an array that cannot hold text."""
+    kind = type(value)  # its attributes: some objects claim to have every attribute
     if hasattr(kind, "__array_interface__"):
         return value.dtype.kind in "biufcmM"
     return hasattr(kind, "detach") and hasattr(kind, "tolist")
 
 
 def _opened(value: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
-    """The content of a container; None of what is none."""
+    """The content of a container; None for anything else."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -146,7 +168,7 @@ def _opened(value: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
 
 
 def _names_of_items(items: Sequence[Any]) -> list[str | None]:
-    """What the item before each one calls it: the first of a pair names the second, an option what follows it."""
+    """The name of each item, if the item before it is one: the first of a pair, or a command-line option."""
     names: list[str | None] = [None]
     for name, item in pairwise(items):
         is_name = isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)
@@ -156,16 +178,16 @@ def _names_of_items(items: Sequence[Any]) -> list[str | None]:
 
 
 def _hidden(value: Any) -> Any:
-    """`value` of a secret name: hidden as a whole, since names inside of it may be telling too."""
+    """The redacted value of a secret name; the whole of it, because inner names may reveal something too."""
     is_unset = value is None or isinstance(value, bool) or (isinstance(value, str) and not value)
     return value if is_unset else REDACTED
 
 
 def _text(value: Any) -> str:
-    """`value` as text; of a text with a class of its own, the plain one."""
+    """`value` as plain text."""
     try:
         return str.__str__(value) if isinstance(value, str) else str(value)
-    except Exception:  # nothing that a configuration holds may keep it from being recorded
+    except Exception:  # a strange object must not prevent the recording
         return f"<{type(value).__name__}>"
 
 
@@ -178,7 +200,7 @@ def _clean_text(text: str, secrets: re.Pattern[str] | None) -> str:
 
 
 def _without_named_values(text: str) -> str:
-    """`text` with what it says to be the value of a secret name replaced."""
+    """`text` with the values of secret names redacted."""
     pieces, end = [], 0
     for name in _NAME_OF_VALUE.finditer(text):
         if name.start() < end or not is_secret_name(name[1] or name[2]):

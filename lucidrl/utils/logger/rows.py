@@ -1,13 +1,12 @@
-"""A batch as JSON lines, one a row.
+"""A batch as JSON lines, one per row.
 
-Rows of tensors are written straight from their memory, which is many times faster than by way of Python numbers.
-Tensors and arrays are recognised by what they offer, so this module imports neither torch nor numpy.
+Writes rows of tensors directly from their memory, which is many times faster than through Python numbers. Recognises
+tensors and arrays by their attributes, without importing torch or numpy.
 """
 
 from __future__ import annotations
 
 import math
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from lucidrl.utils.logger.folders import whole_file
 from lucidrl.utils.logger.values import WarnOnce, described, jsonable, printable
 
 _OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
@@ -28,31 +28,24 @@ class _Column(NamedTuple):
 
 
 def write_rows(batch: Mapping[str, Any], path: Path, warn_once: WarnOnce) -> None:
-    """Write the lines of `batch` to a file; it appears complete or not at all, and replaces what was there."""
+    """Replace a file by the lines of `batch`; it is written completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name of its own, so that two loggers never write to the same file, and short enough wherever `path` is.
-    unfinished = path.with_name(f".{uuid.uuid4().hex}.unfinished")
-    try:
-        with unfinished.open("xb") as file:
-            file.writelines(row_lines(batch, warn_once))
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.writelines(row_lines(batch, warn_once))
 
 
 def row_lines(batch: Mapping[str, Any], warn_once: WarnOnce) -> Iterator[bytes]:
-    """One line for each row, with its fields and its number as `idx`.
+    """One line per row, with its fields and its number as `idx`.
 
-    Token-aligned tensors (as wide as `input_ids`, or as the widest [B, T] column where there is none) are cut to the
-    row's `input_lengths`, if the batch has them. B is what most columns have as rows; others are left out with a
-    warning, and so are those that cannot be read. Numbers that are not finite are written as null, what JSON does not
-    know (a complex number) as text.
+    Token-aligned tensors (as wide as `input_ids`, else as the widest [B, T] column) are cut to the row's
+    `input_lengths`, if the batch has them. B is the row count of most columns; other columns, and unreadable ones, are
+    left out with a warning. Non-finite numbers become null, other values that JSON lacks (complex numbers) text.
     """
     columns = _columns(batch, warn_once)
     num_rows = _agreed_num_rows(columns)
     for name in [name for name, column in columns.items() if len(column.rows) != num_rows]:
         del columns[name]
-        warn_once(name, "column %s is not logged: it does not have %d rows as the others", name, num_rows)
+        warn_once(name, "column %s is not logged: it does not have %d rows like the others", name, num_rows)
     width = _token_width(columns)
     lengths_column = columns.get("input_lengths")
     lengths = [_length(value) for value in lengths_column.rows] if lengths_column else [None] * num_rows
@@ -65,18 +58,18 @@ def row_lines(batch: Mapping[str, Any], warn_once: WarnOnce) -> Iterator[bytes]:
 
 
 def _columns(batch: Mapping[str, Any], warn_once: WarnOnce) -> dict[str, _Column]:
-    """The columns that have rows which can be read."""
+    """The readable columns."""
     columns = {}
     for name, column in ((printable(str(key)), value) for key, value in batch.items()):
         try:
             columns[name] = _read(column)
-        except Exception as error:  # sparse, nested and quantized tensors refuse in ways of their own
+        except Exception as error:  # sparse, nested and quantized tensors raise different errors
             warn_once(name, "column %s is not logged: %s", name, described(error))
     return columns
 
 
 def _read(column: Any) -> _Column:
-    if isinstance(column, Exception):  # why it could not even be copied
+    if isinstance(column, Exception):  # the reason why it could not be copied
         raise column
     if isinstance(column, list | tuple):
         return _Column(column, width=None)
@@ -86,7 +79,7 @@ def _read(column: Any) -> _Column:
 
 
 def _agreed_num_rows(columns: Mapping[str, _Column]) -> int:
-    """What most columns have; where opinions are even, what the tokens or their lengths have, else the first."""
+    """The row count of most columns; in a tie, that of the tokens or their lengths, else the first."""
     votes = Counter(len(column.rows) for column in columns.values())
     named = [len(columns[name].rows) for name in ("input_lengths", "input_ids") if name in columns]
     return max(votes, key=lambda count: (votes[count], named.index(count) if count in named else -1), default=0)
@@ -101,13 +94,13 @@ def _token_width(columns: Mapping[str, _Column]) -> int:
 def _line(fields: dict[str, Any], warn_once: WarnOnce) -> bytes:
     try:
         return orjson.dumps(fields, default=_writable, option=_OPTIONS)
-    except orjson.JSONEncodeError:  # lone surrogates, numbers beyond 64 bits, keys that are no text: rare, but data
+    except orjson.JSONEncodeError:  # lone surrogates, numbers beyond 64 bits, keys that are not text
         written = {name: _field(name, value, warn_once) for name, value in fields.items()}
         return orjson.dumps(written, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def _field(name: str, value: Any, warn_once: WarnOnce) -> Any:
-    """`value` as JSON; or the reason why it has none, in place of the one field."""
+    """`value` as JSON, or the error as text."""
     try:
         return orjson.Fragment(orjson.dumps(jsonable(value)))
     except Exception as error:
@@ -116,13 +109,13 @@ def _field(name: str, value: Any, warn_once: WarnOnce) -> Any:
 
 
 def _length(value: Any) -> int | None:
-    """How many tokens of a row are real; None, which keeps all, where that is no number."""
+    """Number of tokens of a row without padding; None, which keeps all, for an invalid length."""
     number = value.tolist() if hasattr(value, "tolist") else value
     return max(int(number), 0) if isinstance(number, int | float) and math.isfinite(number) else None
 
 
 def _writable(value: Any) -> Any:
-    """What orjson writes for `value`: for tensors and arrays of numbers an array, whose rows are views."""
+    """`value` in a form that orjson writes; tensors and arrays of numbers become arrays."""
     if hasattr(value, "detach"):
         is_short_float = value.is_floating_point() and value.element_size() < 4  # bfloat16 is unknown to numpy
         value = (value.float() if is_short_float else value).numpy(force=True)

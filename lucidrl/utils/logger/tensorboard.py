@@ -1,6 +1,6 @@
 """TensorBoard event files, in tensorboard's own record format (neither tensorflow nor torch is needed)."""
 
-# The classes of protocol buffers are made at run time, where no type checker sees them.
+# Protocol buffer classes are created at run time, unseen by type checkers.
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from lucidrl.errors import ConfigError
 from lucidrl.utils.logger.config import TensorboardConfig, validated
-from lucidrl.utils.logger.figures import png_of
 from lucidrl.utils.logger.folders import WholeRecords
-from lucidrl.utils.logger.interface import LoggerInterface
-from lucidrl.utils.logger.redact import redacted
-from lucidrl.utils.logger.values import Scalar, WarnOnce, finite_histogram, flatten_dict, plain_metrics, printable
+from lucidrl.utils.logger.tracker import Tracker
+from lucidrl.utils.logger.values import PlainMetrics, Scalar, finite_histogram, flatten_dict, printable
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -31,48 +29,42 @@ if TYPE_CHECKING:
 _file_numbers = itertools.count()
 
 
-class TensorboardLogger(LoggerInterface):
+class TensorboardLogger(Tracker):
     """Writes scalars, histograms (of lists), hyperparameters (as a table and for the HParams page) and figures.
 
     Args:
-        cfg: its `log_dir` is used where no other is given.
-        log_dir: folder of the event files.
+        cfg: see `TensorboardConfig`.
+        log_dir: folder of the event files; by default that of `cfg`.
     """
 
     def __init__(self, cfg: TensorboardConfig, log_dir: Optional[str] = None) -> None:  # noqa: UP045
         cfg = validated(TensorboardConfig, cfg)
         folder = log_dir or cfg.get("log_dir")
         if folder is None:
-            raise ConfigError("TensorboardConfig: log_dir is required for a logger on its own; add it")
+            raise ConfigError("TensorboardConfig.log_dir is required without Logger; add it")
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._file = WholeRecords(Path(folder) / _event_file_name())
-        self._warn_once = WarnOnce()
+        super().__init__()
         self._append(file_version="brain.Event:2")
 
-    def log_metrics(
-        self,
-        metrics: dict[str, Any],
-        step: int,
-        prefix: Optional[str] = "",  # noqa: UP045
-        step_metric: Optional[str] = None,  # noqa: UP045
-    ) -> None:
+    def _write_metrics(self, metrics: PlainMetrics, step: int, step_metric: str | None) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary()
-        for name, value in plain_metrics(metrics, prefix, step_metric, self._warn_once).items():
+        for name, value in metrics.items():
             if isinstance(value, list):
                 _add_histogram(summary, name, value)
             else:
                 summary.value.add(tag=name, simple_value=value)
-        self._append(step=int(step), summary=summary)
+        self._append(step=step, summary=summary)
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+    def _write_hyperparams(self, params: dict[str, Any]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.types_pb2 import DT_STRING
         from tensorboard.plugins.hparams import metadata
 
-        flat = flatten_dict(redacted(params))
+        flat = flatten_dict(params)
         rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in flat.items()]
         table = "\n".join(["| name | value |", "| --- | --- |", *rows])
         text = TensorProto(dtype=DT_STRING, string_val=[table.encode()])
@@ -84,16 +76,15 @@ class TensorboardLogger(LoggerInterface):
         summary.value.add(tag=metadata.SESSION_START_INFO_TAG, tensor=metadata.NULL_TENSOR, metadata=session)
         self._append(step=0, summary=summary)
 
-    def log_plot(self, figure: Any, step: int, name: str) -> None:
+    def _write_png(self, png: bytes, step: int, name: str) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        png = png_of(figure)
         width, height = struct.unpack(">II", png[16:24])  # the first chunk of every PNG begins with its size
         summary = Summary()
         summary.value.add(
             tag=name, image=Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
         )
-        self._append(step=int(step), summary=summary)
+        self._append(step=step, summary=summary)
 
     def finish(self) -> None:
         self._file.close()
@@ -108,12 +99,12 @@ class TensorboardLogger(LoggerInterface):
 
 
 def _event_file_name() -> str:
-    """As tensorboard recognises them and reads them in order; unique on a file system that several hosts share."""
+    """A name that tensorboard recognises and sorts, unique on a shared file system."""
     return f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
 
 
 def _add_histogram(summary: Summary, name: str, values: list[Scalar]) -> None:
-    """Add a histogram of the finite values, if there are any."""
+    """Add a histogram of the finite values, if any."""
     found = finite_histogram(values)
     if found is None:
         return
@@ -121,7 +112,7 @@ def _add_histogram(summary: Summary, name: str, values: list[Scalar]) -> None:
     finite = [value for value in values if math.isfinite(value)]
     histogram = summary.value.add(tag=name).histo
     histogram.min, histogram.max, histogram.num = min(finite), max(finite), len(finite)
-    # Products and plain sums, which become infinite where powers and exact sums would raise.
+    # Products and plain sums overflow to infinity; powers and exact sums would raise.
     histogram.sum, histogram.sum_squares = sum(map(float, finite)), sum(float(value) * value for value in finite)
     # The first bucket of the format begins at minus infinity: an empty one keeps the plot within the data.
     histogram.bucket_limit.extend(edges)
@@ -129,7 +120,7 @@ def _add_histogram(summary: Summary, name: str, values: list[Scalar]) -> None:
 
 
 def _session_start(flat: Mapping[str, Any]) -> HParamsPluginData:
-    """What the HParams page of TensorBoard compares runs by."""
+    """The hyperparameters for TensorBoard's HParams page."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     data = HParamsPluginData()

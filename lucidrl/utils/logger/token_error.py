@@ -1,7 +1,7 @@
-"""A look at the sample whose token probabilities differ most between generation and training.
+"""A plot of the sample whose token probabilities differ most between generation and training.
 
-Shapes: B rows, T tokens. Index t of a log-probability is that of token t. A token counts where `token_mask` and the
-row's `sample_mask` are not 0 and t lies in the response, from `prompt_lengths` up to `full_lengths`.
+Shapes: B rows, T tokens. A token is valid if `token_mask` and the row's `sample_mask` are not 0 and it is in the
+response, from `prompt_lengths` to `full_lengths`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class WorstSample:
     """The sample of a batch with the largest error, and its N valid tokens with finite log-probabilities."""
 
     index: int
-    """Its row in the batch."""
+    """Row in the batch."""
     log_error: float
-    """Logarithm of its error, which is the mean over tokens of exp(|difference|) and may be beyond any float."""
+    """Logarithm of the sample's error, the mean over tokens of exp(|difference|), which may overflow a float."""
     positions_N: np.ndarray
-    """Where the tokens stand in the response, counted from 0."""
+    """Positions of the tokens in the response, from 0."""
     generation_N: np.ndarray
     """Log-probabilities in generation."""
     training_N: np.ndarray
     """Log-probabilities in training, `prev_logprobs`."""
     num_skipped: int
-    """Valid tokens of the whole batch that are left out, because a log-probability is not finite."""
+    """Valid tokens of the whole batch with log-probabilities that are not finite."""
 
     @property
     def difference(self) -> np.ndarray:
@@ -47,17 +47,17 @@ class WorstSample:
 
     @property
     def largest_absolute(self) -> int:
-        """The token (as index into N) whose two probabilities are furthest apart."""
+        """Index into N of the token with the largest difference of probabilities."""
         return int(abs(_probabilities(self.generation_N) - _probabilities(self.training_N)).argmax())
 
     @property
     def largest_relative(self) -> int:
-        """The token (as index into N) whose two probabilities have the largest ratio."""
+        """Index into N of the token with the largest ratio of probabilities."""
         return int(abs(self.difference).argmax())
 
 
 def token_error_figure(data: Mapping[str, Any]) -> tuple[Figure | None, str]:
-    """The worst sample as a figure; or None and the reason why there is nothing to plot. Never raises for bad data."""
+    """A figure of the worst sample, or None and the reason."""
     try:
         require_package("matplotlib", "a plot of token errors", extra="plots")
         return _drawn(worst_sample(data)), ""
@@ -66,10 +66,10 @@ def token_error_figure(data: Mapping[str, Any]) -> tuple[Figure | None, str]:
 
 
 def worst_sample(data: Mapping[str, Any]) -> WorstSample:
-    """Find the sample with the largest error; the first one of several.
+    """The sample with the largest error; the first of equal ones.
 
     Raises:
-        DataError: a column is missing or of another shape, or no valid token has finite log-probabilities.
+        DataError: a column is missing or has a wrong shape, or no valid token has finite log-probabilities.
     """
     import numpy as np
 
@@ -84,12 +84,10 @@ def worst_sample(data: Mapping[str, Any]) -> WorstSample:
         difference_BT = generation_BT - training_BT
     num_skipped = int((valid_BT & ~np.isfinite(difference_BT)).sum())
     valid_BT &= np.isfinite(difference_BT)
+    if not valid_BT.any() and num_skipped:
+        raise DataError(f"all {num_skipped} valid tokens have log-probabilities that are not finite")
     if not valid_BT.any():
-        raise DataError(
-            f"all {num_skipped} valid tokens have log-probabilities that are not finite"
-            if num_skipped
-            else "no token of a response is valid by token_mask and sample_mask"
-        )
+        raise DataError("no token of a response is valid by token_mask and sample_mask")
     log_error_B = _log_mean_exp(abs(difference_BT), valid_BT)
     row = int(log_error_B.argmax())
     tokens = valid_BT[row].nonzero()[0]
@@ -112,21 +110,18 @@ def _columns(data: Mapping[str, Any]) -> dict[str, np.ndarray]:
         if data.get(name) is None:
             raise DataError(f"the data has no column {name!r}")
         column = data[name]
-        # By way of torch's own float64, since numpy does not know bfloat16.
+        # Through torch's float64, because numpy lacks bfloat16.
         plain = column.detach().cpu().double() if hasattr(column, "detach") else column
         try:
             columns[name] = np.asarray(plain, dtype=np.float64)
         except (TypeError, ValueError) as error:
-            raise DataError(f"column {name!r} is no array of numbers: {error}") from error
+            raise DataError(f"column {name!r} is not an array of numbers: {error}") from error
     shape = columns["token_mask"].shape
     if len(shape) != 2:
         raise DataError(f"column 'token_mask' has shape {shape}; it must have rows and tokens")
     for name, column in columns.items():
-        needed = shape if name in _TOKEN_COLUMNS else shape[:1]
-        if column.shape != needed:
-            raise DataError(
-                f"column {name!r} has shape {column.shape}, but token_mask of shape {shape} asks for {needed}"
-            )
+        if column.shape != (shape if name in _TOKEN_COLUMNS else shape[:1]):
+            raise DataError(f"column {name!r} has shape {column.shape}, but token_mask (rows, tokens) has {shape}")
     return columns
 
 
@@ -134,21 +129,18 @@ def _log_mean_exp(values_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
     """[B] log of the masked mean of exp(values), without overflow; -inf for a row without valid tokens."""
     import numpy as np
 
-    values_BT = np.where(mask_BT, values_BT, -np.inf)
-    largest_B = np.where(mask_BT.any(axis=1), values_BT.max(axis=1), 0)
-    total_B = np.exp(values_BT - largest_B[:, None]).sum(axis=1)
-    with np.errstate(divide="ignore"):
-        return largest_B + np.log(total_B) - np.log(np.maximum(mask_BT.sum(axis=1), 1))
+    sums_B = np.logaddexp.reduce(values_BT, axis=1, where=mask_BT, initial=-np.inf)
+    return sums_B - np.log(np.maximum(mask_BT.sum(axis=1), 1))
 
 
 def _probabilities(logprobs: np.ndarray) -> np.ndarray:
     import numpy as np
 
-    return np.exp(np.minimum(logprobs, 0))  # rounding, or a wrong input, may be above 0
+    return np.exp(np.minimum(logprobs, 0))  # rounding errors and wrong inputs may be above 0
 
 
 def _drawn(worst: WorstSample) -> Figure:
-    # Figures made by themselves need no display and no global state, as those of pyplot do.
+    # Unlike pyplot, a Figure needs no display and no global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 7), layout="constrained")
@@ -158,25 +150,25 @@ def _drawn(worst: WorstSample) -> Figure:
         title += f"; tokens of the batch left out as not finite: {worst.num_skipped}"
     figure.suptitle(title)
     generation_N, training_N = _probabilities(worst.generation_N), _probabilities(worst.training_N)
-    absolute, relative = worst.largest_absolute, worst.largest_relative
+    token = worst.largest_absolute
     _plot_curve(upper, worst.positions_N, generation_N, "generation")
     _plot_curve(upper, worst.positions_N, training_N, "training (prev_logprobs)")
-    absolute_error = f"{abs(generation_N[absolute] - training_N[absolute]):.4g}"
-    _mark(upper, worst.positions_N[absolute], generation_N[absolute], f"largest absolute error {absolute_error}")
+    label = f"largest absolute error {abs(generation_N[token] - training_N[token]):.4g}"
+    _mark(upper, worst.positions_N[token], generation_N[token], label)
     upper.set_ylabel("probability")
-    _plot_curve(lower, worst.positions_N, worst.difference, "generation - training")
-    relative_error = _factor(abs(worst.difference[relative]))
-    _mark(lower, worst.positions_N[relative], worst.difference[relative], f"largest relative error {relative_error}")
+    token, difference_N = worst.largest_relative, worst.difference
+    _plot_curve(lower, worst.positions_N, difference_N, "generation - training")
+    label = f"largest relative error {_factor(abs(difference_N[token]))}"
+    _mark(lower, worst.positions_N[token], difference_N[token], label)
     lower.axhline(0, color="gray", linewidth=0.5)
-    lower.set_ylabel("difference of log-probabilities")
-    lower.set_xlabel("position in the response, in tokens")
+    lower.set(ylabel="difference of log-probabilities", xlabel="position in the response, in tokens")
     for axes in (upper, lower):
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)  # above, not over the curves
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)  # above the curves
     return figure
 
 
 def _plot_curve(axes: Axes, positions_N: np.ndarray, values_N: np.ndarray, label: str) -> None:
-    """A line with gaps where tokens in between do not count."""
+    """Plot a line with gaps at masked tokens."""
     import numpy as np
 
     curve = np.full(positions_N[-1] + 1, np.nan)

@@ -1,6 +1,6 @@
-"""Values and names as the back ends want them: flat, plain Python, free of torch and numpy.
+"""Conversion of metrics to flat names and plain Python values.
 
-Tensors and arrays are recognised by what they offer, so importing this module imports neither package.
+Recognises tensors and arrays by their attributes, without importing torch or numpy.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import logging
 import math
 import re
 import sys
-import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -29,29 +28,21 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class WarnOnce:
-    """Logs one warning for each subject, so that a bad metric does not fill the log."""
+    """Logs one warning per subject."""
 
     def __init__(self) -> None:
-        self._seen: set[str] = set()
+        self._counts: dict[str, Iterator[int]] = {}
 
     def __call__(self, subject: str, message: str, *args: Any) -> None:
-        if subject not in self._seen:
-            self._seen.add(subject)
+        # Both calls are atomic: of several threads, one logs.
+        if next(self._counts.setdefault(subject, itertools.count())) == 0:
             log.warning(message, *args)
 
 
-def described(error: BaseException) -> str:
-    """`repr(error)`, of an error that may not even be able to say what it is."""
+def described(error: BaseException, form: Callable[[BaseException], str] = repr) -> str:
+    """`repr` of an error, or another form of it; its class name if that raises or is empty."""
     try:
-        return repr(error)
-    except Exception:
-        return type(error).__name__
-
-
-def message_of(error: BaseException) -> str:
-    """What an error says or, if it says nothing, what it is."""
-    try:
-        return str(error) or repr(error)
+        return form(error) or type(error).__name__
     except Exception:
         return type(error).__name__
 
@@ -60,37 +51,10 @@ class PlainMetrics(dict[str, Scalar | list[Scalar]]):
     """Metrics with full names and plain values."""
 
 
-class MetricsRecord:
-    """The metrics of one call, safe from later changes; named and converted once, by the first back end that asks.
-
-    Taking them is all that the training loop pays for; the rest happens in the back ends' threads.
-    """
-
-    def __init__(self, metrics: Mapping[str, Any], prefix: str | None, step_metric: str | None) -> None:
-        if not isinstance(metrics, Mapping):
-            raise TypeError(f"a {type(metrics).__name__} is no mapping of names to values")
-        self._metrics = frozen(metrics)
-        self._prefix, self._step_metric = prefix, step_metric
-        self._own: dict[str, Scalar] = {}
-        self._lock = threading.Lock()
-        self._plain: PlainMetrics | None = None
-
-    def add(self, metrics: dict[str, Scalar]) -> None:
-        """Add metrics that have full names and plain values."""
-        self._own.update(metrics)
-
-    def plain(self, warn_once: WarnOnce) -> PlainMetrics:
-        with self._lock:
-            if self._plain is None:
-                self._plain = plain_metrics(self._metrics, self._prefix, self._step_metric, warn_once)
-                self._plain.update(self._own)
-            return self._plain
-
-
 def plain_metrics(
     metrics: Mapping[str, Any], prefix: str | None, step_metric: str | None, warn_once: WarnOnce
 ) -> PlainMetrics:
-    """Flatten `metrics` with "/" and convert every value; those that are no numbers are left out with one warning."""
+    """Flatten `metrics` with "/" and convert every value; leave out other values, with one warning each."""
     if isinstance(metrics, PlainMetrics) and not prefix:
         return metrics
     plain = PlainMetrics()
@@ -98,11 +62,11 @@ def plain_metrics(
         given_name = f"{prefix}/{inner_name}" if prefix and inner_name != step_metric else inner_name
         name = metric_name(given_name)
         if name in plain:
-            warn_once(f"{name} twice", "metric %s comes twice in one call; the last value is logged", name)
+            warn_once(f"{name} twice", "metric %s occurs twice in one call; the last value is logged", name)
         try:
             plain[name] = value if type(value) is float else _plain_value(value)
-        except Exception as error:  # also what reading a tensor may raise, such as on a device that is gone
-            warn_once(name, "metric %s is not logged: %s", name, message_of(error))
+        except Exception as error:  # reading a tensor may raise anything, as on a lost device
+            warn_once(name, "metric %s is not logged: %s", name, described(error, str))
         else:
             if name != given_name:
                 warn_once(f"{name} renamed", "metric %.100r is logged as %s", given_name, name)
@@ -110,10 +74,7 @@ def plain_metrics(
 
 
 def frozen(value: Any, depth: int = 0) -> Any:
-    """A copy of `value` that later changes do not reach; tensors are on the CPU and free of gradients.
-
-    What cannot be copied becomes the error that says why, and so does what lies deeper than anybody nests on purpose.
-    """
+    """A deep copy of `value`, tensors on the CPU without gradients; objects that cannot be copied become the error."""
     if type(value) in _PLAIN:
         return value
     if depth > _MOST_DEPTH:
@@ -131,11 +92,10 @@ def frozen(value: Any, depth: int = 0) -> Any:
 
 
 def metric_name(name: str) -> str:
-    """`name` as every back end can take it, be it as a path or as a key; most names stay as they are.
+    """`name` in a form that every back end accepts, as a path or as a key.
 
-    Characters that are not printable (control characters, NUL, lone surrogates) become "_", and so do the parts "."
-    and ".." between slashes; empty parts are left out. A name of more than 240 bytes is cut, and ends with a checksum
-    of the whole.
+    Characters that are not printable, and the parts "." and ".." between slashes, become "_"; empty parts are left out.
+    A name of more than 240 bytes is cut, and ends with a checksum of the whole.
     """
     if not _ODD_NAME.search(name) and len(name) <= _MOST_NAME_BYTES:
         return name
@@ -150,7 +110,7 @@ def metric_name(name: str) -> str:
 def flatten_dict(d: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
     """Flatten nested mappings and lists; list items are named by their index, empty containers are kept.
 
-    Of several values that come to the same name, the later ones get names with `#2`, `#3`, ...: none is lost.
+    If several values get the same name, the later ones become `name#2`, `name#3`, ...
 
     Example:
         >>> flatten_dict({"a": [1, {"b": 2}]})
@@ -177,7 +137,7 @@ def flatten_dict(d: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
 
 
 def finite_histogram(values: Sequence[Scalar]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Counts and bin edges of the finite values, or None if there are none; any values, however far apart."""
+    """Counts and bin edges of the finite values, or None if there are none."""
     import numpy as np
 
     array = np.asarray(values, dtype=np.float64)
@@ -186,15 +146,15 @@ def finite_histogram(values: Sequence[Scalar]) -> tuple[np.ndarray, np.ndarray] 
         return None
     low, high = float(array.min()), float(array.max())
     if low == high:
-        margin = max(0.5, abs(low) * 2**-20)  # visible also beside a large number
+        margin = max(0.5, abs(low) * 2**-20)  # visible beside a large number too
         low, high = max(low - margin, -sys.float_info.max), min(high + margin, sys.float_info.max)
-    unit = 2 if math.isinf(high - low) else 1  # the distance of two halves is always a float
+    unit = 2 if math.isinf(high - low) else 1  # differences of halves cannot overflow
     # Explicit edges, because numpy refuses to choose them for values that are nearly equal.
     return np.histogram(array, bins=unit * np.linspace(low / unit, high / unit, _NUM_BINS + 1))
 
 
 def printable(text: str) -> str:
-    """`text` with lone surrogates replaced, which cannot be written as UTF-8."""
+    """`text` without lone surrogates, which UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -212,7 +172,7 @@ def jsonable(value: Any) -> Any:
         return {printable(str(key)): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [jsonable(item) for item in value]
-    if hasattr(value, "tolist") and type(plain := value.tolist()) is not type(value):  # as of a long double
+    if hasattr(value, "tolist") and type(plain := value.tolist()) is not type(value):  # false for a long double
         return jsonable(plain)
     return printable(str(value))
 
@@ -234,7 +194,7 @@ def _to_scalar(value: Any) -> Scalar:
         raise TypeError(f"a {type(value).__name__} is neither a number nor a list of numbers")
     if isinstance(number, bool):
         return number
-    # By type, so that no subclass comes through, which not every back end writes.
+    # Plain types: not every back end can write subclasses.
     return int(number) if isinstance(number, int) and _fits_64_bits(number) else float(number)
 
 

@@ -201,7 +201,7 @@ def test_enabling_twice_is_refused_and_enabling_again_is_fine(tmp_path):
 
 def test_a_profiler_of_the_user_is_not_disturbed(tmp_path):
     with Collector(Walk(), frames_per_batch=4) as collector, profile(activities=[ProfilerActivity.CPU]) as profiler:
-        with pytest.raises(ConfigError, match="a profiler of torch records in this process already"):
+        with pytest.raises(ConfigError, match="a torch profiler already records in this process"):
             collector.enable_profile(save_path=tmp_path / "trace.json")
         with torch.profiler.record_function("mine"):
             collector.rollout()

@@ -58,7 +58,7 @@ def nesting_of(path: Path) -> set[tuple[str, str]]:
 
 
 def run_program(code: str, folder: Path, variables: dict[str, str] | None = None, timeout_s: float = 120) -> str:
-    """What a program of its own prints, run in that folder without the variables that arm."""
+    """The output of a separate program, run in that folder without the variables that arm."""
     environment = {name: value for name, value in os.environ.items() if not name.endswith("RL_PROFILING")}
     root = str(Path(__file__).parents[3])
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": root, **(variables or {})}

@@ -30,7 +30,7 @@ def test_either_variable_arms_and_our_own_decides(variables, is_armed):
     assert gate._asks_for_ranges(variables) is is_armed
 
 
-def test_to_switch_on_what_is_not_there_warns_and_does_nothing(monkeypatch):
+def test_switching_on_without_arming_warns_and_does_nothing(monkeypatch):
     monkeypatch.setattr(gate, "is_armed", False)
     monkeypatch.setattr(gate, "is_enabled", False)
     with pytest.warns(UserWarning, match="set LUCIDRL_PROFILING=1 before lucidrl is imported") as warned:
@@ -39,7 +39,7 @@ def test_to_switch_on_what_is_not_there_warns_and_does_nothing(monkeypatch):
     assert not gate.is_enabled
 
 
-def test_to_switch_off_what_is_not_there_is_no_news(monkeypatch):
+def test_switching_off_without_arming_does_not_warn(monkeypatch):
     monkeypatch.setattr(gate, "is_armed", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

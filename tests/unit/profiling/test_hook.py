@@ -17,7 +17,7 @@ from tests.unit.profiling.reading import counts_of, read_trace
 
 
 def made(hook, number, meanwhile=lambda: None):
-    """So many rollouts."""
+    """Makes this number of rollouts."""
     for _ in range(number):
         hook.before_rollout()
         with recorded("rollout"):
@@ -41,7 +41,7 @@ def test_exactly_the_rollouts_after_the_warm_up_are_recorded(tmp_path, num_rollo
     assert counts_of(path) == {"rollout": num_recorded}
 
 
-def test_what_was_recorded_by_then_is_written_when_it_is_stopped(tmp_path):
+def test_stop_writes_the_rollouts_so_far(tmp_path):
     path = tmp_path / "trace.json"
     hook = _ProfilerHook(ProfileSettings(num_rollouts=9, warmup_rollouts=1, save_path=path).checked(1))
     made(hook, 3)
@@ -69,7 +69,7 @@ def test_a_worker_fills_in_its_own_number_and_name(tmp_path):
     assert read_trace(tmp_path / "3.gz")["lucidrl"]["process"] == "gatherer 3"
 
 
-def test_a_path_means_the_same_wherever_the_worker_is_by_then(tmp_path, monkeypatch):
+def test_a_path_is_relative_to_the_folder_of_the_call(tmp_path, monkeypatch):
     here = tmp_path / "{here}"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -97,7 +97,7 @@ def test_shapes_stacks_and_memory_are_recorded_only_on_request(tmp_path):
     assert "python_function" in kinds
 
 
-def test_the_user_may_take_the_trace_instead(tmp_path, monkeypatch):
+def test_on_trace_ready_replaces_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     taken = []
     settings = ProfileSettings(num_rollouts=1, warmup_rollouts=0, on_trace_ready=taken.append).checked(1)
@@ -107,7 +107,7 @@ def test_the_user_may_take_the_trace_instead(tmp_path, monkeypatch):
     assert "rollout" in {event.key for event in profiler.key_averages()}
 
 
-def test_who_takes_a_trace_and_fails_does_not_stop_rollouts(caplog):
+def test_an_error_of_on_trace_ready_does_not_stop_rollouts(caplog):
     def fail(profiler):
         raise ValueError("no room")
 
@@ -127,18 +127,21 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     assert str(tmp_path / "below" / "trace.json") in caplog.text
 
 
-def test_a_profiler_that_somebody_else_started_is_a_warning_in_a_rollout(tmp_path, caplog):
+def test_another_running_profiler_is_a_warning_in_a_rollout(tmp_path, caplog):
     hook = _ProfilerHook(ProfileSettings(warmup_rollouts=0, save_path=tmp_path / "trace.json").checked(1))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         made(hook, 2)
-        with pytest.raises(ConfigError, match="a profiler of torch records in this process already"):
+        with pytest.raises(ConfigError, match="a torch profiler already records in this process"):
             started_profiler()
     assert hook.is_done
-    assert "there will be no trace of collector worker 0: a profiler of torch records in this process" in caplog.text
+    assert (
+        "no trace of collector worker 0 will be written: a torch profiler already records in this process"
+        in caplog.text
+    )
     assert "rollout" in {event.key for event in profiler.key_averages()}
 
 
-def test_another_thread_asks_and_the_one_that_makes_rollouts_writes(tmp_path):
+def test_stop_of_another_thread_lets_the_rollout_thread_write(tmp_path):
     path = tmp_path / "trace.json"
     hook = _ProfilerHook(ProfileSettings(num_rollouts=9, warmup_rollouts=0, save_path=path).checked(1))
     made(hook, 1)
@@ -151,7 +154,7 @@ def test_another_thread_asks_and_the_one_that_makes_rollouts_writes(tmp_path):
     assert counts_of(path) == {"rollout": 1}
 
 
-def test_another_thread_that_asks_in_a_rollout_gets_that_one_too(tmp_path):
+def test_stop_of_another_thread_during_a_rollout_includes_that_rollout(tmp_path):
     path = tmp_path / "trace.json"
     hook = _ProfilerHook(ProfileSettings(num_rollouts=9, warmup_rollouts=0, save_path=path).checked(1))
 
@@ -180,30 +183,30 @@ def test_the_trace_of_a_thread_that_has_ended_is_lost_with_a_warning(tmp_path, c
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"num_rollouts": 0}, "num_rollouts=0 records nothing; give at least 1"),
+        ({"num_rollouts": 0}, "num_rollouts: 0 is not valid: Input should be greater than 0"),
         (
             {"warmup_rollouts": -1},
-            "warmup_rollouts=-1 of num_rollouts=3 leaves nothing to record; give a number from 0",
+            "warmup_rollouts: -1 is not valid: Input should be greater than or equal to 0",
         ),
         ({"num_rollouts": 2, "warmup_rollouts": 2}, "warmup_rollouts=2 of num_rollouts=2 leaves nothing to record"),
-        ({"activities": []}, "activities is empty, so nothing would be recorded; leave it out, or name some"),
-        ({"activities": ["cpu"]}, r"activities has 'cpu'; give members of torch.profiler.ProfilerActivity"),
-        ({"workers": []}, "workers is empty, so nobody would record"),
+        ({"activities": []}, "activities: .* is not valid: .*at least 1 item"),
+        ({"activities": ["cpu"]}, "activities: 'cpu' is not valid: Input should be an instance of .*ProfilerActivity"),
+        ({"workers": []}, "workers: .* is not valid: .*at least 1 item"),
         ({"workers": [2]}, "workers has 2, but they are numbered from 0 to 1"),
         ({"workers": [0, -1]}, "workers has -1, but they are numbered from 0 to 1"),
-        ({"workers": ["0"]}, r"workers has '0'; give whole numbers, such as workers=\[0\]"),
-        ({"workers": [1, 1]}, r"workers=\[1, 1\] names a worker twice; name each once"),
-        ({"save_path": "{rank}.json"}, r"save_path='{rank}.json' has {rank}, which means nothing; use {worker_idx}"),
+        ({"workers": ["0"]}, "workers: '0' is not valid: Input should be a valid integer"),
+        ({"workers": [1, 1]}, r"workers=\[1, 1\] has a worker twice; list each once"),
+        ({"save_path": "{rank}.json"}, r"save_path='{rank}.json' has the unknown placeholder {rank}; use {worker_idx}"),
         (
             {"workers": [0, 1], "save_path": "trace.json"},
-            "save_path='trace.json' is the same for 2 workers, which would overwrite each other's traces; put {worker",
+            "save_path='trace.json' is the same for 2 workers; put {worker",
         ),
         ({"workers": [0, 1], "save_path": "{host}.json"}, "is the same for 2 workers"),
-        ({"save_path": "folder"}, "save_path='folder' is a folder; give the name of a file in it"),
-        ({"save_path": "file/trace.json"}, r"traces cannot be written to .*/file .*; set save_path to where they can"),
+        ({"save_path": "folder"}, "save_path='folder' is a folder; use a file name"),
+        ({"save_path": "file/trace.json"}, r"traces cannot be written to .*/file .*; set save_path to another folder"),
     ],
 )
-def test_what_cannot_be_recorded_or_written_is_refused(tmp_path, monkeypatch, options, sentence):
+def test_settings_that_cannot_be_recorded_or_written_are_refused(tmp_path, monkeypatch, options, sentence):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
@@ -214,9 +217,7 @@ def test_what_cannot_be_recorded_or_written_is_refused(tmp_path, monkeypatch, op
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it can be recorded here")
 def test_an_activity_that_this_machine_cannot_record_is_refused():
-    with pytest.raises(
-        ConfigError, match="activities has CUDA, which cannot be recorded on this machine; leave it out"
-    ):
+    with pytest.raises(ConfigError, match="activities has CUDA, which this machine cannot record; leave it out"):
         started_profiler([ProfilerActivity.CPU, ProfilerActivity.CUDA])
 
 
@@ -241,31 +242,31 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in MISFITS.items() for value in values])
-def test_what_is_not_of_its_kind_is_refused_by_its_name(tmp_path, monkeypatch, name, value):
+def test_options_of_a_wrong_type_are_refused_by_name(tmp_path, monkeypatch, name, value):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"^{name}"):
         ProfileSettings(**{name: value}).checked(num_workers=2)
 
 
-def test_an_end_within_the_warm_up_is_told(caplog):
+def test_an_end_within_the_warm_up_is_logged(caplog):
     hook = _ProfilerHook(ProfileSettings(num_rollouts=9, warmup_rollouts=5))
     hook.before_rollout()
     hook(None)
     hook.stop()
     hook.stop()
-    assert caplog.text.count("it ended after 1 rollouts, and the first 5 were not to be recorded") == 1
+    assert caplog.text.count("it ended after 1 of 5 warm-up rollouts") == 1
 
 
 def test_every_option_reaches_torchs_profiler(monkeypatch):
-    given = {}
-    monkeypatch.setattr("lucidrl.profiling.hook.started_profiler", lambda activities, **options: given.update(options))
+    passed = {}
+    monkeypatch.setattr("lucidrl.profiling.hook.started_profiler", lambda activities, **options: passed.update(options))
     names = ("record_shapes", "profile_memory", "with_stack", "with_flops")
     settings = ProfileSettings(num_rollouts=1, warmup_rollouts=0, **dict.fromkeys(names, True))
     _ProfilerHook(settings).before_rollout()
-    assert given == dict.fromkeys(names, True)
+    assert passed == dict.fromkeys(names, True)
 
 
-def test_the_library_below_is_told_not_to_talk(monkeypatch):
+def test_the_kineto_library_is_silenced(monkeypatch):
     monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     started_profiler().stop()
     assert os.environ["KINETO_LOG_LEVEL"] == "6"

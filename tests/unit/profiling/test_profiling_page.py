@@ -1,4 +1,4 @@
-"""What the documentation of profiling promises, sentence by sentence; what it says of Ray is tested with Ray."""
+"""The statements of the documented profiling page, one by one; those about Ray are tested with Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = {
     "TransformedEnv._step",
     "TransformedEnv._reset",
 }
-"""Everything that the page says is instrumented."""
+"""Everything that the page lists as instrumented."""
 
 IN_WORKERS = """
 import os
@@ -302,7 +302,7 @@ def test_a_typical_inference_rollout_has_the_documented_nesting(of_one_process, 
     } <= nesting_of(folder / "inference.json")
 
 
-def test_no_range_is_directly_in_one_of_its_own_name(of_one_process, folder):
+def test_no_range_is_directly_in_one_of_the_same_name(of_one_process, folder):
     names = ("collector_trace", "inference", "all")
     assert not [(a, b) for name in names for a, b in nesting_of(folder / f"{name}.json") if a == b]
 

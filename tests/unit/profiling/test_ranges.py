@@ -51,7 +51,7 @@ def test_unarmed_the_decorated_function_is_the_original(monkeypatch):
     assert unarmed.profiled("add")(add) is add
 
 
-def test_unarmed_every_block_is_in_the_same_nothing(monkeypatch):
+def test_unarmed_every_block_is_the_same_null_context(monkeypatch):
     unarmed = as_if_armed(False, monkeypatch)
     assert unarmed._maybe_record_function("a") is unarmed._maybe_record_function("b") is spans.NOT_RECORDED
 
@@ -105,5 +105,5 @@ def test_a_range_ends_where_its_code_raises(armed, recorded):
     assert [(each.name, each.inner) for each in recorded(work)] == [("fails", []), ("after", [])]
 
 
-def test_armed_and_enabled_a_block_is_nothing_while_nobody_records(armed):
+def test_armed_and_enabled_a_block_is_not_recorded_without_a_profiler(armed):
     assert armed._maybe_record_function("block") is spans.NOT_RECORDED

@@ -1,4 +1,4 @@
-"""A recording is there when it is asked for, and never in the way."""
+"""Requested recordings are written, and errors never stop the process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_it_has_the_operators_and_the_spans_of_its_time(traces):
     assert spans_of(spans) == ["train"]
 
 
-def test_starting_and_stopping_once_too_often_is_harmless(traces):
+def test_starting_and_stopping_twice_does_nothing(traces):
     record = Recording("policy-0")
     record.stop()
     assert not traces.exists()
@@ -67,7 +67,7 @@ def test_starting_and_stopping_once_too_often_is_harmless(traces):
     assert len(files(traces)) == 2
 
 
-def test_every_recording_has_files_of_its_own(traces):
+def test_every_recording_has_separate_files(traces):
     record = Recording("policy-0")
     for _ in range(3):
         record.start()
@@ -75,7 +75,7 @@ def test_every_recording_has_files_of_its_own(traces):
     assert len(operator_traces(traces)) == 3
 
 
-def test_a_process_has_one_recording_and_others_leave_it_to_that(traces):
+def test_a_process_has_one_recording_at_a_time(traces):
     policy, driver = Recording("policy-0"), Recording("driver", operators=False)
     policy.start()
     driver.start()
@@ -120,8 +120,8 @@ def test_a_folder_that_cannot_be_made_is_a_warning_for_each_thing_that_is_lost(t
         work()
         record.stop()
     assert [message.partition(":")[0] for message in caplog.messages] == [
-        "the traces of policy-0 lack its spans",
-        "the traces of policy-0 lack its operators",
+        "the traces of policy-0 have no spans",
+        "the traces of policy-0 have no operators",
     ]
 
 
@@ -142,14 +142,14 @@ def test_a_profiler_that_records_already_is_a_warning(traces, caplog):
         record.start()
         work()
         record.stop()
-    assert "lack its operators: a profiler of torch records in this process already" in caplog.text
+    assert "have no operators: a torch profiler already records in this process" in caplog.text
     assert any(event.key == "aten::add" for event in running.key_averages())
     (spans,) = files(traces)
     assert spans_of(spans) == ["train"]
 
 
 def test_another_thread_cannot_stop_it_and_does_not_crash(tmp_path):
-    """In a process of its own: that thread cannot end the profiler."""
+    """In a separate process: that thread cannot end the profiler."""
     code = """
 import threading, torch
 from lucidrl.profiling.recording import Recording
@@ -165,13 +165,13 @@ print("alive")
     assert run_program(code, tmp_path).strip() == "alive"
 
 
-def test_what_still_records_at_the_end_of_the_program_is_written(tmp_path):
+def test_a_running_recording_is_written_at_the_end_of_the_program(tmp_path):
     code = "from lucidrl.profiling.recording import Recording; Recording('policy-0').start()"
     run_program(code, tmp_path)
     assert len(files(tmp_path / "traces")) == 2
 
 
-def test_a_fork_neither_writes_nor_ends_what_is_recorded(traces):
+def test_a_fork_neither_writes_nor_ends_the_recording_of_its_parent(traces):
     record = Recording("policy-0", operators=False)
     record.start()
     child = os.fork()
@@ -194,7 +194,7 @@ def test_a_fork_neither_writes_nor_ends_what_is_recorded(traces):
 
 @pytest.fixture
 def cuda_calls(monkeypatch):
-    """A GPU that notes what is asked of it."""
+    """A GPU that records its calls."""
     calls = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
@@ -206,7 +206,7 @@ def cuda_calls(monkeypatch):
     return calls
 
 
-def test_under_nsight_systems_it_bounds_what_that_captures(traces, monkeypatch, cuda_calls):
+def test_under_nsight_systems_it_bounds_the_capture(traces, monkeypatch, cuda_calls):
     monkeypatch.setattr(recording, "is_under_nsys", lambda: True)
     record = Recording("policy-0")
     for _ in range(2):
@@ -231,9 +231,11 @@ def test_a_memory_snapshot_is_taken_on_request(traces, monkeypatch, cuda_calls):
     assert path.endswith(".memory.pickle")
 
 
-@pytest.mark.parametrize(("asked", "operators"), [("0", True), ("1", False)])
-def test_no_memory_snapshot_is_taken_unasked_or_of_a_driver(traces, monkeypatch, cuda_calls, asked, operators):
-    monkeypatch.setenv(MEMORY_VARIABLE, asked)
+@pytest.mark.parametrize(("requested", "operators"), [("0", True), ("1", False)])
+def test_no_memory_snapshot_is_taken_without_a_request_or_of_a_driver(
+    traces, monkeypatch, cuda_calls, requested, operators
+):
+    monkeypatch.setenv(MEMORY_VARIABLE, requested)
     monkeypatch.setattr(recording, "is_under_nsys", lambda: True)
     record = Recording("driver", operators=operators)
     record.start()
@@ -248,7 +250,7 @@ def test_on_a_cpu_a_memory_snapshot_is_one_sentence(traces, monkeypatch, caplog)
         record.start()
         record.stop()
     (message,) = caplog.messages
-    assert message == "the traces of policy-0 lack its memory: a memory snapshot is of a GPU, and there is none"
+    assert message == "the traces of policy-0 have no memory: a memory snapshot needs a GPU, and there is none"
 
 
 def test_threads_that_start_at_once_make_one_recording(traces):

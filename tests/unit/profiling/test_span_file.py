@@ -1,4 +1,4 @@
-"""Spans are on disk soon after they end, whatever becomes of the process."""
+"""Spans are on disk soon after they end, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def file(path):
-    file = SpanFile(path, ProcessName.now("driver"))
+    file = SpanFile(path, ProcessName("driver"))
     yield file
     file.close()
 
@@ -53,7 +53,7 @@ def files_of_at_most(size_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_spans_are_there_while_it_goes_on(file, path):
+def test_spans_are_written_while_the_file_is_open(file, path):
     with span("generate"):
         pass
     wait_for(lambda: spans_of(path) == ["generate"])
@@ -79,7 +79,7 @@ def test_nothing_is_kept_after_the_end(file, path):
     assert spans_of(path) == []
 
 
-def test_it_says_whose_it_is_and_has_the_clock_of_the_world(file, path):
+def test_it_names_its_process_and_uses_unix_time(file, path):
     before_us = time.time_ns() / 1000
     with span("train"):
         time.sleep(0.01)
@@ -94,13 +94,13 @@ def test_it_says_whose_it_is_and_has_the_clock_of_the_world(file, path):
     assert train["tid"] == threading.get_native_id()
 
 
-def test_a_killed_process_leaves_what_ended_before(path):
+def test_a_killed_process_leaves_the_spans_that_ended_before(path):
     code = (
         "import os, signal, time; from pathlib import Path\n"
         "from lucidrl.profiling.span_file import SpanFile\n"
         "from lucidrl.profiling.spans import span\n"
         "from lucidrl.profiling.trace_files import ProcessName\n"
-        f"file = SpanFile(Path({str(path)!r}), ProcessName.now('rank'))\n"
+        f"file = SpanFile(Path({str(path)!r}), ProcessName('rank'))\n"
         "with span('before'): pass\n"
         "time.sleep(0.5)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -110,9 +110,9 @@ def test_a_killed_process_leaves_what_ended_before(path):
     assert spans_of(path) == ["before"]
 
 
-def test_a_full_disk_is_one_warning_and_spans_go_on(path, caplog):
+def test_a_full_disk_is_one_warning_and_spans_continue(path, caplog):
     with files_of_at_most(1000), caplog.at_level(logging.WARNING):
-        file = SpanFile(path, ProcessName.now("policy-0"))
+        file = SpanFile(path, ProcessName("policy-0"))
         for _ in range(3):
             for _ in range(20):
                 with span("train"):
@@ -120,25 +120,25 @@ def test_a_full_disk_is_one_warning_and_spans_go_on(path, caplog):
             time.sleep(0.15)
         file.close()
     (record,) = caplog.records
-    assert "spans of policy-0 are lost from now on" in record.getMessage()
+    assert "all further spans of policy-0 are lost" in record.getMessage()
     assert str(path) in record.getMessage()
     json.loads(path.read_text())  # what there is ends with a whole span
 
 
 def test_a_disk_that_takes_only_a_part_is_full(path, caplog):
     with files_of_at_most(1000), caplog.at_level(logging.WARNING):
-        file = SpanFile(path, ProcessName.now("policy-0"))
+        file = SpanFile(path, ProcessName("policy-0"))
         for _ in range(20):
             with span("train"):
                 pass
         file.close()  # all of them in one write, of which the beginning fits
-    assert "there is no room left" in caplog.text
+    assert "no space left" in caplog.text
 
 
 def test_a_file_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        SpanFile(tmp_path / "file" / "spans.json", ProcessName.now("driver"))
+        SpanFile(tmp_path / "file" / "spans.json", ProcessName("driver"))
 
 
 def test_the_file_is_whole_at_any_moment_and_on_a_full_disk(file, path):

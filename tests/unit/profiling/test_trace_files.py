@@ -1,4 +1,4 @@
-"""Traces as files: whole or not at all, and saying whose they are."""
+"""Trace files are complete or absent, and name their process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.profiling.reading import ranges_of, read_trace, run_program
 @pytest.fixture
 def recording():
     """A profiler with one range, and the wall-clock times around it."""
-    process = ProcessName.now('the worker\'s "name"')
+    process = ProcessName('the worker\'s "name"')
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         before_ns = time.time_ns()
         with recorded("work"):
@@ -42,7 +42,7 @@ def test_a_trace_names_its_process_and_is_alone_in_its_folder(recording, tmp_pat
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_the_anchor_tells_when_a_range_was(recording, tmp_path):
+def test_the_anchor_converts_a_range_to_wall_clock_time(recording, tmp_path):
     profiler, process, before_ns, after_ns = recording
     write_trace(profiler, tmp_path / "trace.json", process)
     anchor = read_trace(tmp_path / "trace.json")["lucidrl"]["anchor"]
@@ -51,13 +51,13 @@ def test_the_anchor_tells_when_a_range_was(recording, tmp_path):
     assert before_ns - 1e6 < began_ns < after_ns + 1e6
 
 
-def test_a_disk_without_room_is_told_and_leaves_the_older_trace(tmp_path):
+def test_a_full_disk_raises_and_keeps_the_older_trace(tmp_path):
     code = """if True:
         import pathlib, resource, torch
         from torch.profiler import ProfilerActivity, profile
         from lucidrl.profiling.trace_files import ProcessName, write_trace
 
-        process = ProcessName.now("worker")
+        process = ProcessName("worker")
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             for _ in range(1000):
                 torch.ones(3)
@@ -86,10 +86,10 @@ def test_placeholders_are_filled_in_and_doubled_braces_stay():
     [
         (
             "{rank}.json",
-            r"save_path='{rank}.json' has {rank}, which means nothing; use {worker_idx}, {pid}, {host}, and",
+            r"save_path='{rank}.json' has the unknown placeholder {rank}; use {worker_idx}, {pid}, {host}, and",
         ),
-        ("{}.json", r"has {}, which means nothing"),
-        ("{pid.real}.json", r"has {pid.real}, which means nothing"),
+        ("{}.json", r"has the unknown placeholder {}"),
+        ("{pid.real}.json", r"has the unknown placeholder {pid.real}"),
         ("{worker_idx.json", r"save_path='{worker_idx.json' cannot be read: .*; use {worker_idx}"),
         ("{pid:05d}.json", r"formats a placeholder, which is not supported"),
         ("{pid!r}.json", r"formats a placeholder, which is not supported"),
@@ -103,7 +103,7 @@ def test_other_placeholders_are_refused(template, sentence):
 def test_a_folder_that_cannot_be_written_is_refused_by_the_name_of_its_setting(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
-        ConfigError, match=r"traces cannot be written to .*/file/below \(.*\); set there to where they can"
+        ConfigError, match=r"traces cannot be written to .*/file/below \(.*\); set there to another folder"
     ):
         check_folder(tmp_path / "file" / "below", "there")
     check_folder(tmp_path / "new" / "below", "there")
@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_written_is_refused_by_the_name_of_its_setting(t
 
 
 def test_a_trace_may_describe_any_number_of_gpus_and_process_groups(tmp_path):
-    process = ProcessName.now("policy-0")
+    process = ProcessName("policy-0")
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         profiler.add_metadata_json("distributedInfo", json.dumps({"pg_config": [{"ranks": list(range(64))}] * 50}))
         torch.ones(3)
@@ -119,9 +119,9 @@ def test_a_trace_may_describe_any_number_of_gpus_and_process_groups(tmp_path):
     assert read_trace(tmp_path / "trace.json")["lucidrl"]["process"] == "policy-0"
 
 
-def test_half_a_trace_is_none():
+def test_a_truncated_trace_is_refused():
     """As the library leaves it on a full disk, if it leaves anything."""
     half = b'{"baseTimeNanoseconds": 1, "traceEvents": [ {"name": "x"'
     with pytest.raises(OSError, match="not complete"):
-        _signed(half, ProcessName.now("worker"))
-    assert b'"worker"' in _signed(half + b"}]}", ProcessName.now("worker"))
+        _signed(half, ProcessName("worker"))
+    assert b'"worker"' in _signed(half + b"}]}", ProcessName("worker"))

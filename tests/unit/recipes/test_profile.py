@@ -164,7 +164,7 @@ def test_every_worker_has_a_name():
 
 
 MISTAKES = {
-    "profile.steps=0:3": "profile.steps: '0:3' begins at 0, but steps are counted from 1; write 1:3",
+    "profile.steps=0:3": "profile.steps: '0:3' begins at 0, but steps count from 1; write 1:3",
     "profile.steps=5:3": "profile.steps: '5:3' has no steps",
     "profile.steps=soon": "profile.steps: 'soon' is not a range of steps; write start:stop, such as 3:5",
     "profile.steps=7": "profile.steps: '7' is not a range of steps; write start:stop, such as 3:5",
@@ -200,7 +200,7 @@ def test_the_variables_are_refused_just_as_early(tmp_path, monkeypatch):
         lambda: launch("grpo", None, None, [f"run.root={tmp_path}"], None),
         lambda: check_run("grpo", None, None, []),
     ):
-        with pytest.raises(ConfigError, match="says nothing without NRL_NSYS_WORKER_PATTERNS"):
+        with pytest.raises(ConfigError, match="needs NRL_NSYS_WORKER_PATTERNS too"):
             start()
     assert not any(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""A back end behind its own thread: in order, without waiting, and every loss named."""
+"""A back end in its own thread: in order, without waiting, with every loss logged."""
 
 import logging
 import threading
@@ -10,7 +10,7 @@ from lucidrl.utils.logger.background import BackgroundWriter
 
 
 class Backend:
-    """Collects what it is given; a call may be held up by an event."""
+    """Collects its calls; an event can block a call."""
 
     def __init__(self):
         self.seen = []
@@ -89,17 +89,17 @@ def test_errors_of_endless_variety_make_a_short_list(caplog):
     assert "other reasons" in caplog.text
 
 
-def test_a_back_end_that_cannot_start_loses_everything_and_says_so(caplog):
+def test_a_back_end_that_cannot_start_loses_everything_with_a_warning(caplog):
     writer = writer_of(None, start=lambda: raise_error(ConnectionError("no route")))
     for step in range(5):
         writer.put(lambda b: None, step)
     assert end(writer) < 4
-    assert "Tracker could not start, the run goes on without it: no route" in caplog.text
+    assert "Tracker could not start, the run continues without it: no route" in caplog.text
     assert "Tracker lost 5 of 5 records: steps 0 to 4: it could not start" in caplog.text
 
 
 @pytest.mark.parametrize("stage", ["start", "write", "finish"])
-def test_one_that_hangs_is_given_up_at_the_deadline_with_its_loss_named(stage, caplog):
+def test_a_back_end_that_hangs_is_abandoned_at_the_timeout_with_its_losses_logged(stage, caplog):
     forever = threading.Event()
     backend = Backend()
     if stage == "finish":
@@ -115,7 +115,7 @@ def test_one_that_hangs_is_given_up_at_the_deadline_with_its_loss_named(stage, c
     forever.set()
 
 
-def test_one_that_hung_long_before_the_end_is_not_waited_for_again():
+def test_a_back_end_that_hung_long_before_the_end_gets_no_second_timeout():
     forever = threading.Event()
     writer = writer_of(Backend())
     writer.put(lambda b: forever.wait(), 1)
@@ -141,4 +141,4 @@ def test_a_failing_finish_is_a_warning(caplog):
     backend.finish = lambda: raise_error(OSError(28, "No space left on device"))
     with caplog.at_level(logging.WARNING):
         end(writer_of(backend))
-    assert "Tracker failed at its end: OSError(28, 'No space left on device')" in caplog.text
+    assert "Tracker failed to close: OSError(28, 'No space left on device')" in caplog.text

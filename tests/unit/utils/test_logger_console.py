@@ -16,13 +16,13 @@ from lucidrl.errors import ConfigError, DataError
 from lucidrl.utils.logger import configure_rich_logging, console, print_message_log_samples
 
 
-def conversation(text, role="user"):
+def one_message(text, role="user"):
     return [{"role": role, "content": text}]
 
 
 def test_markup_and_escape_codes_are_printed_literally(capsys):
     text = "[/INST] [bold]x[/bold] :smile: \x1b[31mred\x1b[0m \x9b2J \u202eevil bell\x07 \ud800"
-    print_message_log_samples([conversation(text, role="[red]user")], [1.0])
+    print_message_log_samples([one_message(text, role="[red]user")], [1.0])
     out = capsys.readouterr().out
     assert "[/INST] [bold]x[/bold] :smile: ␛[31mred␛[0m" in out
     assert "[red]user" in out
@@ -30,7 +30,7 @@ def test_markup_and_escape_codes_are_printed_literally(capsys):
 
 
 def test_long_text_keeps_its_beginning_and_end(capsys):
-    print_message_log_samples([conversation("BEGIN" + "x" * 50_000 + "END")], [1.0])
+    print_message_log_samples([one_message("BEGIN" + "x" * 50_000 + "END")], [1.0])
     out = capsys.readouterr().out
     assert "BEGIN" in out
     assert "END" in out
@@ -39,7 +39,7 @@ def test_long_text_keeps_its_beginning_and_end(capsys):
 
 
 def test_best_and_worst_are_shown_with_statistics_of_all(capsys):
-    logs = [conversation(f"sample-{i}-") for i in range(20)]
+    logs = [one_message(f"sample-{i}-") for i in range(20)]
     print_message_log_samples(logs, [float(i) for i in range(20)], num_samples=3, step=7)
     out = capsys.readouterr().out
     assert "Step 7: 20 samples, reward mean 9.5, std 5.766, min 0, max 19" in out
@@ -48,7 +48,7 @@ def test_best_and_worst_are_shown_with_statistics_of_all(capsys):
 
 
 def test_rewards_that_are_not_finite_are_counted_apart_and_never_best(capsys):
-    logs = [conversation(name) for name in ("nan-one", "good-one", "bad-one")]
+    logs = [one_message(name) for name in ("nan-one", "good-one", "bad-one")]
     print_message_log_samples(logs, [float("nan"), 1.0, 0.0], num_samples=1)
     out = capsys.readouterr().out
     assert "reward mean 0.5" in out
@@ -60,13 +60,13 @@ def test_rewards_that_are_not_finite_are_counted_apart_and_never_best(capsys):
 @pytest.mark.parametrize("largest", [1e308, 1.7e308])
 def test_bins_of_enormous_rewards_start_at_finite_numbers(capsys, largest):
     rewards = [largest * (k / 10 - 1) for k in range(21)]
-    print_message_log_samples([conversation("x")] * 21, rewards, num_samples=0)
+    print_message_log_samples([one_message("x")] * 21, rewards, num_samples=0)
     starts = [float(start) for start in re.findall(r"from (\S+)", capsys.readouterr().out)]
     assert starts == pytest.approx([largest * (k / 5 - 1) for k in range(10)], rel=1e-3, abs=largest * 1e-9)
 
 
 @pytest.mark.parametrize("num_samples", range(8))
-def test_as_many_different_samples_as_asked_for_are_chosen(num_samples):
+def test_the_requested_number_of_different_samples_is_chosen(num_samples):
     chosen = console._spread_by_reward([0.5, 0.1, 0.9, 0.3, 0.2], num_samples)
     assert len(set(chosen)) == len(chosen) == min(num_samples, 5)
 
@@ -82,17 +82,17 @@ def test_a_missing_reward_is_refused():
 
 
 def test_rewards_that_are_no_numbers_are_refused():
-    with pytest.raises(DataError, match="one number for each sample"):
+    with pytest.raises(DataError, match="one number per sample"):
         print_message_log_samples([[], []], [1.0, None])
 
 
 def test_rewards_may_be_a_tensor(capsys):
-    print_message_log_samples([conversation("a"), conversation("b")], torch.tensor([0.25, 0.75], dtype=torch.bfloat16))
+    print_message_log_samples([one_message("a"), one_message("b")], torch.tensor([0.25, 0.75], dtype=torch.bfloat16))
     assert "reward mean 0.5" in capsys.readouterr().out
 
 
 def test_the_best_and_the_worst_are_named(capsys):
-    logs = [conversation("x") for _ in range(5)]
+    logs = [one_message("x") for _ in range(5)]
     print_message_log_samples(logs, [0.1, 0.9, 0.5, 0.0, 0.3], num_samples=3)
     out = capsys.readouterr().out
     assert "best sample 1, reward 0.9" in out
@@ -120,7 +120,7 @@ def test_the_histogram_counts_every_finite_reward_in_few_lines():
 @pytest.mark.parametrize("rewards", [[], [1.0], [2.0, 2.0], [float("nan")], [5e-324, 0.0]])
 def test_rewards_without_a_spread_need_no_histogram(rewards, capsys):
     assert console._histogram(rewards, 80) == []
-    print_message_log_samples([conversation("x")] * len(rewards), rewards)
+    print_message_log_samples([one_message("x")] * len(rewards), rewards)
     assert f"{len(rewards)} samples" in capsys.readouterr().out
 
 
@@ -135,7 +135,7 @@ def test_statistics_of_huge_and_of_many_rewards_are_right():
 
 def test_zero_width_and_separator_characters_are_made_visible(capsys):
     hidden = "\u200b\u200d\u2060\ufeff\u202d\u2028\u2029\u061c\xad\x85"
-    print_message_log_samples([conversation(f"a{hidden}b 漢字 \ud83d")], [1.0])
+    print_message_log_samples([one_message(f"a{hidden}b 漢字 \ud83d")], [1.0])
     out = capsys.readouterr().out
     assert "\\u200b" in out
     assert "\\ud83d" in out
@@ -163,7 +163,7 @@ def test_of_many_messages_the_first_and_the_last_are_shown(capsys):
     assert "980 messages" in out
 
 
-def test_roles_have_colors_of_their_own(capsys, monkeypatch):
+def test_roles_have_different_colors(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -177,7 +177,7 @@ def test_roles_have_colors_of_their_own(capsys, monkeypatch):
 @pytest.mark.parametrize("columns", ["1", "5", "20"])
 def test_narrow_terminals_are_filled_and_not_exceeded(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
-    logs = [conversation(f"text of {i} " * 10) for i in range(30)]
+    logs = [one_message(f"text of {i} " * 10) for i in range(30)]
     print_message_log_samples(logs, [i - 7.123456 for i in range(30)])
     lines = capsys.readouterr().out.splitlines()
     if columns == "20":
@@ -205,7 +205,7 @@ def test_a_terminal_of_another_encoding_shows_what_it_can():
     assert b"user: caf?" in result.stdout
 
 
-def test_a_pipe_that_nobody_reads_does_not_end_the_run():
+def test_a_closed_pipe_does_not_end_the_run():
     reader, writer = os.pipe()
     os.close(reader)
     result = subprocess.run([sys.executable, "-c", PRINT_ONE], check=False, stdout=writer, stderr=subprocess.PIPE)
@@ -213,7 +213,7 @@ def test_a_pipe_that_nobody_reads_does_not_end_the_run():
     assert b"still running" in result.stderr
 
 
-def test_a_log_record_that_nobody_reads_does_not_end_the_run():
+def test_a_log_record_to_a_closed_pipe_does_not_end_the_run():
     code = """
 import logging
 from lucidrl.utils.logger import configure_rich_logging
@@ -232,7 +232,7 @@ print("still running")
     assert [(done.returncode, done.stdout) for done in (gone, closed)] == [(0, b"still running\n")] * 2
 
 
-def test_rich_logging_is_set_up_once_and_the_flag_says_so():
+def test_rich_logging_is_configured_once_and_sets_the_flag():
     code = """
 import logging
 import lucidrl.utils.logger as package

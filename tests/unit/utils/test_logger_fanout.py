@@ -59,10 +59,10 @@ def test_logging_after_the_end_warns_and_finish_may_be_called_twice(cfg, caplog)
     logger.finish()
     assert not caplog.records
     logger.log_metrics({"x": 1}, 1)
-    assert "nothing is recorded any more" in caplog.text
+    assert "records nothing more" in caplog.text
 
 
-def test_a_logger_that_nobody_finished_is_closed_with_its_last_reference(cfg, tmp_path):
+def test_an_unfinished_logger_is_closed_with_its_last_reference(cfg, tmp_path):
     logger = Logger(cfg)
     logger.log_metrics({"x": 1}, 1)
     del logger
@@ -79,11 +79,11 @@ def test_a_process_that_forgets_to_finish_still_exits(cfg):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"log_dir": 3}, "LoggerConfig: log_dir=3 is not valid"),
-        ({"tensorbord_enabled": True}, "LoggerConfig: tensorbord_enabled is not a known key"),
-        ({"wandb": {"mode": "on"}}, r"LoggerConfig: wandb\.mode='on' is not valid"),
-        ({"gpu_monitoring": {"flush_interval": 1}}, r"LoggerConfig: gpu_monitoring\.collection_interval is required"),
-        ({"finish_timeout_s": 0}, "LoggerConfig: finish_timeout_s=0 is not valid"),
+        ({"log_dir": 3}, "LoggerConfig.log_dir=3 is not valid"),
+        ({"tensorbord_enabled": True}, "unknown key LoggerConfig.tensorbord_enabled"),
+        ({"wandb": {"mode": "on"}}, r"LoggerConfig.wandb\.mode='on' is not valid"),
+        ({"gpu_monitoring": {"flush_interval": 1}}, r"LoggerConfig.gpu_monitoring\.collection_interval is required"),
+        ({"finish_timeout_s": 0}, "LoggerConfig.finish_timeout_s=0 is not valid"),
     ],
 )
 def test_a_wrong_config_is_refused_by_key(cfg, change, complaint):
@@ -182,7 +182,7 @@ LONG = "é" * 300
 
 
 @pytest.mark.parametrize(
-    ("given", "written"),
+    ("name", "written"),
     [
         ("train/a.b-c d:1", "train/a.b-c d:1"),
         ("größe/λ", "größe/λ"),
@@ -194,7 +194,7 @@ LONG = "é" * 300
         (LONG, f"{'é' * 115}_{zlib.crc32(LONG.encode()):08x}"),
     ],
 )
-def test_one_rule_for_names_holds_for_every_back_end(tmp_path, given, written):
+def test_one_rule_for_names_holds_for_every_back_end(tmp_path, name, written):
     names = []
 
     class Own(LoggerInterface):
@@ -207,8 +207,8 @@ def test_one_rule_for_names_holds_for_every_back_end(tmp_path, given, written):
             names.append(name)
 
     with Logger({"log_dir": str(tmp_path)}, extra_backends=[Own()]) as logger:
-        logger.log_metrics({given: 1.0}, 1, step_metric=given)
-        logger.log_plot(Figure(figsize=(1, 1)), 1, given)
+        logger.log_metrics({name: 1.0}, 1, step_metric=name)
+        logger.log_plot(Figure(figsize=(1, 1)), 1, name)
     assert names == [written] * 3
     (line,) = lines(tmp_path / "metrics.jsonl")
     assert line.keys() == {"time", written}
@@ -216,7 +216,7 @@ def test_one_rule_for_names_holds_for_every_back_end(tmp_path, given, written):
     assert tmp_path / "plots" in picture.resolve().parents
 
 
-def test_long_names_with_the_same_beginning_stay_apart_and_a_renamed_one_is_said_once(tmp_path, caplog):
+def test_long_names_with_the_same_beginning_stay_different_and_renaming_warns_once(tmp_path, caplog):
     with Logger({"log_dir": str(tmp_path)}) as logger:
         for step in (1, 2):
             logger.log_metrics({LONG + "a": 1, LONG + "b": 2}, step, prefix="train")

@@ -21,14 +21,14 @@ def test_the_name_of_the_base_does_not_matter(tmp_path):
         assert get_next_experiment_dir(str(base)) == str(base / "exp_001")
 
 
-def test_numbers_go_on_after_the_largest_and_past_999(tmp_path):
+def test_numbers_continue_after_the_largest_and_past_999(tmp_path):
     for name in ("exp_007", "exp_999", "exp_final", "my_exp_5000"):
         (tmp_path / name).mkdir()
     assert get_next_experiment_dir(str(tmp_path)) == str(tmp_path / "exp_1000")
     assert get_next_experiment_dir(str(tmp_path)) == str(tmp_path / "exp_1001")
 
 
-def test_a_file_in_the_way_is_stepped_over(tmp_path):
+def test_a_file_with_the_next_name_is_skipped(tmp_path):
     (tmp_path / "exp_001").touch()
     assert get_next_experiment_dir(str(tmp_path)) == str(tmp_path / "exp_002")
 
@@ -47,12 +47,12 @@ def test_names_that_only_look_like_ours_do_not_count(tmp_path, name):
     assert get_next_experiment_dir(str(tmp_path)) == str(tmp_path / "exp_001")
 
 
-def test_a_link_that_leads_nowhere_is_stepped_over(tmp_path):
+def test_a_dangling_link_is_skipped(tmp_path):
     (tmp_path / "exp_001").symlink_to(tmp_path / "nothing")
     assert get_next_experiment_dir(str(tmp_path)) == str(tmp_path / "exp_002")
 
 
-def test_a_race_of_threads_gives_everyone_a_folder_of_their_own(tmp_path):
+def test_concurrent_threads_get_different_folders(tmp_path):
     with ThreadPoolExecutor(16) as pool:
         folders = list(pool.map(get_next_experiment_dir, [str(tmp_path)] * 50))
     assert len(set(folders)) == 50
@@ -75,7 +75,7 @@ for _ in range(50):
 """
 
 
-def test_a_race_of_processes_gives_everyone_a_folder_of_their_own(tmp_path):
+def test_concurrent_processes_get_different_folders(tmp_path):
     base = tmp_path / "not there yet"
     result = subprocess.run([sys.executable, "-c", RACE, str(base)], check=True, capture_output=True, text=True)
     assert sorted(result.stdout.splitlines()) == [str(base / f"exp_{number:03d}") for number in range(1, 51)]

@@ -1,4 +1,4 @@
-"""Histograms count every finite value in the bin that it lies in, whatever the values are."""
+"""Histograms count every finite value in its bin, for any values."""
 
 import sys
 import warnings

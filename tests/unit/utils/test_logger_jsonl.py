@@ -1,4 +1,4 @@
-"""metrics.jsonl holds every number of a run, whatever its type, and survives a kill."""
+"""metrics.jsonl holds every number of a run, of any type, and survives a kill."""
 
 import json
 import logging

@@ -19,7 +19,7 @@ from lucidrl.utils.logger.mlflow import MlflowLogger
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """One store for all tests, each with a run of its own: making the tables of a store takes seconds."""
+    """One store for all tests, with one run each: creating the tables of a store takes seconds."""
     return tmp_path_factory.mktemp("run_a") / "mlflow"
 
 
@@ -132,7 +132,7 @@ def test_long_values_are_cut(logger, client):
     assert len(data.tags["changed.prompt"]) == 6000
 
 
-def test_a_run_of_the_same_id_is_continued_and_a_changed_parameter_is_told_in_a_tag(logger, client, folder, run_id):
+def test_a_run_of_the_same_id_is_continued_and_a_changed_parameter_becomes_a_tag(logger, client, folder, run_id):
     logger.log_hyperparams({"lr": 1, "same": "x"})
     logger.log_metrics({"x": 1}, step=1)
     logger.finish()
@@ -183,7 +183,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 
 def test_an_unknown_key_is_refused(folder):
-    with pytest.raises(ConfigError, match="MlflowConfig: uri is not a known key"):
+    with pytest.raises(ConfigError, match=r"unknown key MlflowConfig\.uri"):
         MlflowLogger({"uri": "x"}, log_dir=str(folder))
 
 

@@ -37,12 +37,12 @@ class Memory(LoggerInterface):
         raise AssertionError("would replace those of the run")
 
     @property
-    def looks(self):
-        return [metrics["look"] for metrics, *_ in self.calls]
+    def numbers(self):
+        return [metrics["number"] for metrics, *_ in self.calls]
 
 
 class Counting(Monitor):
-    """Numbers its looks; `before` is run first, and may raise or wait."""
+    """Numbers its snapshots; calls `before` first, which may raise or wait."""
 
     def __init__(self, collection_interval, flush_interval, parent_logger=None, before=lambda: None):
         super().__init__(collection_interval, flush_interval, parent_logger=parent_logger, **NAMES)
@@ -51,13 +51,13 @@ class Counting(Monitor):
 
     def _collect(self, metrics=False, sku=False):
         self.before()
-        return {"look": next(self.count)}
+        return {"number": next(self.count)}
 
 
 def wait_until(condition, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
+    end_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
+        assert time.monotonic() < end_s, "did not happen in time"
         time.sleep(0.005)
 
 
@@ -77,9 +77,9 @@ def test_snapshots_reach_the_parent_with_prefix_and_step_metric():
     monitor.start()
     wait_until(lambda: len(parent.calls) >= 3)
     monitor.stop()
-    assert parent.looks == list(range(len(parent.calls)))
+    assert parent.numbers == list(range(len(parent.calls)))
     for metrics, step, prefix, step_metric in parent.calls:
-        assert metrics.keys() == {"look", "ray/ray_step"}
+        assert metrics.keys() == {"number", "ray/ray_step"}
         assert metrics["ray/ray_step"] == step / 1000
         assert (prefix, step_metric) == ("ray", "ray/ray_step")
 
@@ -115,7 +115,7 @@ def test_snapshots_are_handed_over_at_the_flush_interval_and_at_the_end():
     assert not parent.calls
     wait_until(lambda: len(parent.calls) >= 10)
     monitor.stop()
-    assert parent.looks == list(range(next(monitor.count)))
+    assert parent.numbers == list(range(next(monitor.count)))
 
 
 def test_what_a_failing_parent_did_not_take_stays_for_the_next_time(caplog):
@@ -131,14 +131,14 @@ def test_what_a_failing_parent_did_not_take_stays_for_the_next_time(caplog):
     wait_until(lambda: len(parent.calls) >= 10)
     monitor.stop()
     monitor.flush()
-    assert parent.looks == list(range(len(parent.calls)))
+    assert parent.numbers == list(range(len(parent.calls)))
     assert len(parent.calls) >= next(monitor.count) - 1
     assert [record.getMessage() for record in caplog.records] == [
-        "the use of the machines waits to be recorded, the logger failed: RuntimeError('tracker is down')"
+        "machine metrics are kept for later, the logger failed: RuntimeError('tracker is down')"
     ]
 
 
-def test_looks_go_on_and_are_kept_while_another_thread_flushes():
+def test_snapshots_continue_and_are_kept_while_another_thread_flushes():
     goes_on, is_waiting = threading.Event(), threading.Event()
 
     def wait():
@@ -158,7 +158,7 @@ def test_looks_go_on_and_are_kept_while_another_thread_flushes():
     goes_on.set()
     flusher.join()
     monitor.stop()
-    assert parent.looks == list(range(next(monitor.count)))
+    assert parent.numbers == list(range(next(monitor.count)))
 
 
 def test_a_full_buffer_drops_the_oldest_with_one_warning(monkeypatch, caplog):
@@ -166,7 +166,7 @@ def test_a_full_buffer_drops_the_oldest_with_one_warning(monkeypatch, caplog):
     parent = Memory(lambda: 1 / 0)
     monitor = Counting(0.001, 60, parent)
     monitor.start()
-    wait_until(lambda: monitor.metrics_buffer and monitor.metrics_buffer[-1]["metrics"]["look"] > 20)
+    wait_until(lambda: monitor.metrics_buffer and monitor.metrics_buffer[-1]["metrics"]["number"] > 20)
     assert len(monitor.metrics_buffer) == 5
     monitor.stop()
     assert len([record for record in caplog.records if "are dropped" in record.getMessage()]) == 1
@@ -178,15 +178,15 @@ def test_a_snapshot_that_falls_out_while_it_is_handed_over_takes_no_other_with_i
     monitor = Counting(60, 60, parent)
     monitor._first_start_s = time.monotonic()
     for _ in range(3):
-        monitor._look()
+        monitor._take_snapshot()
 
-    def look_once():
+    def take_one():
         parent.before = lambda: None
-        monitor._look()
+        monitor._take_snapshot()
 
-    parent.before = look_once
+    parent.before = take_one
     monitor.flush()
-    assert parent.looks == [0, 1, 2, 3]
+    assert parent.numbers == [0, 1, 2, 3]
 
 
 def test_without_a_parent_the_snapshots_stay():
@@ -194,14 +194,14 @@ def test_without_a_parent_the_snapshots_stay():
     monitor.start()
     wait_until(lambda: len(monitor.metrics_buffer) >= 5)
     monitor.stop()
-    assert [snapshot["metrics"]["look"] for snapshot in monitor.metrics_buffer][:5] == [0, 1, 2, 3, 4]
+    assert [snapshot["metrics"]["number"] for snapshot in monitor.metrics_buffer][:5] == [0, 1, 2, 3, 4]
 
 
 def test_a_look_that_fails_costs_one_warning_and_the_next_are_taken(caplog):
-    looks = itertools.count()
+    collections = itertools.count()
 
     def fail_first():
-        if next(looks) < 3:
+        if next(collections) < 3:
             raise OSError("driver is resting")
 
     monitor = Counting(0.01, 60, before=fail_first)
@@ -209,7 +209,7 @@ def test_a_look_that_fails_costs_one_warning_and_the_next_are_taken(caplog):
     wait_until(lambda: monitor.metrics_buffer)
     monitor.stop()
     assert [record.getMessage() for record in caplog.records] == [
-        "the use of the machines cannot be seen for now: OSError('driver is resting')"
+        "machine metrics cannot be read for now: OSError('driver is resting')"
     ]
 
 
@@ -237,10 +237,10 @@ def test_stop_does_not_wait_for_the_interval():
 
 
 def test_stop_gives_up_on_a_look_that_hangs_and_hands_over_what_there_is():
-    looks, is_hanging, release = itertools.count(), threading.Event(), threading.Event()
+    collections, is_hanging, release = itertools.count(), threading.Event(), threading.Event()
 
     def hang_second():
-        if next(looks) == 1:
+        if next(collections) == 1:
             is_hanging.set()
             assert release.wait(60)
 
@@ -251,9 +251,9 @@ def test_stop_gives_up_on_a_look_that_hangs_and_hands_over_what_there_is():
     start = time.monotonic()
     monitor.stop()
     assert time.monotonic() - start < 45
-    assert parent.looks == [0]
+    assert parent.numbers == [0]
     (abandoned,) = monitor_threads()
-    monitor.start()  # the thread that was given up on does not come back with it
+    monitor.start()  # the abandoned thread does not resume
     release.set()
     abandoned.join(5)
     assert not abandoned.is_alive()
@@ -261,7 +261,7 @@ def test_stop_gives_up_on_a_look_that_hangs_and_hands_over_what_there_is():
     monitor.stop()
 
 
-def test_a_parent_that_is_gone_ends_the_monitor_quietly(caplog):
+def test_a_deleted_parent_ends_the_monitor_silently(caplog):
     parent = Memory()
     monitor = Counting(0.01, 0.01, weakref.proxy(parent))
     monitor.start()
@@ -335,12 +335,12 @@ def test_cpu_use_is_that_since_the_last_look_and_at_the_first_of_a_thread_that_o
     windows = []
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: windows.append(interval) or 5.0)
 
-    def look_twice():
+    def collect_twice():
         local._collect_metrics()
         local._collect_metrics()
 
-    look_twice()
-    thread = threading.Thread(target=look_twice)
+    collect_twice()
+    thread = threading.Thread(target=collect_twice)
     thread.start()
     thread.join()
     assert windows == [0.1, None, 0.1, None]

@@ -1,4 +1,4 @@
-"""The monitor of a Ray cluster reads what Ray exports, and nothing that answers (or does not) at a node harms it."""
+"""The Ray monitor reads the metrics that Ray exports, and survives any reply of a node."""
 
 import itertools
 import os
@@ -69,7 +69,7 @@ def hang():
 
 @pytest.fixture
 def serve():
-    """Starts a server that answers everyone with the chunks that a function gives; returns its address."""
+    """Starts a server that replies with the chunks of a function; returns its address."""
     servers = []
 
     def start(chunks):
@@ -148,7 +148,7 @@ def test_a_gpu_without_a_model_still_has_metrics():
     assert monitor()._parse_gpu_sku(sample, node_idx=2) == {}
 
 
-def test_the_head_is_node_0_and_a_number_is_never_given_to_another_node(serve, set_nodes):
+def test_the_head_is_node_0_and_numbers_are_never_reused(serve, set_nodes):
     def page(value):
         return serve(lambda: [response(f"ray_node_cpu_utilization {value}\n")])
 
@@ -169,7 +169,7 @@ def test_a_node_may_have_an_ipv6_address(set_nodes):
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "reply",
     [
         b"",
         os.urandom(100_000),
@@ -199,8 +199,8 @@ def test_a_node_may_have_an_ipv6_address(set_nodes):
         "no quotes",
     ],
 )
-def test_an_answer_that_is_no_page_of_metrics_is_ignored_with_one_warning(serve, set_nodes, caplog, answer):
-    set_nodes(("head", serve(lambda: [response(PAGE)])), ("other", serve(lambda: [answer])))
+def test_a_reply_that_is_no_page_of_metrics_is_ignored_with_one_warning(serve, set_nodes, caplog, reply):
+    set_nodes(("head", serve(lambda: [response(PAGE)])), ("other", serve(lambda: [reply])))
     ray_monitor = monitor()
     for _ in range(2):
         assert ray_monitor._collect_metrics() == METRICS
@@ -213,7 +213,7 @@ def test_a_page_may_come_without_type_and_length(serve, set_nodes):
     assert monitor()._collect_metrics() == METRICS
 
 
-def test_one_node_can_be_asked_alone(serve):
+def test_one_node_can_be_queried_alone(serve):
     host, port = serve(lambda: [response(PAGE)])
     ray_monitor = monitor()
     assert ray_monitor._fetch_and_parse_metrics(0, f"{host}:{port}", ray_monitor._parse_metric) == METRICS
@@ -235,7 +235,7 @@ def client_sockets(ports):
     return [connection for connection in connections if connection.raddr and connection.raddr.port in ports]
 
 
-def test_nodes_that_hang_or_drip_keep_nobody_waiting_and_leave_nothing_behind(serve, set_nodes, caplog):
+def test_nodes_that_hang_or_drip_delay_nothing_and_leave_no_socket_or_thread(serve, set_nodes, caplog):
     page = response(PAGE)
     body = page.index(b"# HELP")
     slow = [
@@ -263,16 +263,16 @@ def test_nodes_that_hang_or_drip_keep_nobody_waiting_and_leave_nothing_behind(se
 def test_redirects_are_not_followed_and_proxies_not_used(serve, set_nodes, monkeypatch):
     good = serve(lambda: [response(PAGE)])
     moved = f"HTTP/1.0 302 Found\r\nLocation: http://127.0.0.1:{good[1]}/metrics\r\n\r\n".encode()
-    asked = []
-    proxy = serve(lambda: [asked.append("proxy") or b""])
+    proxied = []
+    proxy = serve(lambda: [proxied.append("proxy") or b""])
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{proxy[1]}")
     set_nodes(("head", good), ("other", serve(lambda: [moved])))
     assert monitor()._collect_metrics() == METRICS
-    assert not asked
+    assert not proxied
 
 
-def test_a_process_exits_at_once_whatever_its_nodes_do(serve):
+def test_a_process_exits_at_once_while_a_node_hangs(serve):
     host, port = serve(hang)
     code = f"""
 import ray, time
@@ -289,19 +289,19 @@ print(time.time())
     assert time.time() - float(done.stdout) < 15
 
 
-def test_without_ray_start_says_what_to_do():
+def test_start_without_ray_raises_with_a_remedy():
     with pytest.raises(ValueError, match=r"Ray is not initialised; call ray\.init\(\)"):
         monitor().start()
 
 
-def test_the_end_of_ray_is_one_warning(monkeypatch, caplog):
+def test_a_ray_shutdown_logs_one_warning(monkeypatch, caplog):
     monkeypatch.setattr(ray, "is_initialized", lambda: True)  # it was, and its nodes cannot be had any more
     ray_monitor = monitor(collection_interval=0.01)
     ray_monitor.start()
     time.sleep(0.2)
     ray_monitor.stop()
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "the use of the machines cannot be seen for now"
+        "machine metrics cannot be read for now"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Rows of a batch become JSON lines, whatever they are made of, and fast."""
+"""Rows of a batch become JSON lines, for any type of column, and fast."""
 
 import datetime
 import enum
@@ -196,14 +196,14 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     assert [entry.name for entry in path.parent.iterdir()] == ["step_1.jsonl"]
 
 
-def test_a_name_may_be_as_long_as_the_disk_allows_and_is_readable_by_all_who_may_read(tmp_path):
+def test_a_file_name_may_have_the_maximum_length_and_the_usual_mode(tmp_path):
     path = tmp_path / ("x" * 255)
     write_rows({"a": [1]}, path, WarnOnce())
     (tmp_path / "ordinary").touch()
     assert path.stat().st_mode == (tmp_path / "ordinary").stat().st_mode
 
 
-def test_two_who_write_the_same_file_never_meet(tmp_path, monkeypatch):
+def test_concurrent_writers_of_one_file_do_not_conflict(tmp_path, monkeypatch):
     path = tmp_path / "step_1.jsonl"
     real_lines = row_lines
 

@@ -1,4 +1,4 @@
-"""The plot of token errors shows the right sample and tokens, or says why there is nothing to show."""
+"""The plot of token errors shows the right sample and tokens, or a reason is returned."""
 
 import math
 import re
@@ -11,8 +11,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from lucidrl.utils.logger.figures import png_of
 from lucidrl.utils.logger.token_error import token_error_figure, worst_sample
+from lucidrl.utils.logger.tracker import png_of
 
 NAN, INF = float("nan"), float("inf")
 
@@ -121,29 +121,29 @@ def test_a_missing_column_is_named(name):
         ({"prev_logprobs": torch.zeros(1, 3)}, r"'prev_logprobs' has shape \(1, 3\)"),
         ({"sample_mask": torch.ones(1, 1)}, r"'sample_mask' has shape \(1, 1\)"),
         ({"token_mask": torch.ones(2)}, r"'token_mask' has shape \(2,\)"),
-        ({"full_lengths": ["long"]}, "'full_lengths' is no array of numbers"),
-        ({"prev_logprobs": [[1.0], [1.0, 2.0]]}, "'prev_logprobs' is no array of numbers"),
+        ({"full_lengths": ["long"]}, "'full_lengths' is not an array of numbers"),
+        ({"prev_logprobs": [[1.0], [1.0, 2.0]]}, "'prev_logprobs' is not an array of numbers"),
         ({"prev_logprobs": None}, "no column 'prev_logprobs'"),
     ],
 )
-def test_nothing_to_plot_is_a_reason_and_no_error(changes, reason):
+def test_nothing_to_plot_returns_a_reason(changes, reason):
     figure, given_reason = token_error_figure(GOOD | changes)
     assert figure is None
     assert re.search(reason, given_reason)
 
 
-def test_an_empty_batch_is_a_reason():
+def test_an_empty_batch_returns_a_reason():
     figure, reason = token_error_figure({name: column[:0] for name, column in GOOD.items()})
     assert figure is None
     assert "no token" in reason
 
 
-def test_lengths_beyond_the_tensor_are_harmless():
+def test_lengths_beyond_the_tensor_are_clipped():
     changes = {"full_lengths": torch.tensor([99]), "prompt_lengths": torch.tensor([-INF])}
     assert worst_sample(GOOD | changes).positions_N.tolist() == [0, 1]
 
 
-def test_the_figure_says_what_it_shows():
+def test_the_figure_has_titles_labels_and_curves():
     data = batch([[0.0, -1.0, -2.0, NAN]], [[0.0, -1.0, -2.5, -1.0]])
     figure, reason = token_error_figure(data)
     assert isinstance(figure, Figure)
@@ -172,7 +172,7 @@ def test_a_figure_becomes_one_picture_in_many_threads():
     assert pictures[0].startswith(b"\x89PNG")
 
 
-def test_drawing_leaves_pyplot_alone_and_a_missing_matplotlib_is_a_reason():
+def test_drawing_does_not_import_pyplot_and_a_missing_matplotlib_returns_a_reason():
     code = """
 import sys
 import lucidrl.utils.logger.token_error as token_error

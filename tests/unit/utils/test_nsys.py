@@ -1,4 +1,4 @@
-"""The steps that are asked for are recorded, once; what makes no sense is refused before anything is loaded."""
+"""Requested steps are recorded once; invalid requests are refused before a model is loaded."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tests.unit.profiling.reading import run_program
 
 
 @pytest.fixture
-def ask(monkeypatch):
-    """ask(patterns, steps) sets what a user or a test sets."""
+def set_request(monkeypatch):
+    """set_request(patterns, steps) sets the request of the variables."""
 
-    def ask(patterns: str, steps: str) -> None:
+    def set_request(patterns: str, steps: str) -> None:
         monkeypatch.setattr(nsys, "NRL_NSYS_WORKER_PATTERNS", patterns)
         monkeypatch.setattr(nsys, "NRL_NSYS_PROFILE_STEP_RANGE", steps)
 
-    ask("", "")
-    return ask
+    set_request("", "")
+    return set_request
 
 
 class Noting:
@@ -51,10 +51,10 @@ class Noting:
         return self.calls
 
 
-# What is asked for
+# Requests
 
 
-def test_without_variables_nothing_is_asked_for(ask):
+def test_without_variables_there_is_no_request(set_request):
     assert nsys.profile_request() is None
     assert Noting().visit(1, 2, 3) == []
 
@@ -66,24 +66,28 @@ def test_a_range_has_its_start_and_not_its_stop(text):
 
 
 MISTAKES = {
-    "no patterns": ("", "3:5", "NRL_NSYS_PROFILE_STEP_RANGE='3:5' says nothing without NRL_NSYS_WORKER_PATTERNS; set"),
-    "no range": ("*policy*", "", r"PATTERNS='\*policy\*' says nothing without NRL_NSYS_PROFILE_STEP_RANGE; set .*3:5"),
-    "only commas": (" , ,", "3:5", r"NRL_NSYS_WORKER_PATTERNS=', ,' has no name in it; write patterns such as"),
+    "no patterns": (
+        "",
+        "3:5",
+        "NRL_NSYS_PROFILE_STEP_RANGE='3:5' needs NRL_NSYS_WORKER_PATTERNS too, such as '[*]'; set",
+    ),
+    "no range": ("*policy*", "", r"PATTERNS='\*policy\*' needs NRL_NSYS_PROFILE_STEP_RANGE too, such as 3:5; set both"),
+    "only commas": (" , ,", "3:5", r"NRL_NSYS_WORKER_PATTERNS=', ,' has no pattern; write patterns such as"),
     "one number": ("*", "3", "NRL_NSYS_PROFILE_STEP_RANGE: '3' is not a range of steps; write start:stop"),
     "no number": ("*", "a:b", "'a:b' is not a range of steps"),
     "three numbers": ("*", "1:2:3", "'1:2:3' is not a range of steps"),
     "negative": ("*", "-1:3", "'-1:3' is not a range of steps"),
     "fractions": ("*", "1.5:3", "'1.5:3' is not a range of steps"),
-    "from 0": ("*", "0:3", "'0:3' begins at 0, but steps are counted from 1; write 1:3"),
-    "empty": ("*", "3:3", "'3:3' has no steps, since 3 is not one of them; write 3:4 for step 3 alone"),
+    "from 0": ("*", "0:3", "'0:3' begins at 0, but steps count from 1; write 1:3"),
+    "empty": ("*", "3:3", "'3:3' has no steps; write 3:4 for step 3"),
     "backwards": ("*", "5:3", "'5:3' has no steps"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_makes_no_sense_is_refused_by_every_function(ask, mistake):
+def test_every_function_refuses_an_invalid_request(set_request, mistake):
     patterns, steps, sentence = MISTAKES[mistake]
-    ask(patterns, steps)
+    set_request(patterns, steps)
     policy = Noting()
     for function in (nsys.profile_request, lambda: nsys.matches("policy-0"), lambda: policy.visit(1)):
         with pytest.raises(ConfigError, match=sentence):
@@ -91,11 +95,11 @@ def test_what_makes_no_sense_is_refused_by_every_function(ask, mistake):
     assert policy.calls == []
 
 
-def test_it_is_refused_before_a_model_is_loaded(ask):
-    ask("*", "0:3")
-    with pytest.raises(ConfigError, match="counted from 1"):
+def test_an_invalid_request_is_refused_before_a_model_is_loaded(set_request):
+    set_request("*", "0:3")
+    with pytest.raises(ConfigError, match="count from 1"):
         Policy({"model_name": "no such folder"}, embedded_tokenizer())
-    with pytest.raises(ConfigError, match="counted from 1"):
+    with pytest.raises(ConfigError, match="count from 1"):
         ControlPolicy(ObservationSpace((4,)), DiscreteActions(2), ControlPolicyConfig(), CriticConfig())
 
 
@@ -105,35 +109,35 @@ def test_the_variables_are_read_at_import(tmp_path):
     assert run_program(code, tmp_path, variables).split() == ["*policy*", "2:4"]
 
 
-def test_patterns_are_shell_wildcards_with_commas_between_them(ask):
-    ask("*policy*, generation-[01]", "1:2")
+def test_patterns_are_shell_wildcards_with_commas_between_them(set_request):
+    set_request("*policy*, generation-[01]", "1:2")
     names = ["policy-0", "policy-17", "generation-0", "generation-2", "driver", "Policy-0"]
     assert [name for name in names if nsys.matches(name)] == ["policy-0", "policy-17", "generation-0"]
 
 
-def test_patterns_that_no_worker_has_are_refused_with_the_names(ask):
-    ask("*critic*", "1:2")
+def test_patterns_that_no_worker_has_are_refused_with_the_names(set_request):
+    set_request("*critic*", "1:2")
     with pytest.raises(
         ConfigError, match=r"no worker of this run matches '\*critic\*'.*the names are policy-0, driver"
     ):
         nsys.check_patterns(["policy-0", "driver"])
-    ask("*policy*,*generation*", "1:2")
+    set_request("*policy*,*generation*", "1:2")
     nsys.check_patterns(["policy-0", "driver"])
 
 
-def test_a_worker_that_is_told_to_record_does_unless_other_names_were_asked_for(ask):
+def test_a_worker_records_unless_the_request_names_others(set_request):
     assert nsys.is_recorded("policy-1")
     assert not nsys.matches("policy-1")
-    ask("policy-0", "1:2")
+    set_request("policy-0", "1:2")
     assert nsys.is_recorded("policy-0")
     assert not nsys.is_recorded("policy-1")
 
 
-# When it is recorded
+# Recording
 
 
-def test_it_starts_at_the_first_step_inside_and_stops_at_the_first_outside(ask):
-    ask("*", "3:5")
+def test_it_starts_at_the_first_step_inside_and_stops_at_the_first_outside(set_request):
+    set_request("*", "3:5")
     assert Noting().visit(1, 2, 3, 4, 5, 6, 7) == ["start at 3", "stop at 5"]
 
 
@@ -148,13 +152,13 @@ def test_it_starts_at_the_first_step_inside_and_stops_at_the_first_outside(ask):
         ((3, 5, 3, 4, 5), ["start at 3", "stop at 5"]),  # a second visit
     ],
 )
-def test_each_happens_once(ask, steps, calls):
-    ask("*", "3:5")
+def test_each_happens_once(set_request, steps, calls):
+    set_request("*", "3:5")
     assert Noting().visit(*steps) == calls
 
 
-def test_several_policies_are_recorded_at_once_each_on_its_own(ask):
-    ask("*", "2:4")
+def test_several_policies_are_recorded_at_once_each_on_its_own(set_request):
+    set_request("*", "2:4")
     first, second = Noting(), Noting()
     first.visit(1, 2)
     second.visit(3)
@@ -164,8 +168,8 @@ def test_several_policies_are_recorded_at_once_each_on_its_own(ask):
     assert second.calls == ["start at 3", "stop at 4"]
 
 
-def test_the_end_of_a_loop_stops_it_and_nothing_else_does_again(ask):
-    ask("*", "2:9")
+def test_the_end_of_a_loop_stops_it_and_nothing_else_does_again(set_request):
+    set_request("*", "2:9")
     policy = Noting()
     end_gpu_profile(policy)
     policy.visit(1, 2)
@@ -174,25 +178,25 @@ def test_the_end_of_a_loop_stops_it_and_nothing_else_does_again(ask):
     assert policy.visit(3, 9) == ["start at 2", "stop at 2"]
 
 
-def test_one_that_cannot_start_does_not_record(ask):
+def test_a_policy_that_cannot_start_does_not_record(set_request):
     class Failing(Noting):
         def start_gpu_profiling(self) -> None:
             raise OSError("no counters")
 
-    ask("*", "2:4")
+    set_request("*", "2:4")
     policy = Failing()
     with pytest.raises(OSError, match="no counters"):
         policy.visit(2)
     assert policy.visit(3, 4) == []  # nor is it started again
 
 
-def test_one_that_cannot_stop_is_neither_stopped_nor_started_again(ask):
+def test_a_policy_that_cannot_stop_is_neither_stopped_nor_started_again(set_request):
     class Failing(Noting):
         def stop_gpu_profiling(self) -> None:
             super().stop_gpu_profiling()
             raise OSError("no room")
 
-    ask("*", "2:3")
+    set_request("*", "2:3")
     policy = Failing()
     with pytest.raises(OSError, match="no room"):
         policy.visit(2, 3)
@@ -218,24 +222,24 @@ class Slotted:
         self.calls.append("stop")
 
 
-def test_any_object_will_do(ask):
-    ask("*", "2:3")
+def test_any_object_will_do(set_request):
+    set_request("*", "2:3")
     first, second = Slotted(), Slotted()
     for step in (1, 2, 3, 4):
         maybe_gpu_profile_step(first, step)
     assert (first.calls, second.calls) == (["start", "stop"], [])
 
 
-def test_nothing_is_left_on_the_object(ask):
-    ask("*", "2:3")
+def test_nothing_is_left_on_the_object(set_request):
+    set_request("*", "2:3")
     policy = Noting()
     before = set(vars(policy))
     policy.visit(1, 2)
     assert vars(policy).keys() - before == {"step"}
 
 
-def test_what_is_remembered_goes_with_the_object(ask):
-    ask("*", "2:3")
+def test_bookkeeping_ends_with_the_object(set_request):
+    set_request("*", "2:3")
     for kind in (Noting, Slotted):
         policy = kind()
         for step in (2, 3):
@@ -247,8 +251,8 @@ def test_what_is_remembered_goes_with_the_object(ask):
         assert key not in nsys._running
 
 
-def test_a_policy_that_records_is_kept_until_it_has_stopped(ask):
-    ask("*", "2:9")
+def test_a_policy_that_records_is_kept_until_it_has_stopped(set_request):
+    set_request("*", "2:9")
     stopped = []
 
     class Temporary(Noting):
@@ -284,12 +288,12 @@ print("end")
     assert lines == ["start a", "stop a", "start b", "start c", "end", "stop b", "stop c"]
 
 
-def test_a_failure_at_the_end_is_told_and_the_others_are_stopped(ask, caplog):
+def test_a_failure_at_the_end_is_logged_and_the_others_are_stopped(set_request, caplog):
     class Failing(Noting):
         def stop_gpu_profiling(self) -> None:
             raise OSError("no room")
 
-    ask("*", "2:4")
+    set_request("*", "2:4")
     failing, fine = Failing(), Noting()
     failing.visit(2)
     fine.visit(2)

@@ -1,4 +1,4 @@
-"""A worker that is asked for is run by Nsight Systems; here by a stand-in that notes its arguments."""
+"""Nsight Systems runs the requested workers; here a stand-in that records its arguments."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def traces(tmp_path, monkeypatch):
     monkeypatch.delenv(NSYS_SESSION, raising=False)
     monkeypatch.setattr(nsys, "NRL_NSYS_WORKER_PATTERNS", "*-0")
     monkeypatch.setattr(nsys, "NRL_NSYS_PROFILE_STEP_RANGE", "3:5")
-    nsys_launch._say.cache_clear()
+    nsys_launch._warn_once.cache_clear()
     return tmp_path / "traces"
 
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """The folder in which the stand-in notes what happens."""
+    """The folder with the records of the stand-in."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -64,7 +64,7 @@ def test_the_command_captures_between_start_and_stop_into_the_traces_folder(trac
     assert f"--output={traces}/policy-0_%h_%p" in options
 
 
-def test_others_run_as_they_are(traces, stand_in, monkeypatch):
+def test_other_workers_run_without_nsys(traces, stand_in, monkeypatch):
     assert nsys_launch.nsys_command("policy-1") == []
     assert nsys_launch.ray_nsight_options("policy-1") == {}
     monkeypatch.setenv(NSYS_SESSION, "7")  # nsys sees the workers of what it runs
@@ -75,25 +75,25 @@ def test_others_run_as_they_are(traces, stand_in, monkeypatch):
     assert nsys_launch.nsys_command("policy-0") == []
 
 
-def test_without_the_program_that_is_said_once(traces, monkeypatch, caplog):
+def test_a_missing_nsys_is_logged_once(traces, monkeypatch, caplog):
     monkeypatch.setenv("PATH", "/nowhere")
     with caplog.at_level(logging.WARNING):
         assert nsys_launch.nsys_command("policy-0") == []
         assert nsys_launch.nsys_command("generation-0") == []
         assert nsys_launch.nsys_command("policy-1") == []
     (message,) = caplog.messages
-    assert message.startswith("there is no `nsys` on PATH, so workers record with torch's profiler; install")
+    assert message.startswith("no `nsys` on PATH: workers record with torch's profiler; install")
 
 
-def test_a_worker_in_this_process_says_how_to_run_the_whole_command(traces, stand_in, caplog):
+def test_a_worker_in_this_process_logs_how_to_run_the_whole_command(traces, stand_in, caplog):
     with caplog.at_level(logging.WARNING), WorkerGroup(Recorded, name="policy"):
         pass
     (message,) = caplog.messages
-    assert message.startswith("policy-0 is part of this process")
-    assert "run the whole command under it instead: nsys profile --trace=cuda" in message
+    assert message.startswith("policy-0 is in this process")
+    assert "for Nsight Systems: nsys profile --trace=cuda" in message
 
 
-def test_ray_gets_the_same_options_under_the_names_that_it_knows(traces, stand_in, monkeypatch):
+def test_ray_gets_the_same_options_under_its_own_names(traces, stand_in, monkeypatch):
     options = nsys_launch.ray_nsight_options("policy-0")
     assert options["t"] == "cuda,cudnn,cublas,nvtx"
     assert options["o"] == f"{traces}/policy-0_%h_%p"
@@ -106,7 +106,7 @@ def test_ray_gets_the_same_options_under_the_names_that_it_knows(traces, stand_i
 
 
 @pytest.mark.slow
-def test_the_launcher_runs_those_that_match_under_it_and_they_do_what_others_do(traces, stand_in, tmp_path):
+def test_the_launcher_runs_matching_workers_under_nsys_and_they_work_like_others(traces, stand_in, tmp_path):
     with WorkerGroup(Recorded, cluster=TWO, log_dir=tmp_path / "logs") as group:
         assert group.run_all("variable", NSYS_SESSION) == ["1", None]
         assert group.run_all("variable", nsys.PATTERNS_VARIABLE) == ["*-0", "*-0"]
@@ -126,7 +126,7 @@ def test_the_launcher_runs_those_that_match_under_it_and_they_do_what_others_do(
 
 
 @pytest.mark.slow
-def test_a_wrapped_rank_that_hangs_is_asked_where_and_ended(traces, stand_in, tmp_path, monkeypatch):
+def test_a_wrapped_rank_that_hangs_reports_its_stack_and_is_killed(traces, stand_in, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "_LAST_WRITE_S", 0.5)
     group = WorkerGroup(Recorded, cluster=TWO, log_dir=tmp_path / "logs")
     pids = group.run_all("pid")
@@ -138,7 +138,7 @@ def test_a_wrapped_rank_that_hangs_is_asked_where_and_ended(traces, stand_in, tm
 
 
 @pytest.mark.slow
-def test_a_wrapped_rank_ends_when_what_runs_it_is_killed(traces, stand_in, tmp_path, monkeypatch):
+def test_a_wrapped_rank_ends_when_nsys_is_killed(traces, stand_in, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "_LAST_WRITE_S", 0.5)
     group = WorkerGroup(Recorded, cluster=TWO, log_dir=tmp_path / "logs")
     pids = group.run_all("pid")

@@ -1,4 +1,4 @@
-"""The generators that a process shares go on where they stood, whatever was drawn before."""
+"""The global random generators continue from a restored state."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ def test_a_damaged_state_is_refused_and_changes_nothing():
         *({**state, "numpy": {**of_numpy, "position": position}} for position in (-1, 625, 10**6, "1", None)),
     ]
     for wrong in damaged:
-        with pytest.raises(CheckpointError, match="the saved random state does not suit this process"):
+        with pytest.raises(CheckpointError, match="the saved random state cannot be restored"):
             set_random_state(wrong)
         assert random_state() == state

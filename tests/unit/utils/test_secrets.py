@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lucidrl.utils.config import Config, dump_yaml, load_config, merged_settings
-from lucidrl.utils.secrets import secret_like_keys, write_private_text
+from lucidrl.utils.logger.folders import write_private_text
+from lucidrl.utils.logger.redact import secret_like_keys
 
 
 class _Settings(Config):
@@ -43,7 +44,7 @@ def test_secrets_in_plain_text_are_found(settings, keys):
         {"eos_token": "</s>", "max_tokens": 10, "sort_key": "x", "url": "https://host/x"},
     ],
 )
-def test_references_and_harmless_values_are_not_secrets(settings):
+def test_references_and_ordinary_values_are_not_secrets(settings):
     assert secret_like_keys(settings) == []
 
 
@@ -52,7 +53,7 @@ def test_the_value_of_a_secret_variable_is_found_under_any_key(monkeypatch):
     assert secret_like_keys({"env": {"kwargs": {"x": "Zq7-not+for.anyone"}}}) == ["env.kwargs.x"]
 
 
-def test_a_private_file_is_readable_by_its_owner_only_whatever_was_there(tmp_path):
+def test_a_private_file_is_readable_by_its_owner_only_even_if_it_replaces_a_public_one(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("old")
     path.chmod(0o644)

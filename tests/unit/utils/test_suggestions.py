@@ -1,4 +1,4 @@
-"""A name that is not known is answered with the one that was meant, wherever that belongs."""
+"""An unknown name gets a suggestion from the whole tree of settings."""
 
 from typing import Any
 
@@ -61,4 +61,4 @@ def test_arguments_are_compared_with_those_that_a_class_takes():
 
 def test_a_factory_that_takes_any_argument_decides_for_itself():
     check_arguments(lambda parameters, **kwargs: None, {"anything": 1}, "kwargs")
-    check_arguments(dict, {"anything": 1}, "kwargs")  # has no signature to look at
+    check_arguments(dict, {"anything": 1}, "kwargs")  # has no signature

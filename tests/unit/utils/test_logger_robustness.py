@@ -1,4 +1,4 @@
-"""Whatever happens to a back end, to the disk or to the process: the run goes on, and what is lost is named."""
+"""Faults of a back end, the disk or the process never stop the run, and losses are logged."""
 
 import json
 import logging
@@ -72,7 +72,7 @@ def run_script(code, *arguments, **kwargs):
     return subprocess.run(command, capture_output=True, text=True, timeout=180, **kwargs)
 
 
-def test_a_back_end_of_ones_own_gets_all_calls_and_one_finish(cfg):
+def test_an_extra_back_end_gets_all_calls_and_one_finish(cfg):
     memory = Memory()
     with Logger(cfg, extra_backends=[memory]) as logger:
         logger.log_hyperparams({"lr": 0.1})
@@ -83,7 +83,7 @@ def test_a_back_end_of_ones_own_gets_all_calls_and_one_finish(cfg):
 
 
 @pytest.mark.parametrize("backend", [Raising(), Hanging()])
-def test_a_back_end_that_raises_or_hangs_costs_others_nothing_and_is_named(cfg, tmp_path, caplog, backend):
+def test_a_back_end_that_raises_or_hangs_does_not_affect_others_and_is_named(cfg, tmp_path, caplog, backend):
     memory = Memory()
     start = time.monotonic()
     with Logger(cfg, extra_backends=[backend, memory]) as logger:
@@ -124,7 +124,7 @@ def test_losses_and_costs_are_metrics_of_the_next_step(cfg, tmp_path):
     assert not any("logger/caller_s" in line for line in lines(tmp_path / "run") if "y" in line)
 
 
-def test_what_is_logged_is_what_was_given_even_if_it_changes_at_once(cfg, tmp_path):
+def test_later_changes_of_the_metrics_are_not_logged(cfg, tmp_path):
     batch = {"tokens": torch.ones(2, 3), "messages": [[{"content": "a"}], [{"content": "b"}]]}
     metrics = {"curve": torch.zeros(3), "list": [1.0, 2.0], "nested": {"x": 1.0}}
     with Logger(cfg) as logger:
@@ -145,7 +145,7 @@ def test_what_is_logged_is_what_was_given_even_if_it_changes_at_once(cfg, tmp_pa
     ("metrics", "step"),
     [(None, 1), ([1, 2], 1), ({"a": 1}, None), ({"a": 1}, "three"), ({"a": 1}, float("nan"))],
 )
-def test_rubbish_is_one_warning_and_never_an_exception(cfg, caplog, metrics, step):
+def test_invalid_metrics_are_one_warning_and_never_an_exception(cfg, caplog, metrics, step):
     with Logger(cfg) as logger:
         logger.log_metrics(metrics, step)
         logger.log_metrics(metrics, step)
@@ -188,14 +188,14 @@ def test_numbers_of_unusual_kinds_and_sizes_are_logged(cfg, tmp_path, caplog):
     assert not caplog.records
 
 
-def test_a_name_that_comes_twice_in_a_call_is_said(cfg, tmp_path, caplog):
+def test_a_name_that_occurs_twice_in_a_call_is_a_warning(cfg, tmp_path, caplog):
     with Logger(cfg) as logger:
         logger.log_metrics({"a": {"b": 1}, "a/b": 2}, 1)
     assert lines(tmp_path / "run")[0]["a/b"] == 2
-    assert "metric a/b comes twice in one call" in caplog.text
+    assert "metric a/b occurs twice in one call" in caplog.text
 
 
-def test_a_back_end_whose_errors_cannot_be_told_goes_on(cfg, caplog):
+def test_a_back_end_whose_errors_have_no_repr_continues(cfg, caplog):
     class Odd(Memory):
         def log_metrics(self, metrics, step, prefix="", step_metric=None):
             super().log_metrics(metrics, step)
@@ -213,7 +213,7 @@ def test_a_back_end_whose_errors_cannot_be_told_goes_on(cfg, caplog):
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "./config.yaml", "hyperparams.json", "tensorboard/x", "plots/a"])
 def test_rows_cannot_replace_what_belongs_to_the_run(cfg, name):
-    with Logger(cfg) as logger, pytest.raises(ConfigError, match="is one that the run itself uses"):
+    with Logger(cfg) as logger, pytest.raises(ConfigError, match="the run itself uses the file name"):
         logger.log_batched_dict_as_jsonl({"a": [1]}, name)
 
 
@@ -223,7 +223,7 @@ def test_a_name_that_no_file_can_have_is_refused(cfg, name):
         logger.log_batched_dict_as_jsonl({"a": [1]}, name)
 
 
-def test_an_interrupted_end_names_what_is_lost_and_closes_the_rest(tmp_path):
+def test_an_interrupted_finish_logs_the_losses_and_closes_the_rest(tmp_path):
     code = """
 import signal, sys, threading, time, os
 from lucidrl.utils.logger import Logger, LoggerInterface
@@ -245,7 +245,7 @@ except KeyboardInterrupt:
     assert "Slow lost 10 of 10 records: steps 0 to 9" in result.stderr
 
 
-def test_a_forked_process_records_nothing_and_says_so(tmp_path):
+def test_a_forked_process_records_nothing_and_warns(tmp_path):
     code = (
         START
         + """
@@ -261,7 +261,7 @@ logger.log_metrics({"x": 2}, 2)
     )
     result = run_script(code, tmp_path)
     assert [line["x"] for line in lines(tmp_path)] == [0, 2]
-    assert result.stderr.count("nothing is recorded any more: the logger is finished") == 1
+    assert result.stderr.count("the logger is finished and records nothing more") == 1
 
 
 def test_a_short_program_that_forgets_to_finish_loses_nothing_of_any_tracker(tmp_path):
@@ -281,13 +281,13 @@ def test_a_slow_disk_costs_the_caller_little(cfg):
         def log_metrics(self, metrics, step, prefix="", step_metric=None):
             time.sleep(0.2)
 
-    writer = BackgroundWriter("disk", SlowDisk, lambda backend: backend.finish(), capacity=5, patience_s=0.002)
+    writer = BackgroundWriter("disk", SlowDisk, lambda backend: backend.finish(), capacity=5, max_wait_s=0.002)
     start = time.monotonic()
     for step in range(200):
         writer.put(lambda backend: backend.log_metrics({}, 0), step)
     assert time.monotonic() - start < 20
     writer.close()
-    writer.join(deadline=0.0, timeout_s=0.0)
+    writer.join(until_s=0.0, timeout_s=0.0)
 
 
 def test_a_value_that_is_no_number_is_one_warning_for_all_back_ends(cfg, caplog):
@@ -297,15 +297,15 @@ def test_a_value_that_is_no_number_is_one_warning_for_all_back_ends(cfg, caplog)
     assert [record.args[0] for record in caplog.records] == ["train/name", "train/picture"]
 
 
-@pytest.mark.parametrize(("steps", "said"), [((5, 5, 5, 5), "twice"), ((5, 3, 2), "after step 5 for step 3")])
-def test_a_step_that_repeats_or_goes_back_is_kept_and_said_once(cfg, tmp_path, caplog, steps, said):
+@pytest.mark.parametrize(("steps", "warning"), [((5, 5, 5, 5), "twice"), ((5, 3, 2), "after step 5 for step 3")])
+def test_a_step_that_repeats_or_goes_back_is_kept_with_one_warning(cfg, tmp_path, caplog, steps, warning):
     with Logger(cfg | {"tensorboard_enabled": True}) as logger:
         for number, step in enumerate(steps):
             logger.log_metrics({"x": number}, step)
             logger.log_metrics({"other": number}, 100 + number)
     assert [line["x"] for line in lines(tmp_path / "run") if "x" in line] == list(range(len(steps)))
     assert len(caplog.records) == 1
-    assert said in caplog.text
+    assert warning in caplog.text
 
 
 def test_a_tight_loop_loses_no_line(cfg, tmp_path):
@@ -354,14 +354,14 @@ def test_the_worst_sample_is_plotted_into_the_run_folder_and_every_tracker(cfg, 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_nothing_to_plot_is_said_with_its_reason(cfg, tmp_path, caplog):
+def test_nothing_to_plot_is_logged_with_the_reason(cfg, tmp_path, caplog):
     with Logger(cfg) as logger:
         logger.log_plot_token_mult_prob_error(CURVES | {"sample_mask": torch.zeros(2)}, 7, "error")
     assert "plot error of step 7 is skipped: " in caplog.text
     assert not (tmp_path / "run" / "plots").exists()
 
 
-def test_without_ray_the_machine_is_monitored_under_names_that_do_not_speak_of_ray(cfg, tmp_path):
+def test_without_ray_the_names_of_machine_metrics_do_not_contain_ray(cfg, tmp_path):
     with Logger(cfg | {"monitor_gpus": True, "gpu_monitoring": {"collection_interval": 0.1, "flush_interval": 0.1}}):
         time.sleep(0.5)
     monitored = [line for line in lines(tmp_path / "run") if "machine/node.0.mem_gb" in line]
