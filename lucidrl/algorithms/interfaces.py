@@ -11,7 +11,7 @@ from lucidrl.utils.nsys import ProfilablePolicy
 if TYPE_CHECKING:
     from lucidrl.checkpoint.manifest import FileDigest
 
-__all__ = ["LossFunction", "SavablePolicy", "Stateful", "TrainedPolicy"]
+__all__ = ["Algorithm", "LossFunction", "SavablePolicy", "Stateful", "TrainedPolicy"]
 
 
 class Stateful(Protocol):
@@ -51,3 +51,14 @@ class SavablePolicy(Stateful, Protocol):
 
 class TrainedPolicy(SavablePolicy, ProfilablePolicy, Protocol):
     """What a training loop needs of a policy, whatever the algorithm."""
+
+
+class Algorithm(Stateful, Protocol):
+    """A training loop with all its parts."""
+
+    @property
+    def policy(self) -> TrainedPolicy: ...
+
+    def run(self) -> int:
+        """Train until the last step or a stop request; the last completed step, which is saved."""
+        ...

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol
 
 from lucidrl.algorithms.config import ValidationSchedule
@@ -76,12 +76,12 @@ class TrainingLoop:
         with (
             self.saver,
             StopRequest(self.watcher.announce) as stop,
-            StepProfiles(self.policy, *self.profiled) as profiles,
+            step_profiles(self.policy, *self.profiled) as begin_profile,
         ):
-            yield self._steps(state_dict, stop, profiles)
+            yield self._steps(state_dict, stop, begin_profile)
 
     def _steps(
-        self, state_dict: Callable[[], Mapping[str, Any]], stop: StopRequest, profiles: StepProfiles
+        self, state_dict: Callable[[], Mapping[str, Any]], stop: StopRequest, begin_profile: Callable[[int], None]
     ) -> Iterator[int]:
         if self.step == 0 or self.is_validation_skipped:
             self._validate(stop)
@@ -89,7 +89,7 @@ class TrainingLoop:
                 self.watcher.announce("stopped before a step was done: there is nothing new to save")
                 return
         for step in range(self.step + 1, self.max_steps + 1):
-            profiles.begin(step)
+            begin_profile(step)
             self._clock.restart()
             yield step
             self.step = step
@@ -154,29 +154,32 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
+FINISHING = "finishing this step, then saving; once more stops at once, without saving"
+
+
 class StopRequest:
     """Turns the first Ctrl-C, SIGTERM or SIGHUP into a request to stop after the current step; a second one interrupts.
 
     A context manager for the main thread; elsewhere signals cannot be caught, and it is never set. A signal that is
     ignored, as SIGHUP is under nohup, stays ignored.
+
+    Args:
+        what_follows: is announced with the name of the first signal.
     """
 
-    def __init__(self, announce: Callable[[str], None]):
-        self._announce = announce
+    def __init__(self, announce: Callable[[str], None], what_follows: str = FINISHING):
+        self._announce, self._what_follows = announce, what_follows
         self._previous: dict[int, Any] = {}
         self.is_set = False
 
     def __enter__(self) -> StopRequest:
         with suppress(ValueError):
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is signal.SIG_IGN:
-                    continue
-                self._previous[number] = signal.signal(number, self._on_signal)
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -185,11 +188,10 @@ class StopRequest:
         if self.is_set:
             raise KeyboardInterrupt
         self.is_set = True
-        name = signal.Signals(number).name
         # Python refuses to print when the signal came in the middle of a write to the same stream; after SIGHUP there
         # may be no terminal to print to.
         with suppress(RuntimeError, OSError):
-            self._announce(f"{name}: finishing this step, then saving; once more stops at once, without saving")
+            self._announce(f"{signal.Signals(number).name}: {self._what_follows}")
 
 
 class StepClock:
@@ -209,30 +211,26 @@ class StepClock:
         return {"step_s": elapsed, **{f"{name}_s": total.seconds for name, total in recorder.drain().items()}}
 
 
-class StepProfiles:
-    """Records the steps that are asked for, of what is given and of the driver; see `lucidrl.utils.nsys`.
+@contextmanager
+def step_profiles(*profiled: ProfilablePolicy) -> Iterator[Callable[[int], None]]:
+    """Record the requested steps of `profiled` and of the driver; see `lucidrl.utils.nsys`.
 
-    A context manager around the loop: what still records at its end, or when something raises, is written then.
+    Gives a function to call at the start of every step, before it is timed. What still records at the end, or when
+    something raises, is written then.
     """
+    # The driver comes last: a policy in its process records more than it would.
+    every = (*profiled, _Driver())
 
-    def __init__(self, *profiled: ProfilablePolicy):
-        # The driver comes last: a policy in its process records more than it would.
-        self._profiled: tuple[ProfilablePolicy, ...] = (*profiled, _Driver())
+    def begin(step: int) -> None:
+        for part in every:
+            maybe_gpu_profile_step(part, step)
 
-    def begin(self, step: int) -> None:
-        """To be called at the start of every step, before it is timed."""
-        for profiled in self._profiled:
-            maybe_gpu_profile_step(profiled, step)
-
-    def __enter__(self) -> StepProfiles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for profiled in self._profiled:
+    try:
+        yield begin
+    finally:
+        for part in every:
             try:
-                end_gpu_profile(profiled)
+                end_gpu_profile(part)
             except Exception as failure:  # what ends the loop is what matters
                 _log.warning("the profile of the last steps is lost: %s", failure)
 

@@ -5,7 +5,7 @@ Shapes: B envs, T time, N = B x T frames.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -18,8 +18,9 @@ from lucidrl.algorithms.config import PPOConfig
 from lucidrl.algorithms.interfaces import Stateful
 from lucidrl.algorithms.loop import TrainingLoop
 from lucidrl.collectors.single import Collector
-from lucidrl.losses.frames import ClippedFrameLoss
+from lucidrl.errors import CheckpointError
 from lucidrl.losses.interfaces import Frames
+from lucidrl.losses.policy_gradient import ClippedFrameLoss
 from lucidrl.models.control.interfaces import ControlTrainResult
 from lucidrl.models.control.policy import ControlPolicy
 from lucidrl.profiling.spans import span
@@ -35,8 +36,8 @@ class PPO:
     loop: TrainingLoop
     policy: ControlPolicy
     collector: Collector
-    envs: Stateful
-    """The episodes that the collector's envs are in the middle of."""
+    envs: Sequence[Stateful]
+    """The episodes that the collector's envs are in the middle of, one per env."""
     episodes: EpisodeCounter
 
     def run(self) -> int:
@@ -101,14 +102,20 @@ class PPO:
         """Where the run stands, beside weights and optimizers; plain values."""
         return {
             "collector": self.collector.state_dict(),
-            "envs": self.envs.state_dict(),
+            "envs": [env.state_dict() for env in self.envs],
             "episodes": self.episodes.state_dict(),
             **self.loop.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.collector.load_state_dict(state["collector"])
-        self.envs.load_state_dict(state["envs"])
+        if len(state["envs"]) != len(self.envs):
+            raise CheckpointError(
+                f"the run was saved with env.num_envs={len(state['envs'])}, not {len(self.envs)}; "
+                "resume with that number"
+            )
+        for env, saved in zip(self.envs, state["envs"], strict=True):
+            env.load_state_dict(saved)
         self.episodes.load_state_dict(state["episodes"])
         self.loop.load_state_dict(state)
 

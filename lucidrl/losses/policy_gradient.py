@@ -1,19 +1,28 @@
-"""The clipped policy gradient over tokens: the objective of PPO, GRPO and their relatives for language models.
+"""The clipped policy gradient: over tokens for GRPO and its relatives, over frames for PPO.
 
-Shapes: B rows, T tokens. The loss returns the micro-batch's share of the global loss, with metrics that carry their
-reduction, so that neither depends on how the batch was cut.
+Shapes: B rows, T tokens; N frames. The loss over tokens returns the micro-batch's share of the global loss, with
+metrics that carry their reduction, so that neither depends on how the batch was cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from lucidrl.losses.config import ClippedPGConfig
-from lucidrl.losses.interfaces import LossType, Need, TokenOutputs, valid_token_mask
+from lucidrl.losses.interfaces import (
+    FrameLosses,
+    FrameOutputs,
+    Frames,
+    LossType,
+    Need,
+    TokenOutputs,
+    valid_token_mask,
+)
 from lucidrl.losses.masked import (
     global_mean_share,
     row_means,
@@ -23,8 +32,35 @@ from lucidrl.losses.masked import (
     token_min,
     token_output,
 )
-from lucidrl.losses.ratios import KL_ESTIMATORS, bounded_exp
 from lucidrl.losses.reductions import Max, Mean, Metrics, Min, Sum
+
+MAX_LOG_RATIO = 20.0
+"""Log ratios are held to ± this before `exp`: a ratio of 5e8 is beyond use, and far from the limits of float32."""
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """A ratio from its logarithm, which is held to ± MAX_LOG_RATIO."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _k1(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio
+
+
+def _k2(log_ratio: torch.Tensor) -> torch.Tensor:
+    return 0.5 * log_ratio.square()
+
+
+def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    # Where the policy lost nearly all of the reference's probability, k3 goes on along its tangent: a clamp would
+    # leave no pull back, or one the wrong way, exactly where it is needed most.
+    bounded = (-log_ratio).clamp(max=MAX_LOG_RATIO)
+    beyond = (-log_ratio - MAX_LOG_RATIO).clamp(min=0)
+    return torch.expm1(bounded) - bounded + math.expm1(MAX_LOG_RATIO) * beyond
+
+
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3}
+"""Per-token estimators of KL(policy ‖ reference) from log(policy / reference) of tokens that the policy drew."""
 
 
 class ClippedPGLoss:
@@ -133,3 +169,34 @@ class ClippedPGLoss:
         weight_BT = weight_BT.masked_fill(over_BT, cap if correction == "truncate" else 0.0)
         metrics["importance/mean_weight"] = token_mean(weight_BT, mask_BT)
         return weight_BT, metrics
+
+
+class ClippedFrameLoss:
+    """With r = exp(logprobs - those of the policy that acted) and A the advantage,
+
+        policy loss = mean(max(-A r, -A clip(r, 1 - clip, 1 + clip))) - entropy_coefficient * mean(entropy)
+        critic loss = mean((value - value target)²) / 2
+
+    Both are plain means, so that minibatches of equal size average to the whole.
+    """
+
+    def __init__(self, clip: float, entropy_coefficient: float):
+        self._clip, self._entropy_coefficient = clip, entropy_coefficient
+
+    def __call__(self, outputs: FrameOutputs, frames: Frames) -> FrameLosses:
+        log_ratio_N = outputs.logprobs - frames.logprobs
+        ratio_N = bounded_exp(log_ratio_N)
+        clipped_N = ratio_N.clamp(1 - self._clip, 1 + self._clip)
+        loss_policy = torch.maximum(-frames.advantages * ratio_N, -frames.advantages * clipped_N).mean()
+        loss_value = 0.5 * (outputs.values - frames.value_targets).square().mean()
+        entropy = outputs.entropy.mean()
+        with torch.no_grad():
+            metrics = {
+                "loss_policy": loss_policy.detach(),
+                "loss_value": loss_value.detach(),
+                "entropy": entropy.detach(),
+                # r - 1 - log r: never below 0, and of less variance than -log r.
+                "approx_kl": (ratio_N - 1 - log_ratio_N).mean(),
+                "clip_fraction": (ratio_N != clipped_N).to(ratio_N.dtype).mean(),
+            }
+        return FrameLosses(loss_policy - self._entropy_coefficient * entropy, loss_value, metrics)

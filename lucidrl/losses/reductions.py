@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,8 @@ class Max:
     value: float | torch.Tensor
 
 
+EMPTY = {Min: math.inf, Max: -math.inf}
+"""What a part with nothing to measure says."""
 Metrics = Mapping[str, float | torch.Tensor | Sum | Mean | Min | Max]
 
 
@@ -65,18 +67,13 @@ def _reduce(name: str, column: list[Any]) -> float:
     values = [float(metric.value) for metric in column]
     if kind is Sum:
         return sum(values)
-    if kind is Min:
-        return _extreme(values, math.inf, min)
-    if kind is Max:
-        return _extreme(values, -math.inf, max)
+    if kind in EMPTY:
+        # Of tensors: min() and max() keep or lose a NaN depending on its place in the list.
+        extreme = torch.tensor(values, dtype=torch.float64).aminmax()
+        result = float(extreme.min if kind is Min else extreme.max)
+        return math.nan if result == EMPTY[kind] else result
     weights = [float(metric.weight) for metric in column]
     total = sum(weights)
     # A part without weight says nothing, and its value may be 0/0.
     weighted = (value * weight for value, weight in zip(values, weights, strict=True) if weight)
     return sum(weighted) / total if total else float("nan")
-
-
-def _extreme(values: list[float], nothing: float, pick: Callable[[list[float]], float]) -> float:
-    # min() and max() keep or lose a NaN depending on its place in the list.
-    result = math.nan if any(map(math.isnan, values)) else pick(values)
-    return math.nan if result == nothing else result

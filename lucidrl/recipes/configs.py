@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from importlib.resources import files
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, PrivateAttr, model_validator
 
-from lucidrl.algorithms.config import GRPOConfig, SFTConfig, ValidationConfig
+from lucidrl.algorithms.config import (
+    ControlValidationConfig,
+    GRPOConfig,
+    PPOConfig,
+    SFTConfig,
+    ValidationConfig,
+    ValidationSchedule,
+)
 from lucidrl.checkpoint.config import CheckpointConfig
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.errors import ConfigError
-from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
+from lucidrl.models.policy.config import EMBEDDED_MODELS, DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from lucidrl.recipes.profile import ProfileConfig
 from lucidrl.recipes.tracking import TextTrackingConfig, TrackingConfig
 from lucidrl.utils.config import Config, dump_yaml
@@ -23,8 +31,6 @@ from lucidrl.utils.nsys import DRIVER, GENERATION, POLICY, worker_name
 
 NumThreads = Annotated[int, Field(ge=1, le=1024)]
 """More threads than any machine has cores for are a mistake, and may be more than the system lets a process have."""
-
-PRESETS = Path(str(files("lucidrl.recipes").joinpath("presets")))
 
 
 class RunConfig(Config):
@@ -50,7 +56,14 @@ Arithmetic = list[tuple[str, Any, str]]
 
 
 class BaseRunConfig(Config, ABC):
-    """What every run has."""
+    """What every run has, and what the command line knows about its algorithm."""
+
+    algorithm: ClassVar[str]
+    """Name of the command, and of the algorithm's settings."""
+    run_class: ClassVar[str]
+    """Its `TrainingRun`; imported at use, because a language model needs seconds of imports."""
+    validated_on: ClassVar[str] = "held-out"
+    """What validation results are of."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Decides the order of prompts, every random draw, and the weights of an untrained model."""
@@ -62,6 +75,8 @@ class BaseRunConfig(Config, ABC):
     """Checkpoints."""
     tracking: TrackingConfig = TrackingConfig()
     """Records."""
+    validation: ValidationSchedule = ValidationSchedule()
+    """When the policy is validated."""
     profile: ProfileConfig = ProfileConfig()
     """Traces of some steps."""
     _references: dict[str, Any] | None = PrivateAttr(default=None)
@@ -82,10 +97,16 @@ class BaseRunConfig(Config, ABC):
         """What profiling calls those who work on the run."""
         return [worker_name(POLICY, 0), DRIVER]
 
+    @classmethod
+    def default_preset(cls, overrides: Mapping[str, str]) -> str | None:
+        """The preset of a run that names neither preset nor file; `overrides` has the values as they are written."""
+        return None
+
     @property
-    @abstractmethod
     def max_steps(self) -> int:
         """Training steps of the run."""
+        steps: int = getattr(self, self.algorithm).max_steps
+        return steps
 
     @property
     @abstractmethod
@@ -121,72 +142,80 @@ class TextRunConfig(BaseRunConfig):
             DRIVER,
         ]
 
-    @property
     @abstractmethod
+    def _row_factors(self) -> Arithmetic:
+        """The settings whose product is the number of rows in a step."""
+
+    @property
     def rows_per_step(self) -> int:
-        """Conversations that a step trains on."""
+        """Rows that a step trains on."""
+        return math.prod(value for _, value, _ in self._row_factors())
 
     @property
     def title(self) -> str:
         return f"{self.policy.model_name} on {self.env.name}"
 
-    def arithmetic(self) -> Arithmetic:
-        policy, rows = self.policy, self.rows_per_step
-        global_batch = policy.train_global_batch_size or rows
-        return [
-            *self._rows(),
-            ("rows an optimizer step", global_batch, "policy.train_global_batch_size"),
-            ("optimizer steps a step", rows // global_batch, "rows a step / rows an optimizer step"),
-            self._micro_batch(),
-            *self._ranks(),
-        ]
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps in a training step."""
+        return self.rows_per_step // (self.policy.train_global_batch_size or self.rows_per_step)
 
-    @abstractmethod
-    def _rows(self) -> Arithmetic:
-        """Where the rows of a step come from."""
-
-    def _micro_batch(self) -> tuple[str, Any, str]:
-        policy = self.policy
-        for name, batching in (
-            ("sequence_packing", policy.sequence_packing),
-            ("dynamic_batching", policy.dynamic_batching),
-        ):
+    @property
+    def token_batching(self) -> tuple[str, SequencePackingConfig | DynamicBatchingConfig] | None:
+        """What cuts micro-batches by tokens, with its setting; None if they have a fixed number of rows."""
+        for name in ("sequence_packing", "dynamic_batching"):
+            batching = getattr(self.policy, name)
             if batching.enabled:
-                budget = f"up to {batching.train_mb_tokens}"
-                return "tokens a micro-batch", budget, f"policy.{name}.train_mb_tokens"
-        return "rows a micro-batch", str(policy.train_micro_batch_size), "policy.train_micro_batch_size"
+                return f"policy.{name}", batching
+        return None
 
-    def _ranks(self) -> Arithmetic:
-        ranks = self.cluster.num_workers
-        if ranks == 1:
-            return []
-        parallel = self.policy.dtensor_cfg
-        shared = parallel.context_parallel_size * parallel.tensor_parallel_size
-        return [
-            ("ranks", ranks, "cluster.num_workers"),
-            ("ranks with rows of their own", ranks // shared, "ranks / (context x tensor parallel)"),
+    def arithmetic(self) -> Arithmetic:
+        policy, ranks = self.policy, self.cluster.num_workers
+        rows = self.rows_per_step // self.updates_per_step
+        table = [
+            *self._row_factors(),
+            ("rows a step", self.rows_per_step, "the product of the above"),
+            ("rows an optimizer step", rows, "policy.train_global_batch_size"),
+            ("optimizer steps a step", self.updates_per_step, "rows a step / rows an optimizer step"),
         ]
+        if self.token_batching is None:
+            table.append(("rows a micro-batch", policy.train_micro_batch_size, "policy.train_micro_batch_size"))
+        else:
+            name, batching = self.token_batching
+            table.append(("tokens a micro-batch", f"up to {batching.train_mb_tokens}", f"{name}.train_mb_tokens"))
+        if ranks > 1:
+            shared = policy.dtensor_cfg.context_parallel_size * policy.dtensor_cfg.tensor_parallel_size
+            table.append(("ranks", ranks, "cluster.num_workers"))
+            table.append(("ranks with rows of their own", ranks // shared, "ranks / (context x tensor parallel)"))
+        return table
+
+    @model_validator(mode="after")
+    def _rows_divide(self) -> Self:
+        rows, global_batch = self.rows_per_step, self.policy.train_global_batch_size
+        if global_batch is not None and rows % global_batch:
+            factors = " x ".join(f"{setting}={value}" for _, value, setting in self._row_factors())
+            raise ValueError(
+                f"a step has {rows} rows ({factors}), which do not split into "
+                f"policy.train_global_batch_size={global_batch}; make the rows a multiple of it, or leave it unset for "
+                "one optimizer step a step"
+            )
+        return self
 
 
 class GRPORunConfig(TextRunConfig):
     """`lucidrl grpo`"""
 
+    algorithm = "grpo"
+    run_class = "lucidrl.recipes.language.GRPORun"
     grpo: GRPOConfig = GRPOConfig()
     """The algorithm."""
     collector: TextCollectorConfig = TextCollectorConfig()
     """How many conversations make a step."""
 
-    @property
-    def max_steps(self) -> int:
-        return self.grpo.max_steps
-
-    @property
-    def rows_per_step(self) -> int:
-        return self.collector.prompts_per_step * self.collector.samples_per_prompt
-
-    @property
-    def updates_per_step(self) -> int:
-        return self.rows_per_step // (self.policy.train_global_batch_size or self.rows_per_step)
+    @classmethod
+    def default_preset(cls, overrides: Mapping[str, str]) -> str:
+        """The embedded model trains with `demo`, any other with `chat`: sizes apart, they differ in learning rate."""
+        return "demo" if overrides.get("policy.model_name", "embedded") in EMBEDDED_MODELS else "chat"
 
     @model_validator(mode="after")
     def _can_generate(self) -> GRPORunConfig:
@@ -197,22 +226,10 @@ class GRPORunConfig(TextRunConfig):
             )
         return self
 
-    @model_validator(mode="after")
-    def _rows_divide(self) -> GRPORunConfig:
-        collector = self.collector
-        _check_divides(
-            self.rows_per_step,
-            self.policy.train_global_batch_size,
-            f"collector.prompts_per_step={collector.prompts_per_step} x "
-            f"collector.samples_per_prompt={collector.samples_per_prompt} = {self.rows_per_step} rows",
-        )
-        return self
-
-    def _rows(self) -> Arithmetic:
+    def _row_factors(self) -> Arithmetic:
         return [
             ("prompts a step", self.collector.prompts_per_step, "collector.prompts_per_step"),
             ("samples a prompt", self.collector.samples_per_prompt, "collector.samples_per_prompt"),
-            ("rows a step", self.rows_per_step, "prompts x samples"),
         ]
 
 
@@ -231,6 +248,8 @@ class SFTDataConfig(Config):
 class SFTRunConfig(TextRunConfig):
     """`lucidrl sft`"""
 
+    algorithm = "sft"
+    run_class = "lucidrl.recipes.language.SFTRun"
     checkpoint: SFTCheckpointConfig = SFTCheckpointConfig()
     """Checkpoints."""
     sft: SFTConfig = SFTConfig()
@@ -239,22 +258,8 @@ class SFTRunConfig(TextRunConfig):
     """Conversations to learn from."""
 
     @property
-    def max_steps(self) -> int:
-        return self.sft.max_steps
-
-    @property
     def title(self) -> str:
         return f"{self.policy.model_name} on {self.data.file or self.env.name}"
-
-    @property
-    def rows_per_step(self) -> int:
-        return self.sft.examples_per_step
-
-    @model_validator(mode="after")
-    def _rows_divide(self) -> SFTRunConfig:
-        rows = self.rows_per_step
-        _check_divides(rows, self.policy.train_global_batch_size, f"sft.examples_per_step={rows} rows")
-        return self
 
     @model_validator(mode="after")
     def _file_asks_nobody(self) -> SFTRunConfig:
@@ -269,25 +274,76 @@ class SFTRunConfig(TextRunConfig):
             )
         return self
 
-    def _rows(self) -> Arithmetic:
-        return [("rows a step", self.rows_per_step, "sft.examples_per_step")]
+    def _row_factors(self) -> Arithmetic:
+        return [("examples a step", self.sft.examples_per_step, "sft.examples_per_step")]
 
 
-def _check_divides(rows: int, global_batch: int | None, what: str) -> None:
-    if global_batch is not None and rows % global_batch:
-        raise ValueError(
-            f"{what} do not split into policy.train_global_batch_size={global_batch}; "
-            "make the rows of a step a multiple of it, or leave it unset for one optimizer step a step"
-        )
+class ControlEnvConfig(Config):
+    """The task."""
+
+    name: str = "CartPole-v1"
+    """Id of an environment of gymnasium; `module:Id` imports the module that registers it."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of `gymnasium.make`."""
+    num_envs: PositiveInt = 8
+    """Environments that are stepped together, one after the other in this process."""
 
 
-def preset_path(name: str) -> Path:
-    """The file of a preset.
+class FrameCollectorConfig(Config):
+    """How much is collected before each training step."""
 
-    Raises:
-        ConfigError: listing the presets there are.
-    """
-    known = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
-    if name not in known:
-        raise ConfigError(f"there is no preset {name!r}; the presets are {', '.join(known)}")
-    return known[name]
+    frames_per_batch: PositiveInt = 2048
+    """Frames of a step, of all environments together."""
+
+
+class PPORunConfig(BaseRunConfig):
+    """`lucidrl ppo`"""
+
+    algorithm = "ppo"
+    run_class = "lucidrl.recipes.control.PPORun"
+    validated_on = "greedy"
+    num_threads: NumThreads | None = 1
+    """CPU threads of the computation; null lets torch decide. More than one only wait for each other in small networks.
+    Results depend on it in the last bits."""
+    ppo: PPOConfig = PPOConfig()
+    """The algorithm."""
+    policy: ControlPolicyConfig = ControlPolicyConfig()
+    """The network that decides."""
+    critic: CriticConfig = CriticConfig()
+    """The network that estimates what an observation is worth."""
+    env: ControlEnvConfig = ControlEnvConfig()
+    """The task."""
+    collector: FrameCollectorConfig = FrameCollectorConfig()
+    """How much is collected before each training step."""
+    validation: ControlValidationConfig = ControlValidationConfig()
+    """Episodes without exploration."""
+
+    @classmethod
+    def default_preset(cls, overrides: Mapping[str, str]) -> str | None:
+        """`cartpole` is for CartPole; another env starts from the defaults."""
+        return "cartpole" if overrides.get("env.name", "CartPole-v1") == "CartPole-v1" else None
+
+    @property
+    def title(self) -> str:
+        return f"policy and critic on {self.env.name}"
+
+    def arithmetic(self) -> Arithmetic:
+        frames, minibatch = self.collector.frames_per_batch, self.ppo.minibatch_frames
+        num_updates = self.ppo.num_epochs * frames // minibatch
+        return [
+            ("frames a step", frames, "collector.frames_per_batch"),
+            ("frames of each env", frames // self.env.num_envs, "frames a step / env.num_envs"),
+            ("frames an optimizer step", minibatch, "ppo.minibatch_frames"),
+            ("optimizer steps a step", num_updates, "ppo.num_epochs x frames a step / frames an optimizer step"),
+            ("frames of the run", frames * self.ppo.max_steps, "frames a step x ppo.max_steps"),
+        ]
+
+    @model_validator(mode="after")
+    def _frames_divide(self) -> PPORunConfig:
+        frames = self.collector.frames_per_batch
+        for key, count in (("env.num_envs", self.env.num_envs), ("ppo.minibatch_frames", self.ppo.minibatch_frames)):
+            if frames % count:
+                raise ValueError(
+                    f"collector.frames_per_batch={frames} does not split into {key}={count}; make it a multiple"
+                )
+        return self

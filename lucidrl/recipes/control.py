@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from rich.table import Table
 
-from lucidrl.algorithms.loop import Watcher
 from lucidrl.algorithms.ppo import PPO, EpisodeCounter
 from lucidrl.algorithms.validation import EpisodeValidator
 from lucidrl.collectors.single import Collector
@@ -28,11 +25,11 @@ from lucidrl.envs.base import EnvBase
 from lucidrl.envs.gym import GymEnv
 from lucidrl.envs.serial import SerialEnv
 from lucidrl.envs.specs import Bounded, OneHot, Unbounded
-from lucidrl.errors import CheckpointError, ConfigError
+from lucidrl.errors import ConfigError
 from lucidrl.models.control.interfaces import ActionSpace, ContinuousActions, DiscreteActions, ObservationSpace
 from lucidrl.models.control.policy import ControlPolicy
-from lucidrl.recipes.control_configs import ControlEnvConfig, PPORunConfig
-from lucidrl.recipes.parts import RunParts, check_run_can_start, checkpoint_on_disk
+from lucidrl.recipes.configs import ControlEnvConfig, PPORunConfig
+from lucidrl.recipes.training_run import RunParts, TrainingRun, check_run_can_start, checkpoint_on_disk
 from lucidrl.utils.imports import import_user_module
 from lucidrl.utils.random_state import seed_everything
 
@@ -45,77 +42,66 @@ VALIDATION_SEED = 1_000_000_007
 """Of the first episode of every validation, whatever the seed of the run."""
 
 
-class PPORun:
-    """A run that `lucidrl.recipes.run` checks and starts; both use the same envs."""
-
-    def __init__(self, config: PPORunConfig) -> None:
-        self._config = config
+class PPORun(TrainingRun[PPORunConfig]):
+    """`lucidrl ppo`"""
 
     @cached_property
-    def _envs(self) -> tuple[EnvBase, EpisodeTapes]:
-        seed_everything(self._config.seed)  # their constructors may draw
-        return make_envs(self._config.env, self._config.env.num_envs)
+    def _envs(self) -> tuple[EnvBase, list[EpisodeTape]]:
+        seed_everything(self.config.seed)  # their constructors may draw
+        return make_envs(self.config.env, self.config.env.num_envs)
 
-    def preflight(self) -> ControlPreflight:
-        """Check run folder, trackers, envs, networks and optimizers.
+    @cached_property
+    def _spaces(self) -> tuple[ObservationSpace, ActionSpace]:
+        return spaces_of(self._envs[0], self.config.env.name)
 
-        Raises:
-            LucidError: for the first thing that would stop the run.
-        """
-        config = self._config
+    def preflight(self) -> Table:
+        """Check run folder, trackers, envs, networks and optimizers."""
+        config = self.config
         check_run_can_start(config)
-        observations, actions = spaces_of(self._envs[0], config.env.name)
+        observations, actions = self._spaces
         policy = ControlPolicy(observations, actions, config.policy, config.critic)
-        networks = {"policy": policy.network, "critic": policy.critic}
-        counts = {role: sum(p.numel() for p in network.parameters()) for role, network in networks.items()}
-        trained = [(counts["policy"], config.policy), (counts["critic"], config.critic)]
-        return ControlPreflight(observations, actions, counts, checkpoint_on_disk(config, *trained))
+        num_policy, num_critic = (sum(p.numel() for p in net.parameters()) for net in (policy.network, policy.critic))
+        table = Table("env and networks", "", box=None, pad_edge=False)
+        table.add_row("observation", f"{list(observations.shape)} numbers")
+        table.add_row("action", _described(actions))
+        table.add_row("parameters of the policy", f"{num_policy:,}")
+        table.add_row("parameters of the critic", f"{num_critic:,}")
+        networks = (num_policy, config.policy), (num_critic, config.critic)
+        table.add_row("checkpoint on disk", checkpoint_on_disk(config, *networks))
+        return table
 
-    @contextmanager
-    def loop(self, folder: Path, watcher: Watcher, resume: bool = False) -> Iterator[PPO]:
-        """The loop, ready to run; its parts end with the context."""
-        config = self._config
-        env, tapes = self._envs  # before the run is seeded: what envs draw when they are made changes nothing
-        with ExitStack() as stack:
-            parts = RunParts(config, folder, stack, watcher, resume)
-            policy = ControlPolicy(*spaces_of(env, config.env.name), config.policy, config.critic)
-            collector = Collector(
-                env,
-                policy.network,
-                frames_per_batch=config.collector.frames_per_batch,
-                policy_device=policy.device,
-                # Far from the seeds of other runs: envs take those that follow.
-                seed=int(np.random.SeedSequence(config.seed).generate_state(1)[0]),
-            )
-            ppo = PPO(
-                config=config.ppo,
-                loop=parts.loop(policy, config.validation, _validator(config, policy, stack)),
-                policy=policy,
-                collector=collector,
-                envs=tapes,
-                episodes=EpisodeCounter(config.env.num_envs),
-            )
-            parts.restore(policy, ppo)
-            yield ppo
+    def _prepare(self, stack: ExitStack) -> None:
+        _ = self._envs
 
-    def next_commands(self, folder: Path) -> list[list[str]]:
-        return []
+    def _build(self, parts: RunParts) -> PPO:
+        config, (env, tapes) = self.config, self._envs
+        policy = ControlPolicy(*self._spaces, config.policy, config.critic)
+        collector = Collector(
+            env,
+            policy.network,
+            frames_per_batch=config.collector.frames_per_batch,
+            policy_device=policy.device,
+            # Far from the seeds of other runs: envs take those that follow.
+            seed=int(np.random.SeedSequence(config.seed).generate_state(1)[0]),
+        )
+        return PPO(
+            config=config.ppo,
+            loop=parts.loop(policy, _validator(config, policy, parts.stack)),
+            policy=policy,
+            collector=collector,
+            envs=tapes,
+            episodes=EpisodeCounter(config.env.num_envs),
+        )
 
     def close(self) -> None:
         if "_envs" in vars(self):
             self._envs[0].close()
 
 
-def run_ppo(config: PPORunConfig, folder: Path, watcher: Watcher, resume: bool = False) -> int:
-    """Run PPO in a run folder; returns the last completed step."""
-    with closing(PPORun(config)) as run, run.loop(folder, watcher, resume) as loop:
-        return loop.run()
-
-
-def make_envs(config: ControlEnvConfig, num_envs: int) -> tuple[EnvBase, EpisodeTapes]:
+def make_envs(config: ControlEnvConfig, num_envs: int) -> tuple[EnvBase, list[EpisodeTape]]:
     """Envs that step together, and the tapes that put them back into the middle of their episodes."""
     tapes = [EpisodeTape(_gymnasium_env(config)) for _ in range(num_envs)]
-    return SerialEnv(num_envs, [partial(GymEnv, tape.taped_env()) for tape in tapes]), EpisodeTapes(tapes)
+    return SerialEnv(num_envs, [partial(GymEnv, tape.taped_env()) for tape in tapes]), tapes
 
 
 def _gymnasium_env(config: ControlEnvConfig) -> gymnasium.Env:
@@ -167,27 +153,6 @@ def _validator(config: PPORunConfig, policy: ControlPolicy, stack: ExitStack) ->
     env = SerialEnv(config.validation.num_episodes, lambda: GymEnv(_gymnasium_env(config.env)))
     stack.callback(env.close)
     return EpisodeValidator(env, policy.greedy, policy.device, VALIDATION_SEED, config.validation.max_episode_frames)
-
-
-@dataclass(frozen=True)
-class ControlPreflight:
-    """What a check found."""
-
-    observations: ObservationSpace
-    actions: ActionSpace
-    num_parameters: dict[str, int]
-    """By role."""
-    checkpoint: str
-    """What checkpoints take on disk."""
-
-    def table(self) -> Table:
-        table = Table("env and networks", "", box=None, pad_edge=False)
-        table.add_row("observation", f"{list(self.observations.shape)} numbers")
-        table.add_row("action", _described(self.actions))
-        for role, count in self.num_parameters.items():
-            table.add_row(f"parameters of the {role}", f"{count:,}")
-        table.add_row("checkpoint on disk", self.checkpoint)
-        return table
 
 
 def _described(actions: ActionSpace) -> str:
@@ -264,25 +229,7 @@ class EpisodeTape:
         return observation, info
 
 
-class EpisodeTapes:
-    """Those of several envs, kept together."""
-
-    def __init__(self, tapes: Sequence[EpisodeTape]):
-        self._tapes = tapes
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        return [tape.state_dict() for tape in self._tapes]
-
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        if len(state) != len(self._tapes):
-            raise CheckpointError(
-                f"the run was saved with env.num_envs={len(state)}, not {len(self._tapes)}; resume with that number"
-            )
-        for tape, saved in zip(self._tapes, state, strict=True):
-            tape.load_state_dict(saved)
-
-
-def _generator_state(env: gymnasium.Env) -> dict[str, Any] | None:
+def _generator_state(env: gymnasium.Env) -> Any:
     """As plain values; None if the env has put something else than a `numpy.random.Generator` in its place."""
     generator = env.unwrapped.np_random
     return _plain(generator.bit_generator.state) if isinstance(generator, np.random.Generator) else None

@@ -12,23 +12,14 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
-from rich.text import Text
 
 from lucidrl.data.interfaces import LLMMessageLogType
+from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.profile import TRACES_NAME
 from lucidrl.utils.logger import print_message_log_samples
 
@@ -55,53 +46,42 @@ class RunDisplay:
     """Shows a run on a terminal; elsewhere it writes a line now and then.
 
     Args:
-        validated_on: what validation results are of.
         started: when the run began, by `time.perf_counter`; by default now.
     """
 
     def __init__(
-        self,
-        algorithm: str,
-        max_steps: int,
-        folder: Path,
-        console: Console | None = None,
-        *,
-        validated_on: str = "held-out",
-        started: float | None = None,
+        self, config: BaseRunConfig, folder: Path, console: Console | None = None, started: float | None = None
     ):
         self.console = console or Console()
-        self._algorithm = algorithm
-        self._max_steps = max_steps
+        self._algorithm, self._max_steps, self._validated_on = config.algorithm, config.max_steps, config.validated_on
         self._folder = folder
-        self._validated_on = validated_on
         self._validations: dict[int, dict[str, float]] = {}
         self._seconds_of_phase: dict[str, float] = defaultdict(float)
         self._num_steps = 0
         self._start = self._loaded = time.perf_counter() if started is None else started
         self._trained: float | None = None
         self._seconds_before: dict[str, float] = {}
-        self._seconds_between: dict[str, float] = {}
         bar = [BarColumn(bar_width=BAR_WIDTH)] if self.console.width >= 80 + BAR_WIDTH else []
         self._progress = Progress(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
             *bar,
-            _Metrics(self.console, taken=30 + 2 * len(str(max_steps)) + len(bar) * (BAR_WIDTH + 1)),
+            # Only the metrics are cut where the terminal is narrow.
+            TextColumn("{task.fields[metrics]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=self.console,
+            expand=True,
             disable=not self.console.is_terminal,
         )
-        self._task = self._progress.add_task("train", total=max_steps, metrics="")
+        self._task = self._progress.add_task("train", total=self._max_steps, metrics="")
 
     def __enter__(self) -> RunDisplay:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def announce(self, message: str) -> None:
@@ -116,11 +96,6 @@ class RunDisplay:
     def on_trained(self) -> None:
         """The loop has ended: what follows is the shutdown of its parts."""
         self._trained = time.perf_counter()
-        seconds = _seconds_of_spans()
-        self._seconds_between = {
-            row: seconds.get(name, 0.0) - self._seconds_before.get(name, 0.0) - self._seconds_of_phase.get(name, 0.0)
-            for row, name in (("validation", "validate"), ("saving", "save"))
-        }
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._validations[step] = dict(metrics)
@@ -179,12 +154,15 @@ class RunDisplay:
     def _phases(self) -> Table:
         """Rows that add up to the whole run; those below `steps` add up to that one."""
         now = time.perf_counter()
-        trained = self._trained or now
+        whole = now - self._start
         phases = dict(self._seconds_of_phase)
         steps = phases.pop("step")
+        spans = _seconds_of_spans()
+        rows = {"loading": self._loaded - self._start, "steps": steps}
+        for row, name in (("validation", "validate"), ("saving", "save")):  # outside of the steps
+            rows[row] = spans.get(name, 0.0) - self._seconds_before.get(name, 0.0) - phases.get(name, 0.0)
+        rows["shutdown"] = now - (self._trained or now)
         in_steps = sorted(phases.items(), key=lambda item: -item[1])
-        rows = {"loading": self._loaded - self._start, "steps": steps, **self._seconds_between}
-        rows["shutdown"] = now - trained
         table = Table(
             f"time of {self._num_steps} {'step' if self._num_steps == 1 else 'steps'}",
             Column("seconds", justify="right"),
@@ -192,7 +170,6 @@ class RunDisplay:
             box=None,
             pad_edge=False,
         )
-        whole = now - self._start
         for name, seconds in {**rows, "other": whole - sum(rows.values()), "whole run": whole}.items():
             table.add_row(name, f"{seconds:.1f}", f"{seconds / whole:.0%}")
             for phase, part in [*in_steps, ("other", steps - sum(phases.values()))] if name == "steps" else ():
@@ -206,19 +183,6 @@ class RunDisplay:
             resume.append(f"{algorithm}.max_steps={2 * last_step}")
         show = [["tensorboard", "--logdir", folder]] if (self._folder / "tensorboard").is_dir() else []
         return [*show, resume]
-
-
-class _Metrics(TextColumn):
-    """Metrics of the step, cut to what the other columns leave: those are never cut."""
-
-    def __init__(self, console: Console, taken: int) -> None:
-        super().__init__("{task.fields[metrics]}")
-        self._console, self._taken = console, taken
-
-    def render(self, task: Task) -> Text:
-        text = super().render(task)
-        text.truncate(max(0, self._console.width - self._taken), overflow="ellipsis")
-        return text
 
 
 def _seconds_of_spans() -> dict[str, float]:

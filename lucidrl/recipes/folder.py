@@ -11,7 +11,7 @@ import os
 import shlex
 import socket
 import sys
-import uuid
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -35,7 +35,7 @@ _MAX_NAME_BYTES = 255
 _OURS = "lucidrl"
 
 
-def create_run_folder(config: BaseRunConfig, algorithm: str) -> Path:
+def create_run_folder(config: BaseRunConfig) -> Path:
     """Make the folder of a new run and write its resolved config there.
 
     Raises:
@@ -44,7 +44,7 @@ def create_run_folder(config: BaseRunConfig, algorithm: str) -> Path:
     try:
         check_run_name(config.run)
         if config.run.name is None:
-            folder = Path(get_next_experiment_dir(str(config.run.root / algorithm)))
+            folder = Path(get_next_experiment_dir(str(config.run.root / config.algorithm)))
         else:
             folder = config.run.root / config.run.name
             folder.mkdir(parents=True, exist_ok=True)
@@ -100,16 +100,9 @@ def _locked_file(path: Path) -> int:
             else:
                 problem = f"{path} cannot be locked ({error}); put runs on a file system with locks"
             raise ConfigError(problem) from error
-        if _is_at(descriptor, path):
+        if os.fstat(descriptor).st_nlink:
             return descriptor
         os.close(descriptor)  # whoever held it removed it just now; another one has its name, or none
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _own_entry() -> bytes:
@@ -154,7 +147,8 @@ def check_can_create(run: RunConfig) -> None:
         existing = next(path for path in [run.root.absolute(), *run.root.absolute().parents] if path.exists())
         if not existing.is_dir():
             raise NotADirectoryError(f"{existing} is a file")
-        _check_writable(existing)
+        with tempfile.TemporaryFile(dir=existing):
+            pass
     except OSError as error:
         raise _unwritable(run.root, error) from error
 
@@ -173,13 +167,6 @@ def run_config_path(folder: Path) -> Path:
 def update_run_config(folder: Path, config: BaseRunConfig) -> None:
     """Record the settings that a resumed run goes on with, so that the next resume starts from them."""
     write_private_text(folder / CONFIG_NAME, config.to_yaml())
-
-
-def _check_writable(folder: Path) -> None:
-    probe = folder / f".probe-{uuid.uuid4().hex}"
-    descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    os.close(descriptor)
-    probe.unlink()
 
 
 def _taken(run: RunConfig) -> ConfigError:

@@ -23,11 +23,10 @@ from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.placement import check_nodes, generator_nodes, generator_numbering
 from lucidrl.models.loading import DTYPES, ModelFacts, empty_model, model_facts, policy_tokenizer
 from lucidrl.models.optim import PolicyOptimizer
-from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import worker_class_of
 from lucidrl.models.tensor_parallel import check_tensor_parallel
-from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.parts import check_run_can_start, checkpoint_on_disk
+from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig, TextRunConfig
+from lucidrl.recipes.training_run import check_run_can_start, checkpoint_on_disk
 from lucidrl.utils.random_state import seed_everything
 
 GIB = 2**30
@@ -189,7 +188,7 @@ def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = 
             f"{name} has {longest} tokens; it does not fit the model's context of {facts.context_length} tokens; "
             "shorten it or take it out"
         )
-    _check_budgets(policy, min(facts.context_length, longest + room * policy.generation.max_new_tokens))
+    _check_budgets(config, min(facts.context_length, longest + room * policy.generation.max_new_tokens))
     memory = estimate_memory_gib(config, facts, longest)
     checkpoint = checkpoint_on_disk(config, (facts.num_parameters, policy))
     return Preflight(facts, num_train, len(lengths) - num_train, longest, memory, checkpoint)
@@ -214,19 +213,18 @@ def check_placement(generation: GenerationConfig, env: EnvConfig, cluster: Clust
         )
 
 
-def _check_budgets(policy: PolicyConfig, longest_row: int) -> None:
+def _check_budgets(config: TextRunConfig, longest_row: int) -> None:
     """A micro-batch must hold the longest row there can be, or the run would stop when it comes."""
-    for name, batching in (
-        ("sequence_packing", policy.sequence_packing),
-        ("dynamic_batching", policy.dynamic_batching),
-    ):
-        for key in ("train_mb_tokens", "logprob_mb_tokens") if batching.enabled else ():
-            budget = getattr(batching, key)
-            if budget < longest_row:
-                raise ConfigError(
-                    f"policy.{name}.{key}={budget} does not hold the longest row, which may have {longest_row} tokens; "
-                    "raise it, or lower policy.generation.max_new_tokens"
-                )
+    if config.token_batching is None:
+        return
+    name, batching = config.token_batching
+    for key in ("train_mb_tokens", "logprob_mb_tokens"):
+        budget = getattr(batching, key)
+        if budget < longest_row:
+            raise ConfigError(
+                f"{name}.{key}={budget} does not hold the longest row, which may have {longest_row} tokens; "
+                "raise it, or lower policy.generation.max_new_tokens"
+            )
 
 
 def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts, longest: int) -> dict[str, float]:
@@ -234,7 +232,9 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
     policy = config.policy
     width = DTYPES[policy.precision].itemsize
     parameters = facts.num_parameters
-    tokens = _micro_batch_tokens(policy, longest)
+    tokens = policy.train_micro_batch_size * (longest + policy.generation.max_new_tokens)
+    if config.token_batching is not None:
+        tokens = config.token_batching[1].train_mb_tokens
     size_bytes = {
         "weights": parameters * width,
         "gradients": parameters * max(width, 4),
@@ -254,11 +254,3 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
             copies = policy.generation.num_workers if is_far else 1
             size_bytes["generators"] = 2 * copies * parameters * width
     return {what: size / GIB for what, size in size_bytes.items()}
-
-
-def _micro_batch_tokens(policy: PolicyConfig, longest: int) -> int:
-    if policy.sequence_packing.enabled:
-        return policy.sequence_packing.train_mb_tokens
-    if policy.dynamic_batching.enabled:
-        return policy.dynamic_batching.train_mb_tokens
-    return policy.train_micro_batch_size * (longest + policy.generation.max_new_tokens)

@@ -8,37 +8,73 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from lucidrl.recipes.configs import BaseRunConfig
+from lucidrl.errors import ConfigError
+from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig
+from lucidrl.recipes.folder import run_config_path
 from lucidrl.utils.config import load_config, merged_settings
 from lucidrl.utils.secrets import secret_like_keys
 
 log = logging.getLogger(__name__)
 
-C = TypeVar("C", bound=BaseRunConfig)
+ALGORITHMS: dict[str, type[BaseRunConfig]] = {
+    schema.algorithm: schema for schema in (GRPORunConfig, SFTRunConfig, PPORunConfig)
+}
+PRESETS = Path(__file__).with_name("presets")
 
 _KEY_REFERENCE = re.compile(r"\$\{\s*(\.*)([\w.\[\]-]+)\s*\}")
 
 
-def resolve_settings(
-    schema: type[C],
-    *layers: Path,
-    overrides: Sequence[str] = (),
-    check: Callable[[dict[str, Any]], None] = lambda settings: None,
-) -> C:
-    """Merge files and overrides, later ones win, and validate the result.
-
-    Args:
-        check: is given the merged settings before they are validated, and may raise.
+def new_settings(
+    algorithm: str, config_file: Path | None = None, preset: str | None = None, overrides: Sequence[str] = ()
+) -> BaseRunConfig:
+    """The settings of a new run: of preset, then file, then overrides.
 
     Raises:
         ConfigError: for an unreadable file, a malformed override or any invalid value; it lists all of them.
     """
-    settings = merged_settings(*layers, overrides=overrides, resolve=False)
-    check(settings)
+    if algorithm not in ALGORITHMS:
+        raise ConfigError(f"--algorithm={algorithm} is not known; choose one of {', '.join(ALGORITHMS)}")
+    schema = ALGORITHMS[algorithm]
+    if preset is None and config_file is None:
+        preset = schema.default_preset(dict(text.partition("=")[::2] for text in overrides))
+    named = [preset_path(preset)] if preset is not None else []
+    files = [config_file] if config_file is not None else []
+    return _validated(schema, merged_settings(*named, *files, overrides=overrides, resolve=False))
+
+
+def resumed_settings(algorithm: str, folder: Path, overrides: Sequence[str] = ()) -> BaseRunConfig:
+    """The settings a run goes on with: its own, changed by overrides.
+
+    Raises:
+        ConfigError: for a folder that holds no run, or one of another algorithm.
+    """
+    settings = merged_settings(run_config_path(folder), overrides=overrides, resolve=False)
+    found = [name for name in ALGORITHMS if name in settings]
+    if found and algorithm not in found:
+        raise ConfigError(
+            f"{folder} holds a run of {found[0]}, not of {algorithm}; continue it with "
+            f"lucidrl {found[0]} --resume {folder}"
+        )
+    return _validated(ALGORITHMS[algorithm], settings)
+
+
+def preset_path(name: str) -> Path:
+    """The file of a preset.
+
+    Raises:
+        ConfigError: listing the presets there are.
+    """
+    known = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
+    if name not in known:
+        raise ConfigError(f"there is no preset {name!r}; the presets are {', '.join(known)}")
+    return known[name]
+
+
+def _validated(schema: type[BaseRunConfig], settings: dict[str, Any]) -> BaseRunConfig:
     config = load_config(schema, settings)
     for key in secret_like_keys(settings):
         log.warning(

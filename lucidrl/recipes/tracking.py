@@ -2,72 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat
+from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, model_validator
 
 from lucidrl.utils.config import Config
-from lucidrl.utils.logger.config import LoggerConfig
+from lucidrl.utils.logger.config import LoggerConfig, WandbConfig, validated
 
 
 class WandbTracking(Config):
-    """Weights & Biases: every argument of `wandb.init`, and what else is kept with the run."""
+    """Weights & Biases. Every other key of `WandbConfig`, such as `group` or `tags`, is a setting here too."""
+
+    model_config = ConfigDict(extra="allow")
 
     enabled: bool = False
-    """Send a copy to Weights & Biases."""
+    """Send a copy to Weights & Biases. Any other argument of `wandb.init` can be set beside this one, such as
+    `tracking.wandb.group`, `tags`, `notes` or `entity`."""
     project: str = "lucidrl"
     """Project of the run."""
     name: str | None = None
     """Name of the run; by default that of its folder."""
-    entity: str | None = None
-    """User or team; by default the account's own."""
     mode: Literal["online", "offline", "disabled", "shared"] | None = None
     """Send while the run goes on, or keep it on disk for `wandb sync`; by default as WANDB_MODE says, else online."""
-    id: str | None = None
-    """Id of the run at W&B; by default the one that all trackers share."""
-    group: str | None = None
-    """Group of runs that this one belongs to."""
-    job_type: str | None = None
-    """Kind of run within its group."""
-    tags: list[str] | None = None
-    """Labels of the run."""
-    notes: str | None = None
-    """Description of the run."""
-    config: dict[str, Any] | str | None = None
-    """Entries of the run's config at W&B beside these settings, or a YAML file with them."""
-    config_exclude_keys: list[str] | None = None
-    """Keys of `config` to leave out."""
-    config_include_keys: list[str] | None = None
-    """Keys of `config` to keep, and no others."""
-    allow_val_change: bool | None = None
-    """Whether other code may change entries of the config."""
-    dir: str | None = None
-    """Folder of W&B's files; by default `wandb` in the run folder."""
-    force: bool | None = None
-    """Whether the run needs a login."""
-    reinit: bool | Literal["default", "return_previous", "finish_previous", "create_new"] | None = None
-    """What becomes of a W&B run that is open already; by default it stays open."""
-    resume: bool | Literal["allow", "never", "must", "auto"] | None = None
-    """Whether a W&B run of the same id is continued; by default it is."""
-    resume_from: str | None = None
-    """Moment of a W&B run to rewind it to, as `<run id>?_step=<step>`."""
-    fork_from: str | None = None
-    """Moment of a W&B run to begin at, as `<run id>?_step=<step>`."""
-    save_code: bool | None = None
-    """Whether W&B keeps the main script."""
-    tensorboard: bool | None = None
-    """Older name of `sync_tensorboard`."""
-    sync_tensorboard: bool | None = None
-    """Whether W&B copies what other code writes for TensorBoard."""
-    monitor_gym: bool | None = None
-    """Whether W&B keeps the videos of Gym environments."""
-    settings: dict[str, Any] | None = None
-    """Further settings, by the names of `wandb.Settings`."""
     log_code: bool = False
     """Keep the text files that git tracks in the working directory."""
     log_diffs: bool = False
     """Keep their uncommitted changes."""
+
+    @model_validator(mode="after")
+    def _has_arguments_of_wandb(self) -> WandbTracking:
+        if self.model_extra:
+            validated(WandbConfig, _set_values(self.model_extra))
+        return self
 
 
 class MlflowTracking(Config):
@@ -128,7 +96,7 @@ class TrackingConfig(Config):
             config["run_id"] = run_id
         trackers: dict[str, Any] = {}
         for name in ("wandb", "mlflow", "trackio"):
-            settings = {key: value for key, value in getattr(self, name).model_dump().items() if value is not None}
+            settings = _set_values(getattr(self, name).model_dump())
             trackers |= {f"{name}_enabled": settings.pop("enabled"), name: settings}
         config.update(trackers)  # type: ignore[typeddict-item]
         return config
@@ -144,3 +112,7 @@ class TextTrackingConfig(TrackingConfig):
     plot_mismatch_every: NonNegativeInt = 100
     """Steps between plots of the sample whose token probabilities differ most between generation and training; 0 =
     none. With one optimizer step a step, such a plot costs a scoring pass."""
+
+
+def _set_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if value is not None}

@@ -22,8 +22,9 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from lucidrl import cli
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.models.embedded import embedded_config, embedded_tokenizer
+from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.display import RunDisplay
-from lucidrl.recipes.run import _train
+from lucidrl.recipes.run import _show_training
 
 SMALL = [
     "env.kwargs={operations: ['+'], max_operand: 9}",
@@ -33,6 +34,7 @@ SMALL = [
     "grpo.max_steps=2",
     "tracking.tensorboard=false",
 ]
+SEVEN_STEPS = GRPORunConfig.model_validate({"grpo": {"max_steps": 7}})
 ENVS = '''
 import asyncio, pathlib
 
@@ -200,7 +202,7 @@ MISTAKES = {
     "prompt too long": (["grpo", "env.prompts_file=long.jsonl"], ["'tale' has 602 tokens", "context of 512"]),
     "batch that does not divide": (
         ["grpo", "policy.train_global_batch_size=100", "collector={prompts_per_step: 32, samples_per_prompt: 8}"],
-        ["32 x collector.samples_per_prompt=8 = 256 rows", "policy.train_global_batch_size=100", "multiple"],
+        ["256 rows", "32 x collector.samples_per_prompt=8", "policy.train_global_batch_size=100", "multiple"],
     ),
     "root below a file": (["grpo", "run.root=a_file/runs"], ["run.root='a_file/runs'", "cannot be written"]),
     "root that nobody may write": (["grpo", "run.root=/proc/runs"], ["run.root='/proc/runs'", "cannot be written"]),
@@ -502,8 +504,8 @@ def test_a_signal_after_the_last_step_does_not_cut_the_shutdown_short(tmp_path, 
         def run(self):
             return 7
 
-    display = RunDisplay("grpo", 7, tmp_path, Console(file=io.StringIO()))
-    assert _train(Run(), tmp_path, display, False) == 7
+    display = RunDisplay(SEVEN_STEPS, tmp_path, Console(file=io.StringIO()))
+    assert _show_training(Run(), tmp_path, display, False) == 7
     assert events == ["shut down"]
     assert "all is saved and the run ends" in display.console.file.getvalue()
     signal.signal(signal.SIGTERM, before[1])
@@ -522,4 +524,4 @@ def test_a_second_signal_ends_the_shutdown(tmp_path):
             return 7
 
     with pytest.raises(KeyboardInterrupt):
-        _train(Run(), tmp_path, RunDisplay("grpo", 7, tmp_path, Console(file=io.StringIO())), False)
+        _show_training(Run(), tmp_path, RunDisplay(SEVEN_STEPS, tmp_path, Console(file=io.StringIO())), False)

@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 import pytest
 
-from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.language import run_grpo, run_sft
+from lucidrl.recipes.run import train
+from lucidrl.recipes.settings import ALGORITHMS
 from lucidrl.utils.config import load_config
 
 SMALL = {
@@ -88,13 +88,8 @@ def run(tmp_path):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         watcher = Watcher(interrupt_at, die_at)
-        if algorithm == "grpo":
-            config = load_config(GRPORunConfig, SMALL, SMALL_GRPO, overrides=overrides)
-            last_step = run_grpo(config, folder, watcher, resume)
-        else:
-            last_step = run_sft(
-                load_config(SFTRunConfig, SMALL, SMALL_SFT, overrides=overrides), folder, watcher, resume
-            )
-        return RunFolder(folder, watcher), last_step
+        small = SMALL_GRPO if algorithm == "grpo" else SMALL_SFT
+        config = load_config(ALGORITHMS[algorithm], SMALL, small, overrides=overrides)
+        return RunFolder(folder, watcher), train(config, folder, watcher, resume)
 
     return start

@@ -20,7 +20,7 @@ from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.errors import LucidError
 from lucidrl.models import optim
 from lucidrl.models.policy.policy import Policy
-from lucidrl.recipes import parts
+from lucidrl.recipes import training_run
 from tests.faults.records import digests, metrics
 
 Path = tuple[str | int, ...]
@@ -140,14 +140,14 @@ class Scenario:
 @pytest.fixture
 def scenario(run, monkeypatch):
     monkeypatch.setattr(optim, "_STEPS_PER_LOSS_SCALE", 3)
-    make_logger, run_ids = parts.Logger, []
+    make_logger, run_ids = training_run.Logger, []
 
     def recorded(config):
         logger = make_logger(config)
         run_ids.append(logger.run_id)
         return logger
 
-    monkeypatch.setattr(parts, "Logger", recorded)
+    monkeypatch.setattr(training_run, "Logger", recorded)
     return lambda name: Scenario(run, name, monkeypatch, run_ids)
 
 

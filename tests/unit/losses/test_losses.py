@@ -18,8 +18,7 @@ from lucidrl.errors import DataError
 from lucidrl.losses.config import ClippedPGConfig
 from lucidrl.losses.interfaces import LossType, TokenOutputs, valid_token_mask
 from lucidrl.losses.nll import NLLLoss
-from lucidrl.losses.policy_gradient import ClippedPGLoss
-from lucidrl.losses.ratios import KL_ESTIMATORS
+from lucidrl.losses.policy_gradient import KL_ESTIMATORS, ClippedPGLoss
 from lucidrl.losses.reductions import reduce_metrics
 
 OPTIONS = {

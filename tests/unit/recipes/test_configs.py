@@ -6,14 +6,8 @@ import pytest
 
 import lucidrl.envs.text.registry
 from lucidrl.errors import ConfigError
-from lucidrl.recipes.configs import (
-    PRESETS,
-    GRPORunConfig,
-    SFTRunConfig,
-    preset_path,
-)
-from lucidrl.recipes.control_configs import PPORunConfig
-from lucidrl.recipes.run import RECIPES
+from lucidrl.recipes.configs import GRPORunConfig, PPORunConfig, SFTRunConfig
+from lucidrl.recipes.settings import PRESETS, new_settings, preset_path
 from lucidrl.utils.config import Config, dump_yaml, load_config
 
 SCHEMAS = {"embedded-warm-start": SFTRunConfig, "cartpole": PPORunConfig, "pendulum": PPORunConfig}
@@ -123,16 +117,22 @@ def test_an_unknown_preset_lists_those_there_are():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "preset"),
+    ("algorithm", "overrides", "preset"),
     [
-        ([], "demo"),
-        (["policy.model_name=embedded-untrained"], "demo"),
-        (["policy.model_name=/models/x"], "chat"),
-        (["policy.model_name=/models/x", "policy.model_name=embedded"], "demo"),
+        ("grpo", [], "demo"),
+        ("grpo", ["policy.model_name=embedded-untrained"], "demo"),
+        ("grpo", ["policy.model_name=/models/x"], "chat"),
+        ("grpo", ["policy.model_name=/models/x", "policy.model_name=embedded"], "demo"),
+        ("ppo", [], "cartpole"),
     ],
 )
-def test_the_preset_follows_the_model(overrides, preset):
-    assert RECIPES["grpo"].default_preset(overrides) == preset
+def test_the_preset_follows_the_model(algorithm, overrides, preset):
+    named = new_settings(algorithm, preset=preset, overrides=overrides)
+    assert new_settings(algorithm, overrides=overrides) == named
+
+
+def test_another_control_env_starts_from_the_defaults():
+    assert new_settings("ppo", overrides=["env.name=Acrobot-v1"]).ppo == PPORunConfig().ppo
 
 
 def test_the_arithmetic_of_a_step_is_spelled_out():
@@ -154,7 +154,7 @@ def test_the_arithmetic_of_a_step_is_spelled_out():
         ),
         (
             ["policy.sequence_packing.enabled=false"],
-            ("rows a micro-batch", "32", "policy.train_micro_batch_size"),
+            ("rows a micro-batch", 32, "policy.train_micro_batch_size"),
         ),
     ],
 )

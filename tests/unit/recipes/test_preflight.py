@@ -10,8 +10,8 @@ from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.embedded import embedded_config, embedded_tokenizer
 from lucidrl.models.loading import load_model
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.language import run_sft
 from lucidrl.recipes.preflight import preflight
+from lucidrl.recipes.run import train
 from lucidrl.utils.config import load_config
 from tests.unit.algorithms.conftest import Watcher
 
@@ -63,7 +63,7 @@ def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path, precision, weig
     small += [f"policy.precision={precision}", f"checkpoint.weights_only={weights_only}", "tracking.tensorboard=false"]
     config = settings(tmp_path, *small, schema=SFTRunConfig)
     said = preflight(config).checkpoint
-    run_sft(config, tmp_path, Watcher())
+    train(config, tmp_path, Watcher())
     written = sum(path.stat().st_size for path in (tmp_path / "checkpoints/step_1").rglob("*.safetensors"))
     assert float(said.partition(" MiB")[0]) == pytest.approx(written / 2**20, rel=0.05)
     assert ("weights only" if weights_only else "weights and optimizer") in said

@@ -12,12 +12,9 @@ import pytest
 from lucidrl.errors import ConfigError
 from lucidrl.profiling import gate
 from lucidrl.profiling.settings import FOLDER_VARIABLE, MEMORY_VARIABLE
-from lucidrl.recipes.configs import GRPORunConfig
-from lucidrl.recipes.control import run_ppo
-from lucidrl.recipes.control_configs import PPORunConfig
-from lucidrl.recipes.language import run_grpo
+from lucidrl.recipes.configs import GRPORunConfig, PPORunConfig
 from lucidrl.recipes.profile import VARIABLES, ProfileConfig, profiling_as_asked
-from lucidrl.recipes.run import check_run, launch
+from lucidrl.recipes.run import check_run, launch, train
 from lucidrl.utils import nsys
 from lucidrl.utils.config import dump_yaml, load_config
 from tests.faults.records import digests
@@ -86,7 +83,7 @@ def test_a_recorded_ppo_run_shows_its_frames_and_learns_the_same(tmp_path):
     assert spans_of(found["policy-0 spans"]).count("collect") == 2
     assert "traces/ has the recorded steps" in said
     (tmp_path / "plain").mkdir()
-    run_ppo(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
+    train(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
     assert digests(tmp_path / "run") == digests(tmp_path / "plain")
 
 
@@ -99,7 +96,7 @@ def test_a_recorded_grpo_run_shows_policy_and_generator_and_learns_the_same(tmp_
     assert "generate" in counts_of(found["generation-0"])
     assert {"train", "refit"} <= {*spans_of(found["policy-0 spans"])}
     (tmp_path / "plain").mkdir()
-    run_grpo(load_config(GRPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
+    train(load_config(GRPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
     assert digests(tmp_path / "run") == digests(tmp_path / "plain")
 
 
