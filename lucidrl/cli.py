@@ -57,9 +57,7 @@ def grpo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset 
     preset is `demo` for the embedded model and `chat` for any other. Everything is written to a run folder below
     `runs/`; Ctrl-C finishes the step and saves. `profile.steps=3:5` records the steps 3 and 4 in its `traces/`.
     """
-    from lucidrl.recipes.run import launch
-
-    launch("grpo", config, preset, overrides or [], resume)
+    _launch("grpo", overrides, config, preset, resume)
 
 
 @app.command()
@@ -74,9 +72,7 @@ def sft(overrides: Overrides = None, config: ConfigFile = None, preset: Preset =
     environment's prompts with their known answers are learned. `profile.steps=3:5` records the steps 3 and 4 in
     `traces/` of the run folder.
     """
-    from lucidrl.recipes.run import launch
-
-    launch("sft", config, preset, overrides or [], resume)
+    _launch("sft", overrides, config, preset, resume)
 
 
 @app.command()
@@ -99,9 +95,13 @@ def ppo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset =
 
         lucidrl ppo --resume runs/ppo/exp_001 ppo.max_steps=200
     """
+    _launch("ppo", overrides, config, preset, resume)
+
+
+def _launch(algorithm: str, overrides: Overrides, config: ConfigFile, preset: Preset, resume: Resume) -> None:
     from lucidrl.recipes.run import launch
 
-    launch("ppo", config, preset, overrides or [], resume)
+    launch(algorithm, config, preset, overrides or [], resume)
 
 
 @app.command()

@@ -11,7 +11,7 @@ from lucidrl.utils.nsys import ProfilablePolicy
 if TYPE_CHECKING:
     from lucidrl.checkpoint.manifest import FileDigest
 
-__all__ = ["Algorithm", "LossFunction", "SavablePolicy", "Stateful", "TrainedPolicy"]
+__all__ = ["Algorithm", "LossFunction", "Stateful", "TrainedPolicy"]
 
 
 class Stateful(Protocol):
@@ -24,7 +24,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
-class SavablePolicy(Stateful, Protocol):
+class TrainedPolicy(Stateful, ProfilablePolicy, Protocol):
     """A policy whose weights and optimizers are files of a checkpoint, whatever it is made of.
 
     Its `state_dict` has `layout`, a text that tells what it runs on, and `ranks`, with the state of each; that of a
@@ -32,8 +32,7 @@ class SavablePolicy(Stateful, Protocol):
     """
 
     def begin_save(self, folder: Path, *, weights_only: bool = False) -> None:
-        """Copy weights and optimizers, or the weights alone, and write them below a checkpoint's folder while training
-        goes on."""
+        """Copy weights (and optimizers), and write them below a checkpoint's folder while training goes on."""
         ...
 
     def is_save_written(self) -> bool:
@@ -47,10 +46,6 @@ class SavablePolicy(Stateful, Protocol):
     def load(self, folder: Path) -> None:
         """Take weights and optimizers from a checkpoint's folder, which was verified when it was found."""
         ...
-
-
-class TrainedPolicy(SavablePolicy, ProfilablePolicy, Protocol):
-    """What a training loop needs of a policy, whatever the algorithm."""
 
 
 class Algorithm(Stateful, Protocol):

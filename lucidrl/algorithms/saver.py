@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from lucidrl.algorithms.interfaces import SavablePolicy
+from lucidrl.algorithms.interfaces import TrainedPolicy
 from lucidrl.checkpoint.config import CheckpointConfig
 from lucidrl.checkpoint.manager import CheckpointManager, PendingCheckpoint
 from lucidrl.errors import ConfigError
@@ -37,7 +37,7 @@ class Saver:
         self,
         manager: CheckpointManager,
         config: CheckpointConfig,
-        policy: SavablePolicy,
+        policy: TrainedPolicy,
         announce: Callable[[str], None],
     ) -> None:
         self.manager = manager
@@ -148,7 +148,7 @@ def checkpoint_size_bytes(num_parameters: int, config: OptimizationConfig, *, we
     return round(num_parameters * bytes_per_parameter)
 
 
-def processes_state(policy: SavablePolicy) -> dict[str, Any]:
+def processes_state(policy: TrainedPolicy) -> dict[str, Any]:
     """State of this process and of the policy's ranks, as plain values."""
     return {
         "driver": {"random": random_state(), "num_threads": torch.get_num_threads()},
@@ -156,7 +156,7 @@ def processes_state(policy: SavablePolicy) -> dict[str, Any]:
     }
 
 
-def restore_processes(policy: SavablePolicy, state: Mapping[str, Any], announce: Callable[[str], None]) -> None:
+def restore_processes(policy: TrainedPolicy, state: Mapping[str, Any], announce: Callable[[str], None]) -> None:
     """Go on from what `processes_state` found; what cannot be as it was is announced.
 
     Call it last: making the parts of a run may draw random numbers.
