@@ -1,4 +1,4 @@
-"""PPO: act for a while, see which actions did better than expected, and make those likelier, in small steps.
+"""PPO: collect frames, estimate the advantages of the actions, and improve policy and critic in clipped steps.
 
 Shapes: B envs, T time, N = B x T frames.
 """
@@ -30,18 +30,18 @@ _EPSILON = 1e-8
 
 @dataclass
 class PPO:
-    """A PPO run, wired together."""
+    """PPO with all its parts."""
 
     config: PPOConfig
     loop: TrainingLoop
     policy: ControlPolicy
     collector: Collector
     envs: Sequence[Stateful]
-    """The episodes that the collector's envs are in the middle of, one per env."""
+    """The unfinished episode of each of the collector's envs."""
     episodes: EpisodeCounter
 
     def run(self) -> int:
-        """Train until `max_steps`, or until asked to stop; returns the last completed step."""
+        """Train until `max_steps` or a stop request; return the last completed step."""
         config = self.config
         loss_fn = ClippedFrameLoss(config.clip, config.entropy_coefficient)
         with self.loop.steps(self.state_dict) as steps:
@@ -59,7 +59,7 @@ class PPO:
 
     @span("advantages")
     def prepare(self, batch: TensorDictBase) -> Frames:
-        """What there is to learn from a [B, T] batch: the advantage of each action, and better values."""
+        """Return the frames of a [B, T] batch with advantages and value targets."""
         batch = batch.to(self.policy.device)
         values_BT = self.policy.values(batch["observation"])
         estimates = generalized_advantages(
@@ -73,7 +73,7 @@ class PPO:
         )
         advantages_BT = estimates.advantages
         if self.config.normalize_advantages:
-            # Over the whole batch, so that what a frame is worth does not depend on its minibatch.
+            # Over the whole batch, so that the advantage of a frame does not depend on its minibatch.
             advantages_BT = (advantages_BT - advantages_BT.mean()) / (advantages_BT.std(correction=0) + _EPSILON)
         return Frames(
             observations=batch["observation"].flatten(0, 1),
@@ -85,7 +85,7 @@ class PPO:
         )
 
     def record(self, step: int, batch: TensorDictBase, frames: Frames, result: ControlTrainResult) -> None:
-        """Log the step, with the episodes that ended in it."""
+        """Log the step and the episodes that ended in it."""
         metrics = {
             **result.metrics,
             "explained_variance": explained_variance(frames.values, frames.value_targets),
@@ -99,7 +99,7 @@ class PPO:
         self.loop.record(step, metrics, frames=float(len(frames)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, beside weights and optimizers; plain values."""
+        """Return the state beside weights and optimizers, as plain values."""
         return {
             "collector": self.collector.state_dict(),
             "envs": [env.state_dict() for env in self.envs],
@@ -112,7 +112,7 @@ class PPO:
         if len(state["envs"]) != len(self.envs):
             raise CheckpointError(
                 f"the run was saved with env.num_envs={len(state['envs'])}, not {len(self.envs)}; "
-                "resume with that number"
+                "resume with the saved number"
             )
         for env, saved in zip(self.envs, state["envs"], strict=True):
             env.load_state_dict(saved)
@@ -121,22 +121,22 @@ class PPO:
 
 
 class Episode(NamedTuple):
-    """One that has ended."""
+    """A finished episode."""
 
     reward: float
-    """The sum of its rewards."""
+    """Sum of its rewards."""
     length: int
-    """Its frames."""
+    """Number of its frames."""
 
 
 class EpisodeCounter:
-    """Adds up the rewards of each env's episode over batches."""
+    """Sums the rewards of each env's episode across batches."""
 
     def __init__(self, num_envs: int):
         self._rewards, self._lengths = [0.0] * num_envs, [0] * num_envs
 
     def count(self, rewards_BT: torch.Tensor, done_BT: torch.Tensor) -> list[Episode]:
-        """The episodes that ended in this batch, which follows the one before."""
+        """Return the episodes that ended in this batch, which must continue the previous one."""
         ended = []
         for env, (rewards, done) in enumerate(zip(rewards_BT.double().cpu(), done_BT.cpu(), strict=True)):
             start = 0
@@ -160,8 +160,8 @@ class EpisodeCounter:
 
 
 def explained_variance(values: torch.Tensor, targets: torch.Tensor) -> float:
-    """Share of the targets' variance that the values account for: 1 is all of it, 0 is that of a constant.
+    """Return the fraction of the targets' variance that the values explain: 1 is all, 0 no better than a constant.
 
-    NaN, or minus infinity, if the targets are all the same.
+    NaN or minus infinity if all targets are equal.
     """
     return float(1 - (targets - values).var(correction=0) / targets.var(correction=0))

@@ -1,4 +1,4 @@
-"""Configuration of whole runs, and the arithmetic that must hold between their parts."""
+"""Settings of whole runs, and the batch arithmetic between their parts."""
 
 from __future__ import annotations
 
@@ -30,76 +30,76 @@ from lucidrl.utils.config import Config, dump_yaml
 from lucidrl.utils.nsys import DRIVER, GENERATION, POLICY, worker_name
 
 NumThreads = Annotated[int, Field(ge=1, le=1024)]
-"""More threads than any machine has cores for are a mistake, and may be more than the system lets a process have."""
+"""The upper bound catches typing errors: no machine has more cores."""
 
 
 class RunConfig(Config):
-    """Where a run writes."""
+    """Where a run writes its files."""
 
     root: Path = Path("runs")
-    """Folder of all runs."""
+    """Parent folder of all runs."""
     name: str | None = None
-    """Folder of this run below `root`; by default the next free `exp_NNN` below `root/<algorithm>`."""
+    """Folder of this run below `root`; default: the next free `exp_NNN` below `root/<algorithm>`."""
 
 
 class SFTCheckpointConfig(CheckpointConfig):
-    """When checkpoints are written; the best one has the lowest held-out loss."""
+    """Checkpoints of supervised fine-tuning; the best one has the lowest held-out loss."""
 
     metric: str | None = "loss"
-    """Validation metric whose best checkpoint is kept as well."""
+    """Validation metric that selects the best checkpoint, which is kept too; null keeps none."""
     mode: Literal["max", "min"] = "min"
-    """Whether more or less of it is better."""
+    """Whether a higher or a lower value of the metric is better."""
 
 
 Arithmetic = list[tuple[str, Any, str]]
-"""Rows of (quantity, value, where it comes from)."""
+"""Rows of (quantity, value, settings that it comes from)."""
 
 
 class BaseRunConfig(Config, ABC):
-    """What every run has, and what the command line knows about its algorithm."""
+    """Settings of every run, and the facts about its algorithm that the command line uses."""
 
     algorithm: ClassVar[str]
-    """Name of the command, and of the algorithm's settings."""
+    """Name of the command and of the algorithm's section of settings."""
     run_class: ClassVar[str]
-    """Its `TrainingRun`; imported at use, because a language model needs seconds of imports."""
+    """Dotted path of its `TrainingRun`; imported at use, because the imports take seconds."""
     validated_on: ClassVar[str] = "held-out"
-    """What validation results are of."""
+    """Label of validation results."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Decides the order of prompts, every random draw, and the weights of an untrained model."""
+    """Seed of the prompt order, of all sampling, and of the weights of an untrained model."""
     num_threads: NumThreads | None = None
-    """CPU threads of the computation; by default torch decides. Results depend on it in the last bits."""
+    """CPU threads of torch in this process; default: torch decides. Results depend on it in the last bits."""
     run: RunConfig = RunConfig()
-    """Where the run writes."""
+    """Where the run writes its files."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Checkpoints."""
+    """When checkpoints are written and which are kept."""
     tracking: TrackingConfig = TrackingConfig()
-    """Records."""
+    """Metrics, samples and trackers."""
     validation: ValidationSchedule = ValidationSchedule()
     """When the policy is validated."""
     profile: ProfileConfig = ProfileConfig()
-    """Traces of some steps."""
+    """Which steps are profiled."""
     _references: dict[str, Any] | None = PrivateAttr(default=None)
-    """Texts with references to environment variables, in the place of the settings that have their values."""
+    """Settings that refer to environment variables, as they were written."""
 
     def with_references(self, references: dict[str, Any] | None) -> Self:
-        """The same settings, which `to_yaml` writes with these texts in place of their values."""
+        """Return a copy whose `to_yaml` writes these references instead of their values."""
         copy = self.model_copy()
         copy._references = references
         return copy
 
     def to_yaml(self) -> str:
-        """All settings; loading that text again gives equal ones."""
+        """Return all settings as YAML; loading it gives an equal config."""
         return dump_yaml(self, self._references)
 
     @property
     def worker_names(self) -> list[str]:
-        """What profiling calls those who work on the run."""
+        """Names of the run's processes in profiles."""
         return [worker_name(POLICY, 0), DRIVER]
 
     @classmethod
     def default_preset(cls, overrides: Mapping[str, str]) -> str | None:
-        """The preset of a run that names neither preset nor file; `overrides` has the values as they are written."""
+        """Return the preset for a run without --preset and --config; `overrides` maps keys to unparsed values."""
         return None
 
     @property
@@ -111,26 +111,26 @@ class BaseRunConfig(Config, ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """What is trained on what."""
+        """Model and data of the run, for people."""
 
     @abstractmethod
     def arithmetic(self) -> Arithmetic:
-        """The resolved batch arithmetic."""
+        """Return the batch sizes and where they come from."""
 
 
 class TextRunConfig(BaseRunConfig):
-    """What every run of a language model has."""
+    """Settings of every run of a language model."""
 
     policy: PolicyConfig = PolicyConfig()
-    """The model that is trained."""
+    """The model to train."""
     cluster: ClusterConfig = ClusterConfig()
-    """The processes that share the work."""
+    """Worker processes and the Ray cluster."""
     env: EnvConfig = EnvConfig()
-    """The environment that judges answers."""
+    """The environment: prompts and rewards."""
     validation: ValidationConfig = ValidationConfig()
-    """Held-out problems."""
+    """Validation on held-out prompts."""
     tracking: TextTrackingConfig = TextTrackingConfig()
-    """Records."""
+    """Metrics, samples and trackers."""
 
     @property
     def worker_names(self) -> list[str]:
@@ -144,11 +144,11 @@ class TextRunConfig(BaseRunConfig):
 
     @abstractmethod
     def _row_factors(self) -> Arithmetic:
-        """The settings whose product is the number of rows in a step."""
+        """Return the settings whose product is the number of rows per step."""
 
     @property
     def rows_per_step(self) -> int:
-        """Rows that a step trains on."""
+        """Samples that a step trains on."""
         return math.prod(value for _, value, _ in self._row_factors())
 
     @property
@@ -157,12 +157,12 @@ class TextRunConfig(BaseRunConfig):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps in a training step."""
+        """Optimizer steps per step."""
         return self.rows_per_step // (self.policy.train_global_batch_size or self.rows_per_step)
 
     @property
     def token_batching(self) -> tuple[str, SequencePackingConfig | DynamicBatchingConfig] | None:
-        """What cuts micro-batches by tokens, with its setting; None if they have a fixed number of rows."""
+        """The enabled batching by tokens, after its key; None if micro-batches have a fixed number of rows."""
         for name in ("sequence_packing", "dynamic_batching"):
             batching = getattr(self.policy, name)
             if batching.enabled:
@@ -174,19 +174,19 @@ class TextRunConfig(BaseRunConfig):
         rows = self.rows_per_step // self.updates_per_step
         table = [
             *self._row_factors(),
-            ("rows a step", self.rows_per_step, "the product of the above"),
-            ("rows an optimizer step", rows, "policy.train_global_batch_size"),
-            ("optimizer steps a step", self.updates_per_step, "rows a step / rows an optimizer step"),
+            ("rows per step", self.rows_per_step, "product of the above"),
+            ("rows per optimizer step", rows, "policy.train_global_batch_size"),
+            ("optimizer steps per step", self.updates_per_step, "rows per step / rows per optimizer step"),
         ]
         if self.token_batching is None:
-            table.append(("rows a micro-batch", policy.train_micro_batch_size, "policy.train_micro_batch_size"))
+            table.append(("rows per micro-batch", policy.train_micro_batch_size, "policy.train_micro_batch_size"))
         else:
             name, batching = self.token_batching
-            table.append(("tokens a micro-batch", f"up to {batching.train_mb_tokens}", f"{name}.train_mb_tokens"))
+            table.append(("tokens per micro-batch", f"up to {batching.train_mb_tokens}", f"{name}.train_mb_tokens"))
         if ranks > 1:
             shared = policy.dtensor_cfg.context_parallel_size * policy.dtensor_cfg.tensor_parallel_size
             table.append(("ranks", ranks, "cluster.num_workers"))
-            table.append(("ranks with rows of their own", ranks // shared, "ranks / (context x tensor parallel)"))
+            table.append(("data-parallel ranks", ranks // shared, "ranks / (context x tensor parallel size)"))
         return table
 
     @model_validator(mode="after")
@@ -195,9 +195,9 @@ class TextRunConfig(BaseRunConfig):
         if global_batch is not None and rows % global_batch:
             factors = " x ".join(f"{setting}={value}" for _, value, setting in self._row_factors())
             raise ValueError(
-                f"a step has {rows} rows ({factors}), which do not split into "
+                f"{rows} rows per step ({factors}) do not split into "
                 f"policy.train_global_batch_size={global_batch}; make the rows a multiple of it, or leave it unset for "
-                "one optimizer step a step"
+                "one optimizer step per step"
             )
         return self
 
@@ -210,39 +210,39 @@ class GRPORunConfig(TextRunConfig):
     grpo: GRPOConfig = GRPOConfig()
     """The algorithm."""
     collector: TextCollectorConfig = TextCollectorConfig()
-    """How many conversations make a step."""
+    """How many samples a step collects."""
 
     @classmethod
     def default_preset(cls, overrides: Mapping[str, str]) -> str:
-        """The embedded model trains with `demo`, any other with `chat`: sizes apart, they differ in learning rate."""
+        """`demo` is tuned for the embedded model, `chat` (with a lower learning rate) for any other."""
         return "demo" if overrides.get("policy.model_name", "embedded") in EMBEDDED_MODELS else "chat"
 
     @model_validator(mode="after")
     def _can_generate(self) -> GRPORunConfig:
         if self.policy.dtensor_cfg.sequence_parallel and self.policy.generation.placement == "policy":
             raise ValueError(
-                "policy.dtensor_cfg.sequence_parallel=true shares the tokens of rows, but generation adds single ones; "
-                "turn it off, or set policy.generation.placement=separate"
+                "policy.dtensor_cfg.sequence_parallel=true splits rows by tokens, but generation adds one token at a "
+                "time; turn it off, or set policy.generation.placement=separate"
             )
         return self
 
     def _row_factors(self) -> Arithmetic:
         return [
-            ("prompts a step", self.collector.prompts_per_step, "collector.prompts_per_step"),
-            ("samples a prompt", self.collector.samples_per_prompt, "collector.samples_per_prompt"),
+            ("prompts per step", self.collector.prompts_per_step, "collector.prompts_per_step"),
+            ("samples per prompt", self.collector.samples_per_prompt, "collector.samples_per_prompt"),
         ]
 
 
 class SFTDataConfig(Config):
-    """Where the conversations come from."""
+    """Where the examples come from."""
 
     file: Path | None = None
-    """JSONL with {"messages": [...]} ending in an assistant message; by default the environment's prompts, each
-    answered with the `answer` of its info."""
+    """JSONL file; each line is {"messages": [...]} that ends with an assistant message, or {"prompt": "...",
+    "completion": "..."}. Default: the environment's prompts, each completed with the `answer` of its info."""
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of a file's conversations held out from training."""
+    """Fraction of the file's examples held out for validation."""
     num_examples: PositiveInt | None = None
-    """Learn from this many of the training conversations only, the same ones in every run; by default from all."""
+    """Train on this many examples only, the same ones in every run; default: on all."""
 
 
 class SFTRunConfig(TextRunConfig):
@@ -251,49 +251,49 @@ class SFTRunConfig(TextRunConfig):
     algorithm = "sft"
     run_class = "lucidrl.recipes.language.SFTRun"
     checkpoint: SFTCheckpointConfig = SFTCheckpointConfig()
-    """Checkpoints."""
+    """When checkpoints are written and which are kept."""
     sft: SFTConfig = SFTConfig()
     """The algorithm."""
     data: SFTDataConfig = SFTDataConfig()
-    """Conversations to learn from."""
+    """Examples to train on."""
 
     @property
     def title(self) -> str:
         return f"{self.policy.model_name} on {self.data.file or self.env.name}"
 
     @model_validator(mode="after")
-    def _file_asks_nobody(self) -> SFTRunConfig:
+    def _file_needs_no_generation(self) -> SFTRunConfig:
         generation, num_workers = self.policy.generation, self.env.num_workers
         unused = [f"env.num_workers={num_workers}"] if num_workers > 1 else []
         if generation.placement == "separate":
             unused.append("policy.generation.placement=separate")
         if self.data.file is not None and unused:
             raise ValueError(
-                f"{' and '.join(unused)} would start processes for answers, but a run that learns from "
-                f"data.file={self.data.file} has none given and none judged; leave out either of them"
+                f"{' and '.join(unused)} would start workers that generate or score completions, but a run on "
+                f"data.file={self.data.file} needs none; remove one of the two"
             )
         return self
 
     def _row_factors(self) -> Arithmetic:
-        return [("examples a step", self.sft.examples_per_step, "sft.examples_per_step")]
+        return [("examples per step", self.sft.examples_per_step, "sft.examples_per_step")]
 
 
 class ControlEnvConfig(Config):
     """The task."""
 
     name: str = "CartPole-v1"
-    """Id of an environment of gymnasium; `module:Id` imports the module that registers it."""
+    """Id of a gymnasium environment; `module:Id` imports the module that registers it first."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of `gymnasium.make`."""
     num_envs: PositiveInt = 8
-    """Environments that are stepped together, one after the other in this process."""
+    """Environments stepped together in this process, one after the other."""
 
 
 class FrameCollectorConfig(Config):
-    """How much is collected before each training step."""
+    """How many frames a step collects."""
 
     frames_per_batch: PositiveInt = 2048
-    """Frames of a step, of all environments together."""
+    """Frames per step, over all environments."""
 
 
 class PPORunConfig(BaseRunConfig):
@@ -303,20 +303,20 @@ class PPORunConfig(BaseRunConfig):
     run_class = "lucidrl.recipes.control.PPORun"
     validated_on = "greedy"
     num_threads: NumThreads | None = 1
-    """CPU threads of the computation; null lets torch decide. More than one only wait for each other in small networks.
-    Results depend on it in the last bits."""
+    """CPU threads of torch; null lets torch decide. Small networks are fastest with one. Results depend on it in the
+    last bits."""
     ppo: PPOConfig = PPOConfig()
     """The algorithm."""
     policy: ControlPolicyConfig = ControlPolicyConfig()
-    """The network that decides."""
+    """The policy network."""
     critic: CriticConfig = CriticConfig()
-    """The network that estimates what an observation is worth."""
+    """The value network."""
     env: ControlEnvConfig = ControlEnvConfig()
     """The task."""
     collector: FrameCollectorConfig = FrameCollectorConfig()
-    """How much is collected before each training step."""
+    """How many frames a step collects."""
     validation: ControlValidationConfig = ControlValidationConfig()
-    """Episodes without exploration."""
+    """Validation on episodes with greedy actions."""
 
     @classmethod
     def default_preset(cls, overrides: Mapping[str, str]) -> str | None:
@@ -331,11 +331,11 @@ class PPORunConfig(BaseRunConfig):
         frames, minibatch = self.collector.frames_per_batch, self.ppo.minibatch_frames
         num_updates = self.ppo.num_epochs * frames // minibatch
         return [
-            ("frames a step", frames, "collector.frames_per_batch"),
-            ("frames of each env", frames // self.env.num_envs, "frames a step / env.num_envs"),
-            ("frames an optimizer step", minibatch, "ppo.minibatch_frames"),
-            ("optimizer steps a step", num_updates, "ppo.num_epochs x frames a step / frames an optimizer step"),
-            ("frames of the run", frames * self.ppo.max_steps, "frames a step x ppo.max_steps"),
+            ("frames per step", frames, "collector.frames_per_batch"),
+            ("frames per env", frames // self.env.num_envs, "frames per step / env.num_envs"),
+            ("frames per optimizer step", minibatch, "ppo.minibatch_frames"),
+            ("optimizer steps per step", num_updates, "ppo.num_epochs x frames per step / ppo.minibatch_frames"),
+            ("frames per run", frames * self.ppo.max_steps, "frames per step x ppo.max_steps"),
         ]
 
     @model_validator(mode="after")

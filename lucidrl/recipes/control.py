@@ -1,8 +1,7 @@
-"""Runs of control policies: from settings to a loop with its parts, connected.
+"""Runs of control policies: create envs, networks, collector and algorithm from the settings.
 
-Envs are put back into the middle of an episode by playing it again: their state is beyond reach, but what led to it is
-not, the generator as it was before the reset and the actions since. An env that draws from its own generator only is
-then where it was, to the bit.
+A resume continues unfinished episodes by replay: it restores the env's random generator as of the last reset and
+repeats the actions since. An env that draws from its own generator only ends up in the same state, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VALIDATION_SEED = 1_000_000_007
-"""Of the first episode of every validation, whatever the seed of the run."""
+"""Seed of the first validation episode, in every run."""
 
 
 class PPORun(TrainingRun[PPORunConfig]):
@@ -47,7 +46,7 @@ class PPORun(TrainingRun[PPORunConfig]):
 
     @cached_property
     def _envs(self) -> tuple[EnvBase, list[EpisodeTape]]:
-        seed_everything(self.config.seed)  # their constructors may draw
+        seed_everything(self.config.seed)  # their constructors may draw random numbers
         return make_envs(self.config.env, self.config.env.num_envs)
 
     @cached_property
@@ -81,7 +80,7 @@ class PPORun(TrainingRun[PPORunConfig]):
             policy.network,
             frames_per_batch=config.collector.frames_per_batch,
             policy_device=policy.device,
-            # Far from the seeds of other runs: envs take those that follow.
+            # Far from the seeds of other runs: the envs use consecutive seeds.
             seed=int(np.random.SeedSequence(config.seed).generate_state(1)[0]),
         )
         return PPO(
@@ -99,7 +98,7 @@ class PPORun(TrainingRun[PPORunConfig]):
 
 
 def make_envs(config: ControlEnvConfig, num_envs: int) -> tuple[EnvBase, list[EpisodeTape]]:
-    """Envs that step together, and the tapes that put them back into the middle of their episodes."""
+    """Return envs that step together, and the tapes that replay their episodes after a resume."""
     tapes = [EpisodeTape(_gymnasium_env(config)) for _ in range(num_envs)]
     return SerialEnv(num_envs, [partial(GymEnv, tape.taped_env()) for tape in tapes]), tapes
 
@@ -111,27 +110,24 @@ def _gymnasium_env(config: ControlEnvConfig) -> gymnasium.Env:
     if colon:
         import_user_module(module_name)
     try:
-        # Our own checks are cheaper than gymnasium's checker and take its place.
+        # Our own checks replace gymnasium's checker and cost less.
         return gymnasium.make(config.name, **{"disable_env_checker": True, **config.kwargs})
     except (gymnasium.error.Error, ImportError, TypeError) as error:
-        raise ConfigError(f"gymnasium does not make env.name={config.name!r}: {error}") from error
-    except Exception as error:  # of the env's own code
+        raise ConfigError(f"gymnasium cannot create env.name={config.name!r}: {error}") from error
+    except Exception as error:  # raised by the env's own code
         raise ConfigError(
-            f"env.name={config.name!r} cannot be made with env.kwargs={config.kwargs}: {type(error).__name__}: {error}"
+            f"env.name={config.name!r} cannot be created with env.kwargs={config.kwargs}: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
 def spaces_of(env: EnvBase, name: str) -> tuple[ObservationSpace, ActionSpace]:
-    """What networks have to know of a batch of envs.
-
-    Raises:
-        ConfigError: if they are not made for such observations or actions.
-    """
+    """Return the spaces of a batch of envs; raise ConfigError if the networks do not support them."""
     observations, action = env.observation_spec.leaves(), env.action_spec
     if list(observations) != ["observation"]:
         raise ConfigError(
-            f"env.name={name!r} observes {', '.join(map(str, observations))}, but the networks read a single array; "
-            "register an env with gymnasium.wrappers.FlattenObservation around it"
+            f"env.name={name!r} has the observations {', '.join(map(str, observations))}, but the networks read a "
+            "single array; register the env with gymnasium.wrappers.FlattenObservation around it"
         )
     space = ObservationSpace(tuple(observations["observation"].shape[1:]))
     if isinstance(action, OneHot):
@@ -142,8 +138,8 @@ def spaces_of(env: EnvBase, name: str) -> tuple[ObservationSpace, ActionSpace]:
         limit = torch.full(action.shape[1:], torch.inf)
         return space, ContinuousActions(-limit, limit)
     raise ConfigError(
-        f"env.name={name!r} takes actions of {action}, but the policy gives one choice or an array of real numbers; "
-        "choose an env with a Discrete or Box action space"
+        f"env.name={name!r} has the action space {action}, but the policy supports one discrete action or an array of "
+        "real numbers; choose an env with a Discrete or Box action space"
     )
 
 
@@ -162,21 +158,21 @@ def _described(actions: ActionSpace) -> str:
 
 
 class EpisodeTape:
-    """Stands before an env of gymnasium and remembers what it takes to play its episode again."""
+    """Records what is needed to replay the current episode of a gymnasium env."""
 
     def __init__(self, env: gymnasium.Env):
         self._env = env
         self._seed: int | None = None
-        """The last one given."""
+        """The last seed passed to `reset`."""
         self._generator: Mapping[str, Any] | None = None
-        """State of the env's generator before the last reset; None after a reset with a seed, or if it has none."""
+        """State of the env's random generator before the last reset; None after a reset with a seed, or without one."""
         self._actions: list[np.ndarray] = []
         self._observation: Any = None
         self._resumed: Mapping[str, Any] | None = None
-        """What the next reset has to play."""
+        """The episode that the next reset replays."""
 
     def taped_env(self) -> gymnasium.Env:
-        """The env, whose resets and steps go through this tape."""
+        """Return the env with this tape around its resets and steps."""
         import gymnasium
 
         wrapper: Any = gymnasium.Wrapper(self._env)
@@ -184,10 +180,10 @@ class EpisodeTape:
         return wrapper
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode; the first time after `load_state_dict`, go on with the one that was saved."""
+        """Begin an episode; after `load_state_dict`, continue the saved one."""
         if self._resumed is not None:
             resumed, self._resumed = self._resumed, None
-            return self._play(resumed)
+            return self._replay(resumed)
         if seed is None:
             self._generator = _generator_state(self._env)
         else:
@@ -203,7 +199,7 @@ class EpisodeTape:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The episode so far, as plain values."""
+        """Return the episode so far, as plain values."""
         return {
             "seed": self._seed,
             "generator": self._generator,
@@ -214,7 +210,7 @@ class EpisodeTape:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._resumed = state
 
-    def _play(self, saved: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _replay(self, saved: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         observation, info = self.reset(seed=saved["seed"])
         if saved["generator"] is not None:
             self._env.unwrapped.np_random.bit_generator.state = saved["generator"]
@@ -222,15 +218,18 @@ class EpisodeTape:
         for action in saved["actions"]:
             observation, _, terminated, truncated, info = self.step(np.array(action, self._env.action_space.dtype))
             if terminated or truncated:
-                log.warning("an episode of %s ended before it came to where it was saved; a new one begins", self._env)
+                log.warning(
+                    "the replayed episode of %s ended before the saved step; a new episode begins",
+                    self._env,
+                )
                 return self.reset()
         if _digest(observation) != saved["observation"]:
-            log.warning("%s does not play an episode twice alike: the run goes on, but not to the bit", self._env)
+            log.warning("%s is not deterministic: the run continues, but not bit for bit", self._env)
         return observation, info
 
 
 def _generator_state(env: gymnasium.Env) -> Any:
-    """As plain values; None if the env has put something else than a `numpy.random.Generator` in its place."""
+    """As plain values; None if `np_random` is not a `numpy.random.Generator`."""
     generator = env.unwrapped.np_random
     return _plain(generator.bit_generator.state) if isinstance(generator, np.random.Generator) else None
 

@@ -1,4 +1,4 @@
-"""Runs of language models: from settings and inputs to an algorithm with its parts, connected."""
+"""Runs of language models: create policy, environment, collector and algorithm from the settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TextRun(TrainingRun[C]):
         super().__init__(config)
         self._inputs = TextInputs(config)
         self._generators: list[SeparateGenerator] = []
-        """Those in processes of their own."""
+        """Generators in separate processes."""
 
     def preflight(self) -> Table:
         return preflight(self.config, self._inputs).table()
@@ -53,9 +53,9 @@ class TextRun(TrainingRun[C]):
     def _prepare(self, stack: ExitStack) -> None:
         self._inputs.read()
         cluster = self.config.cluster
-        if cluster.uses_ray:  # for all of the run, and before the logger asks what there is to monitor
+        if cluster.uses_ray:  # before the logger looks for nodes to monitor
             stack.enter_context(connected(cluster.address, cluster.allow_open_dashboard))
-            # A Ray that was started just now, and that of a run that goes on, have not been asked before.
+            # The preflight could not check a cluster that was just started, and a resume has no preflight.
             check_placement(self.config.policy.generation, self.config.env, cluster)
 
     def _policy(self, parts: RunParts, *, init_reference: bool = False) -> Policy:
@@ -70,20 +70,20 @@ class TextRun(TrainingRun[C]):
                 seed=config.seed,
             )
         )
-        if blind := policy.group.blind_nodes:  # their share of the first checkpoint would be missing
+        if blind := policy.group.blind_nodes:  # their shards of the first checkpoint would be missing
             raise ConfigError(
-                f"{parts.folder} is not seen by node {', '.join(blind)}, whose ranks write their share of checkpoints "
-                "there; set run.root to a folder on a file system that all nodes share"
+                f"node {', '.join(blind)} cannot see {parts.folder}, where its ranks write their checkpoint shards; "
+                "set run.root to a folder on a file system that all nodes share"
             )
         return policy
 
     def _collector(self, parts: RunParts, policy: Policy, config: TextCollectorConfig) -> TextCollector:
         env = self.config.env
-        generator = self._generator(parts, policy)  # first, as `check_placement` reserves: env workers take any room
+        generator = self._generator(parts, policy)  # first, in the order of `check_placement`
         host = self._inputs.environment(parts.folder / LOGS_NAME / "env")
         runner = EnvRunner(host, env.timeout_s, env.max_concurrency, env.on_error, policy.check)
         parts.stack.callback(runner.close)
-        runner.state_dict()  # one that cannot be saved is refused now, and not at the first checkpoint
+        runner.state_dict()  # raise now, not at the first checkpoint, if it cannot be saved
         collector = TextCollector(
             generator,
             runner,
@@ -97,7 +97,7 @@ class TextRun(TrainingRun[C]):
         return collector
 
     def _generator(self, parts: RunParts, policy: Policy) -> GenerationInterface:
-        """What completes prompts: the policy itself, or processes of their own."""
+        """Return the policy itself, or generators in separate processes."""
         config = self.config
         if config.policy.generation.placement == "policy":
             return policy

@@ -1,6 +1,6 @@
-"""What the command line does with a run: resolve its settings once, check them, then run and show it.
+"""Start, resume and check runs.
 
-Nothing heavy is imported before the settings are known to be right and profiling is armed as they ask.
+Settings are validated and profiling is configured before any heavy import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lucidrl.errors import ConfigError, EnvironmentFailure
 from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.display import RunDisplay
 from lucidrl.recipes.folder import create_run_folder, driver_log, occupied
-from lucidrl.recipes.profile import profiling_as_asked, use_traces_folder
+from lucidrl.recipes.profile import profiling_as_configured, use_traces_folder
 from lucidrl.recipes.settings import new_settings, resumed_settings
 from lucidrl.utils.imports import import_object
 from lucidrl.utils.logger import configure_rich_logging
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 def launch(
     algorithm: str, config_file: Path | None, preset: str | None, overrides: list[str], resume: Path | None
 ) -> None:
-    """Start or continue a run and show it."""
+    """Start or resume a run and show it on the terminal."""
     started = time.perf_counter()
     if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
         raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set, as by torchrun, but this command starts its ranks itself; "
-            "run it without torchrun, with cluster.num_workers=..."
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set, as by torchrun, but this command starts its own ranks; "
+            "run it without torchrun and set cluster.num_workers=..."
         )
     configure_rich_logging(level="WARNING", show_path=False)
     if resume is None:
         config = new_settings(algorithm, config_file, preset, overrides)
     elif config_file is not None or preset is not None:
-        raise ConfigError("--resume takes the settings of the run itself; leave out --config and --preset")
+        raise ConfigError("--resume uses the settings of the run; remove --config and --preset")
     else:
         config = resumed_settings(algorithm, resume, overrides)
     with _ready(config) as run:
         if resume is None:
-            # Before the folder is made: a run that cannot start should leave nothing behind.
+            # Before the folder is created: a run that cannot start leaves no files.
             run.preflight()
         folder = resume or create_run_folder(config)
         use_traces_folder(folder)
@@ -60,8 +60,8 @@ def launch(
             display.console.print(arithmetic_table(config))
             request = profile_request()
             if request is not None and request.steps.start > config.max_steps:
-                after = f"come after the last, {config.max_steps}"
-                display.announce(f"nothing will be recorded: the steps {request.steps} {after}")
+                last = f"the last step, {config.max_steps}"
+                display.announce(f"no profile will be written: steps {request.steps} come after {last}")
             with occupied(folder), driver_log(folder):
                 last_step = _show_training(run, folder, display, resume is not None)
         display.summary(last_step, run.next_commands(folder))
@@ -72,9 +72,9 @@ def _show_training(run: TrainingRun[Any], folder: Path, display: RunDisplay, res
 
     with ExitStack() as signals:
         with run.loop(folder, display, resume) as loop:
-            # When all parts are made, because Ray sets a handler of its own; until they are shut down, after the loop.
+            # After the parts are built, because Ray sets its own handlers, and until they are shut down.
             signals.enter_context(
-                StopRequest(display.announce, "all is saved and the run ends; once more stops at once")
+                StopRequest(display.announce, "shutting down, the run is saved; press again to stop at once")
             )
             display.on_loaded()
             last_step = loop.run()
@@ -83,13 +83,13 @@ def _show_training(run: TrainingRun[Any], folder: Path, display: RunDisplay, res
 
 
 def train(config: BaseRunConfig, folder: Path, watcher: Watcher, resume: bool = False) -> int:
-    """Run an algorithm in a run folder, without the command line; the last completed step."""
+    """Train in an existing folder, without terminal output; return the last completed step."""
     with closing(_training_run(config)) as run, run.loop(folder, watcher, resume) as loop:
         return loop.run()
 
 
 def check_run(algorithm: str, config_file: Path | None, preset: str | None, overrides: list[str]) -> None:
-    """Print what a run would be; raise if it could not be."""
+    """Print settings, batch sizes and findings of the preflight; raise LucidError if the run cannot start."""
     config = new_settings(algorithm, config_file, preset, overrides)
     with _ready(config) as run:
         found = run.preflight()
@@ -97,18 +97,18 @@ def check_run(algorithm: str, config_file: Path | None, preset: str | None, over
     console.print(Syntax(redacted_text(config.to_yaml()), "yaml", background_color="default"))
     console.print(arithmetic_table(config))
     console.print(found)
-    console.print("[green]ok[/]: nothing stands in the way of this run")
+    console.print("[green]ok[/]: this run can start")
 
 
 @contextmanager
 def _ready(config: BaseRunConfig) -> Iterator[TrainingRun[Any]]:
-    """The run of these settings, with profiling as they ask, until the context ends.
+    """Yield the run of these settings, with profiling configured; release its inputs at the end.
 
     Raises:
-        EnvironmentFailure: if code of the user ends the program instead of raising an error.
+        EnvironmentFailure: user code raised SystemExit or another BaseException.
     """
     try:
-        with profiling_as_asked(config.profile):
+        with profiling_as_configured(config.profile):
             check_patterns(config.worker_names)
             with closing(_training_run(config)) as run:
                 yield run
@@ -116,8 +116,8 @@ def _ready(config: BaseRunConfig) -> Iterator[TrainingRun[Any]]:
         raise
     except BaseException as error:
         raise EnvironmentFailure(
-            f"{type(error).__name__}({error}) ended the run of {config.title}; it comes from code that the run calls, "
-            "such as an environment: raise an Exception there, and never call sys.exit"
+            f"{type(error).__name__}({error}) stopped the run of {config.title}; user code raised it, such as an "
+            "environment: raise an Exception there instead, and do not call sys.exit"
         ) from error
 
 
@@ -127,7 +127,7 @@ def _training_run(config: BaseRunConfig) -> TrainingRun[Any]:
 
 
 def arithmetic_table(config: BaseRunConfig) -> Table:
-    table = Table("batch arithmetic", "", Column("set by", overflow="fold"), box=None, pad_edge=False)
+    table = Table("batch sizes", "", Column("set by", overflow="fold"), box=None, pad_edge=False)
     for quantity, value, source in config.arithmetic():
         table.add_row(quantity, str(value), f"[dim]{source}[/]")
     return table

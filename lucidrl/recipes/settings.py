@@ -1,7 +1,7 @@
-"""From presets, files and overrides to the settings of a run: merged once, with references kept for `config.yaml`.
+"""Merge presets, files and overrides into the settings of a run.
 
-A value such as `${oc.env:TOKEN}` is resolved for the run, but written to its folder as a reference: the secret stays
-where it belongs, and is looked up again at a resume.
+A value such as `${oc.env:TOKEN}` is resolved for the run, but `config.yaml` keeps the reference: the secret is not
+written, and a resume reads the variable again.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _KEY_REFERENCE = re.compile(r"\$\{\s*(\.*)([\w.\[\]-]+)\s*\}")
 def new_settings(
     algorithm: str, config_file: Path | None = None, preset: str | None = None, overrides: Sequence[str] = ()
 ) -> BaseRunConfig:
-    """The settings of a new run: of preset, then file, then overrides.
+    """Return the settings of a new run: preset, then file, then overrides; later ones win.
 
     Raises:
-        ConfigError: for an unreadable file, a malformed override or any invalid value; it lists all of them.
+        ConfigError: a file is unreadable, an override malformed or a value invalid; the message lists all of them.
     """
     if algorithm not in ALGORITHMS:
-        raise ConfigError(f"--algorithm={algorithm} is not known; choose one of {', '.join(ALGORITHMS)}")
+        raise ConfigError(f"--algorithm={algorithm} is unknown; choose one of {', '.join(ALGORITHMS)}")
     schema = ALGORITHMS[algorithm]
     if preset is None and config_file is None:
         preset = schema.default_preset(dict(text.partition("=")[::2] for text in overrides))
@@ -47,27 +47,23 @@ def new_settings(
 
 
 def resumed_settings(algorithm: str, folder: Path, overrides: Sequence[str] = ()) -> BaseRunConfig:
-    """The settings a run goes on with: its own, changed by overrides.
+    """Return the settings of a resumed run: its own, changed by overrides.
 
     Raises:
-        ConfigError: for a folder that holds no run, or one of another algorithm.
+        ConfigError: the folder holds no run, or one of another algorithm.
     """
     settings = merged_settings(run_config_path(folder), overrides=overrides, resolve=False)
     found = [name for name in ALGORITHMS if name in settings]
     if found and algorithm not in found:
         raise ConfigError(
-            f"{folder} holds a run of {found[0]}, not of {algorithm}; continue it with "
+            f"{folder} holds a run of {found[0]}, not of {algorithm}; resume it with "
             f"lucidrl {found[0]} --resume {folder}"
         )
     return _validated(ALGORITHMS[algorithm], settings)
 
 
 def preset_path(name: str) -> Path:
-    """The file of a preset.
-
-    Raises:
-        ConfigError: listing the presets there are.
-    """
+    """Return the file of a preset, or raise ConfigError with the names of all presets."""
     known = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
     if name not in known:
         raise ConfigError(f"there is no preset {name!r}; the presets are {', '.join(known)}")
@@ -78,8 +74,8 @@ def _validated(schema: type[BaseRunConfig], settings: dict[str, Any]) -> BaseRun
     config = load_config(schema, settings)
     for key in secret_like_keys(settings):
         log.warning(
-            "%s looks like a secret and is written to config.yaml, which only you can read; better set a variable and "
-            "write %s='${oc.env:NAME}'",
+            "%s looks like a secret and is written to config.yaml, which only you can read; to keep it out, set an "
+            "environment variable and write %s='${oc.env:NAME}'",
             key,
             key,
         )
@@ -87,7 +83,7 @@ def _validated(schema: type[BaseRunConfig], settings: dict[str, Any]) -> BaseRun
 
 
 def environment_references(settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The settings with only those texts left whose values depend on environment variables; None if there are none."""
+    """Return only the settings whose values depend on environment variables, unresolved; None if there are none."""
 
     def at(path: Sequence[str]) -> Any:
         node: Any = settings
@@ -105,7 +101,7 @@ def environment_references(settings: dict[str, Any]) -> dict[str, Any] | None:
         return node if isinstance(node, str) and is_reference(node, path) else None
 
     def is_reference(text: str, path: tuple[str, ...]) -> bool:
-        if "${oc.env:" in text or "\\${" in text:  # the second is no reference, but has to stay escaped
+        if "${oc.env:" in text or "\\${" in text:  # the second is no reference, but must stay escaped
             return True
         targets = [
             (*(path[: -len(dots)] if dots else ()), *re.findall(r"[^.\[\]]+", key))

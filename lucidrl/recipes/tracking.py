@@ -1,4 +1,4 @@
-"""Configuration of what a run records, beside `metrics.jsonl`."""
+"""Settings of trackers, monitoring and samples; `metrics.jsonl` is always written."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from lucidrl.utils.logger.config import LoggerConfig, WandbConfig, validated
 
 
 class WandbTracking(Config):
-    """Weights & Biases. Every other key of `WandbConfig`, such as `group` or `tags`, is a setting here too."""
+    """Weights & Biases; accepts every key of `WandbConfig`, such as `group` or `tags`."""
 
     model_config = ConfigDict(extra="allow")
 
     enabled: bool = False
-    """Send a copy to Weights & Biases. Any other argument of `wandb.init` can be set beside this one, such as
-    `tracking.wandb.group`, `tags`, `notes` or `entity`."""
+    """Log to Weights & Biases. Every argument of `wandb.init` is a setting too, such as `tracking.wandb.group`, `tags`,
+    `notes` or `entity`."""
     project: str = "lucidrl"
     """Project of the run."""
     name: str | None = None
-    """Name of the run; by default that of its folder."""
+    """Name of the run; default: the name of its folder."""
     mode: Literal["online", "offline", "disabled", "shared"] | None = None
-    """Send while the run goes on, or keep it on disk for `wandb sync`; by default as WANDB_MODE says, else online."""
+    """Upload during the run (online), or keep files for `wandb sync` (offline); default: WANDB_MODE, else online."""
     log_code: bool = False
-    """Keep the text files that git tracks in the working directory."""
+    """Upload the text files that git tracks in the working directory."""
     log_diffs: bool = False
-    """Keep their uncommitted changes."""
+    """Upload their uncommitted changes."""
 
     @model_validator(mode="after")
     def _has_arguments_of_wandb(self) -> WandbTracking:
@@ -42,28 +42,28 @@ class MlflowTracking(Config):
     """MLflow."""
 
     enabled: bool = False
-    """Send a copy to MLflow."""
+    """Log to MLflow."""
     tracking_uri: str | None = None
-    """Server or store; by default what MLFLOW_TRACKING_URI says, else a store in the run folder."""
+    """Server or store; default: MLFLOW_TRACKING_URI, else a store in the run folder."""
     experiment_name: str = "lucidrl"
     """Experiment of the run."""
     run_name: str | None = None
-    """Name of the run; by default that of its folder."""
+    """Name of the run; default: the name of its folder."""
 
 
 class TrackioTracking(Config):
     """Trackio."""
 
     enabled: bool = False
-    """Keep a copy in a Trackio store in the run folder."""
+    """Log to a Trackio store in the run folder."""
     project: str = "lucidrl"
     """Project of the run."""
     name: str | None = None
-    """Name of the run; by default that of its folder."""
+    """Name of the run; default: the name of its folder."""
 
 
 class TrackingConfig(Config):
-    """What is recorded beside `metrics.jsonl`."""
+    """Trackers and monitoring of a run."""
 
     tensorboard: bool = True
     """Write TensorBoard event files."""
@@ -74,14 +74,14 @@ class TrackingConfig(Config):
     trackio: TrackioTracking = TrackioTracking()
     """Trackio."""
     monitor: bool = True
-    """Record the use of CPUs, memory and GPUs: of all nodes under Ray, else of this machine."""
+    """Record CPU, memory and GPU usage: of all nodes of a Ray cluster, else of this machine."""
     monitor_interval_s: PositiveFloat = 10.0
-    """Seconds between two looks at them."""
+    """Seconds between two samples of the usage."""
     finish_timeout_s: PositiveFloat = 10.0
-    """Longest that the end of a run waits for each of these records."""
+    """Timeout of each tracker at the end of a run."""
 
     def logger_config(self, folder: Path, run_id: str | None = None) -> LoggerConfig:
-        """The settings of the `Logger` of a run in `folder`; `run_id` continues an earlier one."""
+        """Return the config of the `Logger` of a run in `folder`; `run_id` continues an earlier run."""
         config: LoggerConfig = {
             "log_dir": str(folder),
             "tensorboard_enabled": self.tensorboard,
@@ -103,15 +103,15 @@ class TrackingConfig(Config):
 
 
 class TextTrackingConfig(TrackingConfig):
-    """What is recorded of a language model, beside `metrics.jsonl`."""
+    """Trackers, monitoring and samples of a language-model run."""
 
     dump_samples_every: NonNegativeInt = 20
-    """Steps between dumps of all conversations of a step to `samples/`; 0 = none."""
+    """Write all samples of every n-th step to `samples/`; 0 = never."""
     print_samples_every: NonNegativeInt = 0
-    """Steps between some conversations in the terminal, those of the validation at such a step; 0 = none."""
+    """Print some validation samples at every n-th step, if that step is validated; 0 = never."""
     plot_mismatch_every: NonNegativeInt = 100
-    """Steps between plots of the sample whose token probabilities differ most between generation and training; 0 =
-    none. With one optimizer step a step, such a plot costs a scoring pass."""
+    """At every n-th step, plot the sample with the largest mismatch between generation and training probabilities;
+    0 = never. With one optimizer step per step, a plot costs an extra scoring pass."""
 
 
 def _set_values(settings: Mapping[str, Any]) -> dict[str, Any]:

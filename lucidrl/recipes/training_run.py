@@ -1,4 +1,4 @@
-"""A run of any algorithm: what its preflight and its training loop have in common."""
+"""The base class of all runs: preflight, loop, resume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ C = TypeVar("C", bound=BaseRunConfig)
 
 @dataclass(frozen=True)
 class RunParts:
-    """What every algorithm is built from."""
+    """The parts that do not depend on the algorithm."""
 
     config: BaseRunConfig
     folder: Path
@@ -39,7 +39,7 @@ class RunParts:
     manager: CheckpointManager
     logger: Logger
     stack: ExitStack
-    """Ends the parts of the run."""
+    """Shuts the parts down when the run ends."""
 
     def loop(
         self,
@@ -48,7 +48,7 @@ class RunParts:
         profiled: Sequence[ProfilablePolicy] = (),
         print_samples_every: int = 0,
     ) -> TrainingLoop:
-        """The training loop of the run; see its fields."""
+        """Return the training loop; the arguments are its fields."""
         return TrainingLoop(
             max_steps=self.config.max_steps,
             policy=policy,
@@ -63,34 +63,34 @@ class RunParts:
 
 
 class TrainingRun(ABC, Generic[C]):
-    """A run of valid settings. Preflight and loop use the same inputs, which `close` ends."""
+    """A run with valid settings. Preflight and loop share its inputs, which `close` releases."""
 
     def __init__(self, config: C) -> None:
         self.config = config
 
     @abstractmethod
     def preflight(self) -> Table:
-        """Describe the run; raise LucidError for the first thing that would stop it."""
+        """Describe the run; raise LucidError for the first problem that would stop it."""
 
     @abstractmethod
     def _prepare(self, stack: ExitStack) -> None:
-        """Read the inputs of the run, before it is seeded: what they draw changes nothing of what follows."""
+        """Read the inputs. Called before seeding, so random numbers that they draw do not change the run."""
 
     @abstractmethod
     def _build(self, parts: RunParts) -> Algorithm:
-        """Make policy, collector and validator, and connect them."""
+        """Create policy, collector and validator, and connect them."""
 
     def next_commands(self, folder: Path) -> list[list[str]]:
-        """Commands worth a try when the run is over."""
+        """Return commands to try after the run."""
         return []
 
     @abstractmethod
     def close(self) -> None:
-        """End the inputs; may be called twice."""
+        """Release the inputs; may be called twice."""
 
     @contextmanager
     def loop(self, folder: Path, watcher: Watcher, resume: bool = False) -> Iterator[Algorithm]:
-        """The algorithm, ready to run, where the newest checkpoint left it if that is asked for; ends its parts."""
+        """Yield the algorithm, restored from the newest checkpoint if `resume`; shut its parts down at the end."""
         config = self.config
         with ExitStack() as stack:
             self._prepare(stack)
@@ -109,7 +109,7 @@ class TrainingRun(ABC, Generic[C]):
             algorithm = self._build(RunParts(config, folder, watcher, manager, logger, stack))
             if newest is not None:
                 self._restore(algorithm, newest, watcher)
-                # Only now: a resume that is refused has changed nothing.
+                # Only now, so that a refused resume changes nothing.
                 update_run_config(folder, config)
                 logger.log_hyperparams(config.model_dump(mode="json"))
             yield algorithm
@@ -120,29 +120,25 @@ class TrainingRun(ABC, Generic[C]):
             algorithm.load_state_dict(newest.state)
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{newest.path} holds no state of such a run ({type(error).__name__}: {error}); "
+                f"{newest.path} holds the state of another kind of run ({type(error).__name__}: {error}); "
                 "resume with the command and the version that saved it"
             ) from error
         request = profile_request()
         if request is not None and request.steps.stop <= newest.step + 1:
-            watcher.announce(f"nothing will be recorded: the steps {request.steps} were done before")
+            watcher.announce(f"no profile will be written: steps {request.steps} are already done")
 
 
 def check_run_can_start(config: BaseRunConfig) -> None:
-    """Refuse a run folder that cannot be made, and trackers that are not installed."""
+    """Raise ConfigError if the run folder cannot be created or a tracker is not installed."""
     check_can_create(config.run)
     check_trackers(config.tracking.logger_config(config.run.root))
 
 
 def checkpoint_on_disk(config: BaseRunConfig, *networks: tuple[int, OptimizationConfig]) -> str:
-    """What the checkpoints of a run take, in words.
-
-    Args:
-        networks: number of parameters and settings of each network that is trained.
-    """
+    """Describe the size of checkpoints; `networks` are (number of parameters, settings) of the trained networks."""
     checkpoint = config.checkpoint
     size_bytes = sum(checkpoint_size_bytes(*network, weights_only=checkpoint.weights_only) for network in networks)
     scale, unit = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
     content = "weights only" if checkpoint.weights_only else "weights and optimizer"
     most = checkpoint.keep_last + (checkpoint.metric is not None)
-    return f"{size_bytes / scale:.2f} {unit} ({content}), at most {most} of them"
+    return f"{size_bytes / scale:.2f} {unit} ({content}), at most {most} kept"

@@ -145,8 +145,8 @@ def test_on_another_layout_what_is_fresh_is_said_and_the_data_go_on(tmp_path):
         train(load_config(GRPORunConfig, overrides=settings), tmp_path / "run", Listening(), resume=workers == 2)
     assert [message for message in said if message.startswith("resuming")] == [
         "resuming on another layout (DTensorPolicyWorker dp=2 x cp=1 x tp=1 on CPU, saved on DTensorPolicyWorker "
-        "dp=1 x cp=1 x tp=1 on CPU): weights, optimizer, schedule, data order and this process's random state are "
-        "exact; the ranks' random states are fresh; results agree, but not to the bit"
+        "dp=1 x cp=1 x tp=1 on CPU): weights, optimizer, schedule, data order and the driver's random state are "
+        "restored, the ranks' random states are new; results agree, but not bit for bit"
     ]
     whole = in_this_process("grpo", tmp_path / "whole", "grpo.max_steps=4")
     assert digests(tmp_path / "run")["batch order"] == whole["batch order"]

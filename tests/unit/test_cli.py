@@ -227,10 +227,10 @@ MISTAKES = {
     "name that is too long": (["grpo", f"run.name={'x' * 300}"], ["300 bytes", "at most 255"]),
     "absurd number of threads": (["grpo", "cluster.num_threads=100000"], ["cluster.num_threads=100000", "1024"]),
     "generate without prompts": (["generate", "taken/run", "-"], ["standard input has no prompts"]),
-    "generate from standard input twice": (["generate", "taken/run", "-", "-"], ["- is given twice"]),
+    "generate from standard input twice": (["generate", "taken/run", "-", "-"], ["the prompt - occurs twice"]),
     "argument of the environment": (["grpo", "env.kwargs.max_operan=3"], ["did you mean env.kwargs.max_operand?"]),
     "resume of no run": (["grpo", "--resume", "taken"], ["taken is not a run folder", "config.yaml"]),
-    "resume with a preset": (["grpo", "--resume", "taken", "--preset", "demo"], ["leave out --config and --preset"]),
+    "resume with a preset": (["grpo", "--resume", "taken", "--preset", "demo"], ["remove --config and --preset"]),
     "generate from no run": (["generate", "taken", "1+1="], ["taken is neither a run folder nor a model folder"]),
     "generate before a checkpoint": (["generate", "taken/run", "1+1="], ["taken/run holds no valid checkpoint yet"]),
     "check of an unknown algorithm": (["check", "--algorithm", "ppp"], ["--algorithm=ppp", "grpo, sft, ppo"]),
@@ -285,10 +285,10 @@ def test_check_loads_no_weights_and_prints_arithmetic_and_memory(lucidrl, workpl
     assert (code, errors) == (0, "")
     for part in (
         "max_steps: 2",
-        "rows a step             16",
-        "memory: about, in all",
+        "rows per step             16",
+        "memory: total (estimate)",
         "checkpoint on disk",
-        "ok: nothing stands in the way",
+        "ok: this run can start",
     ):
         assert part in output
     assert not (workplace / "runs").exists()
@@ -299,11 +299,11 @@ def test_check_of_a_control_run_prints_arithmetic_spaces_and_parameters(lucidrl,
     assert (code, errors) == (0, "")
     for part in (
         "max_steps: 3",
-        "frames of the run         6144",
+        "frames per run             6144",
         "[1] numbers from -2 to 2",
         "parameters of the critic  4,481",
-        "checkpoint on disk        0.10 MiB (weights and optimizer), at most 3 of them",
-        "ok: nothing stands in the way",
+        "checkpoint on disk        0.10 MiB (weights and optimizer), at most 3 kept",
+        "ok: this run can start",
     ):
         assert part in output
     assert not (workplace / "runs").exists()
@@ -363,7 +363,7 @@ def test_a_run_can_be_asked_resumed_and_run_again_from_its_config(lucidrl, workp
     assert code == 0
     assert [line["step"] for line in without_clock(folder)][-2:] == [3, 3]
     code, output, _ = lucidrl("grpo", "--resume", folder)
-    assert "nothing to do: step 3 of 3" in output
+    assert "nothing to do: the run already completed and saved step 3 of 3" in output
 
 
 def test_the_run_uses_the_environment_and_prompts_of_its_check(lucidrl, workplace):
@@ -394,7 +394,7 @@ def test_a_resume_by_the_wrong_command_names_the_right_one(lucidrl, workplace):
     code, _, errors = lucidrl("sft", "--resume", "runs/run")
     assert code == 2
     assert errors == (
-        "error: runs/run holds a run of grpo, not of sft; continue it with lucidrl grpo --resume runs/run\n"
+        "error: runs/run holds a run of grpo, not of sft; resume it with lucidrl grpo --resume runs/run\n"
     )
 
 
@@ -454,7 +454,7 @@ def test_a_stopped_run_finishes_the_step_saves_and_can_be_resumed(lucidrl, slow_
     assert process.returncode == 0, errors
     assert f"{name}: finishing this step, then saving" in output
     checkpoint = CheckpointManager(workplace / "runs/run/checkpoints").latest()
-    assert f"stopped after step {checkpoint.step} of 50, which is saved" in output
+    assert f"stopped after step {checkpoint.step} of 50; the step is saved" in output
     last = checkpoint.step + 1
     code, output, errors = lucidrl("grpo", "--resume", "runs/run", f"grpo.max_steps={last}", "env.kwargs.delay_s=0")
     assert code == 0, errors
@@ -474,7 +474,7 @@ def test_ctrl_c_twice_stops_at_once(slow_run):
     _, errors = process.communicate(timeout=90)
     assert time.monotonic() - start < 40
     assert process.returncode == 130
-    assert "interrupted: what was not saved before is lost" in errors
+    assert "interrupted: progress since the last checkpoint is lost" in errors
     assert "Traceback" not in errors
 
 
@@ -507,7 +507,7 @@ def test_a_signal_after_the_last_step_does_not_cut_the_shutdown_short(tmp_path, 
     display = RunDisplay(SEVEN_STEPS, tmp_path, Console(file=io.StringIO()))
     assert _show_training(Run(), tmp_path, display, False) == 7
     assert events == ["shut down"]
-    assert "all is saved and the run ends" in display.console.file.getvalue()
+    assert "shutting down, the run is saved" in display.console.file.getvalue()
     signal.signal(signal.SIGTERM, before[1])
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 

@@ -181,7 +181,7 @@ def test_validation_can_be_left_out_and_an_endless_episode_counts_as_far_as_it_c
 
 
 def test_a_metric_that_validation_does_not_measure_is_refused_before_training(ppo):
-    with pytest.raises(ConfigError, match=r"checkpoint\.metric='accuracy' is not measured.*length, reward"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.metric='accuracy' is not a validation metric.*length, reward"):
         ppo("run", "checkpoint.metric=accuracy")
 
 
@@ -250,5 +250,5 @@ def test_cartpole_is_solved_with_every_seed(tmp_path, seed):
 
 def test_a_resume_with_another_number_of_envs_is_refused(ppo):
     ppo("run", "ppo.max_steps=1")
-    with pytest.raises(CheckpointError, match=r"env\.num_envs=2, not 4; resume with that number"):
+    with pytest.raises(CheckpointError, match=r"env\.num_envs=2, not 4; resume with the saved number"):
         ppo("run", "env.num_envs=4", resume=True)

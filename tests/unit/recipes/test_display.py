@@ -71,7 +71,7 @@ def test_the_rows_of_the_summary_add_up_to_the_whole_run(folder, monkeypatch):
     assert rows["validation"] == 3.0
     assert rows["saving"] == 6.5
     assert rows["shutdown"] == 5.0
-    whole = rows.pop("whole run")
+    whole = rows.pop("total")
     assert sum(seconds for name, seconds in rows.items() if not name.startswith(" ")) == whole == 40.0
     assert not rows.keys() & {"  rollout", "  reward", "  forward"}
 
@@ -90,11 +90,11 @@ def test_elapsed_and_remaining_time_are_never_cut(folder, width):
 
 
 def test_traces_are_pointed_out_where_there_are_some(folder):
-    assert "recorded steps" not in shown(folder, [1], 1)
+    assert "profiles in traces/" not in shown(folder, [1], 1)
     (folder / "traces").mkdir()
-    assert "recorded steps" not in shown(folder, [1], 1)
+    assert "profiles in traces/" not in shown(folder, [1], 1)
     (folder / "traces" / "policy-0.json").touch()
-    assert "traces/ has the recorded steps" in shown(folder, [1], 1)
+    assert "profiles in traces/" in shown(folder, [1], 1)
 
 
 def test_folder_names_are_literal_and_commands_can_be_copied(folder):
@@ -107,12 +107,12 @@ def test_folder_names_are_literal_and_commands_can_be_copied(folder):
 
 def test_a_stopped_run_says_so_and_resumes_with_its_own_settings(folder):
     text = shown(folder, [1, 2], 5)
-    assert "stopped after step 2 of 5, which is saved" in text
+    assert "stopped after step 2 of 5; the step is saved" in text
     assert [line for line in text.splitlines() if line.endswith("--resume " + shlex.quote(str(folder)))]
 
 
 def test_a_run_that_was_finished_before_has_nothing_to_do(folder):
-    assert "nothing to do: step 5 of 5 was done and saved before" in shown(folder, [], 5)
+    assert "nothing to do: the run already completed and saved step 5 of 5" in shown(folder, [], 5)
 
 
 def test_held_out_results_are_compared_with_the_steps_they_belong_to(folder):

@@ -67,7 +67,7 @@ def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path, precision, weig
     written = sum(path.stat().st_size for path in (tmp_path / "checkpoints/step_1").rglob("*.safetensors"))
     assert float(said.partition(" MiB")[0]) == pytest.approx(written / 2**20, rel=0.05)
     assert ("weights only" if weights_only else "weights and optimizer") in said
-    assert "at most 2 of them" in said
+    assert "at most 2 kept" in said
 
 
 def test_an_architecture_without_a_tensor_parallel_plan_is_found_before_the_ranks_start(tmp_path):
@@ -88,7 +88,7 @@ def test_an_architecture_without_a_tensor_parallel_plan_is_found_before_the_rank
         ),
         (
             ["policy.generation.placement=separate", "policy.generation.nodes=other"],
-            r"policy\.generation\.nodes=other asks for nodes beside .* is one node; set cluster\.address",
+            r"policy\.generation\.nodes=other needs nodes beside .* has one node; set cluster\.address",
         ),
     ],
 )
@@ -98,23 +98,23 @@ def test_a_ray_that_is_started_for_the_run_is_one_node(tmp_path, overrides, said
 
 
 @pytest.mark.parametrize(("refit", "copies"), [("ipc", 2), ("collective", 6)])
-def test_generators_of_their_own_hold_two_versions_together_or_each(tmp_path, refit, copies):
+def test_separate_generators_hold_two_versions_together_or_each(tmp_path, refit, copies):
     separate = ["policy.generation.placement=separate", "policy.generation.num_workers=3"]
     memory = preflight(settings(tmp_path, *separate, f"policy.generation.refit={refit}")).memory_gib
     assert memory["generators"] == copies * memory["weights"]
 
 
-def test_a_prompt_that_leaves_no_room_for_an_answer_is_named(tmp_path):
+def test_a_prompt_that_leaves_no_room_for_a_completion_is_named(tmp_path):
     rows = [{"id": f"p{n}", "prompt": "1+1="} for n in range(20)]
     file = write_rows(tmp_path / "prompts.jsonl", [*rows, {"id": "tale", "prompt": "x" * 510}])
     with pytest.raises(DataError, match=r"prompt 'tale' has 512 tokens.*context of 512 tokens"):
         preflight(settings(tmp_path, f"env.prompts_file={file}"))
 
 
-def test_a_conversation_longer_than_the_context_is_shown_by_its_beginning(tmp_path):
+def test_an_example_longer_than_the_context_is_shown_by_its_beginning(tmp_path):
     rows = [{"prompt": f"{n}", "completion": "1"} for n in range(20)]
     file = write_rows(tmp_path / "talk.jsonl", [*rows, {"prompt": "once " * 200, "completion": "end"}])
-    with pytest.raises(DataError, match=r"conversation 'once once.* has 1006 tokens.*context of 512 tokens"):
+    with pytest.raises(DataError, match=r"example 'once once.* has 1006 tokens.*context of 512 tokens"):
         preflight(settings(tmp_path, f"data.file={file}", schema=SFTRunConfig))
 
 
@@ -147,5 +147,5 @@ def test_an_environment_must_have_prompts_of_different_ids(tmp_path, monkeypatch
 
 def test_a_token_budget_below_the_longest_possible_row_is_refused():
     config = GRPORunConfig.model_validate({"policy": {"sequence_packing": {"train_mb_tokens": 20}}})
-    with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.train_mb_tokens=20 does not hold"):
+    with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.train_mb_tokens=20 is less than the longest"):
         preflight(config)

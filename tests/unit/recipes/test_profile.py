@@ -13,7 +13,7 @@ from lucidrl.errors import ConfigError
 from lucidrl.profiling import gate
 from lucidrl.profiling.settings import FOLDER_VARIABLE, MEMORY_VARIABLE
 from lucidrl.recipes.configs import GRPORunConfig, PPORunConfig
-from lucidrl.recipes.profile import VARIABLES, ProfileConfig, profiling_as_asked
+from lucidrl.recipes.profile import VARIABLES, ProfileConfig, profiling_as_configured
 from lucidrl.recipes.run import check_run, launch, train
 from lucidrl.utils import nsys
 from lucidrl.utils.config import dump_yaml, load_config
@@ -81,7 +81,7 @@ def test_a_recorded_ppo_run_shows_its_frames_and_learns_the_same(tmp_path):
         found["policy-0"]
     )
     assert spans_of(found["policy-0 spans"]).count("collect") == 2
-    assert "traces/ has the recorded steps" in said
+    assert "profiles in traces/" in said
     (tmp_path / "plain").mkdir()
     train(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
     assert digests(tmp_path / "run") == digests(tmp_path / "plain")
@@ -129,7 +129,7 @@ def test_settings_win_over_variables_and_both_are_as_before_afterwards(monkeypat
     monkeypatch.setenv(nsys.RANGE_VARIABLE, "7:9")
     nsys.take_request_from_environment()
     before = {name: os.environ.get(name) for name in VARIABLES}
-    with profiling_as_asked(ProfileConfig(steps="3:5", workers="*policy*", memory_snapshot=True)):
+    with profiling_as_configured(ProfileConfig(steps="3:5", workers="*policy*", memory_snapshot=True)):
         request = nsys.profile_request()
         assert (request.patterns, str(request.steps)) == (("*policy*",), "3:5")
         assert os.environ[nsys.RANGE_VARIABLE] == "3:5"
@@ -137,10 +137,10 @@ def test_settings_win_over_variables_and_both_are_as_before_afterwards(monkeypat
         assert os.environ[gate.VARIABLES[0]] == "1"
     monkeypatch.setenv(MEMORY_VARIABLE, "1")
     before[MEMORY_VARIABLE] = "1"
-    with profiling_as_asked(ProfileConfig(steps="3:5")):  # what is not set is left to the variables
+    with profiling_as_configured(ProfileConfig(steps="3:5")):  # what is not set is left to the variables
         assert nsys.profile_request().patterns == ("driver",)
         assert os.environ[MEMORY_VARIABLE] == "1"
-    with profiling_as_asked(ProfileConfig()):
+    with profiling_as_configured(ProfileConfig()):
         assert str(nsys.profile_request().steps) == "7:9"
         assert os.environ[gate.VARIABLES[0]] == "1"
     assert {name: os.environ.get(name) for name in VARIABLES} == before
@@ -148,7 +148,7 @@ def test_settings_win_over_variables_and_both_are_as_before_afterwards(monkeypat
 
 
 def test_without_a_request_nothing_is_armed():
-    with profiling_as_asked(ProfileConfig()):
+    with profiling_as_configured(ProfileConfig()):
         assert nsys.profile_request() is None
         assert gate.VARIABLES[0] not in os.environ
 
@@ -168,7 +168,7 @@ MISTAKES = {
     "profile.steps=3:": "profile.steps: '3:' is not a range of steps; write start:stop, such as 3:5",
     "profile.steps=true": "profile.steps: 'True' is not a range of steps",
     f"profile.steps=1:{'9' * 5000}": "is not a range of steps",
-    "profile.memory_snapshot=true": "workers and memory_snapshot say how steps are recorded, but profile.steps is not",
+    "profile.memory_snapshot=true": "workers and memory_snapshot need steps; set profile.steps too",
     "profile.step=3:5": "unknown key profile.step; did you mean profile.steps?",
 }
 
@@ -217,9 +217,9 @@ def test_steps_after_the_last_are_told_and_the_run_is_as_it_would_be(tmp_path, c
     for name, overrides in (("late", ["profile.steps=9:12"]), ("plain", [])):
         launch("ppo", Path("settings.yaml"), None, [*overrides, "run.root=.", f"run.name={name}"], None)
     said = capfd.readouterr().out
-    assert said.count("nothing will be recorded: the steps 9:12 come after the last, 4") == 1
+    assert said.count("no profile will be written: steps 9:12 come after the last step, 4") == 1
     assert list(Path("late/traces").iterdir()) == []
     launch("ppo", None, None, ["profile.steps=2:4", "ppo.max_steps=5"], Path("plain"))
-    assert "nothing will be recorded: the steps 2:4 were done before" in capfd.readouterr().out
+    assert "no profile will be written: steps 2:4 are already done" in capfd.readouterr().out
     launch("ppo", None, None, ["profile.steps=null", "ppo.max_steps=5"], Path("late"))
     assert digests(Path("late")) == digests(Path("plain"))
