@@ -344,6 +344,6 @@ class PPORunConfig(BaseRunConfig):
         for key, count in (("env.num_envs", self.env.num_envs), ("ppo.minibatch_frames", self.ppo.minibatch_frames)):
             if frames % count:
                 raise ValueError(
-                    f"collector.frames_per_batch={frames} does not split into {key}={count}; make it a multiple"
+                    f"collector.frames_per_batch={frames} is not a multiple of {key}={count}; change one of them"
                 )
         return self

@@ -145,7 +145,7 @@ class Preflight:
         table.add_row("context", f"{self.facts.context_length:,} tokens")
         table.add_row("training", f"{self.num_train:,} {self.unit}")
         table.add_row("held out", f"{self.num_held_out:,} {self.unit}")
-        table.add_row("longest", f"{self.longest:,} tokens")
+        table.add_row(f"longest of the {self.unit}", f"{self.longest:,} tokens")
         for what, size in self.memory_gib.items():
             table.add_row(f"memory: {what}", f"{size:.2f} GiB")
         table.add_row("memory: total (estimate)", f"{sum(self.memory_gib.values()):.2f} GiB")

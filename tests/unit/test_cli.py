@@ -39,12 +39,12 @@ ENVS = '''
 import asyncio, pathlib
 
 class Slow:
-    """Says that it was asked, then takes its time."""
+    """Touches the file `called`, then sleeps."""
     def __init__(self, delay_s):
         self.delay_s = delay_s
     async def step(self, batch):
         from lucidrl.envs.text.interfaces import EnvReply
-        pathlib.Path("asked").touch()
+        pathlib.Path("called").touch()
         await asyncio.sleep(self.delay_s)
         return [EnvReply(float(len(request.answer))) for request in batch]
 
@@ -53,7 +53,7 @@ class Synchronous:
         return []
 
 class Counted:
-    """Writes down how often it is made and asked for prompts."""
+    """Notes how often it is created and how often `prompts` is called."""
     def __init__(self):
         note("made")
     def prompts(self):
@@ -77,7 +77,7 @@ class Wild(Counted):
     def __init__(self):
         pass
     def prompts(self):
-        raise BaseException("of its own kind")
+        raise BaseException("a special kind")
 '''
 
 CONTROL_ENVS = """
@@ -198,14 +198,14 @@ MISTAKES = {
     "tokenizer without pad or eos": (["grpo", "policy.model_name=bare_model"], ["bare_model", "policy.pad_token=..."]),
     "empty dataset": (["grpo", "env.prompts_file=empty.jsonl"], ["empty.jsonl has no prompts", "one JSON object"]),
     "missing dataset": (["grpo", "env.prompts_file=absent.jsonl"], ["absent.jsonl does not exist"]),
-    "missing conversations": (["sft", "data.file=absent.jsonl"], ["absent.jsonl does not exist"]),
+    "missing examples": (["sft", "data.file=absent.jsonl"], ["absent.jsonl does not exist"]),
     "prompt too long": (["grpo", "env.prompts_file=long.jsonl"], ["'tale' has 602 tokens", "context of 512"]),
     "batch that does not divide": (
         ["grpo", "policy.train_global_batch_size=100", "collector={prompts_per_step: 32, samples_per_prompt: 8}"],
         ["256 rows", "32 x collector.samples_per_prompt=8", "policy.train_global_batch_size=100", "multiple"],
     ),
     "root below a file": (["grpo", "run.root=a_file/runs"], ["run.root='a_file/runs'", "cannot be written"]),
-    "root that nobody may write": (["grpo", "run.root=/proc/runs"], ["run.root='/proc/runs'", "cannot be written"]),
+    "root without write permission": (["grpo", "run.root=/proc/runs"], ["run.root='/proc/runs'", "cannot be written"]),
     "name that leaves the root": (["grpo", "run.name=../x"], ["run.name='../x'", "leaves run.root"]),
     "name that is taken": (["grpo", "run.root=taken", "run.name=run"], ["taken/run holds a run already", "--resume"]),
     "unknown preset": (["grpo", "--preset", "demon"], ["'demon'", "chat, demo"]),
@@ -219,7 +219,7 @@ MISTAKES = {
     ),
     "environment that raises no Exception": (
         ["grpo", "env.name=cli_envs:Wild"],
-        ["cli_envs:Wild.prompts raised BaseException: of its own kind"],
+        ["cli_envs:Wild.prompts raised BaseException: a special kind"],
     ),
     "check of an environment that exits": (["check", "env.name=cli_envs:Exiting"], ["SystemExit: 0"]),
     "control env that exits": (["ppo", "env.name=cli_control_envs:Exiting-v0"], ["SystemExit(0)", "Exiting-v0"]),
@@ -339,21 +339,21 @@ def test_a_control_env_of_your_own_is_found_in_the_working_directory(lucidrl, tm
     assert "one of 2" in output
 
 
-def test_a_run_can_be_asked_resumed_and_run_again_from_its_config(lucidrl, workplace):
+def test_a_run_can_generate_resume_and_run_again_from_its_config(lucidrl, workplace):
     name = "ein Lauf é"
     code, output, _ = lucidrl("grpo", *SMALL, f"run.name={name}")
     folder = workplace / "runs" / name
     assert code == 0
     assert str(Path("runs") / name) in output
 
-    code, answer, errors = lucidrl("generate", folder, "2+3=")
+    code, completion, errors = lucidrl("generate", folder, "2+3=")
     assert (code, errors) == (0, "")
-    assert answer.strip().isdigit()
-    code, answers, _ = lucidrl("generate", folder, "2+3=", "--samples", 3)
-    assert len(answers.splitlines()) == 3
-    code, answers, _ = lucidrl("generate", folder, "1+1=", "-", stdin="2+3=\n\n2+2=\r\n")
-    assert (code, answers.splitlines()[1]) == (0, answer.strip())
-    assert len(answers.splitlines()) == 3
+    assert completion.strip().isdigit()
+    code, completions, _ = lucidrl("generate", folder, "2+3=", "--samples", 3)
+    assert len(completions.splitlines()) == 3
+    code, completions, _ = lucidrl("generate", folder, "1+1=", "-", stdin="2+3=\n\n2+2=\r\n")
+    assert (code, completions.splitlines()[1]) == (0, completion.strip())
+    assert len(completions.splitlines()) == 3
 
     code, *_ = lucidrl("grpo", "--config", folder / "config.yaml", "run.name=again")
     assert code == 0
@@ -408,7 +408,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(lucidrl, workp
 
 @pytest.fixture
 def slow_run(workplace):
-    """Starts a run whose environment takes `delay_s`; it has been asked when this returns."""
+    """Starts a run whose environment takes `delay_s`; the environment has been called when this returns."""
     started = []
 
     def start(delay_s: float, steps: int = 50) -> subprocess.Popen[str]:
@@ -428,7 +428,7 @@ def slow_run(workplace):
         )
         started.append(process)
         deadline = time.monotonic() + 180
-        while not Path("asked").exists():
+        while not Path("called").exists():
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -479,7 +479,7 @@ def test_ctrl_c_twice_stops_at_once(slow_run):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_nobody_reads_its_output(slow_run, workplace):
+def test_a_run_continues_when_its_output_is_closed(slow_run, workplace):
     process = slow_run(delay_s=0.0, steps=3)
     process.stdout.readline()
     process.stdout.close()

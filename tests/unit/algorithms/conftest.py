@@ -23,7 +23,7 @@ SMALL = {
     "tracking": {"tensorboard": False, "dump_samples_every": 1},
 }
 SMALL_GRPO = {
-    # The entropy bonus gives every step a gradient, whatever the model can answer already.
+    # The entropy bonus gives every step a gradient, whatever the model has learned already.
     "grpo": {"max_steps": 4, "loss": {"entropy_coefficient": 0.01}},
     "collector": {"prompts_per_step": 4, "samples_per_prompt": 4},
 }
@@ -32,7 +32,7 @@ SMALL_SFT = {"sft": {"max_steps": 4, "examples_per_step": 8}}
 
 @dataclass
 class Watcher:
-    """Remembers what it is told, and presses Ctrl-C or ends the run at a step if asked to."""
+    """Records the calls; presses Ctrl-C at step `interrupt_at`, raises at step `die_at`."""
 
     interrupt_at: int | None = None
     die_at: int | None = None

@@ -44,7 +44,7 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
     "it ends with an error": ("env.kwargs={nonfinite_at: [3, 4]}", "policy.max_nonfinite_steps=2"),
 }
 READ_ELSEWHERE = {
-    # By answers to prompts without draw keys, which a run does not ask for; see the tests of a rank's state.
+    # By completions of prompts without draw keys, which a run does not use; see the tests of a rank's state.
     ("policy", "ranks", 0, "generator_calls"),
     # By a run with validation; see `test_a_stop_skips_the_validation_that_is_due_and_a_resume_makes_up_for_it`.
     ("is_validation_skipped",),

@@ -146,7 +146,7 @@ def test_micro_batches_add_up_to_the_whole(options, normalization, seed, cuts):
     assert metrics == pytest.approx(reduce_metrics([(whole_metrics, 1)]), abs=1e-12)
 
 
-# On policy the ratio is 1 at every point, so differences say nothing: that gradient has a test of its own below.
+# On policy the ratio is 1 at every point, so finite differences do not apply: that gradient has a separate test below.
 @pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"on_policy"}))
 @every_normalization
 def test_gradients_match_finite_differences(name, normalization):

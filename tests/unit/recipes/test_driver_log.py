@@ -1,4 +1,4 @@
-"""What the driver of a run said is in its folder, whoever reads the terminal; secrets are not."""
+"""The run folder has the log of the driver, without secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An env that is put back into the middle of an episode goes on as if it had never been left."""
+"""An env that replays its unfinished episode continues as if the run had not stopped."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def play(env, actions, num_steps):
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1", NoisyWalk, Twister])
 @pytest.mark.parametrize("num_steps", [0, 3, 37])
-def test_a_resumed_env_goes_on_to_the_bit(name, num_steps):
+def test_a_resumed_env_continues_bit_for_bit(name, num_steps):
     tape = EpisodeTape(make(name))
     env = tape.taped_env()
     env.reset(seed=3)
@@ -106,7 +106,7 @@ def test_a_time_limit_counts_the_frames_before_the_resume():
 
 
 @pytest.mark.parametrize("kind", [Forgetful, Legacy])
-def test_an_env_that_cannot_be_repeated_is_said_and_goes_on(caplog, kind):
+def test_an_env_that_is_not_deterministic_is_reported_and_continues(caplog, kind):
     tape = EpisodeTape(kind())
     env = tape.taped_env()
     env.reset(seed=0)

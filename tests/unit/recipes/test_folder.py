@@ -33,7 +33,7 @@ def config_for(root, name=None):
     return GRPORunConfig.model_validate({"run": {"root": root, "name": name}})
 
 
-def test_runs_started_at_once_get_folders_of_their_own(tmp_path):
+def test_runs_started_at_once_get_separate_folders(tmp_path):
     config = config_for(tmp_path)
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(lambda _: create_run_folder(config), range(16)))

@@ -49,7 +49,7 @@ def test_the_facts_are_those_of_the_loaded_model(tmp_path):
     assert facts.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_what_takes_memory_grows_with_what_is_asked_for(tmp_path):
+def test_the_memory_estimate_grows_with_the_settings(tmp_path):
     plain = preflight(settings(tmp_path)).memory_gib
     more = preflight(settings(tmp_path, "grpo.loss.kl_coefficient=0.1", "collector.samples_per_prompt=16")).memory_gib
     assert more["reference weights"] == plain["weights"]
@@ -118,7 +118,7 @@ def test_an_example_longer_than_the_context_is_shown_by_its_beginning(tmp_path):
         preflight(settings(tmp_path, f"data.file={file}", schema=SFTRunConfig))
 
 
-def test_a_run_name_that_is_taken_is_said_at_once(tmp_path):
+def test_a_run_name_that_is_taken_is_refused(tmp_path):
     (tmp_path / "runs/mine").mkdir(parents=True)
     (tmp_path / "runs/mine/config.yaml").write_text("")
     with pytest.raises(ConfigError, match="holds a run already"):

@@ -38,7 +38,7 @@ GRPO = QUIET + (
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
-    """Nothing is asked for, and what is armed here does not stay so."""
+    """No profile is requested, and arming by a test does not last."""
     monkeypatch.setattr("lucidrl.recipes.run.configure_rich_logging", lambda **options: None)
     monkeypatch.setattr(gate, "is_armed", gate.is_armed)
     monkeypatch.setattr(gate, "is_enabled", gate.is_enabled)
@@ -107,7 +107,7 @@ def test_workers_that_are_not_named_do_not_record(tmp_path):
     assert traces_of(tmp_path).keys() == {"policy-1", "policy-1 spans", "driver spans"}
 
 
-# What is asked for
+# Requests
 
 
 def test_a_range_is_no_number_of_base_sixty_on_the_command_line():
@@ -185,7 +185,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_made(tmp_path, mistak
     assert not any(tmp_path.iterdir())
 
 
-def test_a_range_without_quotes_in_a_file_is_told_apart_from_a_number(tmp_path):
+def test_a_range_without_quotes_in_a_file_is_refused(tmp_path):
     (tmp_path / "file.yaml").write_text("profile: {steps: 3:5}\n")
     with pytest.raises(ConfigError, match=r"profile\.steps: 185 is a number: .*quotes"):
         launch("ppo", tmp_path / "file.yaml", None, [], None)
@@ -202,7 +202,7 @@ def test_the_variables_are_refused_just_as_early(tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-def test_patterns_that_mean_nobody_are_refused_with_the_names_there_are(tmp_path):
+def test_patterns_without_a_match_are_refused_with_the_names(tmp_path):
     settings = ["profile.steps=1:2", "profile.workers=*generation*", f"run.root={tmp_path}"]
     for start in (lambda: launch("ppo", None, None, settings, None), lambda: check_run("ppo", None, None, settings)):
         with pytest.raises(ConfigError, match=r"no worker of this run matches .*the names are policy-0, driver"):
@@ -211,7 +211,7 @@ def test_patterns_that_mean_nobody_are_refused_with_the_names_there_are(tmp_path
     assert FOLDER_VARIABLE not in os.environ
 
 
-def test_steps_after_the_last_are_told_and_the_run_is_as_it_would_be(tmp_path, capfd, monkeypatch):
+def test_steps_after_the_last_are_reported_and_do_not_change_the_run(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("settings.yaml").write_text(PPO)
     for name, overrides in (("late", ["profile.steps=9:12"]), ("plain", [])):

@@ -50,7 +50,7 @@ def numbers(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_what_one_learns_and_go_on_from_each_others_checkpoints(tmp_path):
+def test_two_ranks_learn_what_one_learns_and_resume_from_each_others_checkpoints(tmp_path):
     def run(name, *overrides, resume=False):
         (tmp_path / name).mkdir(exist_ok=True)
         train(load_config(GRPORunConfig, SMALL, overrides=list(overrides)), tmp_path / name, Unwatched(), resume)
