@@ -30,7 +30,7 @@ from lucidrl.utils.config import Config, dump_yaml
 from lucidrl.utils.nsys import DRIVER, GENERATION, POLICY, worker_name
 
 NumThreads = Annotated[int, Field(ge=1, le=1024)]
-"""The upper bound catches typing errors: no machine has more cores."""
+"""The upper bound catches typos: no machine has more cores."""
 
 
 class RunConfig(Config):
@@ -282,7 +282,7 @@ class ControlEnvConfig(Config):
     """The task."""
 
     name: str = "CartPole-v1"
-    """Id of a gymnasium environment; `module:Id` imports the module that registers it first."""
+    """Id of a gymnasium environment; `module:Id` first imports the module that registers it."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of `gymnasium.make`."""
     num_envs: PositiveInt = 8

@@ -27,8 +27,8 @@ class ProfileConfig(Config):
     """Which steps are profiled, in which processes."""
 
     steps: str | None = None
-    """Steps to profile, first:stop: `3:5` writes traces of steps 3 and 4 to `traces/` of the run folder. Overrides the
-    variable NRL_NSYS_PROFILE_STEP_RANGE, which is the default."""
+    """Steps to profile, as start:stop; `3:5` writes traces of steps 3 and 4 to `traces/` of the run folder. Default:
+    the variable NRL_NSYS_PROFILE_STEP_RANGE."""
     workers: str = "*"
     """Processes to profile: comma-separated shell patterns for the names `policy-0`, `policy-1`, ...,
     `generation-0`, ... and `driver`."""
