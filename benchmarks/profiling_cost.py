@@ -117,7 +117,8 @@ def demo_step(threads: int) -> Callable[[], None]:
     from lucidrl.losses.policy_gradient import ClippedPGLoss
     from lucidrl.models.loading import model_facts, policy_tokenizer
     from lucidrl.models.policy.policy import Policy
-    from lucidrl.recipes.configs import GRPORunConfig, preset_path
+    from lucidrl.recipes.configs import GRPORunConfig
+    from lucidrl.recipes.settings import preset_path
     from lucidrl.utils.config import load_config
 
     torch.set_num_threads(threads)

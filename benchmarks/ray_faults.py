@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 from lucidrl.checkpoint.manager import CheckpointManager  # noqa: E402
 from lucidrl.recipes.configs import GRPORunConfig  # noqa: E402
 from lucidrl.recipes.folder import DRIVER_LOG_NAME, LOGS_NAME  # noqa: E402
-from lucidrl.recipes.language import run_grpo  # noqa: E402
+from lucidrl.recipes.run import train  # noqa: E402
 from lucidrl.utils.config import load_config  # noqa: E402
 from tests.faults import striking  # noqa: E402
 from tests.faults.records import digests  # noqa: E402
@@ -233,7 +233,7 @@ def left_memory(before: set[str]) -> list[str]:
 def resumed(folder: Path, settings: tuple[str, ...], resume: bool = True) -> dict[str, str]:
     folder.mkdir(exist_ok=True)
     place = (f"run.root={folder.parent}", f"run.name={folder.name}")
-    run_grpo(load_config(GRPORunConfig, overrides=[*settings, *place]), folder, Unwatched(), resume)
+    train(load_config(GRPORunConfig, overrides=[*settings, *place]), folder, Unwatched(), resume)
     return digests(folder)
 
 

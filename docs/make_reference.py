@@ -16,8 +16,7 @@ from pydantic.fields import FieldInfo
 from lucidrl.envs.text.arithmetic import ArithmeticConfig
 from lucidrl.envs.text.guessing import GuessingConfig
 from lucidrl.models.policy.config import SchedulerConfig
-from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, SFTRunConfig, TextRunConfig
-from lucidrl.recipes.control_configs import PPORunConfig
+from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig, TextRunConfig
 
 TARGET = Path(__file__).with_name("configuration-reference.md")
 INTRODUCTION = """\

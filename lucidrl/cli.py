@@ -1,6 +1,6 @@
 """The command line: `lucidrl grpo`, `sft`, `ppo`, `generate`, `check`.
 
-Heavy imports are inside the commands, so that `--help` answers at once.
+Commands import what they need when they run, so `--help` prints at once.
 """
 
 from __future__ import annotations
@@ -19,22 +19,40 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    help="Train language models and control policies with reinforcement learning, and see what each step did.",
-    epilog="Start with `lucidrl grpo`: it trains the embedded model on arithmetic in a few minutes, on a CPU. "
-    "`lucidrl ppo` learns to balance a pole in seconds.",
+    help="""Post-train language models and control policies with reinforcement learning.
+
+    Examples:
+
+        lucidrl grpo     train the built-in tiny model on arithmetic: a few minutes on a CPU
+        lucidrl ppo      train a policy that balances a pole: under a minute
+
+    Every run writes metrics, samples and checkpoints to its own folder below `runs/`.
+    """,
+    epilog="`lucidrl COMMAND --help` shows examples. docs/configuration-reference.md lists all settings; "
+    "`lucidrl check` prints the settings of a run.",
 )
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
-OVERRIDES_HELP = "Settings as `key=value`, such as `seed=3`. `lucidrl check --algorithm NAME` prints all of them."
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help=OVERRIDES_HELP, metavar="[KEY=VALUE]...", show_default=False)
+"""Exit code after Ctrl-C, by shell convention."""
+OVERRIDES_HELP = (
+    "Settings, such as `seed=3`. docs/configuration-reference.md lists all of them; "
+    "`lucidrl check --algorithm NAME` prints their values."
+)
+Overrides = Annotated[list[str] | None, typer.Argument(help=OVERRIDES_HELP, metavar="KEY=VALUE", show_default=False)]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="YAML file with settings; they win over the preset.", show_default=False)
 ]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.", show_default=False)]
-Preset = Annotated[str | None, typer.Option("--preset", help="Named settings to start from.", show_default=False)]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        "--preset", help="Settings to start from: demo or chat (GRPO), cartpole or pendulum (PPO).", show_default=False
+    ),
+]
 Resume = Annotated[
     Path | None,
-    typer.Option("--resume", help="Run folder to continue from its newest checkpoint.", show_default=False),
+    typer.Option(
+        "--resume", help="Run folder to continue from its newest checkpoint, with its settings.", show_default=False
+    ),
 ]
 
 
@@ -47,104 +65,102 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def grpo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, resume: Resume = None) -> None:
-    """Train with GRPO.
+    """Train a language model with GRPO on an environment that scores its completions.
 
-    Without settings it trains the embedded tiny model on two-digit addition (preset `demo`). For a model of your own:
+    Examples:
 
+        lucidrl grpo
         lucidrl grpo policy.model_name=FOLDER env.name=my_module:MyEnv env.prompts_file=prompts.jsonl
+        lucidrl grpo --resume runs/grpo/exp_001 grpo.max_steps=1000
 
-    Settings come from the preset, then from --config, then from KEY=VALUE. With neither --preset nor --config the
-    preset is `demo` for the embedded model and `chat` for any other. Everything is written to a run folder below
-    `runs/`; Ctrl-C finishes the step and saves. `profile.steps=3:5` records the steps 3 and 4 in its `traces/`.
+    The first trains the built-in tiny model on two-digit addition (preset `demo`). Any other model starts from the
+    preset `chat`, unless you name a preset or a config file. Settings in KEY=VALUE win over --config, which wins over
+    the preset. Ctrl-C finishes the step, saves and stops. `profile.steps=3:5` records steps 3 and 4 in `traces/`.
     """
-    from lucidrl.recipes.run import launch
-
-    launch("grpo", config, preset, overrides or [], resume)
+    _launch("grpo", overrides, config, preset, resume)
 
 
 @app.command()
 def sft(overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, resume: Resume = None) -> None:
-    """Train on written conversations.
+    """Fine-tune a language model on written examples (supervised fine-tuning).
 
-    For a model and conversations of your own:
+    Examples:
 
-        lucidrl sft policy.model_name=FOLDER data.file=conversations.jsonl sft.max_steps=200
+        lucidrl sft policy.model_name=FOLDER data.file=examples.jsonl sft.max_steps=200
+        lucidrl sft --resume runs/sft/exp_001 sft.max_steps=400
 
-    A line of the file is {"messages": [...]} or {"prompt": "...", "completion": "..."}. Without a file, the
-    environment's prompts with their known answers are learned. `profile.steps=3:5` records the steps 3 and 4 in
-    `traces/` of the run folder.
+    Each line of the file is {"messages": [...]} or {"prompt": "...", "completion": "..."}. Without `data.file` the
+    examples are the environment's prompts with their reference answers.
     """
-    from lucidrl.recipes.run import launch
-
-    launch("sft", config, preset, overrides or [], resume)
+    _launch("sft", overrides, config, preset, resume)
 
 
 @app.command()
 def ppo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, resume: Resume = None) -> None:
-    """Train a control policy with PPO.
+    """Train a control policy with PPO on a gymnasium environment.
 
-    Without settings it learns CartPole-v1 (preset `cartpole`). `pendulum` has continuous actions:
+    Examples:
 
+        lucidrl ppo
         lucidrl ppo --preset pendulum
-
-    Any env of gymnasium with one array of observations, and actions that are a choice or numbers:
-
         lucidrl ppo env.name=Acrobot-v1 collector.frames_per_batch=4096 ppo.max_steps=50
-
-    A step collects `collector.frames_per_batch` frames from `env.num_envs` envs, then goes over them
-    `ppo.num_epochs` times in minibatches of `ppo.minibatch_frames`. The policy and the critic are two networks
-    with settings of their own: `policy.optimizer.kwargs.lr=1e-3`, `critic.hidden_sizes=[128,128]`. Validation plays
-    `validation.num_episodes` episodes without exploring. `profile.steps=3:5` records the steps 3 and 4, frame by frame,
-    in `traces/` of the run folder. Ctrl-C finishes the step and saves; go on with
-
         lucidrl ppo --resume runs/ppo/exp_001 ppo.max_steps=200
+
+    The first trains on CartPole-v1 (preset `cartpole`). Observations must be one array; actions must be discrete or an
+    array of real numbers. Each step collects `collector.frames_per_batch` frames from `env.num_envs` environments and
+    trains `ppo.num_epochs` epochs on them in minibatches of `ppo.minibatch_frames`. `policy.*` and `critic.*` set the
+    two networks and their optimizers.
     """
+    _launch("ppo", overrides, config, preset, resume)
+
+
+def _launch(algorithm: str, overrides: Overrides, config: ConfigFile, preset: Preset, resume: Resume) -> None:
     from lucidrl.recipes.run import launch
 
-    launch("ppo", config, preset, overrides or [], resume)
+    launch(algorithm, config, preset, overrides or [], resume)
 
 
 @app.command()
 def generate(
-    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a model folder.")],
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder (its newest checkpoint) or model folder.")],
     prompts: Annotated[
-        list[str], typer.Argument(metavar="PROMPT...", help="Prompts; `-` reads one per line from standard input.")
+        list[str], typer.Argument(metavar="PROMPT", help="Prompts; `-` reads one per line from standard input.")
     ],
-    samples: Annotated[int, typer.Option(min=1, help="Completions per prompt; one alone is the likeliest.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Of the draws.")] = 1.0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="Completions per prompt; 1 decodes greedily, more sample.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per completion.")] = 64,
+    seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
 ) -> None:
-    """Complete prompts with a trained model.
+    """Complete prompts with a trained language model.
 
-    It uses the newest checkpoint of a run, and prints the completions in the order of the prompts:
+    Examples:
 
         lucidrl generate runs/grpo/exp_001 "12+30=" "40+2="
         lucidrl generate runs/grpo/exp_001 - < prompts.txt
 
-    `-` reads one prompt per line from standard input; empty lines are left out. Write `--` before a prompt that begins
-    with a dash.
+    Prints the completions in the order of the prompts. Empty lines of standard input are skipped. Write `--` before a
+    prompt that begins with a dash.
     """
-    given = _with_standard_input(prompts)
+    all_prompts = _with_standard_input(prompts)
     from lucidrl.recipes.generate import Sampling, completions
 
-    for completion in completions(source, given, Sampling(samples, temperature, max_new_tokens, seed)):
+    for completion in completions(source, all_prompts, Sampling(samples, temperature, max_new_tokens, seed)):
         typer.echo(completion)
 
 
 def _with_standard_input(prompts: list[str]) -> list[str]:
-    """The prompts, with the lines of standard input in the place of `-`."""
+    """Replace `-` with the lines of standard input."""
     if prompts.count("-") > 1:
-        raise ConfigError("- is given twice, but standard input can be read only once; give it once")
+        raise ConfigError("the prompt - occurs twice, but standard input can be read only once; write - once")
     if "-" not in prompts:
         return prompts
     try:
         lines = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
     except UnicodeDecodeError as error:
-        raise DataError(f"standard input is not valid UTF-8 ({error}); give one prompt per line as text") from error
+        raise DataError(f"standard input is not valid UTF-8 ({error}); write one prompt per line as text") from error
     if not lines:
         raise DataError("standard input has no prompts; write one per line")
-    return [prompt for given in prompts for prompt in (lines if given == "-" else [given])]
+    return [line for prompt in prompts for line in (lines if prompt == "-" else [prompt])]
 
 
 @app.command()
@@ -152,15 +168,17 @@ def check(
     overrides: Overrides = None,
     config: ConfigFile = None,
     preset: Preset = None,
-    algorithm: Annotated[str, typer.Option(help="The command to check: grpo, sft or ppo.")] = "grpo",
+    algorithm: Annotated[str, typer.Option(help="Command to check: grpo, sft or ppo.")] = "grpo",
 ) -> None:
-    """Validate a run without starting it.
+    """Check the settings of a run without starting it.
 
-    Reads config, tokenizer and prompts, or makes an env, but loads no weights; prints the resolved settings, the batch
-    arithmetic and an estimate of the memory. It takes the settings that the run would:
+    Examples:
 
         lucidrl check policy.model_name=FOLDER collector.samples_per_prompt=16
         lucidrl check --algorithm ppo env.name=Acrobot-v1
+
+    Reads the model's config, tokenizer, environment and prompts, but loads no weights and writes nothing. Prints all
+    settings, the batch sizes, and estimates of memory and checkpoint size.
     """
     from lucidrl.recipes.run import check_run
 
@@ -168,10 +186,10 @@ def check(
 
 
 def main() -> None:
-    """Entry point: errors of ours are one message, not a traceback."""
-    from lucidrl.recipes.display import outlive_readers
+    """Entry point; prints a LucidError as one message without a traceback."""
+    from lucidrl.recipes.display import survive_closed_output
 
-    outlive_readers()
+    survive_closed_output()
     try:
         app()
     except LucidError as error:
@@ -180,7 +198,7 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as end:
         if end.code == INTERRUPTED:
-            typer.secho("interrupted: what was not saved before is lost", fg="red", err=True)
+            typer.secho("interrupted: progress since the last checkpoint is lost", fg="red", err=True)
         raise
 
 

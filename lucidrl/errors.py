@@ -1,45 +1,45 @@
-"""The exceptions a user of Lucid RL can meet.
+"""The exceptions that Lucid RL raises on purpose.
 
-Every message names the value that was found, the rule it breaks and what to do about it.
+Every message names the value, the rule it breaks and the remedy.
 """
 
 
 class LucidError(Exception):
-    """Base of all errors raised on purpose; the command line prints its message without a traceback."""
+    """Base of all errors raised on purpose; the command line prints the message without a traceback."""
 
 
 class ConfigError(LucidError, ValueError):
-    """A configuration value, key or combination is not acceptable."""
+    """A setting, or a combination of settings, is invalid."""
 
 
 class DataError(LucidError, ValueError):
-    """A dataset, prompt or batch cannot be used as it is."""
+    """A dataset, prompt or batch is unusable."""
 
 
 class EnvironmentFailure(LucidError, RuntimeError):  # noqa: N818 - something observed, not a mistake
-    """An environment raised, exceeded its deadline or returned an unusable reward."""
+    """An environment raised, timed out or returned an invalid reward."""
 
 
 class CheckpointError(LucidError, RuntimeError):
-    """A checkpoint is missing, incomplete, damaged or of another model."""
+    """A checkpoint is missing, incomplete, damaged or from another model."""
 
 
 class TrainingError(LucidError, RuntimeError):
-    """Training cannot go on, for instance after too many steps with non-finite gradients."""
+    """Training cannot continue, for instance after too many steps with non-finite gradients."""
 
 
 class WorkerError(LucidError, RuntimeError):
-    """A worker raised, died or missed its deadline, or its group has ended; the message says which and where."""
+    """A worker raised, exited or timed out, or its group is shut down; the message says which worker and where."""
 
 
 class LostWorkerError(WorkerError):
-    """A worker's process is gone or was ended at its deadline; nothing it raised, so another one may do its work."""
+    """A worker's process exited or was killed without raising, so another worker may repeat its work."""
 
     node: str | None = None
-    """The node that all workers were lost with, if that is how."""
+    """The node that failed with all its workers, if that is the cause."""
     timed_out: bool = False
-    """Whether the worker was killed because it did not finish in time."""
+    """Whether the driver killed the worker because it timed out."""
 
 
 class RefitError(LucidError, RuntimeError):
-    """Weights did not come from the policy to a generator; the generator still has the version it had."""
+    """A refit failed; the generator keeps its previous policy version."""

@@ -1,10 +1,9 @@
-"""Advantages: how much better a sample, or an action, did than what it is compared with.
+"""Advantages of samples (relative to their group) and of actions (GAE).
 
-Of samples. Shapes: B rows, G groups. Rows with the same id in `group_ids` belong to the same prompt; groups may be of
-any size, in any order. Rows that are not `valid` (dropped samples) count in no statistic, may hold any reward, and get
-the advantage 0.
+Samples: B rows, G groups. Rows with the same id in `group_ids` have the same prompt; groups have any size and order.
+Rows that are not `valid` count in no statistic, may hold any reward, and get advantage 0.
 
-Of actions in an episode (GAE). Shapes: B any batch dims (one trajectory after another in each row), T time.
+Actions: B any batch dims (each row holds one trajectory after another), T time.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from lucidrl.algorithms.config import AdvantageConfig, AdvantageEstimator
 from lucidrl.errors import DataError
 
 STD_EPSILON = 1e-6
-"""Added to a group's standard deviation, so that rewards that differ by rounding alone are not blown up."""
+"""Added to a group's standard deviation, so that rounding differences of rewards are not amplified."""
 MAX_REWARD = 1e30
-"""Largest reward, up or down: far enough from the limit of float32 that no advantage overflows."""
+"""Largest absolute reward, far enough from the limit of float32 that no advantage overflows."""
 
 
 def compute_advantages(
@@ -30,26 +29,26 @@ def compute_advantages(
     valid: torch.Tensor,
     names: Sequence[str] | None = None,
 ) -> torch.Tensor:
-    """The advantage of each row, [B] float32.
+    """Return the advantage of each row, [B] float32.
 
     Args:
-        rewards: [B] one reward for each valid row, from -MAX_REWARD to MAX_REWARD.
-        group_ids: [B] int64, equal for the samples of one prompt.
+        rewards: [B] one reward per valid row, from -MAX_REWARD to MAX_REWARD.
+        group_ids: [B] int64, equal for samples of the same prompt.
         valid: [B] bool or 0/1, such as the batch's `sample_mask`.
-        names: [B] what errors call the rows; by default their numbers.
+        names: [B] names of the rows in errors; default: their indices.
 
     Raises:
-        DataError: a valid row's reward is NaN or too large (the message names the rows), or the shapes differ.
+        DataError: the reward of a valid row is NaN or too large (the message names the rows), or the shapes differ.
     """
     _check(rewards, group_ids, valid.bool(), names)
     return ESTIMATORS[config.estimator](rewards, group_ids, valid)
 
 
 def group_normalized(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """(reward - mean) / (std + STD_EPSILON) of its group.
+    """(reward - group mean) / (group std + STD_EPSILON).
 
-    The deviation is that of the population (divided by n, not n - 1): the squared advantages of a group then average
-    to 1 whatever its size. A group of one row, or of equal rewards, gets exactly 0.
+    The standard deviation divides by n, not n - 1, so the mean squared advantage of a group is 1 for any size. A group
+    of one row, or of equal rewards, gets exactly 0.
     """
     groups = _Groups.of(rewards, group_ids, valid)
     std_G = groups.mean(groups.centered.square()).sqrt()
@@ -59,13 +58,13 @@ def group_normalized(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torc
 def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """Reward minus the mean of the other rows of its group (RLOO); exactly 0 for a group of one row."""
     groups = _Groups.of(rewards, group_ids, valid)
-    # With n rows, reward - (sum - reward) / (n - 1) is n / (n - 1) times the distance from the mean of all.
+    # With n rows, reward - (sum - reward) / (n - 1) = n / (n - 1) * (reward - mean).
     scale_G = groups.count / (groups.count - 1).clamp(min=1)
     return groups.finished(groups.centered * scale_G[groups.index])
 
 
 def plain(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Reward minus the mean over all valid rows, whatever their group: REINFORCE with the batch as its baseline."""
+    """Reward minus the mean over all valid rows of the batch (REINFORCE with a batch baseline)."""
     groups = _Groups.of(rewards, torch.zeros_like(group_ids), valid)
     return groups.finished(groups.centered)
 
@@ -78,7 +77,7 @@ ESTIMATORS: dict[AdvantageEstimator, Callable[[torch.Tensor, torch.Tensor, torch
 
 
 def has_signal(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """[B] bool: the row is valid, and the valid rewards of its group are not all equal: there is something to learn."""
+    """[B] bool: the row is valid, and the valid rewards of its group differ."""
     _check(rewards, group_ids, valid.bool())
     groups = _Groups.of(rewards, group_ids, valid)
     return groups.valid & groups.differs[groups.index]
@@ -86,10 +85,10 @@ def has_signal(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tens
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rewards and the statistics of their groups, in float64."""
+    """Statistics of groups, in float64."""
 
     index: torch.Tensor
-    """[B] number of each row's group, 0 to G - 1."""
+    """[B] index of each row's group, 0 to G - 1."""
     valid: torch.Tensor
     """[B] bool."""
     count: torch.Tensor
@@ -97,7 +96,7 @@ class _Groups:
     differs: torch.Tensor
     """[G] whether two valid rewards of the group differ."""
     centered: torch.Tensor
-    """[B] reward minus its group's mean; meaningless where not valid."""
+    """[B] reward minus group mean; undefined where not valid."""
 
     @classmethod
     def of(cls, rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> _Groups:
@@ -116,7 +115,7 @@ class _Groups:
         return torch.zeros_like(self.count).index_add(0, self.index, values_B) / self.count
 
     def finished(self, advantages_B: torch.Tensor) -> torch.Tensor:
-        """As float32, exactly 0 for invalid rows and where equal rewards leave nothing but rounding."""
+        """As float32, exactly 0 for invalid rows and for groups of equal rewards."""
         return advantages_B.masked_fill(~(self.valid & self.differs[self.index]), 0).float()
 
 
@@ -125,8 +124,8 @@ def _check(
 ) -> None:
     shapes = {"rewards": list(rewards.shape), "group_ids": list(group_ids.shape), "valid": list(valid.shape)}
     if rewards.ndim != 1 or len({tuple(shape) for shape in shapes.values()}) > 1:
-        raise DataError(f"rewards, group_ids and valid must each hold one value for each row, but have shapes {shapes}")
-    rows = (valid & ~(rewards.abs() <= MAX_REWARD)).nonzero().flatten().tolist()  # a NaN is not below anything
+        raise DataError(f"rewards, group_ids and valid must each hold one value per row, but have shapes {shapes}")
+    rows = (valid & ~(rewards.abs() <= MAX_REWARD)).nonzero().flatten().tolist()  # also true for NaN
     if rows:
         shown = ", ".join(f"{names[row] if names else row} ({rewards[row].item():g})" for row in rows[:10])
         more = f" and {len(rows) - 10} more" if len(rows) > 10 else ""
@@ -139,7 +138,7 @@ def _check(
 
 @dataclass(frozen=True)
 class AdvantageEstimates:
-    """What each frame teaches the policy and the critic; both [B, T]."""
+    """Advantages and value targets of frames, both [B, T]."""
 
     advantages: torch.Tensor
     value_targets: torch.Tensor
@@ -157,18 +156,18 @@ def generalized_advantages(
     discount: float,
     gae_lambda: float,
 ) -> AdvantageEstimates:
-    """Advantages as exponentially weighted sums of temporal differences.
+    """Return generalized advantage estimates.
 
     With d = reward + discount * next value - value, A(t) = d(t) + discount * gae_lambda * A(t + 1) within an episode.
-    A terminated episode is worth nothing beyond its end; one that was truncated, or that goes on in the next batch, is
-    worth what the critic says of its last observation.
+    The next value of a terminated episode is 0; a truncated episode, or one that continues in the next batch, uses the
+    critic's value of its last observation.
 
     Args:
-        values_BT: of the observations acted on.
-        next_values_BT: of the observations that followed, at the end of an episode its true last one.
-        terminated_BT: bool, where an episode came to its own end.
-        done_BT: bool, where it ended for any reason; the sums do not reach beyond.
-        gae_lambda: 0 trusts the critic after one step, 1 sums up rewards to the end.
+        values_BT: of the observations before the actions.
+        next_values_BT: of the observations after the actions; at the end of an episode, of its final observation.
+        terminated_BT: bool, where an episode terminated.
+        done_BT: bool, where an episode ended for any reason; the sums stop there.
+        gae_lambda: 0 uses the critic after one step, 1 sums rewards to the end.
     """
     differences_BT = rewards_BT + discount * next_values_BT * ~terminated_BT - values_BT
     weights_BT = discount * gae_lambda * (~done_BT).to(differences_BT.dtype)

@@ -1,4 +1,4 @@
-"""GRPO: sample a group of answers to each prompt, reward them, and move towards those better than their group."""
+"""GRPO: sample a group of completions per prompt, score them, and reinforce those better than their group's mean."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lucidrl.profiling.spans import span
 
 @dataclass
 class GRPO:
-    """A GRPO run, wired together."""
+    """GRPO with all its parts."""
 
     config: GRPOConfig
     loop: TrainingLoop
@@ -30,14 +30,14 @@ class GRPO:
     collector: TextCollector
     pad_id: int
     on_policy: bool
-    """Each batch serves one optimizer step, so that no separate scoring pass is needed."""
+    """One optimizer step per batch, so no separate scoring pass is needed."""
     dump_samples_every: int = 0
-    """Steps between dumps of readable samples; 0 = none."""
+    """Write the samples of every n-th step; 0 = never."""
     plot_mismatch_every: int = 0
-    """Steps between plots of how generation and training differ; 0 = none."""
+    """Plot the mismatch of generation and training at every n-th step; 0 = never."""
 
     def run(self) -> int:
-        """Train until `max_steps`, or until asked to stop; returns the last completed step."""
+        """Train until `max_steps` or a stop request; return the last completed step."""
         loss_fn = ClippedPGLoss(self.config.loss, on_policy=self.on_policy)
         with self.loop.steps(self.state_dict) as steps:
             for step in steps:
@@ -50,22 +50,22 @@ class GRPO:
         return self.loop.step
 
     def prepare(self, rollouts: Rollouts, is_plotted: bool = False) -> BatchedDataDict[Any]:
-        """The training batch: advantages from rewards, and the log-probabilities that loss or plot compare with.
+        """Return the training batch with advantages and the log-probabilities that loss or plot need.
 
         Raises:
-            RefitError: if other weights made the samples than those that are to learn from them.
+            RefitError: the samples come from another policy version than the one to train.
         """
         if rollouts.policy_version != self.policy.policy_version:
             raise RefitError(
-                f"samples made by weights of version {rollouts.policy_version} meet a policy of version "
-                f"{self.policy.policy_version}; update the collector's weights after every step"
+                f"the samples come from policy version {rollouts.policy_version}, but the policy has version "
+                f"{self.policy.policy_version}; call update_policy_weights_ of the collector after every step"
             )
         batch = self._with_advantages(rollouts)
         needs = {
             "prev_logprobs": not self.on_policy or is_plotted,
             "reference_policy_logprobs": self.config.loss.kl_coefficient > 0,
         }
-        rows = batch["sample_mask"].nonzero()[:, 0]  # those that are masked out as a whole are not scored, and hold 0
+        rows = batch["sample_mask"].nonzero()[:, 0]  # fully masked rows are not scored and hold 0
         columns = {name: torch.zeros(batch["input_ids"].shape) for name, is_needed in needs.items() if is_needed}
         if columns and len(rows):
             previous, reference = needs.values()
@@ -77,7 +77,7 @@ class GRPO:
 
     @span("advantages")
     def _with_advantages(self, rollouts: Rollouts) -> BatchedDataDict[Any]:
-        """The rollouts as a batch with `advantages`, in which `sample_mask` leaves out what is not to count."""
+        """Return the rollouts as a batch with `advantages`; `sample_mask` drops the rows that do not count."""
         config, rewards, groups, valid = self.config, rollouts.rewards, rollouts.group_ids, rollouts.is_valid
         batch = rollouts.to_batch(self.pad_id)
         batch["advantages"] = compute_advantages(config.advantages, rewards, groups, valid, batch["idx"])
@@ -88,7 +88,7 @@ class GRPO:
         return batch
 
     def record(self, step: int, rollouts: Rollouts, batch: BatchedDataDict[Any], result: TrainResult) -> None:
-        """Log the step, with samples and plots where they are due."""
+        """Log the step, with samples and plots when due."""
         metrics = {
             **rollouts.metrics,
             **result.metrics,
@@ -112,7 +112,7 @@ class GRPO:
             logger.log_plot_token_mult_prob_error(curves, step, "train/token_mult_prob_error")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, beside weights and optimizer; plain values."""
+        """Return the state beside weights and optimizer, as plain values."""
         return {"collector": self.collector.state_dict(), **self.loop.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a run saves of its parts; also the documented path of `LossFunction`, which lives in `lucidrl.losses`."""
+"""Protocols of the parts of a run; also the documented path of `LossFunction` of `lucidrl.losses`."""
 
 from __future__ import annotations
 
@@ -11,43 +11,49 @@ from lucidrl.utils.nsys import ProfilablePolicy
 if TYPE_CHECKING:
     from lucidrl.checkpoint.manifest import FileDigest
 
-__all__ = ["LossFunction", "SavablePolicy", "Stateful", "TrainedPolicy"]
+__all__ = ["Algorithm", "LossFunction", "Stateful", "TrainedPolicy"]
 
 
 class Stateful(Protocol):
-    """A part of a run that goes on where it was left."""
+    """A part of a run whose state is saved and restored."""
 
     def state_dict(self) -> Any:
-        """Where it stands, as plain values."""
+        """Return the state as plain values."""
         ...
 
     def load_state_dict(self, state: Any) -> None: ...
 
 
-class SavablePolicy(Stateful, Protocol):
-    """A policy whose weights and optimizers are files of a checkpoint, whatever it is made of.
+class TrainedPolicy(Stateful, ProfilablePolicy, Protocol):
+    """A policy that the training loop saves, restores and profiles.
 
-    Its `state_dict` has `layout`, a text that tells what it runs on, and `ranks`, with the state of each; that of a
-    rank which is a process of its own has its `num_threads` and `random` state under `process`.
+    Its `state_dict` has `layout`, a description of its ranks, and `ranks`, the state of each; a rank in its own process
+    has its `num_threads` and `random` state under `process`.
     """
 
     def begin_save(self, folder: Path, *, weights_only: bool = False) -> None:
-        """Copy weights and optimizers, or the weights alone, and write them below a checkpoint's folder while training
-        goes on."""
+        """Copy weights (and optimizers), and write them to a checkpoint's folder in the background."""
         ...
 
     def is_save_written(self) -> bool:
-        """Whether what was begun is written."""
+        """Whether the background write is done."""
         ...
 
     def finish_save(self) -> dict[Path, FileDigest]:
-        """Wait until all is on disk; the files that are large, and what they have to be."""
+        """Wait until all is on disk; return the large files with their digests."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Take weights and optimizers from a checkpoint's folder, which was verified when it was found."""
+        """Load weights and optimizers from the folder of a verified checkpoint."""
         ...
 
 
-class TrainedPolicy(SavablePolicy, ProfilablePolicy, Protocol):
-    """What a training loop needs of a policy, whatever the algorithm."""
+class Algorithm(Stateful, Protocol):
+    """A training algorithm with all its parts."""
+
+    @property
+    def policy(self) -> TrainedPolicy: ...
+
+    def run(self) -> int:
+        """Train until the last step or a stop request; return the last completed step, which is saved."""
+        ...

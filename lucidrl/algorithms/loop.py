@@ -1,4 +1,4 @@
-"""The loop that all algorithms share: steps with validation, records, checkpoints, profiles and an end on request."""
+"""The training loop of all algorithms: steps with validation, logging, checkpoints, profiles and stop requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol
 
 from lucidrl.algorithms.config import ValidationSchedule
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class Watcher(Protocol):
-    """Watches a run from outside; the display of the command line for instance."""
+    """Observes a run, such as the display of the command line."""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -38,7 +38,7 @@ class Watcher(Protocol):
 
 @dataclass
 class TrainingLoop:
-    """The steps of a run, and everything around them that does not depend on the algorithm.
+    """The steps of a run, and all that does not depend on the algorithm.
 
     Example:
         >>> with loop.steps(self.state_dict) as steps:
@@ -56,54 +56,54 @@ class TrainingLoop:
     validator: Validator | None = None
     """None turns validation off."""
     profiled: Sequence[ProfilablePolicy] = ()
-    """What is profiled beside policy and driver, such as generators in processes of their own."""
+    """Workers to profile beside policy and driver, such as separate generators."""
     print_samples_every: int = 0
-    """Steps between validation samples shown to the watcher; 0 = none."""
+    """Show validation samples to the watcher at every n-th step; 0 = never."""
     step: int = 0
     """The last completed step."""
     is_validation_skipped: bool = False
-    """That step was to be validated, but the run was stopped; a resumed run makes up for it."""
+    """Whether a stop request skipped the validation of that step; a resume repeats it."""
     _clock: StepClock = field(init=False)
 
     @contextmanager
     def steps(self, state_dict: Callable[[], Mapping[str, Any]]) -> Iterator[Iterator[int]]:
-        """The steps that are left, until the last one or a stop request; each is timed, validated and saved as due.
+        """Yield an iterator over the remaining steps, which times, validates and saves them and ends on a stop request.
 
         Args:
-            state_dict: of the algorithm, with that of this loop; called when a checkpoint is due.
+            state_dict: returns the state of the algorithm, including this loop's; called when a checkpoint is due.
         """
         self._clock = StepClock()
         with (
             self.saver,
             StopRequest(self.watcher.announce) as stop,
-            StepProfiles(self.policy, *self.profiled) as profiles,
+            step_profiles(self.policy, *self.profiled) as begin_profile,
         ):
-            yield self._steps(state_dict, stop, profiles)
+            yield self._steps(state_dict, stop, begin_profile)
 
     def _steps(
-        self, state_dict: Callable[[], Mapping[str, Any]], stop: StopRequest, profiles: StepProfiles
+        self, state_dict: Callable[[], Mapping[str, Any]], stop: StopRequest, begin_profile: Callable[[int], None]
     ) -> Iterator[int]:
         if self.step == 0 or self.is_validation_skipped:
             self._validate(stop)
             if stop.is_set:
-                self.watcher.announce("stopped before a step was done: there is nothing new to save")
+                self.watcher.announce("stopped before a step was completed; there is nothing new to save")
                 return
         for step in range(self.step + 1, self.max_steps + 1):
-            profiles.begin(step)
+            begin_profile(step)
             self._clock.restart()
             yield step
             self.step = step
             metrics = self._validate(stop)
-            is_stopped = stop.is_set  # read once: a signal between two reads must not end the run unsaved
+            is_stopped = stop.is_set  # read once: a signal between two reads must not stop the run unsaved
             self.saver.end_step(step, state_dict, metrics, is_last=step == self.max_steps, is_stopped=is_stopped)
             if is_stopped:
                 return
 
     def record(self, step: int, metrics: Mapping[str, float], **amounts: float) -> None:
-        """Log the metrics and timings of a step and show them to the watcher.
+        """Log the metrics and timings of a step and pass them to the watcher.
 
         Args:
-            amounts: what the step worked on; `tokens=512` adds the metric `tokens_per_s`.
+            amounts: processed amounts; `tokens=512` adds the metric `tokens_per_s`.
         """
         timings = self._clock.lap()
         rates = {f"{name}_per_s": amount / timings["step_s"] for name, amount in amounts.items()}
@@ -111,7 +111,7 @@ class TrainingLoop:
         self.watcher.on_step(step, {**metrics, **rates, **{f"time/{name}": value for name, value in timings.items()}})
 
     def _validate(self, stop: StopRequest) -> dict[str, float]:
-        """Validate the step if that is due and the run is not about to stop; its metrics."""
+        """Validate the step if due and not stopped; return the metrics."""
         self.is_validation_skipped = False
         if self.validator is None or not self.validation.is_due(self.step, self.max_steps):
             return {}
@@ -133,7 +133,7 @@ class TrainingLoop:
         return found.metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, beside weights and optimizers; plain values."""
+        """Return the state beside weights and optimizers, as plain values."""
         return {
             "step": self.step,
             "is_validation_skipped": self.is_validation_skipped,
@@ -142,41 +142,44 @@ class TrainingLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Call it last: making the other parts of a run may draw random numbers."""
+        """Call it last: creating the other parts of a run may draw random numbers."""
         self.step = state["step"]
-        # Earlier releases validated before they saved.
+        # Version 0.1.0 validated before saving.
         self.is_validation_skipped = state.get("is_validation_skipped", False)
         restore_processes(self.policy, state, self.watcher.announce)
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether something that happens at each so many steps happens at this one; 0 = never."""
+    """Whether `step` is a multiple of `every`; 0 = never."""
     return every > 0 and step % every == 0
 
 
-class StopRequest:
-    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a request to stop after the current step; a second one interrupts.
+FINISHING = "finishing this step, then saving; press again to stop at once, without saving"
 
-    A context manager for the main thread; elsewhere signals cannot be caught, and it is never set. A signal that is
-    ignored, as SIGHUP is under nohup, stays ignored.
+
+class StopRequest:
+    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a stop request; the second one raises KeyboardInterrupt.
+
+    A context manager for the main thread; in other threads it never catches a signal. Ignored signals, such as SIGHUP
+    under nohup, stay ignored.
+
+    Args:
+        what_follows: announced with the name of the first signal.
     """
 
-    def __init__(self, announce: Callable[[str], None]):
-        self._announce = announce
+    def __init__(self, announce: Callable[[str], None], what_follows: str = FINISHING):
+        self._announce, self._what_follows = announce, what_follows
         self._previous: dict[int, Any] = {}
         self.is_set = False
 
     def __enter__(self) -> StopRequest:
         with suppress(ValueError):
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is signal.SIG_IGN:
-                    continue
-                self._previous[number] = signal.signal(number, self._on_signal)
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -185,15 +188,13 @@ class StopRequest:
         if self.is_set:
             raise KeyboardInterrupt
         self.is_set = True
-        name = signal.Signals(number).name
-        # Python refuses to print when the signal came in the middle of a write to the same stream; after SIGHUP there
-        # may be no terminal to print to.
+        # Python raises if the signal interrupts a write to the same stream; after SIGHUP the terminal may be closed.
         with suppress(RuntimeError, OSError):
-            self._announce(f"{name}: finishing this step, then saving; once more stops at once, without saving")
+            self._announce(f"{signal.Signals(number).name}: {self._what_follows}")
 
 
 class StepClock:
-    """Times a step and its phases."""
+    """Times steps and their phases."""
 
     def __init__(self) -> None:
         self.restart()
@@ -203,42 +204,37 @@ class StepClock:
         self._start = time.perf_counter()
 
     def lap(self) -> dict[str, float]:
-        """Seconds since the last lap: `step_s`, and `<phase>_s` for every span that ended in it."""
+        """Return the seconds since the last lap as `step_s`, and `<phase>_s` for every span that ended since."""
         now = time.perf_counter()
         elapsed, self._start = now - self._start, now
         return {"step_s": elapsed, **{f"{name}_s": total.seconds for name, total in recorder.drain().items()}}
 
 
-class StepProfiles:
-    """Records the steps that are asked for, of what is given and of the driver; see `lucidrl.utils.nsys`.
+@contextmanager
+def step_profiles(*profiled: ProfilablePolicy) -> Iterator[Callable[[int], None]]:
+    """Profile the requested steps of `profiled` and of the driver; see `lucidrl.utils.nsys`.
 
-    A context manager around the loop: what still records at its end, or when something raises, is written then.
+    Yields a function to call at the start of every step, before the clock. Open profiles are written at exit.
     """
+    # The driver comes last: a policy in the same process records more.
+    every = (*profiled, _Driver())
 
-    def __init__(self, *profiled: ProfilablePolicy):
-        # The driver comes last: a policy in its process records more than it would.
-        self._profiled: tuple[ProfilablePolicy, ...] = (*profiled, _Driver())
+    def begin(step: int) -> None:
+        for part in every:
+            maybe_gpu_profile_step(part, step)
 
-    def begin(self, step: int) -> None:
-        """To be called at the start of every step, before it is timed."""
-        for profiled in self._profiled:
-            maybe_gpu_profile_step(profiled, step)
-
-    def __enter__(self) -> StepProfiles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for profiled in self._profiled:
+    try:
+        yield begin
+    finally:
+        for part in every:
             try:
-                end_gpu_profile(profiled)
-            except Exception as failure:  # what ends the loop is what matters
-                _log.warning("the profile of the last steps is lost: %s", failure)
+                end_gpu_profile(part)
+            except Exception as failure:  # an error of the loop matters more
+                _log.warning("the profile of the last steps could not be written: %s", failure)
 
 
 class _Driver:
-    """The process that runs the loop: its spans. What torch runs there is the work of a policy."""
+    """Records the spans of the driver; torch operators in this process belong to a policy."""
 
     def __init__(self) -> None:
         self._recording = Recording(DRIVER, operators=False)

@@ -1,11 +1,11 @@
-"""PPO: act for a while, see which actions did better than expected, and make those likelier, in small steps.
+"""PPO: collect frames, estimate the advantages of the actions, and improve policy and critic in clipped steps.
 
 Shapes: B envs, T time, N = B x T frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -18,8 +18,9 @@ from lucidrl.algorithms.config import PPOConfig
 from lucidrl.algorithms.interfaces import Stateful
 from lucidrl.algorithms.loop import TrainingLoop
 from lucidrl.collectors.single import Collector
-from lucidrl.losses.frames import ClippedFrameLoss
+from lucidrl.errors import CheckpointError
 from lucidrl.losses.interfaces import Frames
+from lucidrl.losses.policy_gradient import ClippedFrameLoss
 from lucidrl.models.control.interfaces import ControlTrainResult
 from lucidrl.models.control.policy import ControlPolicy
 from lucidrl.profiling.spans import span
@@ -29,18 +30,18 @@ _EPSILON = 1e-8
 
 @dataclass
 class PPO:
-    """A PPO run, wired together."""
+    """PPO with all its parts."""
 
     config: PPOConfig
     loop: TrainingLoop
     policy: ControlPolicy
     collector: Collector
-    envs: Stateful
-    """The episodes that the collector's envs are in the middle of."""
+    envs: Sequence[Stateful]
+    """The unfinished episode of each of the collector's envs."""
     episodes: EpisodeCounter
 
     def run(self) -> int:
-        """Train until `max_steps`, or until asked to stop; returns the last completed step."""
+        """Train until `max_steps` or a stop request; return the last completed step."""
         config = self.config
         loss_fn = ClippedFrameLoss(config.clip, config.entropy_coefficient)
         with self.loop.steps(self.state_dict) as steps:
@@ -58,7 +59,7 @@ class PPO:
 
     @span("advantages")
     def prepare(self, batch: TensorDictBase) -> Frames:
-        """What there is to learn from a [B, T] batch: the advantage of each action, and better values."""
+        """Return the frames of a [B, T] batch with advantages and value targets."""
         batch = batch.to(self.policy.device)
         values_BT = self.policy.values(batch["observation"])
         estimates = generalized_advantages(
@@ -72,7 +73,7 @@ class PPO:
         )
         advantages_BT = estimates.advantages
         if self.config.normalize_advantages:
-            # Over the whole batch, so that what a frame is worth does not depend on its minibatch.
+            # Over the whole batch, so that the advantage of a frame does not depend on its minibatch.
             advantages_BT = (advantages_BT - advantages_BT.mean()) / (advantages_BT.std(correction=0) + _EPSILON)
         return Frames(
             observations=batch["observation"].flatten(0, 1),
@@ -84,7 +85,7 @@ class PPO:
         )
 
     def record(self, step: int, batch: TensorDictBase, frames: Frames, result: ControlTrainResult) -> None:
-        """Log the step, with the episodes that ended in it."""
+        """Log the step and the episodes that ended in it."""
         metrics = {
             **result.metrics,
             "explained_variance": explained_variance(frames.values, frames.value_targets),
@@ -98,38 +99,44 @@ class PPO:
         self.loop.record(step, metrics, frames=float(len(frames)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, beside weights and optimizers; plain values."""
+        """Return the state beside weights and optimizers, as plain values."""
         return {
             "collector": self.collector.state_dict(),
-            "envs": self.envs.state_dict(),
+            "envs": [env.state_dict() for env in self.envs],
             "episodes": self.episodes.state_dict(),
             **self.loop.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.collector.load_state_dict(state["collector"])
-        self.envs.load_state_dict(state["envs"])
+        if len(state["envs"]) != len(self.envs):
+            raise CheckpointError(
+                f"the run was saved with env.num_envs={len(state['envs'])}, not {len(self.envs)}; "
+                "resume with the saved number"
+            )
+        for env, saved in zip(self.envs, state["envs"], strict=True):
+            env.load_state_dict(saved)
         self.episodes.load_state_dict(state["episodes"])
         self.loop.load_state_dict(state)
 
 
 class Episode(NamedTuple):
-    """One that has ended."""
+    """A finished episode."""
 
     reward: float
-    """The sum of its rewards."""
+    """Sum of its rewards."""
     length: int
-    """Its frames."""
+    """Number of its frames."""
 
 
 class EpisodeCounter:
-    """Adds up the rewards of each env's episode over batches."""
+    """Sums the rewards of each env's episode across batches."""
 
     def __init__(self, num_envs: int):
         self._rewards, self._lengths = [0.0] * num_envs, [0] * num_envs
 
     def count(self, rewards_BT: torch.Tensor, done_BT: torch.Tensor) -> list[Episode]:
-        """The episodes that ended in this batch, which follows the one before."""
+        """Return the episodes that ended in this batch, which must continue the previous one."""
         ended = []
         for env, (rewards, done) in enumerate(zip(rewards_BT.double().cpu(), done_BT.cpu(), strict=True)):
             start = 0
@@ -153,8 +160,8 @@ class EpisodeCounter:
 
 
 def explained_variance(values: torch.Tensor, targets: torch.Tensor) -> float:
-    """Share of the targets' variance that the values account for: 1 is all of it, 0 is that of a constant.
+    """Return the fraction of the targets' variance that the values explain: 1 is all, 0 no better than a constant.
 
-    NaN, or minus infinity, if the targets are all the same.
+    NaN or minus infinity if all targets are equal.
     """
     return float(1 - (targets - values).var(correction=0) / targets.var(correction=0))

@@ -1,4 +1,4 @@
-"""Commits the checkpoints of a run while it goes on, with the state of the processes that the run is made of."""
+"""Writes checkpoints during a run, with the state of its processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from lucidrl.algorithms.interfaces import SavablePolicy
+from lucidrl.algorithms.interfaces import TrainedPolicy
 from lucidrl.checkpoint.config import CheckpointConfig
 from lucidrl.checkpoint.manager import CheckpointManager, PendingCheckpoint
 from lucidrl.errors import ConfigError
@@ -24,20 +24,20 @@ log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves the policy, its optimizer, and plain state.
+    """Saves the policy, its optimizer and plain state.
 
-    The policy's workers write in the background. A checkpoint is committed, and reported as saved, when the loop next
-    asks after they are done: only the thread of the loop may call the workers.
+    The policy's workers write in the background. The next `settle` after the write commits the checkpoint: only the
+    thread of the loop may call the workers.
 
     Args:
-        announce: gets a line for each checkpoint once it is committed.
+        announce: called with a line for every committed checkpoint.
     """
 
     def __init__(
         self,
         manager: CheckpointManager,
         config: CheckpointConfig,
-        policy: SavablePolicy,
+        policy: TrainedPolicy,
         announce: Callable[[str], None],
     ) -> None:
         self.manager = manager
@@ -45,10 +45,10 @@ class Saver:
         self._pending: PendingCheckpoint | None = None
 
     def check_metric(self, metrics: Mapping[str, float]) -> None:
-        """Refuse a metric for the best checkpoint that validation does not measure."""
+        """Raise ConfigError if validation does not measure the metric of the best checkpoint."""
         if self.manager.metric is not None and self.manager.metric not in metrics:
             raise ConfigError(
-                f"checkpoint.metric={self.manager.metric!r} is not measured in validation; "
+                f"checkpoint.metric={self.manager.metric!r} is not a validation metric; "
                 f"choose one of {', '.join(sorted(metrics))}"
             )
 
@@ -61,13 +61,13 @@ class Saver:
         is_last: bool,
         is_stopped: bool,
     ) -> None:
-        """Commit what is written by now, and begin another checkpoint if one is due; wait for that of the last step.
+        """Commit a written checkpoint, begin one if due, and wait for it after the last step.
 
         Args:
-            state_dict: gives what is kept beside the policy; called only if a checkpoint is due.
-            metrics: of a validation after this step, if there was one.
-            is_last: the run has reached its end.
-            is_stopped: the run ends before that, and has to be resumable.
+            state_dict: returns the state beside the policy; called only if a checkpoint is due.
+            metrics: of the validation after this step, if any.
+            is_last: the run is complete.
+            is_stopped: the run stops early and must be resumable.
         """
         self.settle()
         every = self._config.every
@@ -77,7 +77,7 @@ class Saver:
             self.finish()
 
     def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Begin a checkpoint, after the one before is committed."""
+        """Commit the previous checkpoint and begin a new one."""
         self.finish()
         with span("save"):
             weights_only = self._config.weights_only
@@ -92,12 +92,12 @@ class Saver:
             self.finish()
 
     def settle(self) -> None:
-        """Commit what was begun if it is written; returns at once otherwise."""
+        """Commit the pending checkpoint if it is written; never wait."""
         if self._pending is not None and self._policy.is_save_written():
             self.finish()
 
     def finish(self) -> None:
-        """Wait for what was begun, and commit it."""
+        """Wait for the pending checkpoint and commit it."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -115,7 +115,7 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A run that fails still commits what it began; one that is told to end at once does not wait for it."""
+        """Commit the pending checkpoint, also after an Exception; discard it after KeyboardInterrupt or SystemExit."""
         if self._pending is None:
             return
         if kind is None or issubclass(kind, Exception):
@@ -124,16 +124,16 @@ class Saver:
             except Exception:
                 if kind is None:
                     raise
-                log.warning("the checkpoint that was being written is lost", exc_info=True)
+                log.warning("the pending checkpoint could not be written", exc_info=True)
         else:
             self._pending.discard()
             self._pending = None
 
 
 def checkpoint_size_bytes(num_parameters: int, config: OptimizationConfig, *, weights_only: bool = False) -> int:
-    """About what a checkpoint of a model takes on disk.
+    """Estimate the size of a checkpoint on disk.
 
-    The optimizer's share is that of a small matrix after one step, so that it holds for any optimizer class.
+    The optimizer's share is measured on a small matrix after one step, so it holds for any optimizer class.
 
     Args:
         config: of the policy, or of one network of a control task.
@@ -148,18 +148,18 @@ def checkpoint_size_bytes(num_parameters: int, config: OptimizationConfig, *, we
     return round(num_parameters * bytes_per_parameter)
 
 
-def processes_state(policy: SavablePolicy) -> dict[str, Any]:
-    """State of this process and of the policy's ranks, as plain values."""
+def processes_state(policy: TrainedPolicy) -> dict[str, Any]:
+    """Return the state of this process and of the policy's ranks, as plain values."""
     return {
         "driver": {"random": random_state(), "num_threads": torch.get_num_threads()},
         "policy": policy.state_dict(),
     }
 
 
-def restore_processes(policy: SavablePolicy, state: Mapping[str, Any], announce: Callable[[str], None]) -> None:
-    """Go on from what `processes_state` found; what cannot be as it was is announced.
+def restore_processes(policy: TrainedPolicy, state: Mapping[str, Any], announce: Callable[[str], None]) -> None:
+    """Restore the result of `processes_state`; announce what cannot be restored.
 
-    Call it last: making the parts of a run may draw random numbers.
+    Call it last: creating the parts of a run may draw random numbers.
     """
     now, saved = processes_state(policy), {name: state[name] for name in ("driver", "policy")}
     policy.load_state_dict(saved["policy"])
@@ -169,17 +169,17 @@ def restore_processes(policy: SavablePolicy, state: Mapping[str, Any], announce:
     if layout != saved_layout:
         announce(
             f"resuming on another layout ({layout}, saved on {saved_layout}): weights, optimizer, schedule, data order "
-            "and this process's random state are exact; the ranks' random states are fresh; results agree, but not to "
-            "the bit"
+            "and the driver's random state are restored, the ranks' random states are new; results agree, but not bit "
+            "for bit"
         )
     elif threads != saved_threads:
         announce(
             f"resuming with other numbers of CPU threads ({threads}, saved with {saved_threads}): results agree, but "
-            "not to the bit"
+            "not bit for bit"
         )
 
 
 def _num_threads(state: Mapping[str, Any]) -> list[int]:
-    """Of the driver, and of each rank that is a process of its own."""
+    """Return the threads of the driver, and of each rank in its own process."""
     processes = [state["driver"], *(rank["process"] for rank in state["policy"]["ranks"] if "process" in rank)]
     return [process["num_threads"] for process in processes]

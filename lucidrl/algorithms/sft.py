@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: raise the likelihood of written completions."""
+"""Supervised fine-tuning: maximize the likelihood of written completions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lucidrl.models.policy.policy import Policy
 
 @dataclass
 class SFT:
-    """A supervised run, wired together."""
+    """Supervised fine-tuning with all its parts."""
 
     config: SFTConfig
     loop: TrainingLoop
@@ -31,7 +31,7 @@ class SFT:
     """Examples used so far."""
 
     def run(self) -> int:
-        """Train until `max_steps`, or until asked to stop; returns the last completed step."""
+        """Train until `max_steps` or a stop request; return the last completed step."""
         loss_fn = NLLLoss()
         with self.loop.steps(self.state_dict) as steps:
             for step in steps:
@@ -47,7 +47,7 @@ class SFT:
         return self.loop.step
 
     def next_batch(self) -> BatchedDataDict[Any]:
-        """The examples of the next step."""
+        """Return the batch of the next step."""
         chosen = self.order.take(self.position, self.config.examples_per_step)
         self.position += len(chosen)
         batch = collate([self.examples[index] for index in chosen], self.pad_id, supervised=True)
@@ -55,7 +55,7 @@ class SFT:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, beside weights and optimizer; plain values."""
+        """Return the state beside weights and optimizer, as plain values."""
         validator = self.loop.validator
         kept = validator.state_dict() if isinstance(validator, ExampleValidator) else {}
         return {"position": self.position, **kept, **self.loop.state_dict()}

@@ -1,6 +1,6 @@
-"""Validation: how well the policy does on what it is not trained on.
+"""Validation of a policy on held-out prompts, held-out examples or episodes.
 
-Shapes: B envs, one for each episode.
+Shapes: B envs, one per episode.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Validation:
 
     metrics: dict[str, float]
     rollouts: Rollouts | None = None
-    """Conversations to keep and to show."""
+    """Samples to write and to show."""
 
 
 class Validator(Protocol):
@@ -40,19 +40,19 @@ class Validator(Protocol):
         """Validate the policy of a step.
 
         Args:
-            is_stopped: once it is true the result is not used, and the sooner this returns the better.
+            is_stopped: once true, the result is not used; return soon.
         """
         ...
 
 
 @dataclass(frozen=True)
 class PromptValidator:
-    """Lets the policy complete held-out prompts greedily, and the environment score the completions."""
+    """Completes held-out prompts greedily and scores the completions in the environment."""
 
     collector: TextCollector
     prompts: Sequence[Prompt]
     prompts_per_batch: int = 64
-    """Prompts completed together; a stop is noticed between batches."""
+    """Prompts per generated batch; a stop request takes effect between batches."""
 
     def validate(self, step: int, is_stopped: Callable[[], bool]) -> Validation:
         rollouts = self.collector.evaluate(self.prompts, batch_size=self.prompts_per_batch, is_stopped=is_stopped)
@@ -61,7 +61,7 @@ class PromptValidator:
 
 @dataclass(frozen=True)
 class ExampleValidator:
-    """Measures the loss on held-out examples and, where there are prompts, what the environment says."""
+    """Measures the loss on held-out examples and, with `prompts`, the environment's reward."""
 
     policy: Policy
     loss_fn: LossFunction
@@ -81,7 +81,7 @@ class ExampleValidator:
         return Validation({**metrics, "loss": loss})
 
     def state_dict(self) -> dict[str, Any]:
-        """What the environment keeps over a run; of the collector, validation uses nothing else that changes."""
+        """Return the state of the environment; validation changes nothing else of the collector."""
         return self.prompts.collector.runner.state_dict() if self.prompts is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -91,21 +91,21 @@ class ExampleValidator:
 
 @dataclass(frozen=True)
 class EpisodeValidator:
-    """Plays whole episodes of a control task without exploring."""
+    """Runs whole episodes of a control task with greedy actions."""
 
     env: EnvBase
-    """Of batch size [B]; nothing else steps it."""
+    """Env of batch size [B], used by this validator only."""
     policy: nn.Module
-    """On the observation; should draw nothing."""
+    """Maps observations to actions, deterministically."""
     device: torch.device
-    """Where it computes."""
+    """Device of the policy."""
     seed: int
-    """Of the first env; the others have those that follow."""
+    """Seed of the first env; the others use the following seeds."""
     max_episode_frames: int
-    """A longer episode counts as far as it came."""
+    """Frames after which an episode is cut off."""
 
     def validate(self, step: int, is_stopped: Callable[[], bool]) -> Validation:
-        """`reward`, the mean over episodes of the sum of rewards, and `length`, their mean number of frames."""
+        """Return `reward`, the mean sum of rewards per episode, and `length`, the mean frames per episode."""
         env, act = self.env, as_policy(self.policy, self.env, self.device)
         root, next_, actions = env.new_frame(), env.new_frame(), env.new_actions()
         observation = {key: torch.from_numpy(array) for key, array in root.observation.items()}

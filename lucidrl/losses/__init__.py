@@ -1,1 +1,1 @@
-"""Losses: the protocol that policy workers call, how metrics are reduced, and one module per family."""
+"""Losses: the protocol that policy workers call, metric reductions, and one module per family."""

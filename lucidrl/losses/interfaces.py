@@ -1,4 +1,4 @@
-"""The loss protocol: what a policy worker gives a loss function, and what it gets back.
+"""The loss protocol between policy workers and loss functions.
 
 Shapes: B rows, T tokens, V vocabulary; N frames. Position i of a [B, T] log-probability tensor belongs to token i of
 `input_ids`; position 0 has no prediction and holds 0.
@@ -28,12 +28,12 @@ class LossType(StrEnum):
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What the model computed for one micro-batch; only what the loss declared in `needs` is set."""
+    """Model outputs of one micro-batch; only those in the loss's `needs` are set."""
 
     logprobs: torch.Tensor | None = None
-    """[B, T] log-probability of each token given those before it, at the policy's temperature."""
+    """[B, T] log-probability of each token given the previous ones, at the policy's temperature."""
     entropy: torch.Tensor | None = None
-    """[B, T] entropy of the distribution each token was drawn from."""
+    """[B, T] entropy of the distribution that each token was sampled from."""
     values: torch.Tensor | None = None
     """[B, T] value estimates (models with the critic role)."""
     logits: torch.Tensor | None = None
@@ -42,11 +42,11 @@ class TokenOutputs:
 
 @runtime_checkable
 class LossFunction(Protocol):
-    """A differentiable objective.
+    """A differentiable loss.
 
-    The result must be the micro-batch's share of the global loss: divide by the global counts given, never by
-    the size of the micro-batch, and it will not depend on micro-batch size, packing or the number of ranks.
-    A loss whose `needs` is exactly {"logits"} receives the bare [B, T, V] tensor instead of `TokenOutputs`.
+    It returns the micro-batch's share of the global loss: divide by the global counts, not by the micro-batch's, so
+    that the result does not depend on micro-batch size, packing or the number of ranks. A loss whose `needs` is exactly
+    {"logits"} receives the bare [B, T, V] tensor instead of `TokenOutputs`.
     """
 
     loss_type: LossType
@@ -62,14 +62,14 @@ class LossFunction(Protocol):
 
 
 def valid_token_mask(data: Mapping[str, Any]) -> torch.Tensor:
-    """The tokens that count, as [B, T] bool: losses mask by this, and workers count global tokens by it.
+    """Return the tokens that count in the loss, as [B, T] bool.
 
     A token counts where `token_mask` and the row's `sample_mask` are not 0, except at position 0, which has no
     prediction.
     """
     for name in ("token_mask", "sample_mask"):
         if name not in data:
-            raise DataError(f"the batch has no column {name!r}; add it when the batch is assembled")
+            raise DataError(f"the batch has no column {name!r}; add it to the batch")
     mask_BT = data["token_mask"].bool() & data["sample_mask"].bool()[:, None]
     mask_BT[:, 0] = False
     return mask_BT
@@ -77,20 +77,20 @@ def valid_token_mask(data: Mapping[str, Any]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Frames:
-    """Frames to learn from, in any order."""
+    """Frames to train on, in any order."""
 
     observations: torch.Tensor
     """[N, ...]"""
     latent_actions: torch.Tensor
-    """[N, ...], what the policy drew; see `ActionHead`."""
+    """[N, ...], as the policy sampled them; see `ActionHead`."""
     logprobs: torch.Tensor
-    """[N], of these under the policy that drew them."""
+    """[N], log-probabilities of the actions under the policy that sampled them."""
     values: torch.Tensor
-    """[N], of the observations, by the critic as it was then."""
+    """[N], values of the observations before the update."""
     advantages: torch.Tensor
     """[N]"""
     value_targets: torch.Tensor
-    """[N], what the critic should have said."""
+    """[N], targets of the critic."""
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -101,19 +101,19 @@ class Frames:
 
 @dataclass(frozen=True)
 class FrameOutputs:
-    """What policy and critic say of frames, with gradients."""
+    """Outputs of policy and critic for frames, with gradients."""
 
     logprobs: torch.Tensor
-    """[N], of the actions that were taken."""
+    """[N], log-probabilities of the actions."""
     entropy: torch.Tensor
-    """[N], of the distribution they would be drawn from now."""
+    """[N], entropies of the current action distributions."""
     values: torch.Tensor
-    """[N], of the observations."""
+    """[N], values of the observations."""
 
 
 @dataclass(frozen=True)
 class FrameLosses:
-    """The objectives of both roles over some frames, each a mean over them, and what else was measured."""
+    """Mean losses of policy and critic over some frames, with metrics."""
 
     policy: torch.Tensor
     critic: torch.Tensor
@@ -122,6 +122,6 @@ class FrameLosses:
 
 
 class FrameLoss(Protocol):
-    """An objective for policy and critic."""
+    """A loss for policy and critic."""
 
     def __call__(self, outputs: FrameOutputs, frames: Frames) -> FrameLosses: ...

@@ -1,7 +1,7 @@
-"""Reading token columns under a mask, and reducing them: what losses have in common.
+"""Masked token columns and their reductions, shared by all losses.
 
-Shapes: B rows, T tokens. Whatever stands at a masked position (padding, garbage, NaN) is replaced by 0 before any
-arithmetic: multiplying it away afterwards would keep NaN in the value and in the gradient.
+Shapes: B rows, T tokens. Masked positions become 0 before any arithmetic: multiplying by the mask afterwards would keep
+NaN in values and gradients.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from lucidrl.losses.interfaces import LossType, TokenOutputs
 from lucidrl.losses.reductions import Max, Mean, Min
 
 PROVIDERS: dict[str, str] = {
-    "advantages": "compute_advantages makes them from the rewards",
-    "prev_logprobs": "the policy's get_logprobs makes them before the first update (on_policy=True needs none)",
+    "advantages": "compute_advantages returns them",
+    "prev_logprobs": "the policy's get_logprobs returns them before the first update (on_policy=True: none)",
     "generation_logprobs": "the generator returns them as `logprobs` with its samples",
-    "reference_policy_logprobs": "the policy's get_reference_policy_logprobs makes them (kl_coefficient=0 skips them)",
+    "reference_policy_logprobs": "the policy's get_reference_policy_logprobs returns them (kl_coefficient=0: none)",
 }
 
 
 def token_column(
     data: Mapping[str, Any], name: str, mask_BT: torch.Tensor, *, per_row_allowed: bool = False
 ) -> torch.Tensor:
-    """Column `name` as [B, T], 0 where masked.
+    """Return column `name` as [B, T], 0 where masked.
 
     Args:
-        per_row_allowed: also take a [B] column, whose value then holds for every token of the row.
+        per_row_allowed: also accept a [B] column and broadcast it over the tokens.
 
     Raises:
-        DataError: the column is missing or has another shape; missing columns are never taken for zeros.
+        DataError: the column is missing or has another shape.
     """
     if name not in data:
         raise DataError(f"the batch has no column {name!r}, which the loss reads; {PROVIDERS[name]}")
@@ -45,10 +45,10 @@ def token_column(
 def token_output(
     outputs: TokenOutputs | torch.Tensor, name: Literal["logprobs", "entropy", "values"], mask_BT: torch.Tensor
 ) -> torch.Tensor:
-    """What the model computed under `name` as [B, T], 0 (with gradient 0) where masked."""
+    """Return the model output `name` as [B, T], 0 (with gradient 0) where masked."""
     value = getattr(outputs, name, None)
     if value is None:
-        raise DataError(f"the model outputs hold no {name}; compute all that the loss declares in its `needs`")
+        raise DataError(f"the model outputs hold no {name}; add {name} to the `needs` of the loss")
     return _filled(value, name, mask_BT)
 
 
@@ -56,7 +56,7 @@ def _filled(tensor: torch.Tensor, description: str, mask_BT: torch.Tensor) -> to
     if tensor.shape != mask_BT.shape:
         raise DataError(
             f"{description} has shape {list(tensor.shape)} but token_mask has {list(mask_BT.shape)}; "
-            "token data needs one value for each token of input_ids"
+            "token data needs one value per token of input_ids"
         )
     return tensor.masked_fill(~mask_BT, 0)
 
@@ -68,10 +68,10 @@ def global_mean_share(
     global_valid_seqs: torch.Tensor,
     global_valid_toks: torch.Tensor,
 ) -> torch.Tensor:
-    """This micro-batch's share of a mean over the global batch; the shares of all micro-batches add up to the mean.
+    """Return this micro-batch's share of a mean over the global batch; all shares add up to the mean.
 
-    Token level is the mean over valid tokens; sequence level the mean over valid sequences of the mean over each
-    one's valid tokens (0 for a sequence without any).
+    Token level is the mean over valid tokens; sequence level is the mean over valid sequences of their means over valid
+    tokens (0 for a sequence without any).
     """
     values_BT = values_BT.masked_fill(~mask_BT, 0)
     if loss_type is LossType.TOKEN_LEVEL:

@@ -1,19 +1,27 @@
-"""The clipped policy gradient over tokens: the objective of PPO, GRPO and their relatives for language models.
+"""The clipped policy gradient: over tokens for GRPO and related algorithms, over frames for PPO.
 
-Shapes: B rows, T tokens. The loss returns the micro-batch's share of the global loss, with metrics that carry their
-reduction, so that neither depends on how the batch was cut.
+Shapes: B rows, T tokens; N frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
 from lucidrl.losses.config import ClippedPGConfig
-from lucidrl.losses.interfaces import LossType, Need, TokenOutputs, valid_token_mask
+from lucidrl.losses.interfaces import (
+    FrameLosses,
+    FrameOutputs,
+    Frames,
+    LossType,
+    Need,
+    TokenOutputs,
+    valid_token_mask,
+)
 from lucidrl.losses.masked import (
     global_mean_share,
     row_means,
@@ -23,26 +31,51 @@ from lucidrl.losses.masked import (
     token_min,
     token_output,
 )
-from lucidrl.losses.ratios import KL_ESTIMATORS, bounded_exp
 from lucidrl.losses.reductions import Max, Mean, Metrics, Min, Sum
+
+MAX_LOG_RATIO = 20.0
+"""Log ratios are clamped to ± this before `exp`; exp(20) = 5e8 is far from the limits of float32."""
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp of a log ratio clamped to ± MAX_LOG_RATIO."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _k1(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio
+
+
+def _k2(log_ratio: torch.Tensor) -> torch.Tensor:
+    return 0.5 * log_ratio.square()
+
+
+def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    # Beyond MAX_LOG_RATIO, k3 continues along its tangent: a clamp would leave no gradient where it is needed most.
+    bounded = (-log_ratio).clamp(max=MAX_LOG_RATIO)
+    beyond = (-log_ratio - MAX_LOG_RATIO).clamp(min=0)
+    return torch.expm1(bounded) - bounded + math.expm1(MAX_LOG_RATIO) * beyond
+
+
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3}
+"""Per-token estimators of KL(policy ‖ reference) from log(policy / reference) of sampled tokens."""
 
 
 class ClippedPGLoss:
     """Clipped policy gradient with optional KL penalty, entropy bonus and correction for the generator's mismatch.
 
-    With r = exp(logprobs - prev_logprobs), A the advantage and w the detached importance weight (1 if not asked for),
+    With r = exp(logprobs - prev_logprobs), A the advantage and w the detached importance weight (1 without correction),
 
         loss = mean(w * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coefficient * kl
                     - entropy_coefficient * entropy)
 
-    where, for A < 0, `dual_clip` bounds the maximum at -A dual_clip.
-    Reads `advantages` ([B, T], or [B] for whole rows) and, only where the config calls for them, `prev_logprobs`,
-    `reference_policy_logprobs` and `generation_logprobs`; the last also serve the mismatch metrics when present.
+    where, for A < 0, `dual_clip` bounds the maximum at -A dual_clip. Reads `advantages` ([B, T], or [B] for whole rows)
+    and, if the config needs them, `prev_logprobs`, `reference_policy_logprobs` and `generation_logprobs`; the last are
+    also read for the mismatch metrics if present.
     """
 
     def __init__(self, config: ClippedPGConfig, on_policy: bool = False) -> None:
-        """With `on_policy`, the batch serves exactly one update: the current log-probabilities stand for
-        `prev_logprobs`, which are not read then."""
+        """`on_policy`: the batch serves one update only, so the current log-probabilities replace `prev_logprobs`."""
         self.config = config
         self.on_policy = on_policy
         self.loss_type = LossType.SEQUENCE_LEVEL if config.normalization == "sequence" else LossType.TOKEN_LEVEL
@@ -89,7 +122,7 @@ class ClippedPGLoss:
     def _surrogate(
         self, log_ratio_BT: torch.Tensor, data: Mapping[str, Any], mask_BT: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Sum | Mean | Min | Max]]:
-        """The clipped objective of each token, to be minimised."""
+        """Return the clipped loss of each token, with metrics."""
         config = self.config
         advantages_BT = token_column(data, "advantages", mask_BT, per_row_allowed=True)
         if config.ratio_level == "sequence":
@@ -101,7 +134,7 @@ class ClippedPGLoss:
             "ratio/mean": token_mean(ratio_BT, mask_BT),
             "ratio/min": token_min(ratio_BT, mask_BT),
             "ratio/max": token_max(ratio_BT, mask_BT),
-            # Only tokens whose gradient the clip took away: a bad token above `high` is still pushed down.
+            # Only tokens without gradient: above `high`, a token with negative advantage still has one.
             "clip_fraction/low": token_mean((advantages_BT < 0) & (ratio_BT < low), mask_BT),
             "clip_fraction/high": token_mean((advantages_BT > 0) & (ratio_BT > high), mask_BT),
         }
@@ -114,7 +147,7 @@ class ClippedPGLoss:
     def _importance_weight(
         self, prev_BT: torch.Tensor, data: Mapping[str, Any], mask_BT: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Sum | Mean | Min | Max]]:
-        """Weight of each token for the generator's mismatch (without gradient), and how large the mismatch is."""
+        """Return the importance weight of each token (without gradient), and metrics of the generator's mismatch."""
         correction, cap = self.config.importance_correction, self.config.importance_cap
         if correction == "none" and "generation_logprobs" not in data:
             return torch.ones_like(prev_BT), {}
@@ -133,3 +166,34 @@ class ClippedPGLoss:
         weight_BT = weight_BT.masked_fill(over_BT, cap if correction == "truncate" else 0.0)
         metrics["importance/mean_weight"] = token_mean(weight_BT, mask_BT)
         return weight_BT, metrics
+
+
+class ClippedFrameLoss:
+    """The clipped loss of PPO. With r = exp(logprobs - those of the policy that acted) and A the advantage,
+
+        policy loss = mean(max(-A r, -A clip(r, 1 - clip, 1 + clip))) - entropy_coefficient * mean(entropy)
+        critic loss = mean((value - value target)²) / 2
+
+    Both are plain means, so minibatches of equal size average to the loss of the batch.
+    """
+
+    def __init__(self, clip: float, entropy_coefficient: float):
+        self._clip, self._entropy_coefficient = clip, entropy_coefficient
+
+    def __call__(self, outputs: FrameOutputs, frames: Frames) -> FrameLosses:
+        log_ratio_N = outputs.logprobs - frames.logprobs
+        ratio_N = bounded_exp(log_ratio_N)
+        clipped_N = ratio_N.clamp(1 - self._clip, 1 + self._clip)
+        loss_policy = torch.maximum(-frames.advantages * ratio_N, -frames.advantages * clipped_N).mean()
+        loss_value = 0.5 * (outputs.values - frames.value_targets).square().mean()
+        entropy = outputs.entropy.mean()
+        with torch.no_grad():
+            metrics = {
+                "loss_policy": loss_policy.detach(),
+                "loss_value": loss_value.detach(),
+                "entropy": entropy.detach(),
+                # r - 1 - log r is never negative and has less variance than -log r.
+                "approx_kl": (ratio_N - 1 - log_ratio_N).mean(),
+                "clip_fraction": (ratio_N != clipped_N).to(ratio_N.dtype).mean(),
+            }
+        return FrameLosses(loss_policy - self._entropy_coefficient * entropy, loss_value, metrics)

@@ -1,9 +1,9 @@
-"""Metrics carry their reduction: how the values of micro-batches and ranks become one number."""
+"""Metrics that carry their reduction over micro-batches and ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Sum:
-    """A metric added up over micro-batches and ranks, such as a share of a globally normalised loss."""
+    """A metric summed over micro-batches and ranks, such as a share of a globally normalised loss."""
 
     value: float | torch.Tensor
 
@@ -27,26 +27,28 @@ class Mean:
 
 @dataclass(frozen=True)
 class Min:
-    """A metric of which the smallest value counts; a part with nothing to measure says +inf."""
+    """A metric reduced to its minimum; +inf in a micro-batch without values."""
 
     value: float | torch.Tensor
 
 
 @dataclass(frozen=True)
 class Max:
-    """A metric of which the largest value counts; a part with nothing to measure says -inf."""
+    """A metric reduced to its maximum; -inf in a micro-batch without values."""
 
     value: float | torch.Tensor
 
 
+EMPTY = {Min: math.inf, Max: -math.inf}
+"""Value of a micro-batch without values."""
 Metrics = Mapping[str, float | torch.Tensor | Sum | Mean | Min | Max]
 
 
 def reduce_metrics(parts: Iterable[tuple[Metrics, float]]) -> dict[str, float]:
-    """Reduce micro-batch metrics to one number each; NaN where no part measured anything, or where one is NaN.
+    """Reduce micro-batch metrics to one number each; NaN if there are no values, or if one is NaN.
 
     Args:
-        parts: (metrics of a micro-batch, number of its valid samples); a bare number is averaged with that weight.
+        parts: (metrics of a micro-batch, number of its valid samples); bare numbers are averaged with that weight.
     """
     columns: dict[str, list[Any]] = {}
     for metrics, num_valid_samples in parts:
@@ -59,24 +61,17 @@ def reduce_metrics(parts: Iterable[tuple[Metrics, float]]) -> dict[str, float]:
 def _reduce(name: str, column: list[Any]) -> float:
     kind = type(column[0])
     if any(type(metric) is not kind for metric in column):
-        raise TypeError(
-            f"metric {name!r} is declared with different reductions in one step; use one of them throughout"
-        )
+        raise TypeError(f"metric {name!r} has different reductions in one step; use the same one everywhere")
     values = [float(metric.value) for metric in column]
     if kind is Sum:
         return sum(values)
-    if kind is Min:
-        return _extreme(values, math.inf, min)
-    if kind is Max:
-        return _extreme(values, -math.inf, max)
+    if kind in EMPTY:
+        # torch propagates NaN; min() and max() may lose it.
+        extreme = torch.tensor(values, dtype=torch.float64).aminmax()
+        result = float(extreme.min if kind is Min else extreme.max)
+        return math.nan if result == EMPTY[kind] else result
     weights = [float(metric.weight) for metric in column]
     total = sum(weights)
-    # A part without weight says nothing, and its value may be 0/0.
+    # The value of a part with weight 0 may be 0/0.
     weighted = (value * weight for value, weight in zip(values, weights, strict=True) if weight)
     return sum(weighted) / total if total else float("nan")
-
-
-def _extreme(values: list[float], nothing: float, pick: Callable[[list[float]], float]) -> float:
-    # min() and max() keep or lose a NaN depending on its place in the list.
-    result = math.nan if any(map(math.isnan, values)) else pick(values)
-    return math.nan if result == nothing else result

@@ -1,1 +1,1 @@
-"""Recipes: whole runs, from configuration to wired parts."""
+"""Recipes: whole runs, from settings to a trained model in a run folder."""

@@ -1,115 +1,136 @@
-"""Configuration of whole runs, and the arithmetic that must hold between their parts."""
+"""Settings of whole runs, and the batch arithmetic between their parts."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from importlib.resources import files
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, PrivateAttr, model_validator
 
-from lucidrl.algorithms.config import GRPOConfig, SFTConfig, ValidationConfig
+from lucidrl.algorithms.config import (
+    ControlValidationConfig,
+    GRPOConfig,
+    PPOConfig,
+    SFTConfig,
+    ValidationConfig,
+    ValidationSchedule,
+)
 from lucidrl.checkpoint.config import CheckpointConfig
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.errors import ConfigError
-from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
+from lucidrl.models.policy.config import EMBEDDED_MODELS, DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from lucidrl.recipes.profile import ProfileConfig
 from lucidrl.recipes.tracking import TextTrackingConfig, TrackingConfig
 from lucidrl.utils.config import Config, dump_yaml
 from lucidrl.utils.nsys import DRIVER, GENERATION, POLICY, worker_name
 
 NumThreads = Annotated[int, Field(ge=1, le=1024)]
-"""More threads than any machine has cores for are a mistake, and may be more than the system lets a process have."""
-
-PRESETS = Path(str(files("lucidrl.recipes").joinpath("presets")))
+"""The upper bound catches typos: no machine has more cores."""
 
 
 class RunConfig(Config):
-    """Where a run writes."""
+    """Where a run writes its files."""
 
     root: Path = Path("runs")
-    """Folder of all runs."""
+    """Parent folder of all runs."""
     name: str | None = None
-    """Folder of this run below `root`; by default the next free `exp_NNN` below `root/<algorithm>`."""
+    """Folder of this run below `root`; default: the next free `exp_NNN` below `root/<algorithm>`."""
 
 
 class SFTCheckpointConfig(CheckpointConfig):
-    """When checkpoints are written; the best one has the lowest held-out loss."""
+    """Checkpoints of supervised fine-tuning; the best one has the lowest held-out loss."""
 
     metric: str | None = "loss"
-    """Validation metric whose best checkpoint is kept as well."""
+    """Validation metric that selects the best checkpoint, which is kept too; null keeps none."""
     mode: Literal["max", "min"] = "min"
-    """Whether more or less of it is better."""
+    """Whether a higher or a lower value of the metric is better."""
 
 
 Arithmetic = list[tuple[str, Any, str]]
-"""Rows of (quantity, value, where it comes from)."""
+"""Rows of (quantity, value, settings that it comes from)."""
 
 
 class BaseRunConfig(Config, ABC):
-    """What every run has."""
+    """Settings of every run, and the facts about its algorithm that the command line uses."""
+
+    algorithm: ClassVar[str]
+    """Name of the command and of the algorithm's section of settings."""
+    run_class: ClassVar[str]
+    """Dotted path of its `TrainingRun`; imported at use, because the imports take seconds."""
+    validated_on: ClassVar[str] = "held-out"
+    """Label of validation results."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Decides the order of prompts, every random draw, and the weights of an untrained model."""
+    """Seed of the prompt order, of all sampling, and of the weights of an untrained model."""
     num_threads: NumThreads | None = None
-    """CPU threads of the computation; by default torch decides. Results depend on it in the last bits."""
+    """CPU threads of torch in this process; default: torch decides. Results depend on it in the last bits."""
     run: RunConfig = RunConfig()
-    """Where the run writes."""
+    """Where the run writes its files."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Checkpoints."""
+    """When checkpoints are written and which are kept."""
     tracking: TrackingConfig = TrackingConfig()
-    """Records."""
+    """Metrics, samples and trackers."""
+    validation: ValidationSchedule = ValidationSchedule()
+    """When the policy is validated."""
     profile: ProfileConfig = ProfileConfig()
-    """Traces of some steps."""
+    """Which steps are profiled."""
     _references: dict[str, Any] | None = PrivateAttr(default=None)
-    """Texts with references to environment variables, in the place of the settings that have their values."""
+    """Settings that refer to environment variables, as they were written."""
 
     def with_references(self, references: dict[str, Any] | None) -> Self:
-        """The same settings, which `to_yaml` writes with these texts in place of their values."""
+        """Return a copy whose `to_yaml` writes these references instead of their values."""
         copy = self.model_copy()
         copy._references = references
         return copy
 
     def to_yaml(self) -> str:
-        """All settings; loading that text again gives equal ones."""
+        """Return all settings as YAML; loading it gives an equal config."""
         return dump_yaml(self, self._references)
 
     @property
     def worker_names(self) -> list[str]:
-        """What profiling calls those who work on the run."""
+        """Names of the run's processes in profiles."""
         return [worker_name(POLICY, 0), DRIVER]
 
+    @classmethod
+    def default_preset(cls, overrides: Mapping[str, str]) -> str | None:
+        """Return the preset for a run without --preset and --config; `overrides` maps keys to unparsed values."""
+        return None
+
     @property
-    @abstractmethod
     def max_steps(self) -> int:
         """Training steps of the run."""
+        steps: int = getattr(self, self.algorithm).max_steps
+        return steps
 
     @property
     @abstractmethod
     def title(self) -> str:
-        """What is trained on what."""
+        """Model and data of the run, for people."""
 
     @abstractmethod
     def arithmetic(self) -> Arithmetic:
-        """The resolved batch arithmetic."""
+        """Return the batch sizes and where they come from."""
 
 
 class TextRunConfig(BaseRunConfig):
-    """What every run of a language model has."""
+    """Settings of every run of a language model."""
 
     policy: PolicyConfig = PolicyConfig()
-    """The model that is trained."""
+    """The model to train."""
     cluster: ClusterConfig = ClusterConfig()
-    """The processes that share the work."""
+    """Worker processes and the Ray cluster."""
     env: EnvConfig = EnvConfig()
-    """The environment that judges answers."""
+    """The environment: prompts and rewards."""
     validation: ValidationConfig = ValidationConfig()
-    """Held-out problems."""
+    """Validation on held-out prompts."""
     tracking: TextTrackingConfig = TextTrackingConfig()
-    """Records."""
+    """Metrics, samples and trackers."""
 
     @property
     def worker_names(self) -> list[str]:
@@ -121,173 +142,208 @@ class TextRunConfig(BaseRunConfig):
             DRIVER,
         ]
 
-    @property
     @abstractmethod
+    def _row_factors(self) -> Arithmetic:
+        """Return the settings whose product is the number of rows per step."""
+
+    @property
     def rows_per_step(self) -> int:
-        """Conversations that a step trains on."""
+        """Samples that a step trains on."""
+        return math.prod(value for _, value, _ in self._row_factors())
 
     @property
     def title(self) -> str:
         return f"{self.policy.model_name} on {self.env.name}"
 
-    def arithmetic(self) -> Arithmetic:
-        policy, rows = self.policy, self.rows_per_step
-        global_batch = policy.train_global_batch_size or rows
-        return [
-            *self._rows(),
-            ("rows an optimizer step", global_batch, "policy.train_global_batch_size"),
-            ("optimizer steps a step", rows // global_batch, "rows a step / rows an optimizer step"),
-            self._micro_batch(),
-            *self._ranks(),
-        ]
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps per step."""
+        return self.rows_per_step // (self.policy.train_global_batch_size or self.rows_per_step)
 
-    @abstractmethod
-    def _rows(self) -> Arithmetic:
-        """Where the rows of a step come from."""
-
-    def _micro_batch(self) -> tuple[str, Any, str]:
-        policy = self.policy
-        for name, batching in (
-            ("sequence_packing", policy.sequence_packing),
-            ("dynamic_batching", policy.dynamic_batching),
-        ):
+    @property
+    def token_batching(self) -> tuple[str, SequencePackingConfig | DynamicBatchingConfig] | None:
+        """The enabled batching by tokens, after its key; None if micro-batches have a fixed number of rows."""
+        for name in ("sequence_packing", "dynamic_batching"):
+            batching = getattr(self.policy, name)
             if batching.enabled:
-                budget = f"up to {batching.train_mb_tokens}"
-                return "tokens a micro-batch", budget, f"policy.{name}.train_mb_tokens"
-        return "rows a micro-batch", str(policy.train_micro_batch_size), "policy.train_micro_batch_size"
+                return f"policy.{name}", batching
+        return None
 
-    def _ranks(self) -> Arithmetic:
-        ranks = self.cluster.num_workers
-        if ranks == 1:
-            return []
-        parallel = self.policy.dtensor_cfg
-        shared = parallel.context_parallel_size * parallel.tensor_parallel_size
-        return [
-            ("ranks", ranks, "cluster.num_workers"),
-            ("ranks with rows of their own", ranks // shared, "ranks / (context x tensor parallel)"),
+    def arithmetic(self) -> Arithmetic:
+        policy, ranks = self.policy, self.cluster.num_workers
+        rows = self.rows_per_step // self.updates_per_step
+        table = [
+            *self._row_factors(),
+            ("rows per step", self.rows_per_step, "product of the above"),
+            ("rows per optimizer step", rows, "policy.train_global_batch_size"),
+            ("optimizer steps per step", self.updates_per_step, "rows per step / rows per optimizer step"),
         ]
+        if self.token_batching is None:
+            table.append(("rows per micro-batch", policy.train_micro_batch_size, "policy.train_micro_batch_size"))
+        else:
+            name, batching = self.token_batching
+            table.append(("tokens per micro-batch", f"up to {batching.train_mb_tokens}", f"{name}.train_mb_tokens"))
+        if ranks > 1:
+            shared = policy.dtensor_cfg.context_parallel_size * policy.dtensor_cfg.tensor_parallel_size
+            table.append(("ranks", ranks, "cluster.num_workers"))
+            table.append(("data-parallel ranks", ranks // shared, "ranks / (context x tensor parallel size)"))
+        return table
+
+    @model_validator(mode="after")
+    def _rows_divide(self) -> Self:
+        rows, global_batch = self.rows_per_step, self.policy.train_global_batch_size
+        if global_batch is not None and rows % global_batch:
+            factors = " x ".join(f"{setting}={value}" for _, value, setting in self._row_factors())
+            raise ValueError(
+                f"{rows} rows per step ({factors}) do not split into "
+                f"policy.train_global_batch_size={global_batch}; make the rows a multiple of it, or leave it unset for "
+                "one optimizer step per step"
+            )
+        return self
 
 
 class GRPORunConfig(TextRunConfig):
     """`lucidrl grpo`"""
 
+    algorithm = "grpo"
+    run_class = "lucidrl.recipes.language.GRPORun"
     grpo: GRPOConfig = GRPOConfig()
     """The algorithm."""
     collector: TextCollectorConfig = TextCollectorConfig()
-    """How many conversations make a step."""
+    """How many samples a step collects."""
 
-    @property
-    def max_steps(self) -> int:
-        return self.grpo.max_steps
-
-    @property
-    def rows_per_step(self) -> int:
-        return self.collector.prompts_per_step * self.collector.samples_per_prompt
-
-    @property
-    def updates_per_step(self) -> int:
-        return self.rows_per_step // (self.policy.train_global_batch_size or self.rows_per_step)
+    @classmethod
+    def default_preset(cls, overrides: Mapping[str, str]) -> str:
+        """`demo` is tuned for the embedded model, `chat` (with a lower learning rate) for any other."""
+        return "demo" if overrides.get("policy.model_name", "embedded") in EMBEDDED_MODELS else "chat"
 
     @model_validator(mode="after")
     def _can_generate(self) -> GRPORunConfig:
         if self.policy.dtensor_cfg.sequence_parallel and self.policy.generation.placement == "policy":
             raise ValueError(
-                "policy.dtensor_cfg.sequence_parallel=true shares the tokens of rows, but generation adds single ones; "
-                "turn it off, or set policy.generation.placement=separate"
+                "policy.dtensor_cfg.sequence_parallel=true splits rows by tokens, but generation adds one token at a "
+                "time; turn it off, or set policy.generation.placement=separate"
             )
         return self
 
-    @model_validator(mode="after")
-    def _rows_divide(self) -> GRPORunConfig:
-        collector = self.collector
-        _check_divides(
-            self.rows_per_step,
-            self.policy.train_global_batch_size,
-            f"collector.prompts_per_step={collector.prompts_per_step} x "
-            f"collector.samples_per_prompt={collector.samples_per_prompt} = {self.rows_per_step} rows",
-        )
-        return self
-
-    def _rows(self) -> Arithmetic:
+    def _row_factors(self) -> Arithmetic:
         return [
-            ("prompts a step", self.collector.prompts_per_step, "collector.prompts_per_step"),
-            ("samples a prompt", self.collector.samples_per_prompt, "collector.samples_per_prompt"),
-            ("rows a step", self.rows_per_step, "prompts x samples"),
+            ("prompts per step", self.collector.prompts_per_step, "collector.prompts_per_step"),
+            ("samples per prompt", self.collector.samples_per_prompt, "collector.samples_per_prompt"),
         ]
 
 
 class SFTDataConfig(Config):
-    """Where the conversations come from."""
+    """Where the examples come from."""
 
     file: Path | None = None
-    """JSONL with {"messages": [...]} ending in an assistant message; by default the environment's prompts, each
-    answered with the `answer` of its info."""
+    """JSONL file; each line is {"messages": [...]} that ends with an assistant message, or {"prompt": "...",
+    "completion": "..."}. Default: the environment's prompts, each completed with the `answer` of its info."""
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of a file's conversations held out from training."""
+    """Fraction of the file's examples held out for validation."""
     num_examples: PositiveInt | None = None
-    """Learn from this many of the training conversations only, the same ones in every run; by default from all."""
+    """Train on this many examples only, the same ones in every run; default: on all."""
 
 
 class SFTRunConfig(TextRunConfig):
     """`lucidrl sft`"""
 
+    algorithm = "sft"
+    run_class = "lucidrl.recipes.language.SFTRun"
     checkpoint: SFTCheckpointConfig = SFTCheckpointConfig()
-    """Checkpoints."""
+    """When checkpoints are written and which are kept."""
     sft: SFTConfig = SFTConfig()
     """The algorithm."""
     data: SFTDataConfig = SFTDataConfig()
-    """Conversations to learn from."""
-
-    @property
-    def max_steps(self) -> int:
-        return self.sft.max_steps
+    """Examples to train on."""
 
     @property
     def title(self) -> str:
         return f"{self.policy.model_name} on {self.data.file or self.env.name}"
 
-    @property
-    def rows_per_step(self) -> int:
-        return self.sft.examples_per_step
-
     @model_validator(mode="after")
-    def _rows_divide(self) -> SFTRunConfig:
-        rows = self.rows_per_step
-        _check_divides(rows, self.policy.train_global_batch_size, f"sft.examples_per_step={rows} rows")
-        return self
-
-    @model_validator(mode="after")
-    def _file_asks_nobody(self) -> SFTRunConfig:
+    def _file_needs_no_generation(self) -> SFTRunConfig:
         generation, num_workers = self.policy.generation, self.env.num_workers
         unused = [f"env.num_workers={num_workers}"] if num_workers > 1 else []
         if generation.placement == "separate":
             unused.append("policy.generation.placement=separate")
         if self.data.file is not None and unused:
             raise ValueError(
-                f"{' and '.join(unused)} would start processes for answers, but a run that learns from "
-                f"data.file={self.data.file} has none given and none judged; leave out either of them"
+                f"{' and '.join(unused)} would start workers that generate or score completions, but a run on "
+                f"data.file={self.data.file} needs none; remove one of the two"
             )
         return self
 
-    def _rows(self) -> Arithmetic:
-        return [("rows a step", self.rows_per_step, "sft.examples_per_step")]
+    def _row_factors(self) -> Arithmetic:
+        return [("examples per step", self.sft.examples_per_step, "sft.examples_per_step")]
 
 
-def _check_divides(rows: int, global_batch: int | None, what: str) -> None:
-    if global_batch is not None and rows % global_batch:
-        raise ValueError(
-            f"{what} do not split into policy.train_global_batch_size={global_batch}; "
-            "make the rows of a step a multiple of it, or leave it unset for one optimizer step a step"
-        )
+class ControlEnvConfig(Config):
+    """The task."""
+
+    name: str = "CartPole-v1"
+    """Id of a gymnasium environment; `module:Id` first imports the module that registers it."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of `gymnasium.make`."""
+    num_envs: PositiveInt = 8
+    """Environments stepped together in this process, one after the other."""
 
 
-def preset_path(name: str) -> Path:
-    """The file of a preset.
+class FrameCollectorConfig(Config):
+    """How many frames a step collects."""
 
-    Raises:
-        ConfigError: listing the presets there are.
-    """
-    known = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
-    if name not in known:
-        raise ConfigError(f"there is no preset {name!r}; the presets are {', '.join(known)}")
-    return known[name]
+    frames_per_batch: PositiveInt = 2048
+    """Frames per step, over all environments."""
+
+
+class PPORunConfig(BaseRunConfig):
+    """`lucidrl ppo`"""
+
+    algorithm = "ppo"
+    run_class = "lucidrl.recipes.control.PPORun"
+    validated_on = "greedy"
+    num_threads: NumThreads | None = 1
+    """CPU threads of torch; null lets torch decide. Small networks are fastest with one. Results depend on it in the
+    last bits."""
+    ppo: PPOConfig = PPOConfig()
+    """The algorithm."""
+    policy: ControlPolicyConfig = ControlPolicyConfig()
+    """The policy network."""
+    critic: CriticConfig = CriticConfig()
+    """The value network."""
+    env: ControlEnvConfig = ControlEnvConfig()
+    """The task."""
+    collector: FrameCollectorConfig = FrameCollectorConfig()
+    """How many frames a step collects."""
+    validation: ControlValidationConfig = ControlValidationConfig()
+    """Validation on episodes with greedy actions."""
+
+    @classmethod
+    def default_preset(cls, overrides: Mapping[str, str]) -> str | None:
+        """`cartpole` is for CartPole; another env starts from the defaults."""
+        return "cartpole" if overrides.get("env.name", "CartPole-v1") == "CartPole-v1" else None
+
+    @property
+    def title(self) -> str:
+        return f"policy and critic on {self.env.name}"
+
+    def arithmetic(self) -> Arithmetic:
+        frames, minibatch = self.collector.frames_per_batch, self.ppo.minibatch_frames
+        num_updates = self.ppo.num_epochs * frames // minibatch
+        return [
+            ("frames per step", frames, "collector.frames_per_batch"),
+            ("frames per env", frames // self.env.num_envs, "frames per step / env.num_envs"),
+            ("frames per optimizer step", minibatch, "ppo.minibatch_frames"),
+            ("optimizer steps per step", num_updates, "ppo.num_epochs x frames per step / ppo.minibatch_frames"),
+            ("frames per run", frames * self.ppo.max_steps, "frames per step x ppo.max_steps"),
+        ]
+
+    @model_validator(mode="after")
+    def _frames_divide(self) -> PPORunConfig:
+        frames = self.collector.frames_per_batch
+        for key, count in (("env.num_envs", self.env.num_envs), ("ppo.minibatch_frames", self.ppo.minibatch_frames)):
+            if frames % count:
+                raise ValueError(
+                    f"collector.frames_per_batch={frames} is not a multiple of {key}={count}; change one of them"
+                )
+        return self

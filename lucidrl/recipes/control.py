@@ -1,26 +1,22 @@
-"""Runs of control policies: from settings to a loop with its parts, connected.
+"""Runs of control policies: create envs, networks, collector and algorithm from the settings.
 
-Envs are put back into the middle of an episode by playing it again: their state is beyond reach, but what led to it is
-not, the generator as it was before the reset and the actions since. An env that draws from its own generator only is
-then where it was, to the bit.
+A resume continues unfinished episodes by replay: it restores the env's random generator as of the last reset and
+repeats the actions since. An env that draws from its own generator only ends up in the same state, bit for bit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from rich.table import Table
 
-from lucidrl.algorithms.loop import Watcher
 from lucidrl.algorithms.ppo import PPO, EpisodeCounter
 from lucidrl.algorithms.validation import EpisodeValidator
 from lucidrl.collectors.single import Collector
@@ -28,11 +24,11 @@ from lucidrl.envs.base import EnvBase
 from lucidrl.envs.gym import GymEnv
 from lucidrl.envs.serial import SerialEnv
 from lucidrl.envs.specs import Bounded, OneHot, Unbounded
-from lucidrl.errors import CheckpointError, ConfigError
+from lucidrl.errors import ConfigError
 from lucidrl.models.control.interfaces import ActionSpace, ContinuousActions, DiscreteActions, ObservationSpace
 from lucidrl.models.control.policy import ControlPolicy
-from lucidrl.recipes.control_configs import ControlEnvConfig, PPORunConfig
-from lucidrl.recipes.parts import RunParts, check_run_can_start, checkpoint_on_disk
+from lucidrl.recipes.configs import ControlEnvConfig, PPORunConfig
+from lucidrl.recipes.training_run import RunParts, TrainingRun, check_run_can_start, checkpoint_on_disk
 from lucidrl.utils.imports import import_user_module
 from lucidrl.utils.random_state import seed_everything
 
@@ -42,80 +38,69 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VALIDATION_SEED = 1_000_000_007
-"""Of the first episode of every validation, whatever the seed of the run."""
+"""Seed of the first validation episode, in every run."""
 
 
-class PPORun:
-    """A run that `lucidrl.recipes.run` checks and starts; both use the same envs."""
-
-    def __init__(self, config: PPORunConfig) -> None:
-        self._config = config
+class PPORun(TrainingRun[PPORunConfig]):
+    """`lucidrl ppo`"""
 
     @cached_property
-    def _envs(self) -> tuple[EnvBase, EpisodeTapes]:
-        seed_everything(self._config.seed)  # their constructors may draw
-        return make_envs(self._config.env, self._config.env.num_envs)
+    def _envs(self) -> tuple[EnvBase, list[EpisodeTape]]:
+        seed_everything(self.config.seed)  # their constructors may draw random numbers
+        return make_envs(self.config.env, self.config.env.num_envs)
 
-    def preflight(self) -> ControlPreflight:
-        """Check run folder, trackers, envs, networks and optimizers.
+    @cached_property
+    def _spaces(self) -> tuple[ObservationSpace, ActionSpace]:
+        return spaces_of(self._envs[0], self.config.env.name)
 
-        Raises:
-            LucidError: for the first thing that would stop the run.
-        """
-        config = self._config
+    def preflight(self) -> Table:
+        """Check run folder, trackers, envs, networks and optimizers."""
+        config = self.config
         check_run_can_start(config)
-        observations, actions = spaces_of(self._envs[0], config.env.name)
+        observations, actions = self._spaces
         policy = ControlPolicy(observations, actions, config.policy, config.critic)
-        networks = {"policy": policy.network, "critic": policy.critic}
-        counts = {role: sum(p.numel() for p in network.parameters()) for role, network in networks.items()}
-        trained = [(counts["policy"], config.policy), (counts["critic"], config.critic)]
-        return ControlPreflight(observations, actions, counts, checkpoint_on_disk(config, *trained))
+        num_policy, num_critic = (sum(p.numel() for p in net.parameters()) for net in (policy.network, policy.critic))
+        table = Table("env and networks", "", box=None, pad_edge=False)
+        table.add_row("observation", f"{list(observations.shape)} numbers")
+        table.add_row("action", _described(actions))
+        table.add_row("parameters of the policy", f"{num_policy:,}")
+        table.add_row("parameters of the critic", f"{num_critic:,}")
+        networks = (num_policy, config.policy), (num_critic, config.critic)
+        table.add_row("checkpoint on disk", checkpoint_on_disk(config, *networks))
+        return table
 
-    @contextmanager
-    def loop(self, folder: Path, watcher: Watcher, resume: bool = False) -> Iterator[PPO]:
-        """The loop, ready to run; its parts end with the context."""
-        config = self._config
-        env, tapes = self._envs  # before the run is seeded: what envs draw when they are made changes nothing
-        with ExitStack() as stack:
-            parts = RunParts(config, folder, stack, watcher, resume)
-            policy = ControlPolicy(*spaces_of(env, config.env.name), config.policy, config.critic)
-            collector = Collector(
-                env,
-                policy.network,
-                frames_per_batch=config.collector.frames_per_batch,
-                policy_device=policy.device,
-                # Far from the seeds of other runs: envs take those that follow.
-                seed=int(np.random.SeedSequence(config.seed).generate_state(1)[0]),
-            )
-            ppo = PPO(
-                config=config.ppo,
-                loop=parts.loop(policy, config.validation, _validator(config, policy, stack)),
-                policy=policy,
-                collector=collector,
-                envs=tapes,
-                episodes=EpisodeCounter(config.env.num_envs),
-            )
-            parts.restore(policy, ppo)
-            yield ppo
+    def _prepare(self, stack: ExitStack) -> None:
+        _ = self._envs
 
-    def next_commands(self, folder: Path) -> list[list[str]]:
-        return []
+    def _build(self, parts: RunParts) -> PPO:
+        config, (env, tapes) = self.config, self._envs
+        policy = ControlPolicy(*self._spaces, config.policy, config.critic)
+        collector = Collector(
+            env,
+            policy.network,
+            frames_per_batch=config.collector.frames_per_batch,
+            policy_device=policy.device,
+            # Far from the seeds of other runs: the envs use consecutive seeds.
+            seed=int(np.random.SeedSequence(config.seed).generate_state(1)[0]),
+        )
+        return PPO(
+            config=config.ppo,
+            loop=parts.loop(policy, _validator(config, policy, parts.stack)),
+            policy=policy,
+            collector=collector,
+            envs=tapes,
+            episodes=EpisodeCounter(config.env.num_envs),
+        )
 
     def close(self) -> None:
         if "_envs" in vars(self):
             self._envs[0].close()
 
 
-def run_ppo(config: PPORunConfig, folder: Path, watcher: Watcher, resume: bool = False) -> int:
-    """Run PPO in a run folder; returns the last completed step."""
-    with closing(PPORun(config)) as run, run.loop(folder, watcher, resume) as loop:
-        return loop.run()
-
-
-def make_envs(config: ControlEnvConfig, num_envs: int) -> tuple[EnvBase, EpisodeTapes]:
-    """Envs that step together, and the tapes that put them back into the middle of their episodes."""
+def make_envs(config: ControlEnvConfig, num_envs: int) -> tuple[EnvBase, list[EpisodeTape]]:
+    """Return envs that step together, and the tapes that replay their episodes after a resume."""
     tapes = [EpisodeTape(_gymnasium_env(config)) for _ in range(num_envs)]
-    return SerialEnv(num_envs, [partial(GymEnv, tape.taped_env()) for tape in tapes]), EpisodeTapes(tapes)
+    return SerialEnv(num_envs, [partial(GymEnv, tape.taped_env()) for tape in tapes]), tapes
 
 
 def _gymnasium_env(config: ControlEnvConfig) -> gymnasium.Env:
@@ -125,27 +110,24 @@ def _gymnasium_env(config: ControlEnvConfig) -> gymnasium.Env:
     if colon:
         import_user_module(module_name)
     try:
-        # Our own checks are cheaper than gymnasium's checker and take its place.
+        # Our own checks replace gymnasium's checker and cost less.
         return gymnasium.make(config.name, **{"disable_env_checker": True, **config.kwargs})
     except (gymnasium.error.Error, ImportError, TypeError) as error:
-        raise ConfigError(f"gymnasium does not make env.name={config.name!r}: {error}") from error
-    except Exception as error:  # of the env's own code
+        raise ConfigError(f"gymnasium cannot create env.name={config.name!r}: {error}") from error
+    except Exception as error:  # raised by the env's own code
         raise ConfigError(
-            f"env.name={config.name!r} cannot be made with env.kwargs={config.kwargs}: {type(error).__name__}: {error}"
+            f"env.name={config.name!r} cannot be created with env.kwargs={config.kwargs}: "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
 def spaces_of(env: EnvBase, name: str) -> tuple[ObservationSpace, ActionSpace]:
-    """What networks have to know of a batch of envs.
-
-    Raises:
-        ConfigError: if they are not made for such observations or actions.
-    """
+    """Return the spaces of a batch of envs; raise ConfigError if the networks do not support them."""
     observations, action = env.observation_spec.leaves(), env.action_spec
     if list(observations) != ["observation"]:
         raise ConfigError(
-            f"env.name={name!r} observes {', '.join(map(str, observations))}, but the networks read a single array; "
-            "register an env with gymnasium.wrappers.FlattenObservation around it"
+            f"env.name={name!r} has the observations {', '.join(map(str, observations))}, but the networks read a "
+            "single array; register the env with gymnasium.wrappers.FlattenObservation around it"
         )
     space = ObservationSpace(tuple(observations["observation"].shape[1:]))
     if isinstance(action, OneHot):
@@ -156,8 +138,8 @@ def spaces_of(env: EnvBase, name: str) -> tuple[ObservationSpace, ActionSpace]:
         limit = torch.full(action.shape[1:], torch.inf)
         return space, ContinuousActions(-limit, limit)
     raise ConfigError(
-        f"env.name={name!r} takes actions of {action}, but the policy gives one choice or an array of real numbers; "
-        "choose an env with a Discrete or Box action space"
+        f"env.name={name!r} has the action space {action}, but the policy supports one discrete action or an array of "
+        "real numbers; choose an env with a Discrete or Box action space"
     )
 
 
@@ -169,27 +151,6 @@ def _validator(config: PPORunConfig, policy: ControlPolicy, stack: ExitStack) ->
     return EpisodeValidator(env, policy.greedy, policy.device, VALIDATION_SEED, config.validation.max_episode_frames)
 
 
-@dataclass(frozen=True)
-class ControlPreflight:
-    """What a check found."""
-
-    observations: ObservationSpace
-    actions: ActionSpace
-    num_parameters: dict[str, int]
-    """By role."""
-    checkpoint: str
-    """What checkpoints take on disk."""
-
-    def table(self) -> Table:
-        table = Table("env and networks", "", box=None, pad_edge=False)
-        table.add_row("observation", f"{list(self.observations.shape)} numbers")
-        table.add_row("action", _described(self.actions))
-        for role, count in self.num_parameters.items():
-            table.add_row(f"parameters of the {role}", f"{count:,}")
-        table.add_row("checkpoint on disk", self.checkpoint)
-        return table
-
-
 def _described(actions: ActionSpace) -> str:
     if isinstance(actions, DiscreteActions):
         return f"one of {actions.n}"
@@ -197,21 +158,21 @@ def _described(actions: ActionSpace) -> str:
 
 
 class EpisodeTape:
-    """Stands before an env of gymnasium and remembers what it takes to play its episode again."""
+    """Records what is needed to replay the current episode of a gymnasium env."""
 
     def __init__(self, env: gymnasium.Env):
         self._env = env
         self._seed: int | None = None
-        """The last one given."""
+        """The last seed passed to `reset`."""
         self._generator: Mapping[str, Any] | None = None
-        """State of the env's generator before the last reset; None after a reset with a seed, or if it has none."""
+        """State of the env's random generator before the last reset; None after a reset with a seed, or without one."""
         self._actions: list[np.ndarray] = []
         self._observation: Any = None
         self._resumed: Mapping[str, Any] | None = None
-        """What the next reset has to play."""
+        """The episode that the next reset replays."""
 
     def taped_env(self) -> gymnasium.Env:
-        """The env, whose resets and steps go through this tape."""
+        """Return the env with this tape around its resets and steps."""
         import gymnasium
 
         wrapper: Any = gymnasium.Wrapper(self._env)
@@ -219,10 +180,10 @@ class EpisodeTape:
         return wrapper
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode; the first time after `load_state_dict`, go on with the one that was saved."""
+        """Begin an episode; after `load_state_dict`, continue the saved one."""
         if self._resumed is not None:
             resumed, self._resumed = self._resumed, None
-            return self._play(resumed)
+            return self._replay(resumed)
         if seed is None:
             self._generator = _generator_state(self._env)
         else:
@@ -238,7 +199,7 @@ class EpisodeTape:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The episode so far, as plain values."""
+        """Return the episode so far, as plain values."""
         return {
             "seed": self._seed,
             "generator": self._generator,
@@ -249,7 +210,7 @@ class EpisodeTape:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._resumed = state
 
-    def _play(self, saved: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _replay(self, saved: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         observation, info = self.reset(seed=saved["seed"])
         if saved["generator"] is not None:
             self._env.unwrapped.np_random.bit_generator.state = saved["generator"]
@@ -257,33 +218,18 @@ class EpisodeTape:
         for action in saved["actions"]:
             observation, _, terminated, truncated, info = self.step(np.array(action, self._env.action_space.dtype))
             if terminated or truncated:
-                log.warning("an episode of %s ended before it came to where it was saved; a new one begins", self._env)
+                log.warning(
+                    "the replayed episode of %s ended before the saved step; a new episode begins",
+                    self._env,
+                )
                 return self.reset()
         if _digest(observation) != saved["observation"]:
-            log.warning("%s does not play an episode twice alike: the run goes on, but not to the bit", self._env)
+            log.warning("%s is not deterministic: the run continues, but not bit for bit", self._env)
         return observation, info
 
 
-class EpisodeTapes:
-    """Those of several envs, kept together."""
-
-    def __init__(self, tapes: Sequence[EpisodeTape]):
-        self._tapes = tapes
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        return [tape.state_dict() for tape in self._tapes]
-
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        if len(state) != len(self._tapes):
-            raise CheckpointError(
-                f"the run was saved with env.num_envs={len(state)}, not {len(self._tapes)}; resume with that number"
-            )
-        for tape, saved in zip(self._tapes, state, strict=True):
-            tape.load_state_dict(saved)
-
-
-def _generator_state(env: gymnasium.Env) -> dict[str, Any] | None:
-    """As plain values; None if the env has put something else than a `numpy.random.Generator` in its place."""
+def _generator_state(env: gymnasium.Env) -> Any:
+    """As plain values; None if `np_random` is not a `numpy.random.Generator`."""
     generator = env.unwrapped.np_random
     return _plain(generator.bit_generator.state) if isinstance(generator, np.random.Generator) else None
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress line while it trains, a summary at its end."""
+"""Terminal output of a run: a progress line while it trains, a summary at the end."""
 
 from __future__ import annotations
 
@@ -12,23 +12,14 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
-from rich.text import Text
 
 from lucidrl.data.interfaces import LLMMessageLogType
+from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.profile import TRACES_NAME
 from lucidrl.utils.logger import print_message_log_samples
 
@@ -40,87 +31,71 @@ SHOWN = {
     "tokens_per_s": "{:,.0f} tok/s",
     "frames_per_s": "{:,.0f} frames/s",
 }
-"""Metrics of a step that the progress line shows."""
+"""Metrics in the progress line."""
 HEADLINES = ("accuracy", "reward", "loss")
-"""Validation metrics worth a line, the best known first."""
+"""Validation metrics to print, in this order."""
 NUM_SAMPLES = 3
-"""Conversations shown where samples are asked for."""
+"""Samples to print per validation."""
 UNLISTED_PHASES = frozenset({"rollout", "reward", "forward", "backward", "optimizer", "logprobs", "reference"})
-"""Spans around others or inside of them: those in between are listed, and add up to the step."""
+"""Spans that contain or are part of listed spans; the listed ones add up to the step."""
 BAR_WIDTH = 20
-"""Of a wide terminal; on a narrow one the numbers take its place."""
+"""Width of the progress bar; a narrow terminal has none."""
 
 
 class RunDisplay:
-    """Shows a run on a terminal; elsewhere it writes a line now and then.
+    """Shows a run on a terminal; if the output is not a terminal, prints about 20 progress lines.
 
     Args:
-        validated_on: what validation results are of.
-        started: when the run began, by `time.perf_counter`; by default now.
+        started: `time.perf_counter()` at the start of the run; default: now.
     """
 
     def __init__(
-        self,
-        algorithm: str,
-        max_steps: int,
-        folder: Path,
-        console: Console | None = None,
-        *,
-        validated_on: str = "held-out",
-        started: float | None = None,
+        self, config: BaseRunConfig, folder: Path, console: Console | None = None, started: float | None = None
     ):
         self.console = console or Console()
-        self._algorithm = algorithm
-        self._max_steps = max_steps
+        self._algorithm, self._max_steps, self._validated_on = config.algorithm, config.max_steps, config.validated_on
         self._folder = folder
-        self._validated_on = validated_on
         self._validations: dict[int, dict[str, float]] = {}
         self._seconds_of_phase: dict[str, float] = defaultdict(float)
         self._num_steps = 0
         self._start = self._loaded = time.perf_counter() if started is None else started
         self._trained: float | None = None
         self._seconds_before: dict[str, float] = {}
-        self._seconds_between: dict[str, float] = {}
         bar = [BarColumn(bar_width=BAR_WIDTH)] if self.console.width >= 80 + BAR_WIDTH else []
         self._progress = Progress(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
             *bar,
-            _Metrics(self.console, taken=30 + 2 * len(str(max_steps)) + len(bar) * (BAR_WIDTH + 1)),
+            # A narrow terminal truncates only the metrics.
+            TextColumn("{task.fields[metrics]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=self.console,
+            expand=True,
             disable=not self.console.is_terminal,
         )
-        self._task = self._progress.add_task("train", total=max_steps, metrics="")
+        self._task = self._progress.add_task("train", total=self._max_steps, metrics="")
 
     def __enter__(self) -> RunDisplay:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def announce(self, message: str) -> None:
-        """Write a line as it is: no markup in names, and no line breaks in what may be copied."""
+        """Print a line literally: no markup, and no line breaks in paths or commands."""
         self.console.print(message, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def on_loaded(self) -> None:
-        """The loop is ready: what follows is training."""
+        """Loading ends here and training begins."""
         self._loaded = time.perf_counter()
         self._seconds_before = _seconds_of_spans()
 
     def on_trained(self) -> None:
-        """The loop has ended: what follows is the shutdown of its parts."""
+        """Training ends here and shutdown begins."""
         self._trained = time.perf_counter()
-        seconds = _seconds_of_spans()
-        self._seconds_between = {
-            row: seconds.get(name, 0.0) - self._seconds_before.get(name, 0.0) - self._seconds_of_phase.get(name, 0.0)
-            for row, name in (("validation", "validate"), ("saving", "save"))
-        }
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._validations[step] = dict(metrics)
@@ -143,26 +118,22 @@ class RunDisplay:
             self.announce(f"step {step}/{self._max_steps}  {text}  left {left_s:.0f} s")
 
     def summary(self, last_step: int, suggested: Sequence[list[str]] = ()) -> None:
-        """How it ended, held-out results, time by phase, where everything is, what to do next.
-
-        Args:
-            suggested: commands to show before those that show more of the run and continue it.
-        """
+        """Print the outcome, validation results, time by phase, the run folder and next commands, `suggested` first."""
         self.console.rule("[bold]summary")
         if last_step == 0:
-            self.announce("stopped before the first step, so nothing is saved")
+            self.announce("stopped before the first step; nothing is saved")
         elif self._num_steps == 0:
-            self.announce(f"nothing to do: step {last_step} of {self._max_steps} was done and saved before")
+            self.announce(f"nothing to do: the run already completed and saved step {last_step} of {self._max_steps}")
         elif last_step < self._max_steps:
-            self.announce(f"stopped after step {last_step} of {self._max_steps}, which is saved")
+            self.announce(f"stopped after step {last_step} of {self._max_steps}; the step is saved")
         self._show_validations()
         if self._num_steps:
             self.console.print(self._phases())
         self.announce(f"run folder: {self._folder}")
         entries = sorted(f"{path.name}/" if path.is_dir() else path.name for path in self._folder.iterdir())
-        self.announce(f"  with {', '.join(entries)}")
+        self.announce(f"  contains {', '.join(entries)}")
         if any((self._folder / TRACES_NAME).glob("*.json")):
-            self.announce(f"  {TRACES_NAME}/ has the recorded steps; ui.perfetto.dev shows its .json files")
+            self.announce(f"  open the .json profiles in {TRACES_NAME}/ with ui.perfetto.dev")
         self.announce("next:")
         for command in [*suggested, *self._next_commands(last_step)]:
             self.announce(f"  {shlex.join(command)}")
@@ -177,14 +148,17 @@ class RunDisplay:
                 self.announce(f"{self._validated_on} {name}: {before:.3f} at step {first}, {after:.3f} at step {last}")
 
     def _phases(self) -> Table:
-        """Rows that add up to the whole run; those below `steps` add up to that one."""
+        """Return rows that add up to the total; the indented ones add up to `steps`."""
         now = time.perf_counter()
-        trained = self._trained or now
+        whole = now - self._start
         phases = dict(self._seconds_of_phase)
         steps = phases.pop("step")
+        spans = _seconds_of_spans()
+        rows = {"loading": self._loaded - self._start, "steps": steps}
+        for row, name in (("validation", "validate"), ("saving", "save")):  # outside of the steps
+            rows[row] = spans.get(name, 0.0) - self._seconds_before.get(name, 0.0) - phases.get(name, 0.0)
+        rows["shutdown"] = now - (self._trained or now)
         in_steps = sorted(phases.items(), key=lambda item: -item[1])
-        rows = {"loading": self._loaded - self._start, "steps": steps, **self._seconds_between}
-        rows["shutdown"] = now - trained
         table = Table(
             f"time of {self._num_steps} {'step' if self._num_steps == 1 else 'steps'}",
             Column("seconds", justify="right"),
@@ -192,8 +166,7 @@ class RunDisplay:
             box=None,
             pad_edge=False,
         )
-        whole = now - self._start
-        for name, seconds in {**rows, "other": whole - sum(rows.values()), "whole run": whole}.items():
+        for name, seconds in {**rows, "other": whole - sum(rows.values()), "total": whole}.items():
             table.add_row(name, f"{seconds:.1f}", f"{seconds / whole:.0%}")
             for phase, part in [*in_steps, ("other", steps - sum(phases.values()))] if name == "steps" else ():
                 table.add_row(f"  {phase}", f"{part:.1f}", f"{part / whole:.0%}")
@@ -208,28 +181,15 @@ class RunDisplay:
         return [*show, resume]
 
 
-class _Metrics(TextColumn):
-    """Metrics of the step, cut to what the other columns leave: those are never cut."""
-
-    def __init__(self, console: Console, taken: int) -> None:
-        super().__init__("{task.fields[metrics]}")
-        self._console, self._taken = console, taken
-
-    def render(self, task: Task) -> Text:
-        text = super().render(task)
-        text.truncate(max(0, self._console.width - self._taken), overflow="ellipsis")
-        return text
-
-
 def _seconds_of_spans() -> dict[str, float]:
-    """By name, of all spans of this process so far."""
+    """Return the total seconds of all spans of this process, by name."""
     from lucidrl.profiling.spans import recorder
 
     return {name: total.seconds for name, total in recorder.totals().items()}
 
 
-def outlive_readers() -> None:
-    """Let this process go on when nobody reads its output any more: a closed pipe, or a terminal that hung up."""
+def survive_closed_output() -> None:
+    """Discard output, instead of raising, once its pipe is closed or its terminal hangs up."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -240,13 +200,13 @@ def outlive_readers() -> None:
         if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode)):
             continue
         stream.flush()
-        raw = io.BufferedWriter(_OutlivingFile(descriptor, "w", closefd=False))
+        raw = io.BufferedWriter(_SurvivingFile(descriptor, "w", closefd=False))
         is_terminal = raw.isatty()
         setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=is_terminal))
 
 
-class _OutlivingFile(io.FileIO):
-    """A file that becomes /dev/null when nobody reads it any more."""
+class _SurvivingFile(io.FileIO):
+    """A file that becomes /dev/null once its reader is gone."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -255,6 +215,6 @@ class _OutlivingFile(io.FileIO):
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())  # for everything else that writes there, too
+            os.dup2(nowhere, self.fileno())  # also for everything else that writes to this descriptor
             os.close(nowhere)
             return len(data)

@@ -1,7 +1,4 @@
-"""The run folder: the one place where a run writes, claimed before anything heavy is loaded.
-
-Its `logs/driver.log` has what the driver logged, beside the logs of the ranks.
-"""
+"""The run folder: creation, lock, and the driver's log in `logs/driver.log`."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import os
 import shlex
 import socket
 import sys
-import uuid
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -34,20 +31,20 @@ _MAX_NAME_BYTES = 255
 _OURS = "lucidrl"
 
 
-def create_run_folder(config: BaseRunConfig, algorithm: str) -> Path:
-    """Make the folder of a new run and write its resolved config there.
+def create_run_folder(config: BaseRunConfig) -> Path:
+    """Create the folder of a new run and write its settings there.
 
     Raises:
-        ConfigError: for a name that leaves the root, a folder that holds a run already, or one that cannot be written.
+        ConfigError: the name leaves the root, the folder holds a run already, or it cannot be written.
     """
     try:
         check_run_name(config.run)
         if config.run.name is None:
-            folder = Path(get_next_experiment_dir(str(config.run.root / algorithm)))
+            folder = Path(get_next_experiment_dir(str(config.run.root / config.algorithm)))
         else:
             folder = config.run.root / config.run.name
             folder.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(folder / CONFIG_NAME, os.O_CREAT | os.O_EXCL))  # of several runs, one gets the folder
+        os.close(os.open(folder / CONFIG_NAME, os.O_CREAT | os.O_EXCL))  # of several processes, one succeeds
         update_run_config(folder, config)
     except FileExistsError as error:
         raise _taken(config.run) from error
@@ -58,24 +55,23 @@ def create_run_folder(config: BaseRunConfig, algorithm: str) -> Path:
 
 @contextmanager
 def occupied(folder: Path) -> Iterator[None]:
-    """Hold the run folder for this process; the hold ends with the process, however that ends.
+    """Lock the run folder for this process; the operating system releases the lock if the process is killed.
 
-    Meanwhile the folder's `run.lock` says who holds it. One that is found unlocked was left by a process that was
-    killed, and is taken over.
+    `run.lock` names the process that holds the lock. A file without a lock was left by a killed process.
 
     Raises:
-        ConfigError: if another process holds the folder, naming it.
+        ConfigError: another process holds the lock; the message names it.
     """
     path = folder / LOCK_NAME
     descriptor = _locked_file(path)
     try:
         if left := os.pread(descriptor, _MAX_LOCK_BYTES, 0):
-            log.info("taking over %s from %s, which has ended without a word", folder, _owner(left))
+            log.info("taking over %s from %s, which was killed", folder, _owner(left))
         try:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, _own_entry(), 0)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written ({error}); see to the disk, then start again") from error
+            raise ConfigError(f"{path} cannot be written ({error}); check the disk, then start again") from error
         yield
     finally:
         path.unlink(missing_ok=True)
@@ -83,32 +79,25 @@ def occupied(folder: Path) -> Iterator[None]:
 
 
 def _locked_file(path: Path) -> int:
-    """Lock the file, made if there is none; the lock ends when the descriptor is closed."""
+    """Create or open the file and lock it; closing the descriptor releases the lock."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written ({error}); give a run folder that can be") from error
+            raise ConfigError(f"{path} cannot be written ({error}); choose a writable run folder") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             owner = _owner(os.pread(descriptor, _MAX_LOCK_BYTES, 0))
             os.close(descriptor)
             if isinstance(error, BlockingIOError):
-                problem = f"{path.parent} is in use by {owner}; wait for it to end, or start another run"
+                problem = f"{path.parent} is in use by {owner}; wait until it exits, or start another run"
             else:
-                problem = f"{path} cannot be locked ({error}); put runs on a file system with locks"
+                problem = f"{path} cannot be locked ({error}); put run.root on a file system with locks"
             raise ConfigError(problem) from error
-        if _is_at(descriptor, path):
+        if os.fstat(descriptor).st_nlink:
             return descriptor
-        os.close(descriptor)  # whoever held it removed it just now; another one has its name, or none
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+        os.close(descriptor)  # the previous holder has just removed the file
 
 
 def _own_entry() -> bytes:
@@ -117,7 +106,7 @@ def _own_entry() -> bytes:
 
 
 def _owner(entry: bytes) -> str:
-    """Who wrote an entry, in words; a lock is held for a moment before its entry is there."""
+    """Describe the process that wrote an entry; a new lock has none for a moment."""
     try:
         found = orjson.loads(entry)
         return f"process {found['pid']} on {found['host']} since {found['since']}"
@@ -126,14 +115,14 @@ def _owner(entry: bytes) -> str:
 
 
 def check_run_name(run: RunConfig) -> None:
-    """Refuse a run name that no file system takes, or that leads out of the folder of runs."""
+    """Raise ConfigError for a run name that is no valid file name, or that leaves the root."""
     for key, path in (("run.root", str(run.root)), ("run.name", run.name or "")):
         if "\0" in path:
-            raise ConfigError(f"{key}={path!r} has a NUL character, which no file name may have; take it out")
+            raise ConfigError(f"{key}={path!r} has a NUL character, which file names cannot have; remove it")
         longest = max((os.fsencode(part) for part in path.split("/")), key=len)
         if len(longest) > _MAX_NAME_BYTES:
             raise ConfigError(
-                f"{key}={path[:20]}... has a name of {len(longest)} bytes, and file systems take at most "
+                f"{key}={path[:20]}... has a name of {len(longest)} bytes, but file systems allow at most "
                 f"{_MAX_NAME_BYTES}; shorten it"
             )
     if run.name is None:
@@ -141,11 +130,11 @@ def check_run_name(run: RunConfig) -> None:
     root = run.root.resolve()
     folder = (run.root / run.name).resolve()
     if folder == root or not folder.is_relative_to(root):
-        raise ConfigError(f"run.name={run.name!r} leaves run.root={str(run.root)!r}; give a name without '..' or '/'")
+        raise ConfigError(f"run.name={run.name!r} leaves run.root={str(run.root)!r}; choose a name without '..' or '/'")
 
 
 def check_can_create(run: RunConfig) -> None:
-    """Refuse a root below which no run folder could be made, or a name that is taken; creates nothing that stays."""
+    """Raise ConfigError if the run folder cannot be created or holds a run already; leave no files."""
     try:
         check_run_name(run)
         if run.name is not None and (run.root / run.name / CONFIG_NAME).exists():
@@ -153,37 +142,27 @@ def check_can_create(run: RunConfig) -> None:
         existing = next(path for path in [run.root.absolute(), *run.root.absolute().parents] if path.exists())
         if not existing.is_dir():
             raise NotADirectoryError(f"{existing} is a file")
-        _check_writable(existing)
+        with tempfile.TemporaryFile(dir=existing):
+            pass
     except OSError as error:
         raise _unwritable(run.root, error) from error
 
 
 def run_config_path(folder: Path) -> Path:
-    """The file with the config a run was started with.
-
-    Raises:
-        ConfigError: if there is none.
-    """
+    """Return the file with the settings of a run; raise ConfigError if there is none."""
     if not (folder / CONFIG_NAME).is_file():
-        raise ConfigError(f"{folder} is not a run folder: it has no {CONFIG_NAME}; give the folder of an earlier run")
+        raise ConfigError(f"{folder} is not a run folder: it has no {CONFIG_NAME}; choose the folder of an earlier run")
     return folder / CONFIG_NAME
 
 
 def update_run_config(folder: Path, config: BaseRunConfig) -> None:
-    """Record the settings that a resumed run goes on with, so that the next resume starts from them."""
+    """Write the settings of the run; the next resume starts from them."""
     write_private_text(folder / CONFIG_NAME, config.to_yaml())
-
-
-def _check_writable(folder: Path) -> None:
-    probe = folder / f".probe-{uuid.uuid4().hex}"
-    descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    os.close(descriptor)
-    probe.unlink()
 
 
 def _taken(run: RunConfig) -> ConfigError:
     folder = run.root / (run.name or "")
-    return ConfigError(f"{folder} holds a run already; continue it with --resume, or choose another run.name")
+    return ConfigError(f"{folder} holds a run already; resume it with --resume, or choose another run.name")
 
 
 def _unwritable(root: Path, error: OSError) -> ConfigError:
@@ -194,13 +173,12 @@ def _unwritable(root: Path, error: OSError) -> ConfigError:
 
 @contextmanager
 def driver_log(folder: Path) -> Iterator[None]:
-    """Append to the log of the run in `folder` meanwhile.
+    """Append to the driver's log: the command, our records from INFO, all warnings, and the traceback of a failure.
 
-    It gets our records from INFO on and warnings of everybody, and with them the command, and the error that ended it
-    with its traceback; all without secrets.
+    Secrets are removed.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        ConfigError: the file cannot be written.
     """
     handler = _handler(folder / LOGS_NAME / DRIVER_LOG_NAME)
     root, ours = logging.getLogger(), logging.getLogger(_OURS)
@@ -212,9 +190,9 @@ def driver_log(folder: Path) -> Iterator[None]:
         settings = f"settings in {folder / CONFIG_NAME}"
         _write(handler, logging.INFO, f"lucidrl {__version__}, {process}, {settings}: {_command()}")
         yield
-        _write(handler, logging.INFO, "ended well")
+        _write(handler, logging.INFO, "finished")
     except BaseException as error:
-        _write(handler, logging.ERROR, f"ended by {type(error).__name__}", error)
+        _write(handler, logging.ERROR, f"failed with {type(error).__name__}", error)
         raise
     finally:
         root.removeHandler(handler)
@@ -223,7 +201,7 @@ def driver_log(folder: Path) -> Iterator[None]:
 
 
 def _command() -> str:
-    """As it was typed, without values of settings that are secrets: a whole argument each, whatever is in it."""
+    """Return the command line with the values of secret settings removed."""
     words = []
     for word in sys.argv:
         name, equals, value = word.partition("=")
@@ -236,7 +214,7 @@ def _handler(path: Path) -> logging.Handler:
         path.parent.mkdir(exist_ok=True)
         handler = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error}); give a run folder that can be") from error
+        raise ConfigError(f"{path} cannot be written ({error}); choose a writable run folder") from error
     handler.setLevel(logging.INFO)
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.partition(".")[0] == _OURS)
     handler.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -244,7 +222,7 @@ def _handler(path: Path) -> logging.Handler:
 
 
 def _write(handler: logging.Handler, level: int, text: str, error: BaseException | None = None) -> None:
-    """To the file only: the terminal shows the beginning and the end of a run in its own way."""
+    """Write to the file only; the display reports start and end on the terminal."""
     about = None if error is None else (type(error), error, error.__traceback__)
     handler.handle(logging.LogRecord(__name__, level, __file__, 0, text, (), about))
 

@@ -23,12 +23,12 @@ from lucidrl.recipes.preflight import silence_progress_bars
 from lucidrl.utils.device import default_device
 
 PROMPTS_AT_ONCE = 64
-"""Prompts that are completed together; completions of earlier ones are shown before later ones begin."""
+"""Prompts per generated batch; completions are printed batch by batch."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn; a single one per prompt is greedy."""
+    """Sampling parameters; one sample per prompt is decoded greedily."""
 
     samples: int = 1
     temperature: float = 1.0
@@ -37,7 +37,7 @@ class Sampling:
 
 
 def completions(source: Path, prompts: Sequence[str], sampling: Sampling) -> Iterator[str]:
-    """Completions by the newest checkpoint of a run, or by a model folder: `samples` per prompt, in their order."""
+    """Yield `samples` completions per prompt, in order, by a model folder or the newest checkpoint of a run."""
     silence_progress_bars()
     name = str(_model_folder(source))
     tokenizer = load_tokenizer(name)
@@ -63,13 +63,13 @@ def _model_folder(source: Path) -> Path:
     if (source / "config.json").is_file():
         return source
     if not (source / CONFIG_NAME).is_file():
-        raise ConfigError(f"{source} is neither a run folder nor a model folder; give runs/<algorithm>/exp_NNN")
+        raise ConfigError(f"{source} is neither a run folder nor a model folder; choose one, such as runs/grpo/exp_001")
     checkpoint = CheckpointManager(source / CHECKPOINTS_NAME).latest()
     if checkpoint is None:
-        raise CheckpointError(f"{source} holds no valid checkpoint yet; let the run go on until it has saved one")
+        raise CheckpointError(f"{source} holds no valid checkpoint yet; wait until the run saves one")
     if not (checkpoint.path / WEIGHTS / "config.json").is_file():
         raise ConfigError(
-            f"{source} holds no language model, so there is nothing to ask; give a run of lucidrl grpo or sft "
-            "(docs/control.md shows how to play a trained control policy)"
+            f"{source} holds no language model; choose a run of lucidrl grpo or sft (docs/control.md shows how to run "
+            "a trained control policy)"
         )
     return checkpoint.path / WEIGHTS

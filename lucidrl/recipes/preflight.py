@@ -1,4 +1,4 @@
-"""What a run of a language model reads, and what can be known to be wrong before it loads weights."""
+"""Inputs of a language-model run, and the checks on them before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.separate import check_nodes, generator_hostings, generator_nodes
 from lucidrl.models.loading import DTYPES, ModelFacts, empty_model, model_facts, policy_tokenizer
 from lucidrl.models.optim import PolicyOptimizer
-from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import worker_class_of
 from lucidrl.models.tensor_parallel import check_tensor_parallel
-from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.parts import check_run_can_start, checkpoint_on_disk
+from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig, TextRunConfig
+from lucidrl.recipes.training_run import check_run_can_start, checkpoint_on_disk
 from lucidrl.utils.random_state import seed_everything
 
 GIB = 2**30
@@ -35,7 +34,7 @@ _LONGEST_SHOWN = 200
 
 
 class TextInputs:
-    """Environment, prompts, tokenizer and facts of the model: each is made when first used, and only once."""
+    """Environment, prompts, tokenizer and facts of the model; each is created at first use, and only once."""
 
     def __init__(self, config: GRPORunConfig | SFTRunConfig) -> None:
         silence_progress_bars()
@@ -43,16 +42,16 @@ class TextInputs:
 
     @property
     def uses_env(self) -> bool:
-        """Whether prompts and rewards come from an environment, and not from a file of conversations."""
+        """Whether prompts and rewards come from an environment; false for a file of examples."""
         return not isinstance(self._config, SFTRunConfig) or self._config.data.file is None
 
     @cached_property
     def _host(self) -> EnvWorkers:
-        seed_everything(self._config.seed)  # an environment in this process may draw
+        seed_everything(self._config.seed)  # an environment in this process may draw random numbers
         return start_env(self._config.env, self._config.cluster, num_workers=1, seed=self._config.seed)
 
     def environment(self, log_dir: Path) -> EnvWorkers:
-        """The environment for the run: the one that gave the prompts, unless there are to be several workers."""
+        """Return the environment of the run; one worker is reused from reading the prompts, several are started."""
         config = self._config
         if config.env.num_workers == 1:
             self._host.move_logs(log_dir)
@@ -61,7 +60,7 @@ class TextInputs:
         return start_env(config.env, config.cluster, log_dir=log_dir, seed=config.seed)
 
     def close(self) -> None:
-        """End the environment that gave the prompts; may be called twice."""
+        """Shut down the environment that was started for the prompts; may be called twice."""
         if "_host" in vars(self):
             self._host.shutdown()
 
@@ -75,13 +74,13 @@ class TextInputs:
 
     @cached_property
     def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Prompts to train on, and all held-out ones."""
+        """Training prompts and held-out prompts."""
         env = self._config.env
         return split_prompts(self._host.prompts() if env.prompts_file is None else None, env)
 
     @cached_property
     def validated(self) -> list[int]:
-        """Which of the held-out prompts validation uses: the same ones in every run."""
+        """Indices of the held-out prompts that validation uses; the same in every run."""
         num_held_out = len(self.prompts[1])
         count = min(self._config.validation.num_prompts, num_held_out)
         return PromptOrder(num_held_out, seed=0).take(0, count) if count else []
@@ -92,7 +91,7 @@ class TextInputs:
 
     @cached_property
     def examples(self) -> tuple[list[LLMMessageLogType], list[LLMMessageLogType]]:
-        """Tokenized conversations to learn from, and the held-out ones; of `data.file`, or the answered prompts."""
+        """Tokenized training and held-out examples: of `data.file`, or the prompts with their reference answers."""
         if isinstance(self._config, SFTRunConfig) and self._config.data.file is not None:
             train, held_out = load_examples(self._config.data.file, self._config.data.validation_fraction)
         else:
@@ -103,12 +102,12 @@ class TextInputs:
         )
 
     def read(self) -> None:
-        """Read everything that the run will use and that was not used before."""
+        """Read every input of the run that was not read before."""
         _ = self.tokenizer, self.facts, self.examples if isinstance(self._config, SFTRunConfig) else self.prompts
 
     @property
     def example_prompt(self) -> str:
-        """The shortest user message that opens a prompt or conversation; a placeholder if all are long."""
+        """The shortest first user message of all prompts or examples; a placeholder if all are long."""
         sides = self.prompts if self.uses_env else self.examples
         logs = [prompt.messages if isinstance(prompt, Prompt) else prompt for side in sides for prompt in side]
         opening = [next((m["content"] for m in log if m["role"] == "user"), "") for log in logs]
@@ -118,7 +117,7 @@ class TextInputs:
 
 
 def silence_progress_bars() -> None:
-    """Hide the bars of transformers for loading and saving: they would tear our own lines apart."""
+    """Hide the progress bars of transformers, which would break up our own output."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -126,38 +125,40 @@ def silence_progress_bars() -> None:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What a check found."""
+    """Findings of the preflight."""
 
     facts: ModelFacts
+    unit: str
+    """What the data consists of: prompts or examples."""
     num_train: int
     num_held_out: int
     longest: int
-    """Tokens of the longest prompt or conversation."""
+    """Tokens of the longest prompt or example."""
     memory_gib: dict[str, float]
-    """An estimate, by what takes it."""
+    """Estimated memory by purpose."""
     checkpoint: str
-    """What checkpoints take on disk."""
+    """Size of a checkpoint on disk."""
 
     def table(self) -> Table:
         table = Table("model and data", "", box=None, pad_edge=False)
         table.add_row("architecture", self.facts.architecture)
         table.add_row("parameters", f"{self.facts.num_parameters / 1e6:,.1f} million")
         table.add_row("context", f"{self.facts.context_length:,} tokens")
-        table.add_row("to train on", f"{self.num_train:,}")
-        table.add_row("held out", f"{self.num_held_out:,}")
-        table.add_row("longest", f"{self.longest:,} tokens")
+        table.add_row("training", f"{self.num_train:,} {self.unit}")
+        table.add_row("held out", f"{self.num_held_out:,} {self.unit}")
+        table.add_row(f"longest of the {self.unit}", f"{self.longest:,} tokens")
         for what, size in self.memory_gib.items():
             table.add_row(f"memory: {what}", f"{size:.2f} GiB")
-        table.add_row("memory: about, in all", f"{sum(self.memory_gib.values()):.2f} GiB")
+        table.add_row("memory: total (estimate)", f"{sum(self.memory_gib.values()):.2f} GiB")
         table.add_row("checkpoint on disk", self.checkpoint)
         return table
 
 
 def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = None) -> Preflight:
-    """Check run folder, trackers, Ray cluster, model folder, tokenizer, environment and every prompt; loads no weights.
+    """Check run folder, trackers, Ray cluster, model folder, tokenizer, environment and every prompt; load no weights.
 
     Raises:
-        LucidError: for the first thing that would stop the run.
+        LucidError: for the first problem that would stop the run.
     """
     check_run_can_start(config)
     inputs = inputs or TextInputs(config)
@@ -177,7 +178,7 @@ def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = 
     if isinstance(config, SFTRunConfig):
         train, held_out = inputs.examples
         logs = [*train, *held_out]
-        lengths = [(sum(len(m["token_ids"]) for m in log), f"conversation {log[0]['content'][:40]!r}") for log in logs]
+        lengths = [(sum(len(m["token_ids"]) for m in log), f"example {log[0]['content'][:40]!r}") for log in logs]
         num_train, room = len(train), 0
     else:
         prompts, held_out_prompts = inputs.prompts
@@ -187,21 +188,18 @@ def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = 
     longest, name = max(lengths)
     if longest + room > facts.context_length:
         raise DataError(
-            f"{name} has {longest} tokens; it does not fit the model's context of {facts.context_length} tokens; "
-            "shorten it or take it out"
+            f"{name} has {longest} tokens and does not fit the model's context of {facts.context_length} tokens; "
+            "shorten or remove it"
         )
-    _check_budgets(policy, min(facts.context_length, longest + room * policy.generation.max_new_tokens))
+    _check_budgets(config, min(facts.context_length, longest + room * policy.generation.max_new_tokens))
     memory = estimate_memory_gib(config, facts, longest)
     checkpoint = checkpoint_on_disk(config, (facts.num_parameters, policy))
-    return Preflight(facts, num_train, len(lengths) - num_train, longest, memory, checkpoint)
+    unit = "examples" if isinstance(config, SFTRunConfig) else "prompts"
+    return Preflight(facts, unit, num_train, len(lengths) - num_train, longest, memory, checkpoint)
 
 
 def check_placement(generation: GenerationConfig, env: EnvConfig, cluster: ClusterConfig) -> None:
-    """There must be room for the policy's workers, the generators and the environment's workers together.
-
-    Raises:
-        ConfigError: if there is none, as far as the Ray is there to be asked.
-    """
+    """Raise ConfigError if the cluster has no room for policy ranks, generators and environment workers together."""
     generators = generator_hostings(generation)
     if generators:
         check_nodes(generation, cluster)
@@ -211,37 +209,38 @@ def check_placement(generation: GenerationConfig, env: EnvConfig, cluster: Clust
     check_can_be_placed(cluster, generators, lambda ids: generator_nodes(generation, ids), num_env_workers)
     if generators and generation.nodes == "other" and is_to_be_started(cluster):
         raise ConfigError(
-            "policy.generation.nodes=other asks for nodes beside those of the policy's workers, but a Ray that is "
-            "started for the run is one node; set cluster.address, or leave it out"
+            "policy.generation.nodes=other needs nodes beside those of the policy ranks, but a local cluster has one "
+            "node; set cluster.address, or remove policy.generation.nodes"
         )
 
 
-def _check_budgets(policy: PolicyConfig, longest_row: int) -> None:
-    """A micro-batch must hold the longest row there can be, or the run would stop when it comes."""
-    for name, batching in (
-        ("sequence_packing", policy.sequence_packing),
-        ("dynamic_batching", policy.dynamic_batching),
-    ):
-        for key in ("train_mb_tokens", "logprob_mb_tokens") if batching.enabled else ():
-            budget = getattr(batching, key)
-            if budget < longest_row:
-                raise ConfigError(
-                    f"policy.{name}.{key}={budget} does not hold the longest row, which may have {longest_row} tokens; "
-                    "raise it, or lower policy.generation.max_new_tokens"
-                )
+def _check_budgets(config: TextRunConfig, longest_row: int) -> None:
+    """Raise ConfigError if the longest possible row does not fit a micro-batch."""
+    if config.token_batching is None:
+        return
+    name, batching = config.token_batching
+    for key in ("train_mb_tokens", "logprob_mb_tokens"):
+        budget = getattr(batching, key)
+        if budget < longest_row:
+            raise ConfigError(
+                f"{name}.{key}={budget} is less than the longest possible row of {longest_row} tokens; "
+                "raise it, or lower policy.generation.max_new_tokens"
+            )
 
 
 def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts, longest: int) -> dict[str, float]:
-    """What the main tensors will take; activations are a rule of thumb."""
+    """Estimate the memory of the main tensors; activations are a rule of thumb."""
     policy = config.policy
     width = DTYPES[policy.precision].itemsize
     parameters = facts.num_parameters
-    tokens = _micro_batch_tokens(policy, longest)
+    tokens = policy.train_micro_batch_size * (longest + policy.generation.max_new_tokens)
+    if config.token_batching is not None:
+        tokens = config.token_batching[1].train_mb_tokens
     size_bytes = {
         "weights": parameters * width,
         "gradients": parameters * max(width, 4),
         "optimizer (AdamW)": parameters * {2: 12, 4: 8, 8: 16}[width],
-        # About 16 activations of the hidden size in each layer, and the logits kept for the backward pass.
+        # About 16 activations of the hidden size per layer, and the logits kept for the backward pass.
         "activations": tokens * (facts.num_layers * 16 * facts.hidden_size * width + 2 * facts.vocabulary),
     }
     if isinstance(config, GRPORunConfig):
@@ -251,16 +250,8 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
         if config.grpo.loss.kl_coefficient > 0:
             size_bytes["reference weights"] = parameters * width
         if policy.generation.placement == "separate":
-            # The next version is put together beside the one in use; generators beside the policy share both of them.
+            # A generator holds the next version beside the current one; generators on the policy's node share both.
             is_far = policy.generation.refit == "collective" or policy.generation.nodes == "other"
             copies = policy.generation.num_workers if is_far else 1
             size_bytes["generators"] = 2 * copies * parameters * width
     return {what: size / GIB for what, size in size_bytes.items()}
-
-
-def _micro_batch_tokens(policy: PolicyConfig, longest: int) -> int:
-    if policy.sequence_packing.enabled:
-        return policy.sequence_packing.train_mb_tokens
-    if policy.dynamic_batching.enabled:
-        return policy.dynamic_batching.train_mb_tokens
-    return policy.train_micro_batch_size * (longest + policy.generation.max_new_tokens)

@@ -1,49 +1,81 @@
-"""From presets, files and overrides to the settings of a run: merged once, with references kept for `config.yaml`.
+"""Merge presets, files and overrides into the settings of a run.
 
-A value such as `${oc.env:TOKEN}` is resolved for the run, but written to its folder as a reference: the secret stays
-where it belongs, and is looked up again at a resume.
+A value such as `${oc.env:TOKEN}` is resolved for the run, but `config.yaml` keeps the reference: the secret is not
+written, and a resume reads the variable again.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from lucidrl.recipes.configs import BaseRunConfig
+from lucidrl.errors import ConfigError
+from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig
+from lucidrl.recipes.folder import run_config_path
 from lucidrl.utils.config import load_config, merged_settings
 from lucidrl.utils.logger.redact import secret_like_keys
 
 log = logging.getLogger(__name__)
 
-C = TypeVar("C", bound=BaseRunConfig)
+ALGORITHMS: dict[str, type[BaseRunConfig]] = {
+    schema.algorithm: schema for schema in (GRPORunConfig, SFTRunConfig, PPORunConfig)
+}
+PRESETS = Path(__file__).with_name("presets")
 
 _KEY_REFERENCE = re.compile(r"\$\{\s*(\.*)([\w.\[\]-]+)\s*\}")
 
 
-def resolve_settings(
-    schema: type[C],
-    *layers: Path,
-    overrides: Sequence[str] = (),
-    check: Callable[[dict[str, Any]], None] = lambda settings: None,
-) -> C:
-    """Merge files and overrides, later ones win, and validate the result.
-
-    Args:
-        check: is given the merged settings before they are validated, and may raise.
+def new_settings(
+    algorithm: str, config_file: Path | None = None, preset: str | None = None, overrides: Sequence[str] = ()
+) -> BaseRunConfig:
+    """Return the settings of a new run: preset, then file, then overrides; later ones win.
 
     Raises:
-        ConfigError: for an unreadable file, a malformed override or any invalid value; it lists all of them.
+        ConfigError: a file is unreadable, an override malformed or a value invalid; the message lists all of them.
     """
-    settings = merged_settings(*layers, overrides=overrides, resolve=False)
-    check(settings)
+    if algorithm not in ALGORITHMS:
+        raise ConfigError(f"--algorithm={algorithm} is unknown; choose one of {', '.join(ALGORITHMS)}")
+    schema = ALGORITHMS[algorithm]
+    if preset is None and config_file is None:
+        preset = schema.default_preset(dict(text.partition("=")[::2] for text in overrides))
+    named = [preset_path(preset)] if preset is not None else []
+    files = [config_file] if config_file is not None else []
+    return _validated(schema, merged_settings(*named, *files, overrides=overrides, resolve=False))
+
+
+def resumed_settings(algorithm: str, folder: Path, overrides: Sequence[str] = ()) -> BaseRunConfig:
+    """Return the settings of a resumed run: its own, changed by overrides.
+
+    Raises:
+        ConfigError: the folder holds no run, or one of another algorithm.
+    """
+    settings = merged_settings(run_config_path(folder), overrides=overrides, resolve=False)
+    found = [name for name in ALGORITHMS if name in settings]
+    if found and algorithm not in found:
+        raise ConfigError(
+            f"{folder} holds a run of {found[0]}, not of {algorithm}; resume it with "
+            f"lucidrl {found[0]} --resume {folder}"
+        )
+    return _validated(ALGORITHMS[algorithm], settings)
+
+
+def preset_path(name: str) -> Path:
+    """Return the file of a preset, or raise ConfigError with the names of all presets."""
+    known = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
+    if name not in known:
+        raise ConfigError(f"there is no preset {name!r}; the presets are {', '.join(known)}")
+    return known[name]
+
+
+def _validated(schema: type[BaseRunConfig], settings: dict[str, Any]) -> BaseRunConfig:
     config = load_config(schema, settings)
     for key in secret_like_keys(settings):
         log.warning(
-            "%s looks like a secret and is written to config.yaml, which only you can read; better set a variable and "
-            "write %s='${oc.env:NAME}'",
+            "%s looks like a secret and is written to config.yaml, which only you can read; to keep it out, set an "
+            "environment variable and write %s='${oc.env:NAME}'",
             key,
             key,
         )
@@ -51,7 +83,7 @@ def resolve_settings(
 
 
 def environment_references(settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The settings with only those texts left whose values depend on environment variables; None if there are none."""
+    """Return only the settings whose values depend on environment variables, unresolved; None if there are none."""
 
     def at(path: Sequence[str]) -> Any:
         node: Any = settings
@@ -69,7 +101,7 @@ def environment_references(settings: dict[str, Any]) -> dict[str, Any] | None:
         return node if isinstance(node, str) and is_reference(node, path) else None
 
     def is_reference(text: str, path: tuple[str, ...]) -> bool:
-        if "${oc.env:" in text or "\\${" in text:  # the second is no reference, but has to stay escaped
+        if "${oc.env:" in text or "\\${" in text:  # the second is no reference, but must stay escaped
             return True
         targets = [
             (*(path[: -len(dots)] if dots else ()), *re.findall(r"[^.\[\]]+", key))

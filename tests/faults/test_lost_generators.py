@@ -23,7 +23,7 @@ from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.recipes.configs import GRPORunConfig
-from lucidrl.recipes.language import run_grpo
+from lucidrl.recipes.run import train
 from lucidrl.utils.config import load_config
 from tests.faults.mortal_generators import FOLDER_VARIABLE, MortalGenerator, plan_death, was_met
 from tests.faults.processes import is_running, own_children, wait_until_gone
@@ -282,7 +282,7 @@ def test_a_run_that_lost_generators_is_the_run_that_did_not(tmp_path):
         settings = ["num_threads=1", "cluster.num_threads=1", "grpo.max_steps=3", "tracking.dump_samples_every=1"]
         settings += ["policy.optimizer.kwargs.momentum=0.9"]
         settings += ["policy.generation.placement=separate", "policy.generation.num_workers=2"]
-        run_grpo(load_config(GRPORunConfig, SMALL, overrides=[*settings, *overrides]), folder, Unwatched())
+        train(load_config(GRPORunConfig, SMALL, overrides=[*settings, *overrides]), folder, Unwatched())
         return folder
 
     undisturbed = digests(run("undisturbed"))

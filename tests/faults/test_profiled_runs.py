@@ -26,8 +26,8 @@ from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.settings import FOLDER_VARIABLE
-from lucidrl.recipes.control import run_ppo
-from lucidrl.recipes.control_configs import PPORunConfig
+from lucidrl.recipes.configs import PPORunConfig
+from lucidrl.recipes.run import train
 from lucidrl.utils import nsys
 from lucidrl.utils.config import load_config
 from tests.faults.processes import wait_until_gone
@@ -236,7 +236,7 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
     assert "have no operators" in output.replace("\n", " ")
     assert [path.name.endswith(".spans.json") for path in (tmp_path / "run" / "traces").iterdir()] == [True]
     (tmp_path / "plain").mkdir()
-    run_ppo(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
+    train(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
     assert digests(tmp_path / "run") == digests(tmp_path / "plain")
 
 
@@ -269,6 +269,6 @@ def test_a_loop_that_raises_keeps_the_recording(tmp_path, traces, monkeypatch, e
     (tmp_path / "settings.yaml").write_text(PPO)
     (tmp_path / "run").mkdir()
     with pytest.raises(error):
-        run_ppo(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "run", Ending())
+        train(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "run", Ending())
     assert counts_of(operators_file(traces, "policy-0"))["train"] == 2
     assert not torch.autograd.profiler._is_profiler_enabled

@@ -16,7 +16,7 @@ import pytest
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
 from lucidrl.recipes.folder import occupied
-from lucidrl.recipes.language import run_grpo, run_sft
+from lucidrl.recipes.run import train
 from lucidrl.utils.config import load_config
 from tests.faults.records import digests, metrics
 
@@ -64,10 +64,10 @@ class Unwatched:
 def in_this_process(algorithm: str, folder: Path, *settings: str, resume: bool = False) -> dict[str, str]:
     """Digests of a run that nothing happens to."""
     folder.mkdir(exist_ok=True)
-    schema, start = (GRPORunConfig, run_grpo) if algorithm == "grpo" else (SFTRunConfig, run_sft)
+    schema = GRPORunConfig if algorithm == "grpo" else SFTRunConfig
     config = load_config(schema, overrides=[*SETTINGS, *OF_ALGORITHM[algorithm], *settings])
     with occupied(folder):
-        start(config, folder, Unwatched(), resume)
+        train(config, folder, Unwatched(), resume)
     return digests(folder)
 
 
@@ -142,11 +142,11 @@ def test_on_another_layout_what_is_fresh_is_said_and_the_data_go_on(tmp_path):
     for workers, steps in ((1, 2), (2, 4)):
         settings = (*SETTINGS, *OF_ALGORITHM["grpo"], f"cluster.num_workers={workers}", f"grpo.max_steps={steps}")
         (tmp_path / "run").mkdir(exist_ok=True)
-        run_grpo(load_config(GRPORunConfig, overrides=settings), tmp_path / "run", Listening(), resume=workers == 2)
+        train(load_config(GRPORunConfig, overrides=settings), tmp_path / "run", Listening(), resume=workers == 2)
     assert [message for message in said if message.startswith("resuming")] == [
         "resuming on another layout (DTensorPolicyWorker dp=2 x cp=1 x tp=1 on CPU, saved on DTensorPolicyWorker "
-        "dp=1 x cp=1 x tp=1 on CPU): weights, optimizer, schedule, data order and this process's random state are "
-        "exact; the ranks' random states are fresh; results agree, but not to the bit"
+        "dp=1 x cp=1 x tp=1 on CPU): weights, optimizer, schedule, data order and the driver's random state are "
+        "restored, the ranks' random states are new; results agree, but not bit for bit"
     ]
     whole = in_this_process("grpo", tmp_path / "whole", "grpo.max_steps=4")
     assert digests(tmp_path / "run")["batch order"] == whole["batch order"]

@@ -18,7 +18,7 @@ from lucidrl.distributed.workers import ray_cluster
 from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import GRPORunConfig
-from lucidrl.recipes.language import run_grpo
+from lucidrl.recipes.run import train
 from lucidrl.utils.config import load_config
 from tests.faults.processes import wait_until_gone
 from tests.ray.nodes import wait_for
@@ -75,7 +75,7 @@ def test_a_run_on_ray_is_the_run_on_local_ranks_with_its_nodes_monitored(tmp_pat
     def run(name: str, *overrides: str) -> list[dict[str, float]]:
         (tmp_path / name).mkdir()
         settings = ["cluster.num_workers=2", "cluster.num_threads=1", "num_threads=1", *overrides]
-        run_grpo(load_config(GRPORunConfig, SMALL, overrides=settings), tmp_path / name, Unwatched())
+        train(load_config(GRPORunConfig, SMALL, overrides=settings), tmp_path / name, Unwatched())
         return numbers(tmp_path / name)
 
     separate = ("policy.generation.placement=separate", "tracking.monitor_interval_s=0.5")

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from lucidrl.recipes.configs import GRPORunConfig
-from lucidrl.recipes.language import run_grpo
+from lucidrl.recipes.run import train
 from lucidrl.utils.config import load_config
 from tests.ray.nodes import wait_for
 from tests.unit.recipes.test_two_workers import SMALL, Unwatched, numbers
@@ -32,7 +32,7 @@ def is_env_worker(process: psutil.Process) -> bool:
 
 def run(folder: Path, watcher: Unwatched, *overrides: str) -> list[dict[str, float]]:
     folder.mkdir()
-    run_grpo(load_config(GRPORunConfig, SMALL, overrides=["num_threads=1", *overrides]), folder, watcher)
+    train(load_config(GRPORunConfig, SMALL, overrides=["num_threads=1", *overrides]), folder, watcher)
     return numbers(folder)
 
 

@@ -17,7 +17,7 @@ from ray._private.state import state as ray_state
 from lucidrl.distributed.workers import ray_cluster
 from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.folder import driver_log
-from lucidrl.recipes.language import run_grpo
+from lucidrl.recipes.run import train
 from lucidrl.utils.config import load_config
 from lucidrl.utils.logger.local_monitor import LocalMonitorLogger
 from tests.unit.recipes.test_two_workers import SMALL, Unwatched
@@ -62,7 +62,7 @@ def seen(tmp_path_factory) -> Iterator[Seen]:
         before = listening_at(psutil.Process())
         with ray_cluster.connected(None):
             with listened_to(listening, others, before), driver_log(folder):
-                run_grpo(load_config(GRPORunConfig, SMALL, overrides=SETTINGS), folder, Unwatched())
+                train(load_config(GRPORunConfig, SMALL, overrides=SETTINGS), folder, Unwatched())
             session = ray_cluster._connection.own_folder.path
             yield Seen(folder, session, [value.encode() for value in values], listening, tables_of_ray())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lucidrl.recipes.configs import GRPORunConfig
-from lucidrl.recipes.language import run_grpo
+from lucidrl.recipes.run import train
 from lucidrl.utils.config import load_config
 from tests.faults import striking
 from tests.faults.records import digests
@@ -21,7 +21,7 @@ def test_a_run_on_three_nodes_is_the_run_on_three_local_ranks(cluster, tmp_path)
     def run(name: str, *overrides: str) -> list[dict[str, float]]:
         (tmp_path / name).mkdir()
         settings = ["cluster.num_workers=3", "cluster.num_threads=1", "num_threads=1", *overrides]
-        run_grpo(load_config(GRPORunConfig, SMALL, overrides=settings), tmp_path / name, Unwatched())
+        train(load_config(GRPORunConfig, SMALL, overrides=settings), tmp_path / name, Unwatched())
         return numbers(tmp_path / name)
 
     third = cluster.add_node(num_cpus=1)
@@ -38,7 +38,7 @@ def test_a_run_whose_rank_was_killed_in_a_step_goes_on_to_the_bit(cluster, tmp_p
 
     def run(name: str, resume: bool) -> dict[str, str]:
         (tmp_path / name).mkdir(exist_ok=True)
-        run_grpo(load_config(GRPORunConfig, overrides=settings), tmp_path / name, OnTheSameLayout(), resume)
+        train(load_config(GRPORunConfig, overrides=settings), tmp_path / name, OnTheSameLayout(), resume)
         return digests(tmp_path / name)
 
     struck = striking.run_struck(tmp_path / "broken", settings, "train", 3, "SIGKILL of a rank")

@@ -22,8 +22,9 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from lucidrl import cli
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.models.embedded import embedded_config, embedded_tokenizer
+from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.display import RunDisplay
-from lucidrl.recipes.run import _train
+from lucidrl.recipes.run import _show_training
 
 SMALL = [
     "env.kwargs={operations: ['+'], max_operand: 9}",
@@ -33,16 +34,17 @@ SMALL = [
     "grpo.max_steps=2",
     "tracking.tensorboard=false",
 ]
+SEVEN_STEPS = GRPORunConfig.model_validate({"grpo": {"max_steps": 7}})
 ENVS = '''
 import asyncio, pathlib
 
 class Slow:
-    """Says that it was asked, then takes its time."""
+    """Touches the file `called`, then sleeps."""
     def __init__(self, delay_s):
         self.delay_s = delay_s
     async def step(self, batch):
         from lucidrl.envs.text.interfaces import EnvReply
-        pathlib.Path("asked").touch()
+        pathlib.Path("called").touch()
         await asyncio.sleep(self.delay_s)
         return [EnvReply(float(len(request.completion))) for request in batch]
 
@@ -51,7 +53,7 @@ class Synchronous:
         return []
 
 class Counted:
-    """Writes down how often it is made and asked for prompts."""
+    """Notes how often it is created and how often `prompts` is called."""
     def __init__(self):
         note("made")
     def prompts(self):
@@ -75,7 +77,7 @@ class Wild(Counted):
     def __init__(self):
         pass
     def prompts(self):
-        raise BaseException("of its own kind")
+        raise BaseException("a special kind")
 '''
 
 CONTROL_ENVS = """
@@ -196,14 +198,14 @@ MISTAKES = {
     "tokenizer without pad or eos": (["grpo", "policy.model_name=bare_model"], ["bare_model", "policy.pad_token=..."]),
     "empty dataset": (["grpo", "env.prompts_file=empty.jsonl"], ["empty.jsonl has no prompts", "one JSON object"]),
     "missing dataset": (["grpo", "env.prompts_file=absent.jsonl"], ["absent.jsonl does not exist"]),
-    "missing conversations": (["sft", "data.file=absent.jsonl"], ["absent.jsonl does not exist"]),
+    "missing examples": (["sft", "data.file=absent.jsonl"], ["absent.jsonl does not exist"]),
     "prompt too long": (["grpo", "env.prompts_file=long.jsonl"], ["'tale' has 602 tokens", "context of 512"]),
     "batch that does not divide": (
         ["grpo", "policy.train_global_batch_size=100", "collector={prompts_per_step: 32, samples_per_prompt: 8}"],
-        ["32 x collector.samples_per_prompt=8 = 256 rows", "policy.train_global_batch_size=100", "multiple"],
+        ["256 rows", "32 x collector.samples_per_prompt=8", "policy.train_global_batch_size=100", "multiple"],
     ),
     "root below a file": (["grpo", "run.root=a_file/runs"], ["run.root='a_file/runs'", "cannot be written"]),
-    "root that nobody may write": (["grpo", "run.root=/proc/runs"], ["run.root='/proc/runs'", "cannot be written"]),
+    "root without write permission": (["grpo", "run.root=/proc/runs"], ["run.root='/proc/runs'", "cannot be written"]),
     "name that leaves the root": (["grpo", "run.name=../x"], ["run.name='../x'", "leaves run.root"]),
     "name that is taken": (["grpo", "run.root=taken", "run.name=run"], ["taken/run holds a run already", "--resume"]),
     "unknown preset": (["grpo", "--preset", "demon"], ["'demon'", "chat, demo"]),
@@ -217,7 +219,7 @@ MISTAKES = {
     ),
     "environment that raises no Exception": (
         ["grpo", "env.name=cli_envs:Wild"],
-        ["cli_envs:Wild.prompts raised BaseException: of its own kind"],
+        ["cli_envs:Wild.prompts raised BaseException: a special kind"],
     ),
     "check of an environment that exits": (["check", "env.name=cli_envs:Exiting"], ["SystemExit: 0"]),
     "control env that exits": (["ppo", "env.name=cli_control_envs:Exiting-v0"], ["SystemExit(0)", "Exiting-v0"]),
@@ -225,10 +227,10 @@ MISTAKES = {
     "name that is too long": (["grpo", f"run.name={'x' * 300}"], ["300 bytes", "at most 255"]),
     "absurd number of threads": (["grpo", "cluster.num_threads=100000"], ["cluster.num_threads=100000", "1024"]),
     "generate without prompts": (["generate", "taken/run", "-"], ["standard input has no prompts"]),
-    "generate from standard input twice": (["generate", "taken/run", "-", "-"], ["- is given twice"]),
+    "generate from standard input twice": (["generate", "taken/run", "-", "-"], ["the prompt - occurs twice"]),
     "argument of the environment": (["grpo", "env.kwargs.max_operan=3"], ["did you mean env.kwargs.max_operand?"]),
     "resume of no run": (["grpo", "--resume", "taken"], ["taken is not a run folder", "config.yaml"]),
-    "resume with a preset": (["grpo", "--resume", "taken", "--preset", "demo"], ["leave out --config and --preset"]),
+    "resume with a preset": (["grpo", "--resume", "taken", "--preset", "demo"], ["remove --config and --preset"]),
     "generate from no run": (["generate", "taken", "1+1="], ["taken is neither a run folder nor a model folder"]),
     "generate before a checkpoint": (["generate", "taken/run", "1+1="], ["taken/run holds no valid checkpoint yet"]),
     "check of an unknown algorithm": (["check", "--algorithm", "ppp"], ["--algorithm=ppp", "grpo, sft, ppo"]),
@@ -283,10 +285,10 @@ def test_check_loads_no_weights_and_prints_arithmetic_and_memory(lucidrl, workpl
     assert (code, errors) == (0, "")
     for part in (
         "max_steps: 2",
-        "rows a step             16",
-        "memory: about, in all",
+        "rows per step             16",
+        "memory: total (estimate)",
         "checkpoint on disk",
-        "ok: nothing stands in the way",
+        "ok: this run can start",
     ):
         assert part in output
     assert not (workplace / "runs").exists()
@@ -297,11 +299,11 @@ def test_check_of_a_control_run_prints_arithmetic_spaces_and_parameters(lucidrl,
     assert (code, errors) == (0, "")
     for part in (
         "max_steps: 3",
-        "frames of the run         6144",
+        "frames per run             6144",
         "[1] numbers from -2 to 2",
         "parameters of the critic  4,481",
-        "checkpoint on disk        0.10 MiB (weights and optimizer), at most 3 of them",
-        "ok: nothing stands in the way",
+        "checkpoint on disk        0.10 MiB (weights and optimizer), at most 3 kept",
+        "ok: this run can start",
     ):
         assert part in output
     assert not (workplace / "runs").exists()
@@ -337,21 +339,21 @@ def test_a_control_env_of_your_own_is_found_in_the_working_directory(lucidrl, tm
     assert "one of 2" in output
 
 
-def test_a_run_can_be_asked_resumed_and_run_again_from_its_config(lucidrl, workplace):
+def test_a_run_can_generate_resume_and_run_again_from_its_config(lucidrl, workplace):
     name = "ein Lauf é"
     code, output, _ = lucidrl("grpo", *SMALL, f"run.name={name}")
     folder = workplace / "runs" / name
     assert code == 0
     assert str(Path("runs") / name) in output
 
-    code, answer, errors = lucidrl("generate", folder, "2+3=")
+    code, completion, errors = lucidrl("generate", folder, "2+3=")
     assert (code, errors) == (0, "")
-    assert answer.strip().isdigit()
-    code, answers, _ = lucidrl("generate", folder, "2+3=", "--samples", 3)
-    assert len(answers.splitlines()) == 3
-    code, answers, _ = lucidrl("generate", folder, "1+1=", "-", stdin="2+3=\n\n2+2=\r\n")
-    assert (code, answers.splitlines()[1]) == (0, answer.strip())
-    assert len(answers.splitlines()) == 3
+    assert completion.strip().isdigit()
+    code, completions, _ = lucidrl("generate", folder, "2+3=", "--samples", 3)
+    assert len(completions.splitlines()) == 3
+    code, completions, _ = lucidrl("generate", folder, "1+1=", "-", stdin="2+3=\n\n2+2=\r\n")
+    assert (code, completions.splitlines()[1]) == (0, completion.strip())
+    assert len(completions.splitlines()) == 3
 
     code, *_ = lucidrl("grpo", "--config", folder / "config.yaml", "run.name=again")
     assert code == 0
@@ -361,7 +363,7 @@ def test_a_run_can_be_asked_resumed_and_run_again_from_its_config(lucidrl, workp
     assert code == 0
     assert [line["step"] for line in without_clock(folder)][-2:] == [3, 3]
     code, output, _ = lucidrl("grpo", "--resume", folder)
-    assert "nothing to do: step 3 of 3" in output
+    assert "nothing to do: the run already completed and saved step 3 of 3" in output
 
 
 def test_the_run_uses_the_environment_and_prompts_of_its_check(lucidrl, workplace):
@@ -392,7 +394,7 @@ def test_a_resume_by_the_wrong_command_names_the_right_one(lucidrl, workplace):
     code, _, errors = lucidrl("sft", "--resume", "runs/run")
     assert code == 2
     assert errors == (
-        "error: runs/run holds a run of grpo, not of sft; continue it with lucidrl grpo --resume runs/run\n"
+        "error: runs/run holds a run of grpo, not of sft; resume it with lucidrl grpo --resume runs/run\n"
     )
 
 
@@ -406,7 +408,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(lucidrl, workp
 
 @pytest.fixture
 def slow_run(workplace):
-    """Starts a run whose environment takes `delay_s`; it has been asked when this returns."""
+    """Starts a run whose environment takes `delay_s`; the environment has been called when this returns."""
     started = []
 
     def start(delay_s: float, steps: int = 50) -> subprocess.Popen[str]:
@@ -426,7 +428,7 @@ def slow_run(workplace):
         )
         started.append(process)
         deadline = time.monotonic() + 180
-        while not Path("asked").exists():
+        while not Path("called").exists():
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -452,7 +454,7 @@ def test_a_stopped_run_finishes_the_step_saves_and_can_be_resumed(lucidrl, slow_
     assert process.returncode == 0, errors
     assert f"{name}: finishing this step, then saving" in output
     checkpoint = CheckpointManager(workplace / "runs/run/checkpoints").latest()
-    assert f"stopped after step {checkpoint.step} of 50, which is saved" in output
+    assert f"stopped after step {checkpoint.step} of 50; the step is saved" in output
     last = checkpoint.step + 1
     code, output, errors = lucidrl("grpo", "--resume", "runs/run", f"grpo.max_steps={last}", "env.kwargs.delay_s=0")
     assert code == 0, errors
@@ -472,12 +474,12 @@ def test_ctrl_c_twice_stops_at_once(slow_run):
     _, errors = process.communicate(timeout=90)
     assert time.monotonic() - start < 40
     assert process.returncode == 130
-    assert "interrupted: what was not saved before is lost" in errors
+    assert "interrupted: progress since the last checkpoint is lost" in errors
     assert "Traceback" not in errors
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_nobody_reads_its_output(slow_run, workplace):
+def test_a_run_continues_when_its_output_is_closed(slow_run, workplace):
     process = slow_run(delay_s=0.0, steps=3)
     process.stdout.readline()
     process.stdout.close()
@@ -502,10 +504,10 @@ def test_a_signal_after_the_last_step_does_not_cut_the_shutdown_short(tmp_path, 
         def run(self):
             return 7
 
-    display = RunDisplay("grpo", 7, tmp_path, Console(file=io.StringIO()))
-    assert _train(Run(), tmp_path, display, False) == 7
+    display = RunDisplay(SEVEN_STEPS, tmp_path, Console(file=io.StringIO()))
+    assert _show_training(Run(), tmp_path, display, False) == 7
     assert events == ["shut down"]
-    assert "all is saved and the run ends" in display.console.file.getvalue()
+    assert "shutting down, the run is saved" in display.console.file.getvalue()
     signal.signal(signal.SIGTERM, before[1])
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
@@ -522,4 +524,4 @@ def test_a_second_signal_ends_the_shutdown(tmp_path):
             return 7
 
     with pytest.raises(KeyboardInterrupt):
-        _train(Run(), tmp_path, RunDisplay("grpo", 7, tmp_path, Console(file=io.StringIO())), False)
+        _show_training(Run(), tmp_path, RunDisplay(SEVEN_STEPS, tmp_path, Console(file=io.StringIO())), False)

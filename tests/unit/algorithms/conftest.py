@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 import pytest
 
-from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.language import run_grpo, run_sft
+from lucidrl.recipes.run import train
+from lucidrl.recipes.settings import ALGORITHMS
 from lucidrl.utils.config import load_config
 
 SMALL = {
@@ -23,7 +23,7 @@ SMALL = {
     "tracking": {"tensorboard": False, "dump_samples_every": 1},
 }
 SMALL_GRPO = {
-    # The entropy bonus gives every step a gradient, whatever the model can answer already.
+    # The entropy bonus gives every step a gradient, whatever the model has learned already.
     "grpo": {"max_steps": 4, "loss": {"entropy_coefficient": 0.01}},
     "collector": {"prompts_per_step": 4, "samples_per_prompt": 4},
 }
@@ -32,7 +32,7 @@ SMALL_SFT = {"sft": {"max_steps": 4, "examples_per_step": 8}}
 
 @dataclass
 class Watcher:
-    """Remembers what it is told, and presses Ctrl-C or ends the run at a step if asked to."""
+    """Records the calls; presses Ctrl-C at step `interrupt_at`, raises at step `die_at`."""
 
     interrupt_at: int | None = None
     die_at: int | None = None
@@ -88,13 +88,8 @@ def run(tmp_path):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         watcher = Watcher(interrupt_at, die_at)
-        if algorithm == "grpo":
-            config = load_config(GRPORunConfig, SMALL, SMALL_GRPO, overrides=overrides)
-            last_step = run_grpo(config, folder, watcher, resume)
-        else:
-            last_step = run_sft(
-                load_config(SFTRunConfig, SMALL, SMALL_SFT, overrides=overrides), folder, watcher, resume
-            )
-        return RunFolder(folder, watcher), last_step
+        small = SMALL_GRPO if algorithm == "grpo" else SMALL_SFT
+        config = load_config(ALGORITHMS[algorithm], SMALL, small, overrides=overrides)
+        return RunFolder(folder, watcher), train(config, folder, watcher, resume)
 
     return start

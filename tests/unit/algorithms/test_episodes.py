@@ -17,7 +17,7 @@ def test_every_episode_that_ends_is_counted_once():
     assert set(EpisodeCounter(2).count(REWARDS, DONE)) == EPISODES
 
 
-def test_an_episode_may_go_on_over_batches_and_over_a_resume():
+def test_an_episode_may_continue_across_batches_and_a_resume():
     counter, ended = EpisodeCounter(2), []
     for rewards, done in zip(REWARDS.split(1, dim=1), DONE.split(1, dim=1), strict=True):
         state = json.loads(json.dumps(counter.state_dict()))

@@ -48,7 +48,7 @@ def test_with_lambda_1_targets_are_discounted_returns():
     last = torch.tensor([[7.0, 7.0, 7.0, 16.0]])
     next_values = torch.cat([values[:, 1:], last[:, -1:]], dim=1)
     found = generalized_advantages(rewards, values, next_values, terminated, terminated, discount=0.5, gae_lambda=1.0)
-    # The second episode goes on after the batch, where the critic says 16.
+    # The second episode continues after the batch, with the value 16.
     torch.testing.assert_close(found.value_targets, torch.tensor([[1 + 1.0, 2.0, 4 + 4 + 4.0, 8 + 8.0]]))
 
 

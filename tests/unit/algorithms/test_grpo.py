@@ -27,7 +27,7 @@ def test_a_run_records_training_time_validation_and_samples(run):
     assert rows[0]["messages"][0]["role"] == "user"
 
 
-def test_plots_and_shown_samples_come_at_the_steps_asked_for_and_change_nothing(run):
+def test_plots_and_shown_samples_come_at_the_requested_steps_and_change_nothing(run):
     plain, _ = run("grpo", "plain", "tracking.plot_mismatch_every=0")
     folder, _ = run("grpo", "run", "tracking.plot_mismatch_every=2", "tracking.print_samples_every=4")
     plots = sorted(path.name for path in (folder.path / "plots" / "train").iterdir())
@@ -85,13 +85,13 @@ def test_the_reference_of_a_resumed_run_is_still_the_model_it_started_from(run):
     assert broken.train_metric("kl") == whole.train_metric("kl")
 
 
-def test_truncated_answers_can_be_left_out_of_the_loss(run):
+def test_truncated_completions_can_be_masked(run):
     cut = ("policy.generation.max_new_tokens=2", "validation.num_prompts=0", "grpo.max_steps=1")
     masked, _ = run("grpo", "masked", *cut, "grpo.mask_truncated=true")
     kept, _ = run("grpo", "kept", *cut)
     [truncated] = [round(fraction * 16) for fraction in kept.train_metric("truncated_fraction")]
     assert 0 < truncated < 16
-    # A truncated answer has both tokens that it was allowed.
+    # A truncated completion has both tokens that it was allowed.
     [difference] = [
         all_tokens - left
         for all_tokens, left in zip(*(r.train_metric("num_valid_tokens") for r in (kept, masked)), strict=True)
@@ -110,7 +110,7 @@ from lucidrl.envs.text.interfaces import EnvReply
 
 class Refusing:
     async def step(self, batch):
-        raise RuntimeError("no verdict")
+        raise RuntimeError("no reward")
 
 class Equal:
     async def step(self, batch):
@@ -136,13 +136,13 @@ def own_env(tmp_path, monkeypatch):
     return lambda name: (f"env.name=grpo_envs:{name}", f"env.prompts_file={tmp_path / 'prompts.jsonl'}")
 
 
-def test_an_environment_that_judges_nothing_stops_the_run(run, own_env):
-    with pytest.raises(EnvironmentFailure, match="no verdict"):
+def test_an_environment_that_scores_nothing_stops_the_run(run, own_env):
+    with pytest.raises(EnvironmentFailure, match="no reward"):
         run("grpo", "run", *own_env("Refusing"))
 
 
-def test_a_step_without_a_single_judged_sample_ends_the_run(run, own_env):
-    with pytest.raises(EnvironmentFailure, match=r"judge none of the step's 16 samples .*raised"):
+def test_a_step_without_a_single_scored_sample_stops_the_run(run, own_env):
+    with pytest.raises(EnvironmentFailure, match=r"none of the step's 16 samples .*raised"):
         run("grpo", "run", *own_env("Refusing"), "env.on_error=drop", "grpo.max_steps=1")
 
 

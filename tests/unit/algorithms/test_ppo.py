@@ -19,9 +19,10 @@ from lucidrl.errors import CheckpointError, ConfigError, TrainingError
 from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
 from lucidrl.models.control.interfaces import DiscreteActions, ObservationSpace
 from lucidrl.models.control.policy import ControlPolicy
-from lucidrl.recipes.configs import preset_path
-from lucidrl.recipes.control import make_envs, run_ppo, spaces_of
-from lucidrl.recipes.control_configs import ControlEnvConfig, PPORunConfig
+from lucidrl.recipes.configs import ControlEnvConfig, PPORunConfig
+from lucidrl.recipes.control import make_envs, spaces_of
+from lucidrl.recipes.run import train
+from lucidrl.recipes.settings import preset_path
 from lucidrl.utils.config import dump_yaml, load_config
 from tests.faults.records import digests, metrics
 from tests.unit.algorithms.conftest import RunFolder, Watcher
@@ -55,7 +56,7 @@ def ppo(tmp_path):
         folder.mkdir(exist_ok=True)
         watcher = Watcher(interrupt_at, die_at)
         config = load_config(PPORunConfig, SMALL, overrides=overrides)
-        last_step = run_ppo(config, folder, watcher, resume)
+        last_step = train(config, folder, watcher, resume)
         return RunFolder(folder, watcher), last_step
 
     return start
@@ -70,7 +71,7 @@ def learn(folder, *overrides):
 
     found: dict[int, float] = {}
     quiet = ("tracking.tensorboard=false", "tracking.monitor=false")
-    run_ppo(load_config(PPORunConfig, preset_path("cartpole"), overrides=[*quiet, *overrides]), folder, Rewards())
+    train(load_config(PPORunConfig, preset_path("cartpole"), overrides=[*quiet, *overrides]), folder, Rewards())
     return found
 
 
@@ -180,7 +181,7 @@ def test_validation_can_be_left_out_and_an_endless_episode_counts_as_far_as_it_c
 
 
 def test_a_metric_that_validation_does_not_measure_is_refused_before_training(ppo):
-    with pytest.raises(ConfigError, match=r"checkpoint\.metric='accuracy' is not measured.*length, reward"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.metric='accuracy' is not a validation metric.*length, reward"):
         ppo("run", "checkpoint.metric=accuracy")
 
 
@@ -245,3 +246,9 @@ def test_cartpole_is_learned_in_seconds(tmp_path):
 def test_cartpole_is_solved_with_every_seed(tmp_path, seed):
     found = learn(tmp_path, f"seed={seed}")
     assert found[max(found)] >= 475
+
+
+def test_a_resume_with_another_number_of_envs_is_refused(ppo):
+    ppo("run", "ppo.max_steps=1")
+    with pytest.raises(CheckpointError, match=r"env\.num_envs=2, not 4; resume with the saved number"):
+        ppo("run", "env.num_envs=4", resume=True)

@@ -121,7 +121,7 @@ def test_the_same_seed_gives_the_same_draws_of_environment_and_optimizer(run):
     assert first.train_metric("reward") != other.train_metric("reward")
 
 
-def test_a_longer_run_goes_on_from_a_finished_one(run):
+def test_a_longer_run_continues_a_finished_one(run):
     whole, _ = run("grpo", "whole", "grpo.max_steps=4")
     run("grpo", "short", "grpo.max_steps=2")
     longer, last_step = run("grpo", "short", "grpo.max_steps=4", resume=True)
@@ -129,7 +129,7 @@ def test_a_longer_run_goes_on_from_a_finished_one(run):
     assert longer.lines() == whole.lines()
 
 
-def test_trackers_go_on_with_the_step_after_the_checkpoint(run):
+def test_trackers_continue_with_the_step_after_the_checkpoint(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run("grpo", "run", "tracking.tensorboard=true", interrupt_at=2)
@@ -146,8 +146,8 @@ def test_other_numbers_of_threads_are_said(run, monkeypatch):
         run("grpo", "run", "grpo.max_steps=1")
     resumed, _ = run("grpo", "run", "grpo.max_steps=2", resume=True)
     assert changes_said(resumed) == [
-        f"resuming with other numbers of CPU threads ([{num_threads}], saved with [64]): results agree, but not to the "
-        "bit"
+        f"resuming with other numbers of CPU threads ([{num_threads}], saved with [64]): results agree, but not bit "
+        "for bit"
     ]
 
 

@@ -148,10 +148,10 @@ def test_the_error_of_a_run_is_not_hidden_by_that_of_its_save(held, caplog):
     held.error = OSError(5, "Input/output error")
     with pytest.raises(RuntimeError, match="the loss exploded"):
         leave(held, RuntimeError("the loss exploded"))
-    assert "the checkpoint that was being written is lost" in caplog.text
+    assert "the pending checkpoint could not be written" in caplog.text
 
 
-def test_a_run_that_is_told_to_end_at_once_does_not_wait(held):
+def test_an_interrupted_run_does_not_wait(held):
     def interrupt():
         with held.saver:
             held.save(1)

@@ -1,4 +1,4 @@
-"""A run whose answers come from a process of its own is the run whose answers come from the policy's."""
+"""A run with a separate generator equals the run that generates with the policy."""
 
 from __future__ import annotations
 

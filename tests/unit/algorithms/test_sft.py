@@ -25,7 +25,7 @@ def test_validation_needs_no_particular_number_of_examples(run):
     assert last_step == 1
 
 
-def test_conversations_come_from_a_file(run, tmp_path):
+def test_examples_come_from_a_file(run, tmp_path):
     path = tmp_path / "talk.jsonl"
     rows = [{"prompt": f"say {n}", "completion": f"{n}"} for n in range(30)]
     path.write_bytes(b"\n".join(map(orjson.dumps, rows)))

@@ -20,7 +20,7 @@ from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.errors import LucidError
 from lucidrl.models import optim
 from lucidrl.models.policy.policy import Policy
-from lucidrl.recipes import parts
+from lucidrl.recipes import training_run
 from tests.faults.records import digests, metrics
 
 Path = tuple[str | int, ...]
@@ -44,7 +44,7 @@ SCENARIOS: dict[str, tuple[str, ...]] = {
     "it ends with an error": ("env.kwargs={nonfinite_at: [3, 4]}", "policy.max_nonfinite_steps=2"),
 }
 READ_ELSEWHERE = {
-    # By answers to prompts without draw keys, which a run does not ask for; see the tests of a rank's state.
+    # By completions of prompts without draw keys, which a run does not use; see the tests of a rank's state.
     ("policy", "ranks", 0, "generator_calls"),
     # By a run with validation; see `test_a_stop_skips_the_validation_that_is_due_and_a_resume_makes_up_for_it`.
     ("is_validation_skipped",),
@@ -140,14 +140,14 @@ class Scenario:
 @pytest.fixture
 def scenario(run, monkeypatch):
     monkeypatch.setattr(optim, "_STEPS_PER_LOSS_SCALE", 3)
-    make_logger, run_ids = parts.Logger, []
+    make_logger, run_ids = training_run.Logger, []
 
     def recorded(config):
         logger = make_logger(config)
         run_ids.append(logger.run_id)
         return logger
 
-    monkeypatch.setattr(parts, "Logger", recorded)
+    monkeypatch.setattr(training_run, "Logger", recorded)
     return lambda name: Scenario(run, name, monkeypatch, run_ids)
 
 

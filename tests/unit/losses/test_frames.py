@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from lucidrl.losses.frames import ClippedFrameLoss
 from lucidrl.losses.interfaces import FrameOutputs, Frames
+from lucidrl.losses.policy_gradient import ClippedFrameLoss
 from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
 from lucidrl.models.control.interfaces import ContinuousActions, DiscreteActions, ObservationSpace
 from lucidrl.models.control.policy import ControlPolicy

@@ -76,5 +76,5 @@ def test_a_missing_mask_is_named(missing):
 
 
 @pytest.mark.parametrize("loss_fn", [NLLLoss(), ClippedPGLoss(ClippedPGConfig())])
-def test_our_losses_answer_the_protocol(loss_fn):
+def test_our_losses_implement_the_protocol(loss_fn):
     assert isinstance(loss_fn, LossFunction)

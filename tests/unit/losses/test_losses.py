@@ -18,8 +18,7 @@ from lucidrl.errors import DataError
 from lucidrl.losses.config import ClippedPGConfig
 from lucidrl.losses.interfaces import LossType, TokenOutputs, valid_token_mask
 from lucidrl.losses.nll import NLLLoss
-from lucidrl.losses.policy_gradient import ClippedPGLoss
-from lucidrl.losses.ratios import KL_ESTIMATORS
+from lucidrl.losses.policy_gradient import KL_ESTIMATORS, ClippedPGLoss
 from lucidrl.losses.reductions import reduce_metrics
 
 OPTIONS = {
@@ -147,7 +146,7 @@ def test_micro_batches_add_up_to_the_whole(options, normalization, seed, cuts):
     assert metrics == pytest.approx(reduce_metrics([(whole_metrics, 1)]), abs=1e-12)
 
 
-# On policy the ratio is 1 at every point, so differences say nothing: that gradient has a test of its own below.
+# On policy the ratio is 1 at every point, so finite differences do not apply: that gradient has a separate test below.
 @pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"on_policy"}))
 @every_normalization
 def test_gradients_match_finite_differences(name, normalization):

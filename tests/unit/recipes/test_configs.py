@@ -6,14 +6,8 @@ import pytest
 
 import lucidrl.envs.text.registry
 from lucidrl.errors import ConfigError
-from lucidrl.recipes.configs import (
-    PRESETS,
-    GRPORunConfig,
-    SFTRunConfig,
-    preset_path,
-)
-from lucidrl.recipes.control_configs import PPORunConfig
-from lucidrl.recipes.run import RECIPES
+from lucidrl.recipes.configs import GRPORunConfig, PPORunConfig, SFTRunConfig
+from lucidrl.recipes.settings import PRESETS, new_settings, preset_path
 from lucidrl.utils.config import Config, dump_yaml, load_config
 
 SCHEMAS = {"embedded-warm-start": SFTRunConfig, "cartpole": PPORunConfig, "pendulum": PPORunConfig}
@@ -123,38 +117,44 @@ def test_an_unknown_preset_lists_those_there_are():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "preset"),
+    ("algorithm", "overrides", "preset"),
     [
-        ([], "demo"),
-        (["policy.model_name=embedded-untrained"], "demo"),
-        (["policy.model_name=/models/x"], "chat"),
-        (["policy.model_name=/models/x", "policy.model_name=embedded"], "demo"),
+        ("grpo", [], "demo"),
+        ("grpo", ["policy.model_name=embedded-untrained"], "demo"),
+        ("grpo", ["policy.model_name=/models/x"], "chat"),
+        ("grpo", ["policy.model_name=/models/x", "policy.model_name=embedded"], "demo"),
+        ("ppo", [], "cartpole"),
     ],
 )
-def test_the_preset_follows_the_model(overrides, preset):
-    assert RECIPES["grpo"].default_preset(overrides) == preset
+def test_the_preset_follows_the_model(algorithm, overrides, preset):
+    named = new_settings(algorithm, preset=preset, overrides=overrides)
+    assert new_settings(algorithm, overrides=overrides) == named
+
+
+def test_another_control_env_starts_from_the_defaults():
+    assert new_settings("ppo", overrides=["env.name=Acrobot-v1"]).ppo == PPORunConfig().ppo
 
 
 def test_the_arithmetic_of_a_step_is_spelled_out():
     config = load_config(GRPORunConfig, overrides=["policy.train_global_batch_size=64"])
     found = {quantity: value for quantity, value, _ in config.arithmetic()}
-    assert found["rows a step"] == 256
-    assert found["rows an optimizer step"] == 64
-    assert found["optimizer steps a step"] == 4
+    assert found["rows per step"] == 256
+    assert found["rows per optimizer step"] == 64
+    assert found["optimizer steps per step"] == 4
     assert config.updates_per_step == 4
 
 
 @pytest.mark.parametrize(
     ("overrides", "row"),
     [
-        ([], ("tokens a micro-batch", "up to 4096", "policy.sequence_packing.train_mb_tokens")),
+        ([], ("tokens per micro-batch", "up to 4096", "policy.sequence_packing.train_mb_tokens")),
         (
             ["policy.sequence_packing.enabled=false", "policy.dynamic_batching.enabled=true"],
-            ("tokens a micro-batch", "up to 4096", "policy.dynamic_batching.train_mb_tokens"),
+            ("tokens per micro-batch", "up to 4096", "policy.dynamic_batching.train_mb_tokens"),
         ),
         (
             ["policy.sequence_packing.enabled=false"],
-            ("rows a micro-batch", "32", "policy.train_micro_batch_size"),
+            ("rows per micro-batch", 32, "policy.train_micro_batch_size"),
         ),
     ],
 )
@@ -173,9 +173,9 @@ def test_a_list_replaces_a_mapping_and_the_other_way_round():
 def test_the_arithmetic_of_a_control_step_is_spelled_out():
     config = load_config(PPORunConfig, preset_path("cartpole"))
     found = {quantity: value for quantity, value, _ in config.arithmetic()}
-    assert found["frames of each env"] == 256
-    assert found["optimizer steps a step"] == 10 * 2048 // 256
-    assert found["frames of the run"] == 2048 * config.ppo.max_steps
+    assert found["frames per env"] == 256
+    assert found["optimizer steps per step"] == 10 * 2048 // 256
+    assert found["frames per run"] == 2048 * config.ppo.max_steps
 
 
 def test_the_annealing_of_a_preset_follows_the_number_of_steps():
@@ -209,11 +209,11 @@ def test_workers_of_the_environment_need_calls_and_keep_their_old_name(schema):
     assert (config.env.num_workers, config.env.max_restarts) == (2, 3)
 
 
-def test_a_file_of_conversations_starts_nobody_who_answers_or_judges():
+def test_a_file_of_examples_starts_no_workers_for_completions():
     on_ray = ("data.file=talks.jsonl", "cluster.launcher=ray")
     text = refusal(*on_ray, "env.num_workers=2", "policy.generation.placement=separate", schema=SFTRunConfig)
-    assert "env.num_workers=2 and policy.generation.placement=separate would start processes for answers" in text
-    assert "data.file=talks.jsonl has none given and none judged; leave out either" in text
+    assert "env.num_workers=2 and policy.generation.placement=separate would start workers" in text
+    assert "data.file=talks.jsonl needs none; remove one of the two" in text
     load_config(SFTRunConfig, overrides=[*on_ray])
 
 

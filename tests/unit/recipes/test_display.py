@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from lucidrl.recipes.configs import GRPORunConfig
+from lucidrl.algorithms.config import GRPOConfig, PPOConfig
+from lucidrl.recipes.configs import GRPORunConfig, PPORunConfig
 from lucidrl.recipes.display import RunDisplay
 from lucidrl.recipes.run import arithmetic_table
 
@@ -26,10 +27,14 @@ def folder(tmp_path):
     return path
 
 
+def grpo_of(max_steps: int) -> GRPORunConfig:
+    return GRPORunConfig(grpo=GRPOConfig(max_steps=max_steps))
+
+
 def shown(folder: Path, steps, max_steps: int, validations=(), width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width)
     ask = ["lucidrl", "generate", str(folder), "12+30="]
-    with RunDisplay("grpo", max_steps, folder, console) as display:
+    with RunDisplay(grpo_of(max_steps), folder, console) as display:
         for step, metrics in validations:
             display.on_validation(step, metrics)
         for step in steps:
@@ -52,7 +57,7 @@ def test_the_rows_of_the_summary_add_up_to_the_whole_run(folder, monkeypatch):
     spans = iter([{"validate": 1.0, "save": 1.0}, {"validate": 4.0, "save": 8.0}])
     monkeypatch.setattr("lucidrl.recipes.display._seconds_of_spans", lambda: next(spans))
     console = Console(file=io.StringIO(), width=80)
-    with RunDisplay("grpo", 2, folder, console, started=100.0) as display:
+    with RunDisplay(grpo_of(2), folder, console, started=100.0) as display:
         display.on_loaded()
         for step in (1, 2):
             display.on_step(step, {**STEP, "time/save_s": 0.25})
@@ -66,7 +71,7 @@ def test_the_rows_of_the_summary_add_up_to_the_whole_run(folder, monkeypatch):
     assert rows["validation"] == 3.0
     assert rows["saving"] == 6.5
     assert rows["shutdown"] == 5.0
-    whole = rows.pop("whole run")
+    whole = rows.pop("total")
     assert sum(seconds for name, seconds in rows.items() if not name.startswith(" ")) == whole == 40.0
     assert not rows.keys() & {"  rollout", "  reward", "  forward"}
 
@@ -74,7 +79,7 @@ def test_the_rows_of_the_summary_add_up_to_the_whole_run(folder, monkeypatch):
 @pytest.mark.parametrize("width", [60, 80, 130])
 def test_elapsed_and_remaining_time_are_never_cut(folder, width):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, legacy_windows=False)
-    with RunDisplay("grpo", 500, folder, console) as display:
+    with RunDisplay(grpo_of(500), folder, console) as display:
         display.on_step(123, {**STEP, "accuracy": 0.25})
     line = Text.from_ansi(console.file.getvalue()).plain.splitlines()[-1]
     assert "step 123/500" in line
@@ -85,11 +90,11 @@ def test_elapsed_and_remaining_time_are_never_cut(folder, width):
 
 
 def test_traces_are_pointed_out_where_there_are_some(folder):
-    assert "recorded steps" not in shown(folder, [1], 1)
+    assert "profiles in traces/" not in shown(folder, [1], 1)
     (folder / "traces").mkdir()
-    assert "recorded steps" not in shown(folder, [1], 1)
+    assert "profiles in traces/" not in shown(folder, [1], 1)
     (folder / "traces" / "policy-0.json").touch()
-    assert "traces/ has the recorded steps" in shown(folder, [1], 1)
+    assert "profiles in traces/" in shown(folder, [1], 1)
 
 
 def test_folder_names_are_literal_and_commands_can_be_copied(folder):
@@ -102,12 +107,12 @@ def test_folder_names_are_literal_and_commands_can_be_copied(folder):
 
 def test_a_stopped_run_says_so_and_resumes_with_its_own_settings(folder):
     text = shown(folder, [1, 2], 5)
-    assert "stopped after step 2 of 5, which is saved" in text
+    assert "stopped after step 2 of 5; the step is saved" in text
     assert [line for line in text.splitlines() if line.endswith("--resume " + shlex.quote(str(folder)))]
 
 
 def test_a_run_that_was_finished_before_has_nothing_to_do(folder):
-    assert "nothing to do: step 5 of 5 was done and saved before" in shown(folder, [], 5)
+    assert "nothing to do: the run already completed and saved step 5 of 5" in shown(folder, [], 5)
 
 
 def test_held_out_results_are_compared_with_the_steps_they_belong_to(folder):
@@ -128,7 +133,7 @@ def test_nothing_of_the_arithmetic_is_cut_at_80_columns():
 def test_a_control_run_shows_its_episodes_and_suggests_only_what_it_can_do(folder):
     console = Console(file=io.StringIO(), width=80)
     step = {"episode_reward": 21.25, "frames_per_s": 12345.6, "time/step_s": 2.0}
-    with RunDisplay("ppo", 1, folder, console, validated_on="greedy") as display:
+    with RunDisplay(PPORunConfig(ppo=PPOConfig(max_steps=1)), folder, console) as display:
         display.on_validation(0, {"reward": 9.4, "length": 9.4})
         display.on_step(1, step)
         display.on_validation(1, {"reward": 500.0, "length": 500.0})

@@ -1,4 +1,4 @@
-"""What the driver of a run said is in its folder, whoever reads the terminal; secrets are not."""
+"""The run folder has the log of the driver, without secrets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_it_has_our_records_and_warnings_of_all(tmp_path):
     assert first.startswith(f"INFO lucidrl.recipes.folder: lucidrl {__version__}, process ")
     assert str(tmp_path / "config.yaml") in first
     assert between == ["INFO lucidrl.somewhere: taking over runs", "WARNING lucidrlish: low on disk"]
-    assert last == "INFO lucidrl.recipes.folder: ended well"
+    assert last == "INFO lucidrl.recipes.folder: finished"
     assert logging.getLogger("lucidrl").level == level
 
 
@@ -47,11 +47,11 @@ def test_a_resumed_run_appends_and_the_error_that_ended_one_has_its_traceback(tm
     with driver_log(tmp_path):
         pass
     text = (tmp_path / "logs" / "driver.log").read_text()
-    assert "ERROR lucidrl.recipes.folder: ended by WorkerError\nTraceback (most recent call last):" in text
+    assert "ERROR lucidrl.recipes.folder: failed with WorkerError\nTraceback (most recent call last):" in text
     assert "in fail\n" in text
     assert "lucidrl.errors.WorkerError: rank 1 of 2 was killed by SIGKILL in train\nits output is in rank_1.log" in text
     assert text.count(f": lucidrl {__version__}, process ") == 2
-    assert text.endswith("ended well\n")
+    assert text.endswith("finished\n")
 
 
 def test_secrets_of_the_environment_the_command_and_errors_are_left_out(tmp_path, monkeypatch):
@@ -85,6 +85,6 @@ def test_a_secret_setting_of_several_words_is_left_out_as_a_whole(tmp_path, monk
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "logs").touch()
-    refused = pytest.raises(ConfigError, match=r"driver.log cannot be written \(.*\); give a run folder that can be")
+    refused = pytest.raises(ConfigError, match=r"driver.log cannot be written \(.*\); choose a writable run folder")
     with refused, driver_log(tmp_path):
         pass

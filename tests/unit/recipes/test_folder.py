@@ -26,17 +26,17 @@ from lucidrl.recipes.folder import (
     run_config_path,
     update_run_config,
 )
-from lucidrl.recipes.run import resolve_resumed
+from lucidrl.recipes.settings import resumed_settings
 
 
 def config_for(root, name=None):
     return GRPORunConfig.model_validate({"run": {"root": root, "name": name}})
 
 
-def test_runs_started_at_once_get_folders_of_their_own(tmp_path):
+def test_runs_started_at_once_get_separate_folders(tmp_path):
     config = config_for(tmp_path)
     with ThreadPoolExecutor(8) as pool:
-        folders = list(pool.map(lambda _: create_run_folder(config, "grpo"), range(16)))
+        folders = list(pool.map(lambda _: create_run_folder(config), range(16)))
     assert sorted(folder.name for folder in folders) == [f"exp_{n:03d}" for n in range(1, 17)]
 
 
@@ -45,7 +45,7 @@ def test_of_runs_with_one_name_started_at_once_one_gets_it(tmp_path):
 
     def claim(_):
         try:
-            return create_run_folder(config, "grpo")
+            return create_run_folder(config)
         except ConfigError as error:
             return str(error)
 
@@ -59,14 +59,14 @@ def test_of_runs_with_one_name_started_at_once_one_gets_it(tmp_path):
 @pytest.mark.parametrize("name", ["with space", "日本-é", "a/b", "x[/bold]"])
 def test_any_name_below_the_root_works_and_gives_the_config_back(tmp_path, name):
     config = config_for(tmp_path, name)
-    folder = create_run_folder(config, "grpo")
+    folder = create_run_folder(config)
     assert folder == tmp_path / name
-    assert resolve_resumed("grpo", folder, []) == config
+    assert resumed_settings("grpo", folder, []) == config
 
 
 @pytest.mark.parametrize("name", ["..", ".", "../x", "a/../../x", "/tmp/elsewhere", ""])
 def test_a_name_that_leaves_the_root_is_refused(tmp_path, name):
-    for refuse in (lambda config: create_run_folder(config, "grpo"), lambda config: check_can_create(config.run)):
+    for refuse in (lambda config: create_run_folder(config), lambda config: check_can_create(config.run)):
         with pytest.raises(ConfigError, match=r"leaves run\.root"):
             refuse(config_for(tmp_path / "runs", name))
     assert list(tmp_path.iterdir()) == []
@@ -77,18 +77,18 @@ def test_a_name_that_leaves_the_root_is_refused(tmp_path, name):
     [("a\0b", "has a NUL character"), ("x" * 300, "has a name of 300 bytes"), ("é" * 128, "has a name of 256 bytes")],
 )
 def test_a_name_that_no_file_system_takes_is_refused(tmp_path, name, said):
-    for refuse in (lambda config: create_run_folder(config, "grpo"), lambda config: check_can_create(config.run)):
+    for refuse in (lambda config: create_run_folder(config), lambda config: check_can_create(config.run)):
         with pytest.raises(ConfigError, match=rf"run\.name=.* {said}"):
             refuse(config_for(tmp_path, name))
         with pytest.raises(ConfigError, match=rf"run\.root=.* {said}"):
             refuse(config_for(tmp_path / name))
     assert list(tmp_path.iterdir()) == []
-    assert create_run_folder(config_for(tmp_path, "x" * 255), "grpo").is_dir()
+    assert create_run_folder(config_for(tmp_path, "x" * 255)).is_dir()
 
 
 def test_a_path_that_is_too_long_as_a_whole_is_refused(tmp_path):
     root = tmp_path.joinpath(*["x" * 200] * 30)
-    for refuse in (lambda config: create_run_folder(config, "grpo"), lambda config: check_can_create(config.run)):
+    for refuse in (lambda config: create_run_folder(config), lambda config: check_can_create(config.run)):
         with pytest.raises(ConfigError, match=r"run\.root=.*cannot be written"):
             refuse(config_for(root, "name"))
 
@@ -97,13 +97,13 @@ def test_a_name_that_leaves_the_root_through_a_link_is_refused(tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/link").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match=r"leaves run\.root"):
-        create_run_folder(config_for(tmp_path / "runs", "link/x"), "grpo")
+        create_run_folder(config_for(tmp_path / "runs", "link/x"))
 
 
 @pytest.mark.parametrize("root", ["file/runs", "file", "/proc/runs"])
 def test_a_root_that_cannot_be_written_is_refused(tmp_path, root):
     (tmp_path / "file").write_text("")
-    for refuse in (lambda config: create_run_folder(config, "grpo"), lambda config: check_can_create(config.run)):
+    for refuse in (lambda config: create_run_folder(config), lambda config: check_can_create(config.run)):
         with pytest.raises(ConfigError, match=r"run\.root=.*cannot be written"):
             refuse(config_for(tmp_path / root))
 
@@ -114,10 +114,10 @@ def test_the_check_leaves_nothing_behind(tmp_path):
 
 
 def test_a_resumed_runs_settings_are_the_next_ones(tmp_path):
-    folder = create_run_folder(config_for(tmp_path), "grpo")
-    longer = resolve_resumed("grpo", folder, ["grpo.max_steps=500"])
+    folder = create_run_folder(config_for(tmp_path))
+    longer = resumed_settings("grpo", folder, ["grpo.max_steps=500"])
     update_run_config(folder, longer)
-    assert resolve_resumed("grpo", folder, []) == longer
+    assert resumed_settings("grpo", folder, []) == longer
 
 
 def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path):

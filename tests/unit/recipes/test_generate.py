@@ -1,4 +1,4 @@
-"""Asking a model: from a run or a model folder, with the tokens that training used."""
+"""Completions of a run or a model folder, with the tokens that training used."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def complete(folder, *prompts, **options):
     return list(completions(folder, prompts, Sampling(**{"max_new_tokens": 4, **options})))
 
 
-def test_a_single_answer_is_the_likeliest_and_several_are_drawn(model_folder):
-    def answers(samples, seed):
+def test_a_single_completion_is_greedy_and_several_are_sampled(model_folder):
+    def sampled(samples, seed):
         return complete(model_folder, "2+3=", samples=samples, temperature=1.5, seed=seed)
 
-    assert answers(1, seed=0) == answers(1, seed=1)
-    assert answers(8, seed=0) == answers(8, seed=0)
-    assert answers(8, seed=0) != answers(8, seed=1)
+    assert sampled(1, seed=0) == sampled(1, seed=1)
+    assert sampled(8, seed=0) == sampled(8, seed=0)
+    assert sampled(8, seed=0) != sampled(8, seed=1)
 
 
 def test_prompts_of_different_lengths_are_completed_together_as_each_alone(model_folder, monkeypatch):
@@ -64,7 +64,7 @@ def test_a_folder_of_anything_else_is_refused(tmp_path):
         complete(tmp_path, "1+1=")
 
 
-def test_a_changed_bit_in_a_checkpoint_is_found_when_its_model_is_asked_by_path(model_folder, tmp_path):
+def test_a_changed_bit_in_a_checkpoint_is_found_when_its_model_is_loaded_by_path(model_folder, tmp_path):
     with CheckpointManager(tmp_path).saving(1) as saved:
         shutil.copytree(model_folder, saved / "policy")
     policy = tmp_path / "step_1" / "policy"

@@ -10,8 +10,8 @@ from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.embedded import embedded_config, embedded_tokenizer
 from lucidrl.models.loading import load_model
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.language import run_sft
 from lucidrl.recipes.preflight import preflight
+from lucidrl.recipes.run import train
 from lucidrl.utils.config import load_config
 from tests.unit.algorithms.conftest import Watcher
 
@@ -49,7 +49,7 @@ def test_the_facts_are_those_of_the_loaded_model(tmp_path):
     assert facts.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_what_takes_memory_grows_with_what_is_asked_for(tmp_path):
+def test_the_memory_estimate_grows_with_the_settings(tmp_path):
     plain = preflight(settings(tmp_path)).memory_gib
     more = preflight(settings(tmp_path, "grpo.loss.kl_coefficient=0.1", "collector.samples_per_prompt=16")).memory_gib
     assert more["reference weights"] == plain["weights"]
@@ -63,11 +63,11 @@ def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path, precision, weig
     small += [f"policy.precision={precision}", f"checkpoint.weights_only={weights_only}", "tracking.tensorboard=false"]
     config = settings(tmp_path, *small, schema=SFTRunConfig)
     said = preflight(config).checkpoint
-    run_sft(config, tmp_path, Watcher())
+    train(config, tmp_path, Watcher())
     written = sum(path.stat().st_size for path in (tmp_path / "checkpoints/step_1").rglob("*.safetensors"))
     assert float(said.partition(" MiB")[0]) == pytest.approx(written / 2**20, rel=0.05)
     assert ("weights only" if weights_only else "weights and optimizer") in said
-    assert "at most 2 of them" in said
+    assert "at most 2 kept" in said
 
 
 def test_an_architecture_without_a_tensor_parallel_plan_is_found_before_the_ranks_start(tmp_path):
@@ -88,7 +88,7 @@ def test_an_architecture_without_a_tensor_parallel_plan_is_found_before_the_rank
         ),
         (
             ["policy.generation.placement=separate", "policy.generation.nodes=other"],
-            r"policy\.generation\.nodes=other asks for nodes beside .* is one node; set cluster\.address",
+            r"policy\.generation\.nodes=other needs nodes beside .* has one node; set cluster\.address",
         ),
     ],
 )
@@ -98,27 +98,27 @@ def test_a_ray_that_is_started_for_the_run_is_one_node(tmp_path, overrides, said
 
 
 @pytest.mark.parametrize(("refit", "copies"), [("ipc", 2), ("collective", 6)])
-def test_generators_of_their_own_hold_two_versions_together_or_each(tmp_path, refit, copies):
+def test_separate_generators_hold_two_versions_together_or_each(tmp_path, refit, copies):
     separate = ["policy.generation.placement=separate", "policy.generation.num_workers=3"]
     memory = preflight(settings(tmp_path, *separate, f"policy.generation.refit={refit}")).memory_gib
     assert memory["generators"] == copies * memory["weights"]
 
 
-def test_a_prompt_that_leaves_no_room_for_an_answer_is_named(tmp_path):
+def test_a_prompt_that_leaves_no_room_for_a_completion_is_named(tmp_path):
     rows = [{"id": f"p{n}", "prompt": "1+1="} for n in range(20)]
     file = write_rows(tmp_path / "prompts.jsonl", [*rows, {"id": "tale", "prompt": "x" * 510}])
     with pytest.raises(DataError, match=r"prompt 'tale' has 512 tokens.*context of 512 tokens"):
         preflight(settings(tmp_path, f"env.prompts_file={file}"))
 
 
-def test_a_conversation_longer_than_the_context_is_shown_by_its_beginning(tmp_path):
+def test_an_example_longer_than_the_context_is_shown_by_its_beginning(tmp_path):
     rows = [{"prompt": f"{n}", "completion": "1"} for n in range(20)]
     file = write_rows(tmp_path / "talk.jsonl", [*rows, {"prompt": "once " * 200, "completion": "end"}])
-    with pytest.raises(DataError, match=r"conversation 'once once.* has 1006 tokens.*context of 512 tokens"):
+    with pytest.raises(DataError, match=r"example 'once once.* has 1006 tokens.*context of 512 tokens"):
         preflight(settings(tmp_path, f"data.file={file}", schema=SFTRunConfig))
 
 
-def test_a_run_name_that_is_taken_is_said_at_once(tmp_path):
+def test_a_run_name_that_is_taken_is_refused(tmp_path):
     (tmp_path / "runs/mine").mkdir(parents=True)
     (tmp_path / "runs/mine/config.yaml").write_text("")
     with pytest.raises(ConfigError, match="holds a run already"):
@@ -147,5 +147,5 @@ def test_an_environment_must_have_prompts_of_different_ids(tmp_path, monkeypatch
 
 def test_a_token_budget_below_the_longest_possible_row_is_refused():
     config = GRPORunConfig.model_validate({"policy": {"sequence_packing": {"train_mb_tokens": 20}}})
-    with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.train_mb_tokens=20 does not hold"):
+    with pytest.raises(ConfigError, match=r"policy\.sequence_packing\.train_mb_tokens=20 is less than the longest"):
         preflight(config)

@@ -12,12 +12,9 @@ import pytest
 from lucidrl.errors import ConfigError
 from lucidrl.profiling import gate
 from lucidrl.profiling.settings import FOLDER_VARIABLE, MEMORY_VARIABLE
-from lucidrl.recipes.configs import GRPORunConfig
-from lucidrl.recipes.control import run_ppo
-from lucidrl.recipes.control_configs import PPORunConfig
-from lucidrl.recipes.language import run_grpo
-from lucidrl.recipes.profile import VARIABLES, ProfileConfig, profiling_as_asked
-from lucidrl.recipes.run import check_run, launch
+from lucidrl.recipes.configs import GRPORunConfig, PPORunConfig
+from lucidrl.recipes.profile import VARIABLES, ProfileConfig, profiling_as_configured
+from lucidrl.recipes.run import check_run, launch, train
 from lucidrl.utils import nsys
 from lucidrl.utils.config import dump_yaml, load_config
 from tests.faults.records import digests
@@ -41,7 +38,7 @@ GRPO = QUIET + (
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
-    """Nothing is asked for, and what is armed here does not stay so."""
+    """No profile is requested, and arming by a test does not last."""
     monkeypatch.setattr("lucidrl.recipes.run.configure_rich_logging", lambda **options: None)
     monkeypatch.setattr(gate, "is_armed", gate.is_armed)
     monkeypatch.setattr(gate, "is_enabled", gate.is_enabled)
@@ -84,9 +81,9 @@ def test_a_recorded_ppo_run_shows_its_frames_and_learns_the_same(tmp_path):
         found["policy-0"]
     )
     assert spans_of(found["policy-0 spans"]).count("collect") == 2
-    assert "traces/ has the recorded steps" in said
+    assert "profiles in traces/" in said
     (tmp_path / "plain").mkdir()
-    run_ppo(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
+    train(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
     assert digests(tmp_path / "run") == digests(tmp_path / "plain")
 
 
@@ -99,7 +96,7 @@ def test_a_recorded_grpo_run_shows_policy_and_generator_and_learns_the_same(tmp_
     assert "generate" in counts_of(found["generation-0"])
     assert {"train", "refit"} <= {*spans_of(found["policy-0 spans"])}
     (tmp_path / "plain").mkdir()
-    run_grpo(load_config(GRPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
+    train(load_config(GRPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
     assert digests(tmp_path / "run") == digests(tmp_path / "plain")
 
 
@@ -110,7 +107,7 @@ def test_workers_that_are_not_named_do_not_record(tmp_path):
     assert traces_of(tmp_path).keys() == {"policy-1", "policy-1 spans", "driver spans"}
 
 
-# What is asked for
+# Requests
 
 
 def test_a_range_is_no_number_of_base_sixty_on_the_command_line():
@@ -132,7 +129,7 @@ def test_settings_win_over_variables_and_both_are_as_before_afterwards(monkeypat
     monkeypatch.setenv(nsys.RANGE_VARIABLE, "7:9")
     nsys.take_request_from_environment()
     before = {name: os.environ.get(name) for name in VARIABLES}
-    with profiling_as_asked(ProfileConfig(steps="3:5", workers="*policy*", memory_snapshot=True)):
+    with profiling_as_configured(ProfileConfig(steps="3:5", workers="*policy*", memory_snapshot=True)):
         request = nsys.profile_request()
         assert (request.patterns, str(request.steps)) == (("*policy*",), "3:5")
         assert os.environ[nsys.RANGE_VARIABLE] == "3:5"
@@ -140,10 +137,10 @@ def test_settings_win_over_variables_and_both_are_as_before_afterwards(monkeypat
         assert os.environ[gate.VARIABLES[0]] == "1"
     monkeypatch.setenv(MEMORY_VARIABLE, "1")
     before[MEMORY_VARIABLE] = "1"
-    with profiling_as_asked(ProfileConfig(steps="3:5")):  # what is not set is left to the variables
+    with profiling_as_configured(ProfileConfig(steps="3:5")):  # what is not set is left to the variables
         assert nsys.profile_request().patterns == ("driver",)
         assert os.environ[MEMORY_VARIABLE] == "1"
-    with profiling_as_asked(ProfileConfig()):
+    with profiling_as_configured(ProfileConfig()):
         assert str(nsys.profile_request().steps) == "7:9"
         assert os.environ[gate.VARIABLES[0]] == "1"
     assert {name: os.environ.get(name) for name in VARIABLES} == before
@@ -151,7 +148,7 @@ def test_settings_win_over_variables_and_both_are_as_before_afterwards(monkeypat
 
 
 def test_without_a_request_nothing_is_armed():
-    with profiling_as_asked(ProfileConfig()):
+    with profiling_as_configured(ProfileConfig()):
         assert nsys.profile_request() is None
         assert gate.VARIABLES[0] not in os.environ
 
@@ -171,7 +168,7 @@ MISTAKES = {
     "profile.steps=3:": "profile.steps: '3:' is not a range of steps; write start:stop, such as 3:5",
     "profile.steps=true": "profile.steps: 'True' is not a range of steps",
     f"profile.steps=1:{'9' * 5000}": "is not a range of steps",
-    "profile.memory_snapshot=true": "workers and memory_snapshot say how steps are recorded, but profile.steps is not",
+    "profile.memory_snapshot=true": "workers and memory_snapshot need steps; set profile.steps too",
     "profile.step=3:5": "unknown key profile.step; did you mean profile.steps?",
 }
 
@@ -188,7 +185,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_made(tmp_path, mistak
     assert not any(tmp_path.iterdir())
 
 
-def test_a_range_without_quotes_in_a_file_is_told_apart_from_a_number(tmp_path):
+def test_a_range_without_quotes_in_a_file_is_refused(tmp_path):
     (tmp_path / "file.yaml").write_text("profile: {steps: 3:5}\n")
     with pytest.raises(ConfigError, match=r"profile\.steps: 185 is a number: .*quotes"):
         launch("ppo", tmp_path / "file.yaml", None, [], None)
@@ -205,7 +202,7 @@ def test_the_variables_are_refused_just_as_early(tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-def test_patterns_that_mean_nobody_are_refused_with_the_names_there_are(tmp_path):
+def test_patterns_without_a_match_are_refused_with_the_names(tmp_path):
     settings = ["profile.steps=1:2", "profile.workers=*generation*", f"run.root={tmp_path}"]
     for start in (lambda: launch("ppo", None, None, settings, None), lambda: check_run("ppo", None, None, settings)):
         with pytest.raises(ConfigError, match=r"no worker of this run matches .*the names are policy-0, driver"):
@@ -214,15 +211,15 @@ def test_patterns_that_mean_nobody_are_refused_with_the_names_there_are(tmp_path
     assert FOLDER_VARIABLE not in os.environ
 
 
-def test_steps_after_the_last_are_told_and_the_run_is_as_it_would_be(tmp_path, capfd, monkeypatch):
+def test_steps_after_the_last_are_reported_and_do_not_change_the_run(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("settings.yaml").write_text(PPO)
     for name, overrides in (("late", ["profile.steps=9:12"]), ("plain", [])):
         launch("ppo", Path("settings.yaml"), None, [*overrides, "run.root=.", f"run.name={name}"], None)
     said = capfd.readouterr().out
-    assert said.count("nothing will be recorded: the steps 9:12 come after the last, 4") == 1
+    assert said.count("no profile will be written: steps 9:12 come after the last step, 4") == 1
     assert list(Path("late/traces").iterdir()) == []
     launch("ppo", None, None, ["profile.steps=2:4", "ppo.max_steps=5"], Path("plain"))
-    assert "nothing will be recorded: the steps 2:4 were done before" in capfd.readouterr().out
+    assert "no profile will be written: steps 2:4 are already done" in capfd.readouterr().out
     launch("ppo", None, None, ["profile.steps=null", "ppo.max_steps=5"], Path("late"))
     assert digests(Path("late")) == digests(Path("plain"))

@@ -9,8 +9,8 @@ import pytest
 
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.language import run_sft
 from lucidrl.recipes.preflight import preflight
+from lucidrl.recipes.run import train
 from lucidrl.utils.config import load_config
 from lucidrl.utils.logger import Logger
 
@@ -52,11 +52,11 @@ def test_a_tracker_that_is_not_installed_is_found_before_the_run(monkeypatch):
         preflight(config)
 
 
-def test_a_resumed_run_goes_on_in_the_same_run_of_every_tracker(tmp_path):
+def test_a_resumed_run_continues_in_the_same_run_of_every_tracker(tmp_path):
     first = load_config(SFTRunConfig, SMALL, overrides=ALL_TRACKERS)
-    assert run_sft(first, tmp_path, Unwatched()) == 1
+    assert train(first, tmp_path, Unwatched()) == 1
     second = load_config(SFTRunConfig, SMALL, overrides=[*ALL_TRACKERS, "sft.max_steps=2"])
-    assert run_sft(second, tmp_path, Unwatched(), resume=True) == 2
+    assert train(second, tmp_path, Unwatched(), resume=True) == 2
 
     (wandb_id,) = {
         path.name.rpartition("-")[2] for path in (tmp_path / "wandb").rglob("offline-run-*-*") if path.is_dir()

@@ -15,7 +15,7 @@ import pytest
 
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import GRPORunConfig
-from lucidrl.recipes.language import run_grpo
+from lucidrl.recipes.run import train
 from lucidrl.utils.config import load_config
 
 SMALL = {
@@ -50,10 +50,10 @@ def numbers(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_what_one_learns_and_go_on_from_each_others_checkpoints(tmp_path):
+def test_two_ranks_learn_what_one_learns_and_resume_from_each_others_checkpoints(tmp_path):
     def run(name, *overrides, resume=False):
         (tmp_path / name).mkdir(exist_ok=True)
-        run_grpo(load_config(GRPORunConfig, SMALL, overrides=list(overrides)), tmp_path / name, Unwatched(), resume)
+        train(load_config(GRPORunConfig, SMALL, overrides=list(overrides)), tmp_path / name, Unwatched(), resume)
         return numbers(tmp_path / name)
 
     one, two = run("one"), run("two", "cluster.num_workers=2")
@@ -69,7 +69,7 @@ def test_two_ranks_learn_what_one_learns_and_go_on_from_each_others_checkpoints(
 def test_ranks_that_do_not_fit_the_layout_are_refused_before_any_starts(tmp_path):
     overrides = ["cluster.num_workers=3", "policy.dtensor_cfg.tensor_parallel_size=2"]
     with pytest.raises(ConfigError, match="3 ranks do not split"):
-        run_grpo(load_config(GRPORunConfig, SMALL, overrides=overrides), tmp_path, Unwatched())
+        train(load_config(GRPORunConfig, SMALL, overrides=overrides), tmp_path, Unwatched())
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from wandb.proto.wandb_internal_pb2 import Record
 
 from lucidrl.errors import ConfigError
-from lucidrl.recipes.tracking import WandbTracking
+from lucidrl.recipes.tracking import TrackingConfig, WandbTracking
 from lucidrl.utils.logger.config import WandbConfig
 from lucidrl.utils.logger.wandb import WandbLogger, _init_arguments
 
@@ -166,7 +166,17 @@ def test_hyperparameters_are_nested_and_without_secrets(logger):
 def test_every_argument_that_wandb_documents_is_a_setting_of_the_logger_and_of_a_run():
     documented = inspect.signature(wandb.init).parameters.keys() - {"anonymous"}  # which wandb no longer uses
     assert WandbConfig.__annotations__.keys() == documented | {"log_code", "log_diffs"}
-    assert WandbTracking.model_fields.keys() == WandbConfig.__annotations__.keys() | {"enabled"}
+
+
+def test_every_argument_is_a_setting_and_another_one_is_refused():
+    assert WandbTracking.model_fields.keys() <= WandbConfig.__annotations__.keys() | {"enabled"}
+    given = {"group": "g", "tags": ["a"], "save_code": True, "settings": {"program": "x"}, "resume": "must"}
+    tracking = TrackingConfig.model_validate({"wandb": {**given, "notes": None}})
+    assert given.items() <= tracking.logger_config(Path("run"))["wandb"].items()
+    assert "notes" not in tracking.logger_config(Path("run"))["wandb"]
+    for wrong, said in (({"grup": "g"}, "did you mean group"), ({"tags": 3}, "tags=3 is not valid")):
+        with pytest.raises(ValueError, match=said):
+            WandbTracking.model_validate(wrong)
 
 
 def test_arguments_and_hyperparameters_reach_wandb_beside_the_config(make):

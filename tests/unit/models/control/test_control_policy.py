@@ -9,8 +9,8 @@ import torch
 
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.errors import CheckpointError, ConfigError, TrainingError
-from lucidrl.losses.frames import ClippedFrameLoss
 from lucidrl.losses.interfaces import Frames
+from lucidrl.losses.policy_gradient import ClippedFrameLoss
 from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
 from lucidrl.models.control.interfaces import ContinuousActions, DiscreteActions, ObservationSpace
 from lucidrl.models.control.policy import ControlPolicy

@@ -1,0 +1,144 @@
+"""The base class of all runs: preflight, loop, resume."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from rich.table import Table
+
+from lucidrl.algorithms.interfaces import Algorithm, TrainedPolicy
+from lucidrl.algorithms.loop import TrainingLoop, Watcher
+from lucidrl.algorithms.saver import Saver, checkpoint_size_bytes
+from lucidrl.algorithms.validation import Validator
+from lucidrl.checkpoint.manager import Checkpoint, CheckpointManager
+from lucidrl.errors import CheckpointError
+from lucidrl.models.policy.config import OptimizationConfig
+from lucidrl.recipes.configs import BaseRunConfig
+from lucidrl.recipes.folder import CHECKPOINTS_NAME, check_can_create, update_run_config
+from lucidrl.utils.logger import Logger
+from lucidrl.utils.logger.backends import check_trackers
+from lucidrl.utils.nsys import ProfilablePolicy, profile_request
+from lucidrl.utils.random_state import seed_everything
+
+C = TypeVar("C", bound=BaseRunConfig)
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts that do not depend on the algorithm."""
+
+    config: BaseRunConfig
+    folder: Path
+    watcher: Watcher
+    manager: CheckpointManager
+    logger: Logger
+    stack: ExitStack
+    """Shuts the parts down when the run ends."""
+
+    def loop(
+        self,
+        policy: TrainedPolicy,
+        validator: Validator | None,
+        profiled: Sequence[ProfilablePolicy] = (),
+        print_samples_every: int = 0,
+    ) -> TrainingLoop:
+        """Return the training loop; the arguments are its fields."""
+        return TrainingLoop(
+            max_steps=self.config.max_steps,
+            policy=policy,
+            saver=Saver(self.manager, self.config.checkpoint, policy, self.watcher.announce),
+            logger=self.logger,
+            watcher=self.watcher,
+            validation=self.config.validation,
+            validator=validator,
+            profiled=profiled,
+            print_samples_every=print_samples_every,
+        )
+
+
+class TrainingRun(ABC, Generic[C]):
+    """A run with valid settings. Preflight and loop share its inputs, which `close` releases."""
+
+    def __init__(self, config: C) -> None:
+        self.config = config
+
+    @abstractmethod
+    def preflight(self) -> Table:
+        """Describe the run; raise LucidError for the first problem that would stop it."""
+
+    @abstractmethod
+    def _prepare(self, stack: ExitStack) -> None:
+        """Read the inputs. Called before seeding, so random numbers that they draw do not change the run."""
+
+    @abstractmethod
+    def _build(self, parts: RunParts) -> Algorithm:
+        """Create policy, collector and validator, and connect them."""
+
+    def next_commands(self, folder: Path) -> list[list[str]]:
+        """Return commands to try after the run."""
+        return []
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the inputs; may be called twice."""
+
+    @contextmanager
+    def loop(self, folder: Path, watcher: Watcher, resume: bool = False) -> Iterator[Algorithm]:
+        """Yield the algorithm, restored from the newest checkpoint if `resume`; shut its parts down at the end."""
+        config = self.config
+        with ExitStack() as stack:
+            self._prepare(stack)
+            if config.num_threads is not None:
+                torch.set_num_threads(config.num_threads)
+            seed_everything(config.seed)
+            checkpoint = config.checkpoint
+            manager = CheckpointManager(
+                folder / CHECKPOINTS_NAME, checkpoint.keep_last, metric=checkpoint.metric, mode=checkpoint.mode
+            )
+            newest = manager.to_resume() if resume else None
+            run_id = newest.state.get("run_id") if newest is not None else None
+            logger = stack.enter_context(Logger(config.tracking.logger_config(folder, run_id)))
+            if newest is None:
+                logger.log_hyperparams(config.model_dump(mode="json"))
+            algorithm = self._build(RunParts(config, folder, watcher, manager, logger, stack))
+            if newest is not None:
+                self._restore(algorithm, newest, watcher)
+                # Only now, so that a refused resume changes nothing.
+                update_run_config(folder, config)
+                logger.log_hyperparams(config.model_dump(mode="json"))
+            yield algorithm
+
+    def _restore(self, algorithm: Algorithm, newest: Checkpoint, watcher: Watcher) -> None:
+        algorithm.policy.load(newest.path)
+        try:
+            algorithm.load_state_dict(newest.state)
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{newest.path} holds the state of another kind of run ({type(error).__name__}: {error}); "
+                "resume with the command and the version that saved it"
+            ) from error
+        request = profile_request()
+        if request is not None and request.steps.stop <= newest.step + 1:
+            watcher.announce(f"no profile will be written: steps {request.steps} are already done")
+
+
+def check_run_can_start(config: BaseRunConfig) -> None:
+    """Raise ConfigError if the run folder cannot be created or a tracker is not installed."""
+    check_can_create(config.run)
+    check_trackers(config.tracking.logger_config(config.run.root))
+
+
+def checkpoint_on_disk(config: BaseRunConfig, *networks: tuple[int, OptimizationConfig]) -> str:
+    """Describe the size of checkpoints; `networks` are (number of parameters, settings) of the trained networks."""
+    checkpoint = config.checkpoint
+    size_bytes = sum(checkpoint_size_bytes(*network, weights_only=checkpoint.weights_only) for network in networks)
+    scale, unit = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
+    content = "weights only" if checkpoint.weights_only else "weights and optimizer"
+    most = checkpoint.keep_last + (checkpoint.metric is not None)
+    return f"{size_bytes / scale:.2f} {unit} ({content}), at most {most} kept"
