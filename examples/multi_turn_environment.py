@@ -10,6 +10,7 @@ half of it. `samples/` of the run folder shows the messages of both turns.
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 from lucidrl.data.datasets import Prompt
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
@@ -32,9 +33,8 @@ class SecondAttempt:
     def prompts(self) -> list[Prompt]:
         """The same problems in every run; `info` carries the reference answer to `step`."""
         draw = random.Random(0)
-        pairs = {
-            (draw.randint(0, self._max_operand), draw.randint(0, self._max_operand)) for _ in range(self._num_problems)
-        }
+        operand = partial(draw.randint, 0, self._max_operand)
+        pairs = {(operand(), operand()) for _ in range(self._num_problems)}
         return [
             Prompt(
                 prompt_id=f"{a}+{b}",
