@@ -27,7 +27,7 @@ class PrintingTracker(LoggerInterface):
 
 def main(log_dir: str = "runs/own_tracker") -> None:
     with Logger({"log_dir": log_dir}, extra_backends=[PrintingTracker()]) as logger:
-        logger.log_hyperparams({"lr": 1e-4, "judge": {"api_key": "sk-123"}})
+        logger.log_hyperparams({"lr": 1e-4, "scorer": {"api_key": "sk-123"}})
         for step in range(1, 4):
             logger.log_metrics({"reward": step / 4, "tokens": {"mean": 8.5}}, step, prefix="train")
 
