@@ -31,9 +31,10 @@ RETIRED = {
 GENERATED = ("docs/configuration-reference.md", "docs/command-line.md")
 """Their text comes from docstrings of the package."""
 TABLE = "docs/glossary.md"
+PATTERNS = ("*.md", "docs/**/*.md", "examples/*.py", "tools/*.py", "mkdocs.yml", "Makefile", "lucidrl/losses/**/*.py")
 TEXTS = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "examples/*.py", "tools/*.py", "mkdocs.yml", "Makefile")
+    for pattern in PATTERNS
     for path in ROOT.glob(pattern)
     if path.relative_to(ROOT).as_posix() not in (*GENERATED, TABLE)
 )
