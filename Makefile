@@ -1,4 +1,4 @@
-# Everything a newcomer needs: `make demo`, `make test`, `make lint`, `make bench`, `make smollm2`.
+# Everything a newcomer needs: `make demo`, `make test`, `make lint`, `make docs`, `make bench`.
 PYTHON ?= python3
 VENV ?= .venv
 # The torch build to install. pip's own index variables choose another one, for instance for CUDA.
@@ -6,8 +6,9 @@ TORCH ?= torch==2.13.0
 SMOLLM2 ?= .cache/smollm2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INSTALLED_DOCS := $(VENV)/.installed-docs
 
-.PHONY: demo test test-rest test-failed test-all lint bench smollm2 clean help
+.PHONY: demo test test-rest test-failed test-all lint bench docs gpu-check smollm2 clean help
 
 help:
 	@echo "make demo      train the embedded model with GRPO on arithmetic (a few minutes, CPU)"
@@ -15,6 +16,8 @@ help:
 	@echo "make test-all  all tests, those of \`make test\` and a real pretrained model included"
 	@echo "make lint      ruff and type checks"
 	@echo "make bench     benchmarks against peers, as ratios"
+	@echo "make docs      build the documentation site into site/, offline"
+	@echo "make gpu-check run the checks of your GPUs and write the report gpu-check.md"
 	@echo "make smollm2   write the pretrained SmolLM2-135M-Instruct to $(SMOLLM2)"
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -50,6 +53,18 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# `strict` in mkdocs.yml turns every warning, such as a broken link, into an error.
+docs: $(INSTALLED_DOCS)
+	$(BIN)/mkdocs build --quiet
+	@echo "open site/index.html"
+
+$(INSTALLED_DOCS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
+gpu-check: $(INSTALLED)
+	$(BIN)/python tools/gpu_check.py --report gpu-check.md
+
 smollm2: $(SMOLLM2)/config.json
 
 $(SMOLLM2)/config.json: $(INSTALLED)
@@ -59,4 +74,4 @@ $(SMOLLM2)/config.json: $(INSTALLED)
 include benchmarks/Makefile.inc
 
 clean:
-	rm -rf $(VENV) .bench-venv .cache build dist *.egg-info
+	rm -rf $(VENV) .bench-venv .cache build dist site *.egg-info

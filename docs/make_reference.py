@@ -1,30 +1,40 @@
-"""Write docs/configuration-reference.md from the config classes: every key with its default and its explanation.
+"""Write the generated pages: every setting from the config classes, every command from the command line itself.
 
 python docs/make_reference.py
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from lucidrl.cli import app
 from lucidrl.envs.text.arithmetic import ArithmeticConfig
 from lucidrl.envs.text.guessing import GuessingConfig
 from lucidrl.models.policy.config import SchedulerConfig
 from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig, TextRunConfig
 
-TARGET = Path(__file__).with_name("configuration-reference.md")
-INTRODUCTION = """\
+SETTINGS_PAGE = Path(__file__).with_name("configuration-reference.md")
+COMMANDS_PAGE = Path(__file__).with_name("command-line.md")
+SETTINGS_INTRODUCTION = """\
 # All settings
 
-Written by `python docs/make_reference.py` from the config classes; do not edit it by hand. How settings are given and
-merged: [configuration.md](configuration.md). Presets change some of these defaults; `lucidrl check` prints what a run
-would use.
+Generated from the config classes by `python docs/make_reference.py`; do not edit this page.
+[configuration.md](configuration.md) explains how to set and merge them. Presets change some of these defaults;
+`lucidrl check` prints the settings of a run.
+"""
+COMMANDS_INTRODUCTION = """\
+# Command line
+
+Generated from the command line by `python docs/make_reference.py`; do not edit this page. The exit status is 0 after
+success, 2 after an error that you can fix, 130 after a second Ctrl-C, and 1 after any other error.
 """
 
 
@@ -52,8 +62,26 @@ SECTIONS = (
 
 
 def reference() -> str:
-    """The whole page."""
-    return "\n".join([INTRODUCTION, *(_section(section) for section in SECTIONS)])
+    """The page of settings."""
+    return "\n".join([SETTINGS_INTRODUCTION, *(_section(section) for section in SECTIONS)])
+
+
+def commands() -> str:
+    """The page of commands."""
+    group: Any = typer.main.get_command(app)
+    return "\n".join([COMMANDS_INTRODUCTION, *(_command(name, command) for name, command in group.commands.items())])
+
+
+def _command(name: str, command: Any) -> str:
+    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+    options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
+    usage = " ".join(["lucidrl", name, "[OPTIONS]", *(argument.metavar for argument in arguments)])
+    rows = [f"| `{argument.metavar}` | | {_one_line(argument.help)} |" for argument in arguments]
+    for option in options:
+        default = "" if option.default is None else _code(str(option.default))
+        rows.append(f"| `{option.opts[0]}` | {default} | {_one_line(option.help)} |")
+    lines = [f"## lucidrl {name}\n", f"```text\n{usage}\n```\n", inspect.cleandoc(command.help), ""]
+    return "\n".join([*lines, "| argument | default | meaning |", "| --- | --- | --- |", *rows, ""])
 
 
 def _section(section: Section) -> str:
@@ -102,4 +130,5 @@ def _one_line(text: str) -> str:
 
 
 if __name__ == "__main__":
-    TARGET.write_text(reference(), encoding="utf-8")
+    SETTINGS_PAGE.write_text(reference(), encoding="utf-8")
+    COMMANDS_PAGE.write_text(commands(), encoding="utf-8")

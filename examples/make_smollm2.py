@@ -37,7 +37,7 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
-    # The weights are plain float32 now; a config that still calls them quantized would not load.
+    # The weights are plain float32 now; transformers would not load them with a quantization config.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     model = type(loaded)(config)

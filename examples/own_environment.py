@@ -1,18 +1,18 @@
-r"""An environment of your own: sort the digits of a number.
+r"""A text environment of your own: sort the digits of a number.
 
-From the root of the repository, with the embedded model and the numbers that the environment makes up itself:
+From the root of the repository, with the embedded model and the environment's own prompts:
 
     lucidrl grpo env.name=examples.own_environment:SortDigits
 
-with longer numbers, with the prompts of a file, with a model of your own:
+with longer numbers, with the prompts of a file, with your own model:
 
     lucidrl grpo env.name=examples.own_environment:SortDigits env.kwargs.num_digits=4
     lucidrl grpo env.name=examples.own_environment:SortDigits env.prompts_file=examples/prompts.jsonl \
         env.validation_fraction=0.25
     lucidrl grpo env.name=examples.own_environment:SortDigits policy.model_name=FOLDER
 
-The embedded model only knows additions, so the reward climbs slowly. It climbs from higher up after some steps on
-written answers, which the prompts bring with them:
+The embedded model only knows additions, so the reward climbs slowly. It starts higher after some supervised steps on
+the reference answers of the prompts:
 
     lucidrl sft env.name=examples.own_environment:SortDigits run.name=sort-sft sft.max_steps=60 \
         policy.optimizer.kwargs.lr=1e-3 policy.generation.max_new_tokens=8
@@ -31,7 +31,7 @@ class SortDigits:
     """One turn: the reward is the share of digits in the right place, 0 for a completion of another length.
 
     Args:
-        num_digits: digits of each number.
+        num_digits: digits per number.
     """
 
     def __init__(self, num_digits: int = 3):
@@ -50,7 +50,7 @@ class SortDigits:
         ]
 
     async def step(self, batch: Sequence[EnvRequest]) -> list[EnvReply]:
-        return [_score(request.completion.strip(), request.info["answer"]) for request in batch]
+        return [_score(request.answer.strip(), request.info["answer"]) for request in batch]
 
 
 def _score(completion: str, expected: str) -> EnvReply:

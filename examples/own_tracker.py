@@ -1,4 +1,4 @@
-"""A tracker of your own: two methods, and the logger feeds it beside all others.
+"""A tracker of your own: two methods, and the logger feeds it like all others.
 
 python examples/own_tracker.py
 """
@@ -10,9 +10,9 @@ from lucidrl.utils.logger import Logger, LoggerInterface
 
 
 class PrintingTracker(LoggerInterface):
-    """Prints what it gets: names are full, values are plain numbers or lists of them, secrets are gone.
+    """Prints its records: names are full, values are numbers or lists of numbers, secrets are redacted.
 
-    It may be slow and may raise. It is called in a thread of its own, and costs the run nothing but lost records.
+    It may be slow and may raise: the logger calls it in a separate thread, and the run only loses records.
     """
 
     def log_metrics(
@@ -27,7 +27,7 @@ class PrintingTracker(LoggerInterface):
 
 def main(log_dir: str = "runs/own_tracker") -> None:
     with Logger({"log_dir": log_dir}, extra_backends=[PrintingTracker()]) as logger:
-        logger.log_hyperparams({"lr": 1e-4, "judge": {"api_key": "sk-123"}})
+        logger.log_hyperparams({"lr": 1e-4, "scorer": {"api_key": "sk-123"}})
         for step in range(1, 4):
             logger.log_metrics({"reward": step / 4, "tokens": {"mean": 8.5}}, step, prefix="train")
 

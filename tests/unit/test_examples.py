@@ -1,45 +1,49 @@
-"""The examples run, the reference of settings is up to date, and the documentation's links lead somewhere."""
+"""The examples run."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import json
-import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lucidrl.cli import app
 from lucidrl.data.datasets import load_prompts
-from lucidrl.envs.text.interfaces import EnvRequest
+from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
+from lucidrl.losses.interfaces import TokenOutputs
+from tests.unit.test_pages import undocumented
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = ROOT / "examples"
 SMALL = ["grpo.max_steps=2", "collector.prompts_per_step=2", "validation.num_prompts=2", "tracking.tensorboard=false"]
 
 
 @pytest.fixture
-def sort_digits(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "examples")
+def examples_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+@pytest.fixture
+def sort_digits(examples_on_path):
     return importlib.import_module("own_environment").SortDigits
 
 
 @pytest.mark.parametrize(
-    ("answer", "reward"), [("123", 1.0), (" 123 ", 1.0), ("321", 1 / 3), ("12", 0.0), ("1234", 0.0), ("", 0.0)]
+    ("completion", "reward"), [("123", 1.0), (" 123 ", 1.0), ("321", 1 / 3), ("12", 0.0), ("1234", 0.0), ("", 0.0)]
 )
-def test_sort_digits_rewards_the_share_of_digits_in_place(sort_digits, answer, reward):
-    log = [{"role": "user", "content": "sort 312="}, {"role": "assistant", "content": answer}]
+def test_sort_digits_rewards_the_share_of_digits_in_place(sort_digits, completion, reward):
+    log = [{"role": "user", "content": "sort 312="}, {"role": "assistant", "content": completion}]
     [reply] = asyncio.run(sort_digits().step([EnvRequest("312#0", log, {"answer": "123"}, turn=1)]))
     assert reply.reward == pytest.approx(reward)
     assert reply.metrics == {"accuracy": float(reward == 1.0)}
 
 
-def test_the_file_of_prompts_asks_what_the_environment_asks(sort_digits):
+def test_the_prompt_file_matches_the_prompts_of_the_environment(sort_digits):
     own = {prompt.messages: prompt.info for prompt in map(_comparable, sort_digits().prompts())}
     for prompt in map(_comparable, load_prompts(ROOT / "examples" / "prompts.jsonl")):
         assert own[prompt.messages] == prompt.info
@@ -55,8 +59,9 @@ def test_the_command_line_trains_the_example_environment(monkeypatch, tmp_path, 
         app, ["grpo", "env.name=own_environment:SortDigits", *settings, *SMALL], catch_exceptions=False
     )
     assert result.exit_code == 0, result.output
-    lines = [json.loads(line) for line in Path("runs/grpo/exp_001/metrics.jsonl").read_text().splitlines()]
+    lines = recorded_lines("runs/grpo/exp_001")
     assert [line["step"] for line in lines if "train/reward" in line] == [1, 2]
+    assert undocumented({name for line in lines for name in line}) == set()
 
 
 def test_grpo_in_python_trains(capsys, sort_digits):
@@ -71,59 +76,92 @@ def test_own_tracker_prints_what_it_got(capsys, tmp_path):
     main = runpy.run_path(str(ROOT / "examples" / "own_tracker.py"))["main"]
     main(str(tmp_path))
     settings, *steps = capsys.readouterr().out.splitlines()
-    assert settings == "settings: {'lr': 0.0001, 'judge': {'api_key': '<redacted>'}}"
+    assert settings == "settings: {'lr': 0.0001, 'scorer': {'api_key': '<redacted>'}}"
     assert steps == [f"step {n}: {{'train/reward': {n / 4}, 'train/tokens/mean': 8.5}}" for n in (1, 2, 3)]
 
 
-def test_the_logging_page_shows_programs_that_run(monkeypatch, tmp_path):
+def test_own_loss_trains(capsys, examples_on_path):
+    main = runpy.run_path(str(EXAMPLES / "own_loss.py"))["main"]
+    main(["--steps", "1"])
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("step 1: reward")
+    assert float(line.rpartition(" ")[2]) > 0, "no gradient, so nothing was trained"
+
+
+def test_a_loss_does_not_depend_on_how_rows_are_cut(examples_on_path):
+    loss_fn = importlib.import_module("own_loss").ReinforceLoss()
+    draw = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(4, 5, generator=draw)
+    data = {"advantages": torch.randn(4, generator=draw), "token_mask": torch.ones(4, 5), "sample_mask": torch.ones(4)}
+
+    def loss_of(rows: slice) -> float:
+        outputs = TokenOutputs(logprobs=logprobs[rows], entropy=-logprobs[rows])
+        columns = {name: column[rows] for name, column in data.items()}
+        loss, _ = loss_fn(outputs, columns, torch.tensor(4), torch.tensor(16))
+        return loss.item()
+
+    assert loss_of(slice(0, 1)) + loss_of(slice(1, 4)) == pytest.approx(loss_of(slice(0, 4)))
+
+
+def test_a_second_attempt_earns_half(examples_on_path):
+    env = importlib.import_module("multi_turn_environment").SecondAttempt(num_problems=20)
+    prompt = env.prompts()[0]
+
+    def reply(completion: str, turn: int) -> EnvReply:
+        log = [*prompt.messages, {"role": "assistant", "content": completion}]
+        [found] = asyncio.run(env.step([EnvRequest(f"{prompt.prompt_id}#0", log, prompt.info, turn=turn)]))
+        return found
+
+    assert reply(prompt.info["answer"], turn=1).reward == 1
+    again = reply("wrong", turn=1)
+    assert not again.done
+    assert again.messages == ({"role": "user", "content": prompt.info["problem"]},)
+    assert reply(prompt.info["answer"], turn=2).reward == 0.5
+    assert reply("wrong", turn=2).done
+
+
+@pytest.mark.slow
+def test_the_command_line_plays_two_turns(monkeypatch, tmp_path, examples_on_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-
-    def run(program):  # in a process of its own: wandb reads its settings once in a process
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=180)
-
-    send_again, own_program = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "logging.md").read_text(encoding="utf-8"), flags=re.DOTALL
-    )
-    run(own_program)
-    rows = [json.loads(line) for line in Path("runs/mine/exp_001/samples/step_3.jsonl").read_text().splitlines()]
-    assert [row["input_ids"] for row in rows] == [[5, 6], [7, 8, 9]]
-    run(send_again.replace("runs/grpo/exp_001", "runs/mine/exp_001"))
-    assert len(list(Path("wandb").glob("offline-run-*/*.wandb"))) == 1
+    settings = ["env.name=multi_turn_environment:SecondAttempt", "collector.max_turns=2", *SMALL]
+    result = CliRunner().invoke(app, ["grpo", *settings, "tracking.dump_samples_every=1"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    samples = [json.loads(line) for line in Path("runs/grpo/exp_001/samples/step_1.jsonl").read_text().splitlines()]
+    assert {len(sample["messages"]) for sample in samples} >= {4}  # problem, attempt, problem, attempt
 
 
-def test_the_reference_of_settings_is_up_to_date():
-    script = runpy.run_path(str(ROOT / "docs" / "make_reference.py"))
-    committed = (ROOT / "docs" / "configuration-reference.md").read_text(encoding="utf-8")
-    assert committed == script["reference"](), "run `python docs/make_reference.py`"
+@pytest.mark.slow
+def test_ppo_trains_on_an_own_environment(monkeypatch, tmp_path, capsys, examples_on_path):
+    monkeypatch.chdir(tmp_path)
+    main = runpy.run_path(str(EXAMPLES / "ppo_own_environment.py"))["main"]
+    main(["--steps", "2", "--runs", str(tmp_path / "runs")])
+    assert -1000 < float(capsys.readouterr().out.splitlines()[-1].rpartition(" ")[2]) < 0
+    assert undocumented({name for line in recorded_lines(tmp_path / "runs/push-cart") for name in line}) == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_between_pages_lead_somewhere(page):
-    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
-        linked = page.parent / target if target else page
-        assert linked.exists(), f"{page.name} links to {target}"
-        if anchor:
-            assert anchor in _anchors(linked), f"{page.name} links to {target}#{anchor}"
+@pytest.mark.slow
+def test_sft_records_documented_metrics(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    settings = ["sft.max_steps=2", "validation.num_prompts=2", "tracking.tensorboard=false"]
+    assert CliRunner().invoke(app, ["sft", *settings], catch_exceptions=False).exit_code == 0
+    assert undocumented({name for line in recorded_lines("runs/sft/exp_001") for name in line}) == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_settings_named_in_the_pages_exist(page):
-    reference = (ROOT / "docs" / "configuration-reference.md").read_text(encoding="utf-8")
-    known = re.findall(r"^\| `([\w.]+)`", reference, flags=re.MULTILINE)
-    sections = "|".join({key.partition(".")[0] for key in known if "." in key})
-    # Messages about unknown keys are quoted, too.
-    text = re.sub(r"unknown key \S+", "", page.read_text(encoding="utf-8"))
-    for name in re.findall(rf"(?<![\w./])(?:{sections})\.[a-z_.]*[a-z_]", text):
-        is_key = any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for key in known)
-        assert is_key or name.endswith((".py", ".yaml", ".json", ".jsonl", ".lock", ".md")), f"{page.name} names {name}"
+def test_collectors_collect_with_every_version(capfd, examples_on_path):
+    main = runpy.run_path(str(EXAMPLES / "collectors.py"))["main"]
+    main(["--workers", "2", "--frames", "400"])
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].startswith("one process: batch [8, 50]")
+    assert lines[1:] == [
+        "2 processes: batch [2, 200], policy version 0",
+        "2 processes, asynchronous: 400 frames",
+    ]
+
+
+def recorded_lines(run: str | Path) -> list[dict]:
+    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
 def _comparable(prompt):
     [message] = prompt.messages
     return type(prompt)(prompt.prompt_id, (message["content"],), prompt.info)
-
-
-def _anchors(page: Path) -> set[str]:
-    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
