@@ -24,7 +24,7 @@ from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.cli import app
 from lucidrl.models.control.policy import ControlPolicy
 from lucidrl.recipes.control import make_envs, spaces_of
-from lucidrl.recipes.control_configs import PPORunConfig
+from lucidrl.recipes.configs import PPORunConfig
 from lucidrl.utils.config import load_config
 
 SECONDS_PER_FRAME = 0.1

@@ -20,7 +20,7 @@ import yaml
 
 from lucidrl.cli import app
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig, preset_path
-from lucidrl.recipes.control_configs import PPORunConfig
+from lucidrl.recipes.configs import PPORunConfig
 from lucidrl.utils.config import load_config
 
 ROOT = Path(__file__).parents[2]
