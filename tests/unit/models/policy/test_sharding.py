@@ -100,6 +100,6 @@ def test_a_model_that_names_no_layers_is_neither_sharded_nor_checkpointed():
         model = AutoModelForCausalLM.from_config(config)
     for use in (decoder_layers, checkpoint_activations):
         with pytest.raises(
-            ConfigError, match=r"BioGptForCausalLM does not say which .* set cluster\.num_workers=1 and"
+            ConfigError, match=r"BioGptForCausalLM does not name its layers .* set cluster\.num_workers=1 and"
         ):
             use(model)
