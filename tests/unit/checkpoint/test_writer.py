@@ -156,7 +156,7 @@ def test_a_disk_that_is_really_full_keeps_the_earlier_checkpoint_complete(tmp_pa
         'mount -t tmpfs -o size=1m none "$1" && exec "$2" -c "$3" "$1"',
     ]
     if subprocess.run([*mount[:-1], "exit 0"], capture_output=True).returncode:
-        pytest.skip("this machine lets nobody mount a small file system")
+        pytest.skip("this machine does not allow mounting a small file system")
     done = subprocess.run(
         [*mount, "sh", str(tmp_path), sys.executable, FULL_DISK], capture_output=True, text=True, check=True
     )
