@@ -23,8 +23,8 @@ import numpy as np
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.cli import app
 from lucidrl.models.control.policy import ControlPolicy
-from lucidrl.recipes.control import make_envs, spaces_of
 from lucidrl.recipes.configs import PPORunConfig
+from lucidrl.recipes.control import make_envs, spaces_of
 from lucidrl.utils.config import load_config
 
 SECONDS_PER_FRAME = 0.1

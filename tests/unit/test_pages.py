@@ -19,8 +19,8 @@ import typer
 import yaml
 
 from lucidrl.cli import app
-from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig, preset_path
-from lucidrl.recipes.configs import PPORunConfig
+from lucidrl.recipes.configs import GRPORunConfig, PPORunConfig, SFTRunConfig
+from lucidrl.recipes.settings import preset_path
 from lucidrl.utils.config import load_config
 
 ROOT = Path(__file__).parents[2]
