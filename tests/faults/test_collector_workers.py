@@ -24,7 +24,7 @@ from tests.unit.envs.faulty import Faulty, healthy, one_faulty
 from tests.unit.envs.toys import Walk
 
 KILLED_OR_STOPPED = [
-    (signal.SIGKILL, "ended by SIGKILL"),
+    (signal.SIGKILL, "killed by SIGKILL"),
     pytest.param(signal.SIGSTOP, "within 0.5 s", marks=pytest.mark.slow),
 ]
 TIMEOUT_S = 0.5

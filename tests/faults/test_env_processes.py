@@ -94,7 +94,7 @@ def test_a_faulty_env_is_named_in_time_and_everything_ends(fault):
 
 @pytest.mark.parametrize(
     ("number", "step_timeout_s", "what"),
-    [(signal.SIGKILL, LONG_S, "ended by SIGKILL"), (signal.SIGSTOP, SHORT_S, "within 0.7 s")],
+    [(signal.SIGKILL, LONG_S, "killed by SIGKILL"), (signal.SIGSTOP, SHORT_S, "within 0.7 s")],
     ids=["killed", "stopped"],
 )
 def test_a_process_that_is_killed_or_stopped_from_outside_is_reported(number, step_timeout_s, what):

@@ -421,7 +421,7 @@ def test_an_env_that_fails_is_named_and_all_processes_end():
     collector.shutdown()
 
 
-@pytest.mark.parametrize(("number", "what"), [(signal.SIGKILL, "ended by SIGKILL"), (signal.SIGSTOP, "within 0.5 s")])
+@pytest.mark.parametrize(("number", "what"), [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "within 0.5 s")])
 def test_an_env_process_that_is_killed_or_stopped_is_reported(number, what):
     collector = AsyncBatchedCollector([Walk] * 2, frames_per_batch=50, total_frames=10**6, step_timeout_s=0.5)
     collector.next()

@@ -180,5 +180,5 @@ def test_an_environment_with_state_has_one_worker(start):
 
 def test_prompts_that_end_their_worker_are_refused():
     config = EnvConfig(name="tests.unit.envs.scorers:Silent")
-    with pytest.raises(ConfigError, match=r"Silent\.prompts ended its worker: .* exit code 0 in prompts"):
+    with pytest.raises(ConfigError, match=r"Silent\.prompts ended its worker: .* exited with code 0 in prompts"):
         read_prompts(config, ClusterConfig(num_threads=1))

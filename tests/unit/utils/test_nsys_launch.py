@@ -153,5 +153,5 @@ def test_a_wrapped_rank_ends_when_nsys_is_killed(traces, stand_in, tmp_path, mon
 @pytest.mark.slow
 def test_a_program_that_does_not_run_its_command_is_named(traces, stand_in):
     (stand_in / "nsys").write_text("#!/bin/sh\nexit 1\n")
-    with pytest.raises(WorkerError, match=r"exit code 1 in the start.* nsys ran it: read the output of nsys"):
+    with pytest.raises(WorkerError, match=r"exited with code 1 in the start.* nsys ran it: read the output of nsys"):
         WorkerGroup(Recorded, cluster=TWO)

@@ -119,7 +119,7 @@ def test_a_sender_killed_in_the_middle_leaves_the_generator_its_version(tiny_mod
         )
         policy.run_all("_add_noise_to_weights")
         start = time.monotonic()
-        with pytest.raises(WorkerError, match=r"ended by SIGKILL.*in export.try_broadcast") as error:
+        with pytest.raises(WorkerError, match=r"killed by SIGKILL.*in export.try_broadcast") as error:
             generator.update_weights(2)
         assert time.monotonic() - start < 60
         assert "a generator reported meanwhile: " in error.value.__notes__[0]
