@@ -136,4 +136,4 @@ def test_on_another_layout_counts_go_on_and_random_states_do_not():
         "resuming on another layout (DTensorPolicyWorker dp=1 x cp=1 x tp=1 on CPU, "
         "saved on DTensorPolicyWorker dp=2 x cp=1 x tp=1 on CPU)"
     ]
-    assert "the ranks' random states are fresh" in said[0]
+    assert "the ranks' random states are new" in said[0]
