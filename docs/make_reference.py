@@ -5,9 +5,11 @@ python docs/make_reference.py
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from lucidrl.envs.text.arithmetic import ArithmeticConfig
 from lucidrl.envs.text.guessing import GuessingConfig
 from lucidrl.models.policy.config import SchedulerConfig
 from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig, TextRunConfig
+from lucidrl.recipes.tracking import WandbTracking
+from lucidrl.utils.logger.config import WandbConfig
 
 SETTINGS_PAGE = Path(__file__).with_name("configuration-reference.md")
 COMMANDS_PAGE = Path(__file__).with_name("command-line.md")
@@ -63,7 +67,7 @@ SECTIONS = (
 
 def reference() -> str:
     """The page of settings."""
-    return "\n".join([SETTINGS_INTRODUCTION, *(_section(section) for section in SECTIONS)])
+    return "\n".join([SETTINGS_INTRODUCTION, *(_section(section) for section in SECTIONS), _wandb_section()])
 
 
 def commands() -> str:
@@ -88,6 +92,20 @@ def _section(section: Section) -> str:
     known = set(_rows(section.beside, section.prefix)) if section.beside is not None else set()
     rows = [row for row in _rows(section.schema, section.prefix) if row not in known]
     return "\n".join([f"## {section.title}\n", "| key | default | meaning |", "| --- | --- | --- |", *rows, ""])
+
+
+def _wandb_section() -> str:
+    """Arguments of `wandb.init`, which `WandbTracking` accepts by the keys of `WandbConfig`."""
+    [definition] = ast.parse(inspect.getsource(WandbConfig)).body
+    assert isinstance(definition, ast.ClassDef)
+    rows = [
+        f"| `tracking.wandb.{key.target.id}` | `null` | {_one_line(ast.literal_eval(meaning.value))} |"
+        for key, meaning in pairwise(definition.body)
+        if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(meaning, ast.Expr)
+        if key.target.id not in WandbTracking.model_fields
+    ]
+    title = "## Further arguments of `wandb.init`, in every run\n"
+    return "\n".join([title, "| key | default | meaning |", "| --- | --- | --- |", *rows, ""])
 
 
 def _rows(schema: type[BaseModel], prefix: str) -> list[str]:

@@ -136,4 +136,4 @@ def test_another_layout_restores_counters_but_not_random_states():
         "resuming on another layout (DTensorPolicyWorker dp=1 x cp=1 x tp=1 on CPU, "
         "saved on DTensorPolicyWorker dp=2 x cp=1 x tp=1 on CPU)"
     ]
-    assert "the ranks' random states are fresh" in said[0]
+    assert "the ranks' random states are new" in said[0]
