@@ -1,19 +1,28 @@
 """Configuration of the logger: TypedDicts, validated when a logger is created."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    TypedDict,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
+import typing_extensions
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypedDict, is_typeddict  # those that pydantic accepts before Python 3.12
 
 from lucidrl.errors import ConfigError
 from lucidrl.utils.config import complaint
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_strict = with_config(ConfigDict(extra="forbid"))
 
 
-@_strict
 class TensorboardConfig(TypedDict):
     """Configuration of a `TensorboardLogger`."""
 
@@ -21,7 +30,6 @@ class TensorboardConfig(TypedDict):
     """Folder of the event files without `Logger`, which uses `<log_dir>/tensorboard`."""
 
 
-@_strict
 class WandbConfig(TypedDict):
     """Configuration of a `WandbLogger`: every argument of `wandb.init`, which explains them, and two more.
 
@@ -66,7 +74,6 @@ class WandbConfig(TypedDict):
     """Whether to save the uncommitted changes of those files."""
 
 
-@_strict
 class MlflowConfig(TypedDict):
     """Configuration of an `MlflowLogger`."""
 
@@ -80,7 +87,6 @@ class MlflowConfig(TypedDict):
     """Id of the run, kept as a tag; a run with this tag is continued. Default: a new id."""
 
 
-@_strict
 class TrackioConfig(TypedDict):
     """Configuration of a `TrackioLogger`."""
 
@@ -92,7 +98,6 @@ class TrackioConfig(TypedDict):
     """Id of the run; a run with this id is continued. Default: a new id."""
 
 
-@_strict
 class GPUMonitoringConfig(TypedDict):
     """How often machines are monitored."""
 
@@ -102,7 +107,6 @@ class GPUMonitoringConfig(TypedDict):
     """Seconds between sending snapshots to the logger."""
 
 
-@_strict
 class LoggerConfig(TypedDict):
     """Configuration of `Logger`."""
 
@@ -140,10 +144,21 @@ T = TypeVar("T")
 def validated(schema: type[T], cfg: Any) -> T:
     """`cfg` as the TypedDict `schema`; unknown keys are refused, and one ConfigError names all problems."""
     try:
-        return TypeAdapter(schema).validate_python(cfg)
+        return TypeAdapter(_strict(schema)).validate_python(cfg)
     except ValidationError as error:
         lines = [complaint(problem, _all_paths(schema), f"{schema.__name__}.") for problem in error.errors()]
         raise ConfigError("\n".join(lines)) from None
+
+
+def _strict(schema: Any) -> Any:
+    """The same TypedDict without unknown keys, of the kind that pydantic accepts before Python 3.12."""
+    fields = {}
+    for key, hint in get_type_hints(schema, include_extras=True).items():
+        hint = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
+        strict_hint = _strict(hint) if is_typeddict(hint) else hint
+        fields[key] = strict_hint if key in schema.__required_keys__ else NotRequired[strict_hint]
+    make: Any = typing_extensions.TypedDict  # type checkers accept only literal fields here
+    return with_config(ConfigDict(extra="forbid"))(make(schema.__name__, fields))
 
 
 def _all_paths(schema: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

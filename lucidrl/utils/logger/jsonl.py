@@ -44,7 +44,9 @@ class JsonlLogger(Tracker):
         record: dict[str, Any] = {} if step_metric in metrics else {"step": step}
         record["time"] = time.time()
         for name, value in metrics.items():
-            self._check_order(name, step)
+            if step <= (last := self._last_step_of.get(name, -math.inf)):
+                self._warn_of_order(name, step, last)
+            self._last_step_of[name] = step
             if name in _OWN_FIELDS:
                 self._warn_once(name, "metric %s is not logged: the name is reserved; use a prefix", name)
                 continue
@@ -71,12 +73,7 @@ class JsonlLogger(Tracker):
     def finish(self) -> None:
         self._file.close()
 
-    def _check_order(self, name: str, step: int) -> None:
-        """Warn once if a metric occurs twice for a step, and once if its steps go back."""
-        last = self._last_step_of.get(name, -math.inf)
-        self._last_step_of[name] = step
-        if step > last:
-            return
+    def _warn_of_order(self, name: str, step: int, last: float) -> None:
         how = "twice" if step == last else f"after step {last}"
         message = "metric %s came %s for step %d; all values are kept, the later line counts (logged once)"
         self._warn_once(how.split()[0], message, name, how, step)
