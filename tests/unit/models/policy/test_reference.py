@@ -176,5 +176,5 @@ def test_training_continues_after_the_swap(trained_worker, make_worker, make_row
 
 def test_a_policy_without_reference_raises(make_worker, make_rows):
     worker = make_worker(init_reference_model=False)
-    with pytest.raises(ConfigError, match="init_reference_model=False; it has no reference policy"):
+    with pytest.raises(ConfigError, match="no reference model, because it was created with init_reference_model=False"):
         worker.get_reference_policy_logprobs(make_rows())
