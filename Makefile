@@ -55,7 +55,7 @@ lint: $(INSTALLED)
 
 # `strict` in mkdocs.yml turns every warning, such as a broken link, into an error.
 docs: $(INSTALLED_DOCS)
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "open site/index.html"
 
 $(INSTALLED_DOCS): $(INSTALLED)

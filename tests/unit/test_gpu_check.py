@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -37,12 +38,18 @@ def test_its_checks_pass_on_cpus(tmp_path, check):
     assert "a rehearsal on CPUs" in text
 
 
-@pytest.mark.slow
-def test_a_failing_check_is_reported_with_its_output(tmp_path, monkeypatch):
-    monkeypatch.setenv("LUCIDRL_PROFILE_DIR", "")
-    monkeypatch.setenv("NRL_NSYS_WORKER_PATTERNS", "policy-*")  # refused without a range of steps
-    done, report = gpu_check(tmp_path, "--rehearse", "--only", "offload")
-    assert done.returncode == 1
-    text = report.read_text(encoding="utf-8")
-    assert "## offload: failed" in text
-    assert "NRL_NSYS" in text
+def test_a_failing_check_is_reported_with_its_output(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    module = importlib.import_module("gpu_check")
+    unknown = module.Check("no-such-check", "nothing", 1, lambda: "")
+    outcome = module.run_check(unknown, num_gpus=1)
+    assert outcome.status == "failed"
+    assert "StopIteration" in outcome.details
+    assert "## no-such-check: failed" in module.report([outcome], ["GPU 0"])
+
+
+def test_a_check_that_needs_more_gpus_is_skipped(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    module = importlib.import_module("gpu_check")
+    outcome = module.run_check(module.Check("two", "nothing", 2, lambda: ""), num_gpus=1)
+    assert (outcome.status, outcome.details) == ("skipped", "needs 2 GPUs, found 1")
