@@ -49,7 +49,7 @@ class SecondAttempt:
 
     def _score(self, request: EnvRequest) -> EnvReply:
         # A request carries all state of its sample, so `self` stays unchanged and batches may come in any order.
-        is_correct = request.answer.strip() == request.info["answer"]
+        is_correct = request.completion.strip() == request.info["answer"]
         if is_correct or request.turn == MAX_TURNS:
             reward = float(is_correct) / request.turn
             return EnvReply(reward, metrics={"accuracy": float(is_correct), "attempts": float(request.turn)})

@@ -50,7 +50,7 @@ class SortDigits:
         ]
 
     async def step(self, batch: Sequence[EnvRequest]) -> list[EnvReply]:
-        return [_score(request.answer.strip(), request.info["answer"]) for request in batch]
+        return [_score(request.completion.strip(), request.info["answer"]) for request in batch]
 
 
 def _score(completion: str, expected: str) -> EnvReply:

@@ -38,7 +38,7 @@ def check_architecture(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def check_against_own_forward(model: PreTrainedModel) -> None:
-    """Refuse a model whose logits on our paths differ from those of its own code.
+    """Refuse a model whose logits on our paths differ from those of its reference code.
 
     Compares every token of padded rows, packed rows and decoding with a cache. Differences are relative to the spread
     of the logits and computed in at least float32, so that the scale and precision of the weights do not matter.

@@ -81,7 +81,7 @@ class ContextParallel:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` over ranks; the backward pass returns the gradient unchanged to every rank.
 
-        Each rank passes full rows with the values of its own tokens and 0 elsewhere, and computes the same loss from
+        Each rank passes full rows with the values of the rank's tokens and 0 elsewhere, and computes the same loss from
         the sum. Its gradient is complete for its own tokens: a sum over ranks in the backward pass would count it N
         times. Gradients of parameters are shares, to be summed over ranks as in data parallelism.
         """

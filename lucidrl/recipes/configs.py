@@ -210,7 +210,7 @@ class GRPORunConfig(TextRunConfig):
     grpo: GRPOConfig = GRPOConfig()
     """The algorithm."""
     collector: TextCollectorConfig = TextCollectorConfig()
-    """How many samples a step collects."""
+    """Samples per step."""
 
     @classmethod
     def default_preset(cls, overrides: Mapping[str, str]) -> str:
@@ -290,7 +290,7 @@ class ControlEnvConfig(Config):
 
 
 class FrameCollectorConfig(Config):
-    """How many frames a step collects."""
+    """Frames per step."""
 
     frames_per_batch: PositiveInt = 2048
     """Frames per step, over all environments."""
@@ -314,7 +314,7 @@ class PPORunConfig(BaseRunConfig):
     env: ControlEnvConfig = ControlEnvConfig()
     """The task."""
     collector: FrameCollectorConfig = FrameCollectorConfig()
-    """How many frames a step collects."""
+    """Frames per step."""
     validation: ControlValidationConfig = ControlValidationConfig()
     """Validation on episodes with greedy actions."""
 

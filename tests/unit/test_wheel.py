@@ -59,5 +59,5 @@ def test_the_wheel_trains_outside_the_checkout(installed, tmp_path):
 @pytest.mark.slow
 def test_the_wheel_holds_its_data_files(installed, tmp_path):
     assert "lucidrl ppo" in run(installed / "lucidrl", "--help", cwd=tmp_path)
-    program = "from lucidrl.recipes.configs import preset_path; print(preset_path('demo').read_text())"
+    program = "from lucidrl.recipes.settings import preset_path; print(preset_path('demo').read_text())"
     assert "max_steps: 500" in run(installed / "python", "-c", program, cwd=tmp_path)

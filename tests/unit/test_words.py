@@ -28,15 +28,10 @@ RETIRED = {
     r"(?<!llm )(?<!llm-)judg(e|es|ed|ing|ements?)": "score (but: LLM judge)",
     rf"({AMOUNTS}) an? ({UNITS})": "per",
 }
-GENERATED = ("docs/configuration-reference.md", "docs/command-line.md")
-"""Their text comes from docstrings of the package."""
 TABLE = "docs/glossary.md"
-PATTERNS = ("*.md", "docs/**/*.md", "examples/*.py", "tools/*.py", "mkdocs.yml", "Makefile", "lucidrl/losses/**/*.py")
+PATTERNS = ("*.md", "docs/**/*.md", "examples/*.py", "tools/*.py", "mkdocs.yml", "Makefile", "lucidrl/**/*.py")
 TEXTS = sorted(
-    path
-    for pattern in PATTERNS
-    for path in ROOT.glob(pattern)
-    if path.relative_to(ROOT).as_posix() not in (*GENERATED, TABLE)
+    path for pattern in PATTERNS for path in ROOT.glob(pattern) if path.relative_to(ROOT).as_posix() != TABLE
 )
 
 

@@ -26,6 +26,11 @@ class EnvRequest:
         """The text to score."""
         return self.message_log[-1]["content"]
 
+    @property
+    def answer(self) -> str:
+        """Old name of `completion`."""
+        return self.completion
+
 
 @dataclass(frozen=True)
 class EnvReply:

@@ -37,7 +37,7 @@ def worker_class_of(config: PolicyConfig) -> type[PolicyWorker]:
 
 
 class Policy:
-    """A policy on one or more ranks; also the generator of its own samples.
+    """A policy on one or more ranks; also the generator of its samples.
 
     Data parallel ranks get consecutive shares of the rows; ranks of a context or tensor parallel group get the same.
 
