@@ -165,7 +165,7 @@ def test_the_state_of_another_environment_is_refused(run, env, message):
 
 
 def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(run):
-    with pytest.raises(EnvironmentFailure, match=r"Unsavable\.state_dict gives no state that can be saved"):
+    with pytest.raises(EnvironmentFailure, match=r"Unsavable\.state_dict failed"):
         run("grpo", "run", *DRAWING, "env.name=tests.faults.drawing:Unsavable")
 
 
