@@ -115,7 +115,7 @@ class TextCollector:
         batch_size: int | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> Rollouts:
-        """One greedy sample per prompt; leaves the order of the training prompts as it is.
+        """Generate one greedy sample per prompt, without advancing the training prompts.
 
         Args:
             batch_size: prompts completed together; by default all.

@@ -35,9 +35,9 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
 def render_next_turn(
     tokenizer: PreTrainedTokenizerBase, message_log: LLMMessageLogType, messages: Sequence[Mapping[str, Any]]
 ) -> list[int]:
-    """Ids that an environment's messages append to a log ending in an assistant message, generation prompt included.
+    """Token ids of an environment's messages after an assistant message, with the generation prompt.
 
-    The ids begin by closing the assistant's turn, unless its sampled ids end it themselves.
+    They start with the end-of-turn tokens of the assistant message, unless the model sampled these.
     """
     _check_awaits_completion(messages)
     if not message_log or message_log[-1]["role"] != "assistant":
@@ -171,7 +171,8 @@ def _check_awaits_completion(messages: Sequence[Mapping[str, Any]]) -> None:
         raise DataError("there are no messages to complete; give at least one")
     if messages[-1]["role"] == "assistant":
         raise DataError(
-            "the last message has the role assistant; end with one for the assistant to complete, such as user"
+            "the last message has the role assistant; end with a message that the assistant replies to, such as one of "
+            "the role user"
         )
 
 

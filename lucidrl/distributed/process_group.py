@@ -64,10 +64,10 @@ def leave_process_group(info: RankInfo) -> None:
 
 
 def check_exchanges_cpu_tensors(why: str) -> None:
-    """Refuse a default group without a CPU backend, which a user may have created.
+    """Refuse a default process group without a CPU backend; the user may have created such a group.
 
     Args:
-        why: the setting that needs CPU tensors, as the subject of the error.
+        why: the setting that needs CPU tensors; the error starts with it.
     """
     backend = dist.get_backend_config()
     if "cpu:" not in backend:

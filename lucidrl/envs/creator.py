@@ -1,4 +1,4 @@
-"""Env factories: picklable ones, and how to call them."""
+"""Picklable env factories, and helpers that call them."""
 
 from __future__ import annotations
 

@@ -215,7 +215,10 @@ def _members(
     if from_pixels and env.render_mode != "rgb_array":
         raise ConfigError(f"from_pixels needs render_mode='rgb_array'; the env has {env.render_mode!r}")
     if kwargs:
-        raise ConfigError(f"{sorted(kwargs)} are arguments of gymnasium.make; an instance does not take them")
+        raise ConfigError(
+            f"{sorted(kwargs)} are arguments of gymnasium.make, which an existing env does not use; pass the "
+            "env's id, or remove them"
+        )
     return [env]
 
 

@@ -122,7 +122,7 @@ def _on_tensordicts(policy: Callable[[TensorDictBase], Any], env: EnvBase, kept:
 
 
 def _on_observations(module: nn.Module, env: EnvBase) -> ArrayPolicy:
-    """Calls a module with tensors."""
+    """Wrap a module that takes the env's observations as tensors and returns actions."""
     action_keys, in_keys = env.action_keys, _inputs_of(module, list(env.observation_leaves()))
 
     def call(observation: Tensors) -> Tensors:

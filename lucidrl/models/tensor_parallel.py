@@ -294,8 +294,8 @@ def _norm_styles(
             )
     if len(outer) != 1:
         raise ConfigError(
-            f"sequence_parallel=true: {type(model).__name__} has {outer or 'nothing'} around its layers instead of one "
-            "norm after them; set sequence_parallel=false"
+            f"sequence_parallel=true needs one final norm after the decoder layers, but {type(model).__name__} has "
+            f"{outer or 'none'}; set sequence_parallel=false"
         )
     norms = [(name, SequenceParallel(use_local_output=True)) for name in [*inner, *outer] if name not in styles]
     return [*norms, (outer[0], PrepareModuleOutput(output_layouts=TIME, desired_output_layouts=Replicate()))]

@@ -218,7 +218,7 @@ class _ProfilerHook:
             try:
                 self._settings.on_trace_ready(running.profiler)
             except Exception:  # of user code; rollouts continue
-                _log.warning("on_trace_ready failed", exc_info=True)
+                _log.warning("the callback on_trace_ready raised; collection continues", exc_info=True)
 
 
 def profiler_obstacle(activities: Sequence[ProfilerActivity] | None) -> str | None:

@@ -224,7 +224,7 @@ class EpisodeTape:
                 )
                 return self.reset()
         if _digest(observation) != saved["observation"]:
-            log.warning("%s is not deterministic: the run continues, but not bit for bit", self._env)
+            log.warning("%s is not deterministic: the resumed run will differ from an uninterrupted one", self._env)
         return observation, info
 
 

@@ -148,7 +148,7 @@ class RunDisplay:
                 self.announce(f"{self._validated_on} {name}: {before:.3f} at step {first}, {after:.3f} at step {last}")
 
     def _phases(self) -> Table:
-        """Return rows that add up to the total; the indented ones add up to `steps`."""
+        """Return the rows of the time table: top-level rows sum to the total, indented rows to `steps`."""
         now = time.perf_counter()
         whole = now - self._start
         phases = dict(self._seconds_of_phase)

@@ -129,7 +129,7 @@ def worker_name(kind: str, number: int) -> str:
 
 
 def check_patterns(names: Sequence[str]) -> None:
-    """Raise ConfigError if the request matches none of a run's workers."""
+    """Raise ConfigError if the patterns of the profile request match none of the run's workers `names`."""
     request = profile_request()
     if request is not None and not any(map(request.matches, names)):
         raise ConfigError(

@@ -86,7 +86,7 @@ class LocalWorkers:
     def host_store(self, listener: socket.socket | None) -> None:
         """Host the store for the rendezvous of the ranks until `kill`; does nothing without a listener.
 
-        Call it after the start of the processes, so that they import torch at the same time as this process.
+        Call it after starting the processes: their import of torch then overlaps with that of this process.
         """
         if listener is None:
             return

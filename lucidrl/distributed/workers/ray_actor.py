@@ -106,7 +106,7 @@ def own_paths() -> list[str]:
 
 
 def passed_variables() -> dict[str, str]:
-    """Variables that change what a rank computes."""
+    """Environment variables to pass on to Ray actors, since they affect what a rank computes."""
     return {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name) and not _SECRET.search(name)}
 
 

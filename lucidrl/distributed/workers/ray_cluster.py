@@ -177,9 +177,10 @@ def _check_dashboard(address: str, setting: str) -> None:
     dashboard = ray_internals.dashboard_address()
     if dashboard and _is_reachable(dashboard) and not _asks_for_token(dashboard):
         raise ConfigError(
-            f"the dashboard of {setting}={address}, at {dashboard}, accepts other machines without a token, so they "
-            "can run programs on all nodes. Start the cluster with --dashboard-host=127.0.0.1, or with "
-            "RAY_AUTH_MODE=token on all nodes; in a trusted network, set cluster.allow_open_dashboard=true"
+            f"the dashboard of {setting}={address}, at {dashboard}, accepts connections from other machines "
+            "without a token, so they can run programs on all nodes. Start the cluster with "
+            "--dashboard-host=127.0.0.1, or with RAY_AUTH_MODE=token on all nodes; in a trusted network, set "
+            "cluster.allow_open_dashboard=true"
         )
 
 

@@ -59,7 +59,9 @@ class Composite(MutableMapping[Key, Any]):
         new_shape = as_shape(shape)
         added = new_shape[: len(new_shape) - len(self.shape)]
         if (*added, *self.shape) != tuple(new_shape):
-            raise ConfigError(f"shape {list(self.shape)} cannot be expanded to {list(new_shape)}, which must end in it")
+            raise ConfigError(
+                f"cannot expand shape {list(self.shape)} to {list(new_shape)}; the new shape must end with the old one"
+            )
         return self._mapped(lambda spec: spec.expand((*added, *spec.shape)), new_shape)
 
     def to(self, device: Device) -> Composite:

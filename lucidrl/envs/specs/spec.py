@@ -66,7 +66,9 @@ class Spec(ABC):
         """
         new_shape = as_shape(shape)
         if new_shape[max(len(new_shape) - len(self.shape), 0) :] != self.shape:
-            raise ConfigError(f"{self} cannot be expanded to {list(new_shape)}; give a shape that ends in its own")
+            raise ConfigError(
+                f"cannot expand {self} to {list(new_shape)}; the new shape must end with the spec's {list(self.shape)}"
+            )
         return self._replaced(shape=new_shape)
 
     def to(self, device: Device) -> Self:
@@ -139,7 +141,7 @@ def torch_dtype_of(dtype: np.dtype) -> torch.dtype:
     try:
         return torch.from_numpy(np.empty(0, dtype)).dtype
     except TypeError as error:
-        raise ConfigError(f"torch has no dtype {dtype}; choose a number or bool") from error
+        raise ConfigError(f"torch has no equivalent of dtype {dtype}; use a numeric dtype or bool") from error
 
 
 def as_shape(shape: tuple[int | Shape, ...]) -> torch.Size:

@@ -32,11 +32,17 @@ class ActionMask(Transform):
         if self.mask_key not in entries:
             raise ConfigError(f"ActionMask reads {self.mask_key!r}, but the env has {', '.join(map(repr, entries))}")
         if not isinstance(spec, Categorical | OneHot):
-            raise ConfigError(f"ActionMask needs a discrete {self.action_key!r}, but the env has {env.action_spec}")
+            raise ConfigError(
+                f"ActionMask needs a discrete spec for {self.action_key!r}, but the env has {env.action_spec}; remove "
+                "ActionMask, or use an env with discrete actions"
+            )
         shape = (*spec.shape, spec.n) if isinstance(spec, Categorical) else tuple(spec.shape)
         if entries[self.mask_key].shape != shape:
             found = list(entries[self.mask_key].shape)
-            raise ConfigError(f"{self.mask_key!r} has shape {found}, but {spec} needs {list(shape)}")
+            raise ConfigError(
+                f"the mask {self.mask_key!r} has shape {found}, but the action spec {spec} needs {list(shape)}; "
+                "return a mask of that shape from the env"
+            )
         self._mask = np.ones(shape, bool)
         masked: Any = _MaskedCategorical if isinstance(spec, Categorical) else _MaskedOneHot
         self._spec: Spec = masked(spec, self._mask)

@@ -74,7 +74,7 @@ class KVCache:
         self._masks.clear()
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Drop all rows but these, and prompts without rows."""
+        """Keep only the given rows; also drop prompts that have no rows left."""
         prompts, prompt_of_row = torch.unique(self._prompt_of_row_B[rows], return_inverse=True)
         # One layer at a time, so that only one layer's cache exists twice.
         for own in (self._keys, self._values):

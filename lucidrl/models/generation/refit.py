@@ -144,10 +144,10 @@ class Refit:
     def _succeeds(
         self, receivers: Sequence[PoolWorker], calls: Sequence[Future[str | None]], method: str, *args: Any
     ) -> bool:
-        """Call the policy while `calls` of all receivers run; False, with the group closed, if a receiver was lost.
+        """Call `method` of the policy while the receivers' `calls` run; False, with the group closed, if one was lost.
 
         Raises:
-            RefitError: if a side returns a problem and no receiver was lost; names the problems of both sides.
+            RefitError: if the policy or a receiver reports a problem and no receiver was lost; names all problems.
         """
         try:
             of_policy = next(filter(None, self._policy.run_all(method, *args, timeout_s=self._policy_timeout_s)), None)

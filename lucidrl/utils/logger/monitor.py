@@ -85,7 +85,7 @@ class Monitor(ABC):
         """Raise ConfigError if the monitor cannot work here."""
 
     def start(self) -> None:
-        """Start collecting, now and then at every interval; does nothing if it already runs."""
+        """Collect once immediately, then once per interval; does nothing if already running."""
         self._check()
         with self._lock:
             if self._thread is not None and self._thread.is_alive():

@@ -43,7 +43,7 @@ class RayGpuMonitorLogger(Monitor):
 
     @cached_property
     def _indices(self) -> dict[str, int]:
-        """Number of each node so far, by its id."""
+        """Index of each node seen so far, by node id."""
         return {}
 
     def _check(self) -> None:
@@ -159,7 +159,7 @@ def _page(reply: bytes) -> str:
     status, _, fields = head.partition(b"\r\n")
     headers = email.message_from_bytes(fields)  # without a content type it assumes text/plain
     if not end or status.split()[1:2] != [b"200"] or headers.get_content_type() != "text/plain":
-        raise ValueError(f"the reply is no page of metrics: {head[:200]!r}")
+        raise ValueError(f"the response is not in the Prometheus text format: {head[:200]!r}")
     if headers.get("Content-Length", str(len(body))) != str(len(body)):
         raise ValueError(f"the page has {len(body)} bytes instead of {headers['Content-Length']}")
     return body.decode()

@@ -35,11 +35,12 @@ def write_rows(batch: Mapping[str, Any], path: Path, warn_once: WarnOnce) -> Non
 
 
 def row_lines(batch: Mapping[str, Any], warn_once: WarnOnce) -> Iterator[bytes]:
-    """One line per row, with its fields and its number as `idx`.
+    """One JSON line per row, with its fields and its index as `idx`.
 
     Token-aligned tensors (as wide as `input_ids`, else as the widest [B, T] column) are cut to the row's
-    `input_lengths`, if the batch has them. B is the row count of most columns; other columns, and unreadable ones, are
-    left out with a warning. Non-finite numbers become null, other values that JSON lacks (complex numbers) text.
+    `input_lengths`, if the batch has them. B is the row count of most columns; columns with another row count, and
+    unreadable ones, are skipped with a warning. Non-finite numbers become null; other values that JSON cannot
+    represent, such as complex numbers, become strings.
     """
     columns = _columns(batch, warn_once)
     num_rows = _agreed_num_rows(columns)

@@ -81,7 +81,7 @@ def test_an_expanded_spec_holds_rows_of_the_present_one(spec):
     assert wide.is_in(value)
     assert all(spec.is_in(row) for row in value)
     assert wide.zero().shape == value.shape
-    with pytest.raises(ConfigError, match="ends in its own"):
+    with pytest.raises(ConfigError, match="the new shape must end with"):
         wide.expand(8, *spec.shape)
 
 

@@ -372,7 +372,7 @@ def test_an_architecture_without_a_plan_is_refused(two_ranks):
 def test_sequence_parallelism_without_a_last_norm_is_refused(two_ranks):
     found = two_ranks(refusal, OlmoConfig(**TINY), {"sequence_parallel": True})[0]
     assert found == (
-        "sequence_parallel=true: OlmoForCausalLM has nothing around its layers instead of one norm after them; "
+        "sequence_parallel=true needs one final norm after the decoder layers, but OlmoForCausalLM has none; "
         "set sequence_parallel=false"
     )
 

@@ -91,8 +91,8 @@ def test_a_batch_is_masked_from_outside():
     ("transform", "complaint"),
     [
         (lambda: ActionMask(mask_key="legal"), "reads 'legal', but the env has 'observation'"),
-        (lambda: ActionMask(action_key="move"), "needs a discrete 'move'"),
-        (lambda: ActionMask(mask_key="wide"), r"'wide' has shape \[2\], but OneHot.* needs \[3\]"),
+        (lambda: ActionMask(action_key="move"), "needs a discrete spec for 'move'"),
+        (lambda: ActionMask(mask_key="wide"), r"'wide' has shape \[2\], but the action spec OneHot.* needs \[3\]"),
         (lambda: Compose(CatTensors(["action_mask"]), ActionMask()), "reads 'action_mask'"),
     ],
 )
