@@ -98,12 +98,13 @@ def _wandb_section() -> str:
     """Arguments of `wandb.init`, which `WandbTracking` accepts by the keys of `WandbConfig`."""
     [definition] = ast.parse(inspect.getsource(WandbConfig)).body
     assert isinstance(definition, ast.ClassDef)
-    rows = [
-        f"| `tracking.wandb.{key.target.id}` | `null` | {_one_line(ast.literal_eval(meaning.value))} |"
-        for key, meaning in pairwise(definition.body)
-        if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(meaning, ast.Expr)
-        if key.target.id not in WandbTracking.model_fields
-    ]
+    rows = []
+    for key, following in pairwise([*definition.body, None]):
+        if not (isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name)):
+            continue
+        meaning = ast.literal_eval(following.value) if isinstance(following, ast.Expr) else "As for `wandb.init`."
+        if key.target.id not in WandbTracking.model_fields:
+            rows.append(f"| `tracking.wandb.{key.target.id}` | `null` | {_one_line(meaning)} |")
     title = "## Further arguments of `wandb.init`, in every run\n"
     return "\n".join([title, "| key | default | meaning |", "| --- | --- | --- |", *rows, ""])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from typing import Any
@@ -11,12 +12,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+from lucidrl.envs.processes import PRELOAD
 from tests.groups import ROOT, GroupScheduling, priority_of
 from tests.ranks import Ranks
 
-# A shell that starts the tests in the background makes them, and every program they start, ignore Ctrl-C.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that starts the tests in the background makes them ignore Ctrl-C, and nohup makes them ignore SIGHUP.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
+
+# A fork server imports only what it knows when it starts, so it must know what the processes of all tests need.
+multiprocessing.set_forkserver_preload(["lucidrl.collectors.worker", "lucidrl.envs.text.workers", *PRELOAD])
 
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lucidrl.errors import RefitError
 
 _POLL_S = 0.02
-_FAREWELL_S = 1.0
+_READ_TIMEOUT_S = 5.0
 """How long rank 0 keeps the store of a failed group, so that members can read the problem."""
 _COMPLETE = "complete"
 
@@ -186,7 +186,7 @@ def _await_members(store: dist.TCPStore, host: Membership, timeout_s: float, unt
             )
     store.set("outcome", problem or _COMPLETE)
     if problem is not None:
-        readers_until = time.monotonic() + _FAREWELL_S  # the store is closed after the error
+        readers_until = time.monotonic() + _READ_TIMEOUT_S  # the store is closed after the error
         with suppress(RuntimeError):
             while store.add("readers", 0) < store.add("arrivals", 0) and time.monotonic() < readers_until:
                 time.sleep(_POLL_S)
@@ -215,8 +215,8 @@ def _await_outcome(store: dist.TCPStore, member: Membership, timeout_s: float, u
         store.set(f"arrival/{number}", json.dumps(arrival))
         is_decided = _is_set_in_time(store, "outcome", until)
         outcome = store.get("outcome").decode() if is_decided else ""
-        store.add("readers", 1)
         world_size = int(store.get("world_size"))
+        store.add("readers", 1)  # last: rank 0 may close the store now
     except RuntimeError as error:
         raise RefitError(
             f"rank 0 at {member.address} exited before the weight group was complete; see the error of the first "

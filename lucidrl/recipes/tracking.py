@@ -34,7 +34,7 @@ class WandbTracking(Config):
     @model_validator(mode="after")
     def _has_arguments_of_wandb(self) -> WandbTracking:
         if self.model_extra:
-            validated(WandbConfig, _set_values(self.model_extra))
+            validated(WandbConfig, _set_values(self.model_extra), prefix="")
         return self
 
 

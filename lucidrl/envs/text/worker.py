@@ -25,8 +25,6 @@ Cause = Literal["raised", "timeout", "exited", "bad_reply", "bad_reward"]
 
 LARGEST_REWARD = 3.4028234663852886e38
 """Of float32, the dtype of reward tensors."""
-_USER_ERRORS = (Exception, SystemExit, GeneratorExit)
-"""Exceptions of user code; KeyboardInterrupt is Ctrl-C."""
 _RANDOM_STREAM = 1 << 20
 """Random stream of environment worker 0; ranks and the driver use the streams below."""
 
@@ -95,7 +93,9 @@ class EnvWorker:
             return None
         try:
             prompts = list(self._env.prompts())
-        except _USER_ERRORS as error:
+        except KeyboardInterrupt:  # Ctrl-C
+            raise
+        except BaseException as error:
             raise ConfigError(f"{self._name}.prompts raised {describe_error(error).summary}; fix it") from error
         for prompt in prompts:
             if not isinstance(prompt, Prompt):
@@ -125,7 +125,9 @@ class EnvWorker:
         if isinstance(self._env, StatefulEnv):
             try:
                 env = json.dumps(self._env.state_dict())
-            except _USER_ERRORS as error:
+            except KeyboardInterrupt:  # Ctrl-C
+                raise
+            except BaseException as error:
                 summary = describe_error(error).summary
                 raise EnvironmentFailure(f"{self._name}.state_dict failed ({summary}); return JSON values") from error
         if self._is_isolated:
@@ -144,7 +146,9 @@ class EnvWorker:
             assert isinstance(self._env, StatefulEnv)
             try:
                 self._env.load_state_dict(json.loads(state.env))
-            except _USER_ERRORS as error:
+            except KeyboardInterrupt:  # Ctrl-C
+                raise
+            except BaseException as error:
                 summary = describe_error(error).summary
                 raise CheckpointError(f"{self._name}.load_state_dict raised {summary}; fix it") from error
         if state.random is not None:

@@ -141,12 +141,17 @@ class LoggerConfig(TypedDict):
 T = TypeVar("T")
 
 
-def validated(schema: type[T], cfg: Any) -> T:
-    """`cfg` as the TypedDict `schema`; unknown keys are refused, and one ConfigError names all problems."""
+def validated(schema: type[T], cfg: Any, prefix: str | None = None) -> T:
+    """`cfg` as the TypedDict `schema`; unknown keys are refused, and one ConfigError names all problems.
+
+    Args:
+        prefix: goes before the keys in errors; by default the name of the schema.
+    """
+    prefix = f"{schema.__name__}." if prefix is None else prefix
     try:
         return TypeAdapter(_strict(schema)).validate_python(cfg)
     except ValidationError as error:
-        lines = [complaint(problem, _all_paths(schema), f"{schema.__name__}.") for problem in error.errors()]
+        lines = [complaint(problem, _all_paths(schema), prefix) for problem in error.errors()]
         raise ConfigError("\n".join(lines)) from None
 
 
