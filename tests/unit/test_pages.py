@@ -64,6 +64,12 @@ def test_links_between_pages_lead_somewhere(page):
             assert anchor in _anchors(linked), f"{page.name} links to {target}#{anchor}"
 
 
+def test_the_page_of_examples_includes_every_example():
+    text = (DOCS / "examples.md").read_text(encoding="utf-8")
+    included = re.findall(r'^--8<-- "examples/(\w+\.py)"$', text, flags=re.MULTILINE)
+    assert {*included, "make_smollm2.py"} == {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
 def test_every_page_is_in_the_navigation():
     text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     listed = set(re.findall(r"([\w/-]+\.md)$", text, flags=re.MULTILINE))
@@ -185,6 +191,7 @@ def test_programs_about_ranks_run(tmp_path):
     _run_script(tmp_path / "refit.py", refit)
 
 
+@pytest.mark.slow
 def test_the_logging_page_shows_programs_that_run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
