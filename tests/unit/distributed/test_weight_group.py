@@ -19,6 +19,7 @@ from lucidrl.distributed import weight_group
 from lucidrl.distributed.weight_buckets import TensorInfo, plan_buckets
 from lucidrl.distributed.weight_group import WeightGroup
 from lucidrl.errors import RefitError
+from tests.tiers import slow_except
 
 CPU = torch.device("cpu")
 SHAPES = [
@@ -128,7 +129,7 @@ def receive_versions(port, versions):
     return "whole"
 
 
-@pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
+@pytest.mark.parametrize("ranks", slow_except(["two_ranks", "four_ranks"], "two_ranks"))
 def test_every_version_comes_whole_over_one_group(ranks, request):
     ranks = request.getfixturevalue(ranks)
     sizes = [bucket.size_bytes for bucket in plan_buckets(INFOS, BUCKET_BYTES)]

@@ -161,7 +161,7 @@ FOUR = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_except(FOUR, "cp2_tp2"))
+@pytest.mark.parametrize("layout", slow_except(FOUR))
 def test_four_ranks(four_ranks, one_rank, rows, layout):
     check(four_ranks, one_rank, rows, **FIXED, dtensor_cfg=FOUR[layout])
 
