@@ -18,7 +18,7 @@ from lucidrl.collectors.single import Collector
 from lucidrl.collectors.weights import Device, check_weights, shapes_of, weights_of
 from lucidrl.collectors.workers import CollectorWorkers, WorkerPlan
 from lucidrl.distributed.workers.process import pickled
-from lucidrl.envs.base import MAX_SEED
+from lucidrl.envs.base import MAX_SEED, check_seed
 from lucidrl.envs.creator import EnvFactory, env_creators
 from lucidrl.envs.stacked import check_alike
 from lucidrl.envs.tensordicts import tensordict_of
@@ -138,6 +138,7 @@ class MultiCollector(FrameCollector):
         Returns:
             The first unused seed.
         """
+        check_seed(seed)
         seeds = itertools.accumulate((specs.num_seeds for specs in self.workers.specs[:-1]), initial=seed)
         return self.map_fn("set_seed", [(each % (MAX_SEED + 1),) for each in seeds])[-1]
 

@@ -61,7 +61,7 @@ class TextCollector:
         self._order = PromptOrder(len(prompts), seed)
         self._position = 0
         self._batches = 0
-        self._num_replaced: Counter[str] = Counter()  # up to the last batch, by metric
+        self._num_restarts: Counter[str] = Counter()  # up to the last batch, by metric
         self._rendered: dict[str, list[int]] = {}
         self._profiler = RolloutProfiler("text collector")
 
@@ -271,11 +271,11 @@ class TextCollector:
 
     def _newly_replaced(self) -> dict[str, float]:
         """Restarted generators and environment workers since the last training batch."""
-        before = self._num_replaced
-        self._num_replaced = Counter(
-            replaced_generators=self._generator.num_replaced, replaced_env_workers=self.runner.num_replaced
+        before = self._num_restarts
+        self._num_restarts = Counter(
+            replaced_generators=self._generator.num_restarts, replaced_env_workers=self.runner.num_restarts
         )
-        return {name: float(number - before[name]) for name, number in self._num_replaced.items()}
+        return {name: float(number - before[name]) for name, number in self._num_restarts.items()}
 
     def _rollouts(self, groups: list[list[Sample]], extra: dict[str, float]) -> Rollouts:
         samples = [sample for group in groups for sample in group]

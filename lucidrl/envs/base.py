@@ -25,6 +25,12 @@ from lucidrl.profiling.ranges import profiled
 MAX_SEED = 2**32 - 1
 
 
+def check_seed(seed: int) -> None:
+    """Raise ConfigError if numpy could not use the seed."""
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError(f"seed={seed} is not between 0 and {MAX_SEED}")
+
+
 class EnvBase:
     """An environment, or a batch of them that step together.
 
@@ -163,8 +169,7 @@ class EnvBase:
 
     def set_seed(self, seed: int) -> int:
         """Seed the env from the next reset on; returns the first seed that it does not use."""
-        if not 0 <= seed <= MAX_SEED:
-            raise ConfigError(f"seed={seed} is not between 0 and {MAX_SEED}")
+        check_seed(seed)
         self.seed = seed
         self._rng = np.random.default_rng(seed)
         self._set_seed(seed)

@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -95,8 +95,9 @@ def _locked_file(path: Path) -> int:
             else:
                 problem = f"{path} cannot be locked ({error}); put run.root on a file system with locks"
             raise ConfigError(problem) from error
-        if os.fstat(descriptor).st_nlink:
-            return descriptor
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
         os.close(descriptor)  # the previous holder has just removed the file
 
 

@@ -75,8 +75,8 @@ class TextInputs:
     @cached_property
     def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
         """Training prompts and held-out prompts."""
-        env = self._config.env
-        return split_prompts(self._host.prompts() if env.prompts_file is None else None, env)
+        host, env = self._host, self._config.env  # the check makes the environment even if a file has the prompts
+        return split_prompts(host.prompts() if env.prompts_file is None else None, env)
 
     @cached_property
     def validated(self) -> list[int]:

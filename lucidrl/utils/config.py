@@ -8,9 +8,9 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lucidrl.errors import ConfigError
 from lucidrl.utils.suggestions import unknown_key
@@ -22,23 +22,12 @@ class Config(BaseModel):
     """Base of all configuration: immutable, refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Old names of fields and their current names. An old name still works, with a warning; the current one wins."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_old_names(cls, content: Any) -> Any:
-        if not isinstance(content, Mapping):
-            return content
-        kept = {key: value for key, value in content.items() if key not in cls.renamed}
-        for old in content.keys() - kept.keys():
-            _log.warning("the setting %s is now called %s; rename it", old, cls.renamed[old])
-            kept.setdefault(cls.renamed[old], content[old])
-        return kept
 
 
 C = TypeVar("C", bound=Config)
 
+RENAMED = {("env", "deadline_s"): "timeout_s"}
+"""Old names of settings, by section. A layer that uses one still works, with a warning."""
 _MAX_DEPTH = 10  # of nested configs, in case one contains itself
 _TEXT = re.compile(r"\s*(\d+\s*:\s*\d*\s*|\*.*)")
 """Command-line values that YAML misreads: 3:5 as 185 (base 60), 3: as a mapping, `*policy*` as a reference."""
@@ -152,8 +141,22 @@ def _read_overrides(overrides: Sequence[str]) -> Any:
 def _merged(base: Any, layer: Any) -> Any:
     from omegaconf import OmegaConf
 
+    layer = _with_current_names(layer)
     _remove_conflicts(base, layer)
     return OmegaConf.merge(base, layer)
+
+
+def _with_current_names(layer: Any) -> Any:
+    """Replace old names before layers are merged, so that a later layer wins by either name."""
+    from omegaconf import OmegaConf
+
+    content: Any = OmegaConf.to_container(layer, resolve=False)
+    for (section, old), new in RENAMED.items():
+        settings = content.get(section)
+        if isinstance(settings, dict) and old in settings:
+            _log.warning("the setting %s.%s is now called %s.%s; rename it", section, old, section, new)
+            settings.setdefault(new, settings.pop(old))
+    return OmegaConf.create(content)
 
 
 def _remove_conflicts(base: Any, layer: Any) -> None:

@@ -121,10 +121,10 @@ def test_two_generators_generate_like_the_policy_itself_also_for_rows_without_se
 def test_the_prompts_of_a_killed_generator_are_completed_by_others(generator, policy, caplog):
     policy.group.run_all("_add_noise_to_weights")
     generator.update_weights(1)
-    undisturbed, weights, restarts = generator.generate(rows()), checksums(generator), generator.num_replaced
+    undisturbed, weights, restarts = generator.generate(rows()), checksums(generator), generator.num_restarts
     plan_death("generate", 1)
     assert are_equal(generator.generate(rows()), undisturbed)
-    assert generator.num_replaced == restarts + 1
+    assert generator.num_restarts == restarts + 1
     assert checksums(generator) == weights
     assert set(undisturbed["policy_versions"].tolist()) == {1}
     assert "generator 1 of 2 was killed by SIGKILL, perhaps out of memory, in generate" in caplog.text
@@ -135,9 +135,9 @@ def test_the_prompts_of_a_killed_generator_are_completed_by_others(generator, po
 def test_a_generator_killed_in_a_refit_gets_the_weights_again(generator, policy):
     policy.group.run_all("_add_noise_to_weights")
     plan_death("take_weights", 0)
-    restarts = generator.num_replaced
+    restarts = generator.num_restarts
     generator.update_weights(2)
-    assert generator.num_replaced == restarts + 1
+    assert generator.num_restarts == restarts + 1
     assert checksums(generator) == [policy.group._worker.export.checksum()] * 2
     assert set(generator.generate(rows())["policy_versions"].tolist()) == {2}
 
@@ -165,11 +165,11 @@ def test_with_no_restarts_the_first_loss_stops_with_its_cause(generator, monkeyp
 @pytest.mark.slow
 def test_an_error_that_a_generator_raises_is_raised_without_a_restart(generator):
     generator.generate(rows())  # replaces what the test before has lost
-    restarts, processes = generator.num_replaced, pids(generator)
+    restarts, processes = generator.num_restarts, pids(generator)
     too_long = BatchedDataDict({"input_ids": torch.full((2, 600), 6), "input_lengths": torch.full((2,), 600)})
     with pytest.raises(DataError, match="prompt in row 0 has 600 tokens"):
         generator.generate(too_long)
-    assert generator.num_replaced == restarts
+    assert generator.num_restarts == restarts
     wait_until_gone(processes)
 
 
@@ -233,7 +233,7 @@ def test_a_policy_of_two_ranks_survives_a_generator_that_dies_or_hangs_in_a_broa
             started = time.monotonic()
             generator.update_weights(version)
             assert time.monotonic() - started < 120
-            assert generator.num_replaced == version - 1
+            assert generator.num_restarts == version - 1
             assert pids(generator)[0] == processes[0]
             versions.append(checksums(generator))
         assert [len(set(of_all)) for of_all in versions] == [1, 1, 1]
@@ -254,7 +254,7 @@ def test_a_generator_that_dies_before_it_joins_the_policy_is_not_waited_for():
         started = time.monotonic()
         generator.update_weights(1)
         assert time.monotonic() - started < 60  # and not at the timeout of the rendezvous
-        assert generator.num_replaced == 1
+        assert generator.num_restarts == 1
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def test_a_generator_that_hangs_is_killed_at_the_timeout_and_its_prompts_are_com
         started = time.monotonic()
         assert are_equal(generator.generate(rows()), undisturbed)
         assert time.monotonic() - started < 120
-        assert generator.num_replaced == 1
+        assert generator.num_restarts == 1
         assert not is_running(stuck)
     assert "generator 0 of 2 did not finish generate within 8 s" in caplog.text
 

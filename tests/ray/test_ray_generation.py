@@ -96,7 +96,7 @@ def test_generators_on_other_nodes_are_sent_the_weights_also_when_they_are_repla
         again = generator.generate(rows(), greedy=True)
         assert torch.equal(again["output_ids"], expected["output_ids"])
         assert set(again["policy_versions"].tolist()) == {2}
-        assert generator.num_replaced == 1
+        assert generator.num_restarts == 1
         assert generator._states[0].place.node != place.node
 
 

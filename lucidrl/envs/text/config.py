@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -16,8 +16,6 @@ Isolation = Literal["auto", "process", "none"]
 
 class EnvConfig(Config):
     """Which environment scores completions, and on which prompts."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"deadline_s": "timeout_s"}
 
     name: str = "arithmetic"
     """A built-in environment, or `module:Class` of yours."""

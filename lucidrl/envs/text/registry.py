@@ -48,7 +48,9 @@ def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
         raise ConfigError(f"{name} does not accept env.kwargs: {error}; see its __init__") from error
     try:
         return env_class(**kwargs)
-    except (Exception, SystemExit, GeneratorExit) as error:  # the last two would end the run silently
+    except KeyboardInterrupt:  # Ctrl-C
+        raise
+    except BaseException as error:  # SystemExit would end the run silently
         raised = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{name} cannot be made with kwargs {dict(kwargs)}: {raised}") from error
 

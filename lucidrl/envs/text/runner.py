@@ -83,7 +83,7 @@ class EnvRunner:
         """Requests of the workers that were lost last."""
 
     @property
-    def num_replaced(self) -> int:
+    def num_restarts(self) -> int:
         """Restarts of the environment's workers so far."""
         return self._workers.num_restarts
 

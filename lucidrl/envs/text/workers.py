@@ -9,10 +9,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lucidrl.data.datasets import Prompt
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Arguments, Hosting
+from lucidrl.distributed.workers.outcomes import START
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.interfaces import EnvRequest, TextEnv
@@ -139,8 +141,8 @@ class EnvWorkerPool:
         """Continue from states, one per worker."""
 
         def load(worker: PoolWorker) -> None:
-            worker.run("load_state", states[worker.number])
-            self._states[worker.number] = worker.run("state")
+            self._run_in_time(worker, "load_state", states[worker.number])
+            self._states[worker.number] = self._run_in_time(worker, "state")
 
         self._pool.each(load)
 
@@ -154,13 +156,17 @@ class EnvWorkerPool:
 
     def _restore_state(self, worker: PoolWorker) -> None:
         if worker.number in self._states:
-            worker.run("load_state", self._states[worker.number])
+            self._run_in_time(worker, "load_state", self._states[worker.number])
             return
-        state: EnvState = worker.run("state")
+        state: EnvState = self._run_in_time(worker, "state")
         if self._config.num_workers > 1 and state.env is not None:
             problem = f"env.num_workers={self._config.num_workers} needs an environment without state"
             raise ConfigError(f"{problem}, but {self.name} has state_dict; set env.num_workers=1, or remove state_dict")
         self._states[worker.number] = state
+
+    def _run_in_time(self, worker: PoolWorker, method: str, *args: Any) -> Any:
+        """Call a method that belongs to the start, within the timeout of the start."""
+        return worker.run(method, *args, timeout_s=self._start_timeout_s, phase=START)
 
     def _outcomes(self, number: int, future: Future[Scored]) -> list[list[Outcome]] | LostWorkerError:
         try:

@@ -42,7 +42,7 @@ class BuiltinGenerator:
         whole_weights: entered around each call; inside, the model has all its weights.
     """
 
-    num_replaced = 0
+    num_restarts = 0
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class GenerationInterface(Protocol):
     """Version of the weights that the next call uses."""
 
     @property
-    def num_replaced(self) -> int:
+    def num_restarts(self) -> int:
         """Restarts of its processes so far."""
 
     def update_weights(self, version: int) -> None:

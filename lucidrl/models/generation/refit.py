@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,10 +110,10 @@ class Refit:
         calls: list[Future[str | None]] = []
         for names in buckets:
             parts = self._policy.run_all("get_weights_ipc_handles", names)
-            _check(calls)
+            self._check(calls)
             handles = {device: handle for part in parts for device, handle in part.items()}
             calls = [self._pool.submit(worker.number, "take_weights", handles) for worker in _alive(receivers)]
-        _check(calls)
+        self._check(calls)
         return _alive(receivers)
 
     def _by_collective(self, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
@@ -152,10 +151,14 @@ class Refit:
         try:
             of_policy = next(filter(None, self._policy.run_all(method, *args, timeout_s=self._policy_timeout_s)), None)
         except LucidError as error:
-            if problem := _problem(calls):
+            try:
+                problem = self._problem(calls)
+            except LucidError as failure:
+                problem = str(failure)
+            if problem:
                 error.add_note(f"a generator reported meanwhile: {problem}")
             raise
-        of_generators = _problem(calls)
+        of_generators = self._problem(calls)
         are_all_alive = len(_alive(receivers)) == len(receivers)
         if of_policy is None and of_generators is None and are_all_alive:
             return True
@@ -164,6 +167,26 @@ class Refit:
             sides = {"the policy": of_policy, "a generator": of_generators}
             raise RefitError("; ".join(f"{side} reports: {problem}" for side, problem in sides.items() if problem))
         return False
+
+    def _problem(self, calls: Iterable[Future[str | None]]) -> str | None:
+        """Wait for all calls of generators; return a problem, if any. Calls of lost generators are skipped.
+
+        Raises:
+            LucidError: as soon as a generator raises; all generators are killed then.
+        """
+        problem = None
+        for call in as_completed(calls):
+            error = call.exception()
+            if error is None:
+                problem = call.result() or problem
+            elif not isinstance(error, LostWorkerError):
+                self._pool.kill()
+                raise error
+        return problem
+
+    def _check(self, calls: Iterable[Future[str | None]]) -> None:
+        if problem := self._problem(calls):
+            raise RefitError(problem)
 
 
 def check_device(config: GenerationConfig, number: int, device: str, policy_places: Sequence[Place]) -> None:
@@ -193,17 +216,3 @@ def _alive(workers: Sequence[PoolWorker]) -> list[PoolWorker]:
 
 def _processes(workers: Sequence[PoolWorker]) -> list[tuple[int, int]]:
     return [(worker.number, worker.num_starts) for worker in workers]
-
-
-def _problem(calls: Iterable[Future[str | None]]) -> str | None:
-    """Wait for all calls of generators; returns a problem, if any. Calls of lost generators are skipped."""
-    problem = None
-    for call in calls:
-        with suppress(LostWorkerError):
-            problem = call.result() or problem
-    return problem
-
-
-def _check(calls: Iterable[Future[str | None]]) -> None:
-    if problem := _problem(calls):
-        raise RefitError(problem)

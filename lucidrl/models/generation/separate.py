@@ -94,7 +94,7 @@ class SeparateGenerator:
         self._refit = Refit(policy, self.pool, self._states, generation, cluster.call_timeout_s)
 
     @property
-    def num_replaced(self) -> int:
+    def num_restarts(self) -> int:
         """How many times generators were restarted."""
         return self.pool.num_restarts
 

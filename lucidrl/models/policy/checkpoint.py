@@ -39,6 +39,7 @@ from lucidrl.models.policy.sharding import Sharding
 from lucidrl.profiling.spans import span
 
 WEIGHTS_STEM = "model"
+_WITHOUT_OPTIMIZER = ", or omit optimizer_path to save or load the weights alone"
 
 
 class PolicyCheckpoints:
@@ -61,7 +62,7 @@ class PolicyCheckpoints:
         sets = [TensorSet(Path(weights), WEIGHTS_STEM, specs, self._sharding.full_weights)]
         small_files: dict[Path, bytes] = {}
         if optimizer is not None:
-            saved = self._offload.optimizer_for("saving with an optimizer_path")
+            saved = self._offload.optimizer_for("saving with an optimizer_path", _WITHOUT_OPTIMIZER)
             tensors, small_files = full_state_files(Path(optimizer), self._sharding, saved)
             sets.append(tensors)
         if self._rank == 0:
@@ -108,7 +109,9 @@ class PolicyCheckpoints:
             CheckpointError: on all ranks, before anything changes; names the file and the reason.
         """
         self._offload.check_weights("loading")
-        known = self._offload.optimizer_for("loading with an optimizer_path") if optimizer is not None else None
+        known = None
+        if optimizer is not None:
+            known = self._offload.optimizer_for("loading with an optimizer_path", _WITHOUT_OPTIMIZER)
         if verify:
             folders = [Path(path) for path in (weights, optimizer) if path is not None]
             agreed(lambda: _verify(folders) if self._rank == 0 else None, self._group)

@@ -93,13 +93,18 @@ class Offload:
                 "call prepare_for_lp_inference or prepare_for_training first"
             )
 
-    def optimizer_for(self, what: str) -> PolicyOptimizer:
-        """Return the optimizer; raise ConfigError if there is none or if it is offloaded."""
+    def optimizer_for(self, what: str, alternative: str = "") -> PolicyOptimizer:
+        """Return the optimizer; raise ConfigError if there is none or if it is offloaded.
+
+        Args:
+            what: the call, for errors.
+            alternative: what the caller can do without an optimizer; ends the error.
+        """
         self.check_weights(what)
         if self.optimizer is None:
             raise ConfigError(
                 f"{what} needs an optimizer, but this policy was created with init_optimizer=False; "
-                "create it with one, or omit optimizer_path to save or load the weights alone"
+                f"create it with one{alternative}"
             )
         if self._is_optimizer_offloaded:
             raise ConfigError(

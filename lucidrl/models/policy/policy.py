@@ -48,7 +48,7 @@ class Policy:
     Other arguments are those of `PolicyWorker`.
     """
 
-    num_replaced = 0
+    num_restarts = 0
     """Of the generator interface: a policy never restarts a single worker."""
 
     def __init__(

@@ -514,6 +514,7 @@ def test_specs_may_be_of_a_class_that_only_the_program_knows():
         ({"create_env_fn": []}, "num_workers=0 must be at least 1"),
         ({"create_env_fn": [Walk, Countdown]}, "the env of worker 1 has observation_spec .* the env of worker 0 has"),
         ({"create_env_fn": [threading.Lock().acquire] * 2}, "create_env_fn of worker 0 cannot be sent to a process"),
+        ({"seed": 2**32}, "seed=4294967296 is not between 0 and 4294967295"),
         ({"policy": 3}, "policy is 3; give a TensorDict module"),
         ({"policy_device": "cuda:77"}, "device cuda:77 cannot be used here; give one that this machine has"),
         ({"cat_results": 1}, "cat_results=1 is not known; give 'stack' for a worker axis, 0 to join"),

@@ -106,12 +106,6 @@ def test_settings_of_runs_with_actors_are_still_read(old, num_workers):
     assert "num_actors" not in config.model_dump()
 
 
-@pytest.mark.parametrize(("settings", "timeout_s"), [({"deadline_s": 5}, 5), ({"deadline_s": 5, "timeout_s": 7}, 7)])
-def test_the_old_name_of_a_setting_still_works_with_a_warning(settings, timeout_s, caplog):
-    assert EnvConfig.model_validate(settings).timeout_s == timeout_s
-    assert "the setting deadline_s is now called timeout_s; rename it" in caplog.text
-
-
 def test_an_environments_own_prompts_are_split():
     config = EnvConfig(kwargs={"max_operand": 9}, validation_fraction=0.2)
     train, validation = split_prompts(make_env(config.name, config.kwargs).prompts(), config)

@@ -227,3 +227,17 @@ def test_more_threads_than_any_machine_has_are_refused_with_the_rule(key):
 def test_the_title_of_a_supervised_run_names_its_data():
     assert load_config(SFTRunConfig, overrides=["data.file=talks.jsonl"]).title == "embedded on talks.jsonl"
     assert load_config(SFTRunConfig).title == "embedded on arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("file", "override", "timeout_s"),
+    [
+        ({"deadline_s": 5}, "seed=1", 5),
+        ({"timeout_s": 60}, "env.deadline_s=5", 5),
+        ({"deadline_s": 60}, "env.timeout_s=5", 5),
+    ],
+)
+def test_a_later_layer_wins_also_by_the_old_name_of_a_setting(file, override, timeout_s, caplog):
+    config = load_config(GRPORunConfig, {"env": file}, overrides=[override])
+    assert config.env.timeout_s == timeout_s
+    assert "the setting env.deadline_s is now called env.timeout_s; rename it" in caplog.text

@@ -111,6 +111,12 @@ def test_a_prompt_that_leaves_no_room_for_a_completion_is_named(tmp_path):
         preflight(settings(tmp_path, f"env.prompts_file={file}"))
 
 
+def test_the_environment_is_made_even_if_a_file_has_the_prompts(tmp_path):
+    file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1+2="}])
+    with pytest.raises(ConfigError, match="no_such_module"):
+        preflight(settings(tmp_path, f"env.prompts_file={file}", "env.name=no_such_module:Env"))
+
+
 def test_an_example_longer_than_the_context_is_shown_by_its_beginning(tmp_path):
     rows = [{"prompt": f"{n}", "completion": "1"} for n in range(20)]
     file = write_rows(tmp_path / "talk.jsonl", [*rows, {"prompt": "once " * 200, "completion": "end"}])

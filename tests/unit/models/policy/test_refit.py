@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +17,12 @@ from lucidrl.distributed.collectives import gather_over
 from lucidrl.distributed.shared_memory import NAME_PREFIX, AttachedMemory
 from lucidrl.distributed.weight_buckets import plan_buckets
 from lucidrl.distributed.workers.group import WorkerGroup
-from lucidrl.errors import RefitError, WorkerError
+from lucidrl.errors import LostWorkerError, RefitError, WorkerError
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.receiver import WeightReceiver
-from lucidrl.models.generation.refit import buckets_of_names
+from lucidrl.models.generation.refit import Refit, buckets_of_names
 from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.loading import DTYPES, load_model
 from lucidrl.models.logprobs import LogprobModel
@@ -322,3 +323,16 @@ def test_buckets_are_as_large_as_the_config_and_half_the_free_memory_allow(free_
 def test_a_weight_that_does_not_fit_twice_is_refused_with_the_numbers():
     with pytest.raises(RefitError, match=r"b takes 3,000 bytes.*5,999 bytes free"):
         buckets_of_names([("a", 10), ("b", 3000)], GenerationConfig(), 5999)
+
+
+@pytest.mark.parametrize("first", [None, LostWorkerError("exited")], ids=["after a success", "after a loss"])
+def test_a_generator_that_raises_in_a_refit_ends_all_generators(first):
+    killed = []
+    pool = SimpleNamespace(kill=lambda: killed.append(True))
+    refit = Refit(SimpleNamespace(group=None, places=[]), pool, {}, GenerationConfig(), timeout_s=60)
+    calls = [Future(), Future(), Future()]  # the last one never returns
+    calls[0].set_result(None) if first is None else calls[0].set_exception(first)
+    calls[1].set_exception(WorkerError("generator 1 failed in take_weights: out of memory"))
+    with pytest.raises(WorkerError, match="out of memory"):
+        refit._problem(calls)
+    assert killed == [True]
