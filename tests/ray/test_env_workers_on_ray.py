@@ -26,11 +26,11 @@ RAY = ClusterConfig(launcher="ray", start_timeout_s=60, num_threads=1)
 SCORER = "tests.unit.envs.scorers:Scorer"
 
 
-@pytest.fixture(scope="module")
-def pool(cluster, tmp_path_factory):
-    """Two workers, on two nodes; tests may harm them."""
+@pytest.fixture
+def pool(cluster, tmp_path):
+    """Two new workers, on two nodes; Ray may restart a killed worker on any node."""
     config = EnvConfig(name=SCORER, num_workers=2, timeout_s=1.0)
-    pool = EnvWorkerPool(config, RAY, log_dir=tmp_path_factory.mktemp("logs"))
+    pool = EnvWorkerPool(config, RAY, log_dir=tmp_path)
     yield pool
     pids = pids_of(pool)
     pool.shutdown()
@@ -68,7 +68,6 @@ def test_a_blocking_sample_is_killed_on_its_node_and_named(pool):
     assert rewards(make_runner(pool).step(requests("a", "bb"))) == [1, 2]
 
 
-@pytest.mark.slow
 def test_calls_of_a_lost_node_are_scored_on_another(pool, cluster):
     cluster.add_node(num_cpus=2)
     head = cluster.head_node.all_processes["raylet"][0].process.pid
