@@ -17,12 +17,14 @@ MODULES = sorted(LIBRARY.rglob("*.py"))
 # Every part may import those of lower rank; parts of equal rank never see each other.
 RANKS = {
     "cli": 10,
+    "trainers": 10,
     "recipes": 9,
     "report": 9,
     "algorithms": 8,
     "collectors": 7,
     "models": 6,
     "envs": 6,
+    "rewards": 6,
     "losses": 5,
     "data": 4,
     "checkpoint": 4,
@@ -31,7 +33,22 @@ RANKS = {
     "profiling": 1,
     "errors": 0,
 }
-OPTIONAL = {"ray", "vllm", "wandb", "mlflow", "trackio", "gymnasium", "plotly", "matplotlib", "reasoning_gym"}
+OPTIONAL = {
+    "ray",
+    "vllm",
+    "wandb",
+    "mlflow",
+    "trackio",
+    "gymnasium",
+    "plotly",
+    "matplotlib",
+    "reasoning_gym",
+    "math_verify",
+    "jsonschema",
+    "pyarrow",
+    "datasets",
+    "imageio",
+}
 HEAVY = {"torch", "tensordict", "transformers", "numpy", "tensorboard", "safetensors", *OPTIONAL}
 MOST_LINES = 350
 

@@ -24,6 +24,7 @@ from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.policy import Policy
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
 from lucidrl.recipes.folder import LOGS_NAME
+from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.preflight import TextInputs, check_placement, preflight
 from lucidrl.recipes.training_run import RunParts, TrainingRun
 
@@ -33,9 +34,9 @@ C = TypeVar("C", bound=GRPORunConfig | SFTRunConfig)
 class TextRun(TrainingRun[C]):
     """A run of a language model."""
 
-    def __init__(self, config: C) -> None:
+    def __init__(self, config: C, python: PythonInputs | None = None) -> None:
         super().__init__(config)
-        self._inputs = TextInputs(config)
+        self._inputs = TextInputs(config, python)
         self._generators: list[SeparateGenerator] = []
         """Generators in separate processes."""
 

@@ -26,6 +26,7 @@ from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.models.policy.policy import worker_class_of
 from lucidrl.models.tensor_parallel import check_tensor_parallel
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig, TextRunConfig
+from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.training_run import check_run_can_start, checkpoint_on_disk
 from lucidrl.utils.random_state import seed_everything
 
@@ -36,9 +37,10 @@ _LONGEST_SHOWN = 200
 class TextInputs:
     """Environment, prompts, tokenizer and facts of the model; each is created at first use, and only once."""
 
-    def __init__(self, config: GRPORunConfig | SFTRunConfig) -> None:
+    def __init__(self, config: GRPORunConfig | SFTRunConfig, python: PythonInputs | None = None) -> None:
         silence_progress_bars()
         self._config = config
+        self._python = python or PythonInputs()
 
     @property
     def uses_env(self) -> bool:

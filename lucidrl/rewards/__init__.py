@@ -1,0 +1,1 @@
+"""Reward functions and verifiers: they score completions against the rows of a dataset."""
