@@ -65,7 +65,7 @@ class Saver:
 
         Args:
             state_dict: returns the state beside the policy; called only if a checkpoint is due.
-            metrics: of the validation after this step, if any.
+            metrics: metrics of the validation after this step, if any.
             is_last: the run is complete.
             is_stopped: the run stops early and must be resumable.
         """
@@ -136,7 +136,7 @@ def checkpoint_size_bytes(num_parameters: int, config: OptimizationConfig, *, we
     The optimizer's share is measured on a small matrix after one step, so it holds for any optimizer class.
 
     Args:
-        config: of the policy, or of one network of a control task.
+        config: config of the policy, or of one network of a control task.
     """
     weight = nn.Parameter(torch.zeros(64, 64, dtype=DTYPES[config.precision]))
     bytes_per_parameter = float(weight.element_size())

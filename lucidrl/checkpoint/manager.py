@@ -64,7 +64,7 @@ class PendingCheckpoint:
         """Make it a checkpoint, which survives a crash of the machine.
 
         Args:
-            digests: of files that were hashed while they were written; the others are read.
+            digests: digests of files that were hashed while they were written; the others are read.
         """
         try:
             (self.folder / STATE_NAME).write_text(self._record)
@@ -139,7 +139,7 @@ class CheckpointManager:
         Args:
             step: step that the checkpoint belongs to, 0 or more.
             state: plain values (no tensors) to save; copied now.
-            metrics: of that step; the one named by `metric` ranks the checkpoint.
+            metrics: metrics of that step; the one named by `metric` ranks the checkpoint.
             weights_only: whether the caller writes no optimizer.
 
         Raises:

@@ -28,7 +28,7 @@ def write_manifest(folder: Path, digests: Mapping[Path, FileDigest] | None = Non
     """Write `manifest.json` with every file below `folder`.
 
     Args:
-        digests: of files that were hashed while they were written; the others are read.
+        digests: digests of files that were hashed while they were written; the others are read.
 
     Raises:
         CheckpointError: for a symbolic link, a special file, or a file whose size differs from its digest.

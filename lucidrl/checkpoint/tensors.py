@@ -52,7 +52,7 @@ class TensorFile:
     """The content of one file in host memory.
 
     Args:
-        specs: of the tensors, by name.
+        specs: specs of the tensors, by name.
         memory: to reuse, if it has the right size; new memory by default.
         pin_memory: whether new memory is pinned, for copies from an accelerator.
 
@@ -88,7 +88,7 @@ class TensorFile:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file."""
+        """Size of the file."""
         return len(self._header) + self.memory.nbytes
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
@@ -129,7 +129,7 @@ def plan_shards(
     Args:
         sizes: bytes of each tensor; the order of names is kept within a file.
         num_writers: writer i writes files i, i + num_writers, ...
-        largest_bytes: of a file, unless a single tensor is larger.
+        largest_bytes: maximum size of a file, unless a single tensor is larger.
 
     Returns:
         The names in each file; one empty file if there are no tensors.

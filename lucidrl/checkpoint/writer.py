@@ -32,7 +32,7 @@ from lucidrl.errors import CheckpointError, LucidError
 T = TypeVar("T")
 
 _NICENESS = 10
-"""Of the writing thread, which gets about a tenth of a busy core, so that training is not delayed."""
+"""Nice level of the writing thread: it gets about a tenth of a busy core, so that training is not delayed."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TensorSet:
     folder: Path
     stem: str
     specs: Mapping[str, TensorSpec]
-    """Of all tensors; the same on every rank."""
+    """Specs of all tensors; the same on every rank."""
     gather: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     """Iterates over the full tensors, in any dtype and on any device; every rank calls it."""
 
@@ -54,9 +54,9 @@ class CheckpointWriter:
     copy. A thread then writes the memory to disk.
 
     Args:
-        rank: of this process among those that save together.
-        num_ranks: that save together.
-        group: of these ranks; None for one rank.
+        rank: rank of this process among those that save together.
+        num_ranks: number of ranks that save together.
+        group: process group of these ranks; None for one rank.
         pin_memory: whether the tensors come from an accelerator.
     """
 
@@ -64,10 +64,10 @@ class CheckpointWriter:
         self._rank, self._num_ranks, self._group = rank, num_ranks, group
         self._pin_memory = pin_memory
         self._memory: dict[str, torch.Tensor] = {}
-        """By the name of its last file."""
+        """Tensors by the name of their last file."""
         self._writing: Future[dict[Path, FileDigest]] | None = None
         self._needed_bytes = 0
-        """Of all ranks, in the last save."""
+        """Disk space of all ranks in the last save."""
 
     @torch.no_grad()
     def begin(self, sets: Sequence[TensorSet], small_files: Mapping[Path, bytes]) -> int:

@@ -42,12 +42,12 @@ class AsyncBatchedCollector(LocalCollector):
 
     Args:
         create_env_fn: one factory per env; they make single envs.
-        create_env_kwargs: of the factories; one mapping for all, or one per env.
+        create_env_kwargs: arguments of the factories; one mapping for all, or one per env.
         yield_completed_trajectories: yield whole trajectories [T], each when it is done, instead of
             `frames_per_batch` frames; the last one may exceed `total_frames`.
         init_random_frames: the number of random actions to begin with.
-        step_timeout_s: of a step of an env.
-        start_timeout_s: of the start of all envs.
+        step_timeout_s: timeout of a step of an env.
+        start_timeout_s: timeout of the start of all envs.
         arguments: as for `Collector`.
 
     Raises:

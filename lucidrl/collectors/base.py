@@ -77,7 +77,7 @@ class FrameCollector(ABC):
         self._options = options
         self._storing_device = device_of(options.storing_device or options.device)
         self.policy_version = 0
-        """Of the newest weights; counts the updates."""
+        """Version of the newest weights; counts the updates."""
         self.num_frames = 0
         """Collected so far."""
 
@@ -126,7 +126,7 @@ class FrameCollector(ABC):
             batch = ray.get(actor.next.remote())
 
         Args:
-            options: of `ray.remote`; not modified. If this process has per-frame ranges, the actor has them too.
+            options: passed to `ray.remote`; not modified. The actor has per-frame ranges if this process has them.
         """
         require_package("ray", f"{cls.__name__}.as_remote()")
         import ray

@@ -40,11 +40,11 @@ class MultiCollector(FrameCollector):
             callable stays as it was pickled.
         sync: whether batches are those of `MultiSyncCollector`, otherwise of `MultiAsyncCollector`.
         cat_results: as for `MultiSyncCollector`.
-        create_env_kwargs: of the factories; one mapping for all, or one per worker.
+        create_env_kwargs: arguments of the factories; one mapping for all, or one per worker.
         num_workers: number of processes, if there is only one factory.
         num_threads: torch threads per worker.
-        timeout_s: of a batch, and of a call to the workers.
-        start_timeout_s: of the start of all workers.
+        timeout_s: timeout of a batch, and of a call to the workers.
+        start_timeout_s: timeout of the start of all workers.
         arguments: as for `Collector`.
 
     Raises:
@@ -192,7 +192,7 @@ class MultiCollector(FrameCollector):
         self.workers.shutdown()
 
     def _worker_arguments(self, env_device: Device) -> dict[str, Any]:
-        """Of every worker's `Collector`."""
+        """Arguments of every worker's `Collector`."""
         options = self._options
         return {
             "policy": self.policy,

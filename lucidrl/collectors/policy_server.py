@@ -30,8 +30,8 @@ class PolicyServer:
 
     Args:
         creators: one per env.
-        step_timeout_s: of every step and reset.
-        start_timeout_s: of the start.
+        step_timeout_s: timeout of every step and reset.
+        start_timeout_s: timeout of the start.
 
     Raises:
         EnvironmentFailure: here and in all calls, if an env raises, times out or its process exits. All processes have
@@ -88,7 +88,7 @@ class PolicyServer:
 
         Args:
             policy: acts for any number of envs; None acts at random.
-            version: of its weights.
+            version: version of its weights.
         """
         self._settle()
         self.env.rows.mask.fill(True)

@@ -19,7 +19,7 @@ from lucidrl.errors import ConfigError
 from lucidrl.utils.imports import require_package
 
 Options = Mapping[str, Any]
-"""Of `ray.remote`."""
+"""Options of `ray.remote`."""
 
 _RESERVED = (
     "allow_out_of_order_execution",
@@ -55,8 +55,8 @@ class RayCollector(MultiCollector):
     Args:
         sync: collect batches as `MultiSyncCollector` does, bit-exact for the same seed; otherwise as
             `MultiAsyncCollector` does.
-        remote_options: of `ray.remote` for the actors, such as `num_cpus`, `num_gpus`, `resources` or `runtime_env`;
-            one mapping for all, or one per worker. By default an actor reserves one CPU, and almost nothing in a local
+        remote_options: passed to `ray.remote` for the actors, such as `num_cpus`, `num_gpus` or `runtime_env`; one
+            mapping for all, or one per worker. By default an actor reserves one CPU, and almost nothing in a local
             cluster that the collector starts.
         max_restarts: consecutive restarts of one worker without a batch in between. The driver restarts a worker whose
             process exits or times out, or whose node is lost, with the newest weights and the hook, and sends its

@@ -31,7 +31,7 @@ class Sample:
     is_dropped: bool = False
     """The environment could not score it; it counts nowhere."""
     metrics: dict[str, float] | None = None
-    """Of the environment's last step result."""
+    """Metrics of the environment's last step result."""
 
     @property
     def name(self) -> str:

@@ -43,13 +43,13 @@ class Collector(LocalCollector):
         create_env_fn: makes the env, or is the env; closed with the collector.
         policy: a TensorDict module, an `nn.Module` on the observation, a callable, or None to act at random; see
             `lucidrl.envs.policies.as_policy`.
-        frames_per_batch: of all envs together; rounded up to whole steps of all envs.
+        frames_per_batch: frames of all envs together; rounded up to whole steps of all envs.
         total_frames: ends after this many, with a shorter last batch; -1 never ends.
         device: default of the next three.
-        storing_device: of the batches.
+        storing_device: device of the batches.
         policy_device: where a copy of the policy computes, if it is not there already.
-        env_device: of the TensorDicts that a TensorDict env gets.
-        create_env_kwargs: of `create_env_fn`.
+        env_device: device of the TensorDicts that a TensorDict env gets.
+        create_env_kwargs: arguments of `create_env_fn`.
         init_random_frames: act at random, in whole batches, until this many frames are collected.
         max_frames_per_traj: truncate episodes at this length.
         split_trajs: yield [N, T_max], one padded row per trajectory, with ("collector", "mask").

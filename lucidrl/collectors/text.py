@@ -34,8 +34,8 @@ class TextCollector:
     Args:
         generator: completes prompts.
         runner: scores completions; closed with the collector.
-        prompts: of the training, used in an order that depends only on `seed`.
-        context_length: of the model; a prompt must leave room for at least one new token.
+        prompts: prompts of the training, used in an order that depends only on `seed`.
+        context_length: context length of the model; a prompt must leave room for at least one new token.
     """
 
     num_workers = 1

@@ -31,7 +31,7 @@ class Reply:
 
     value: Any
     state: Mapping[str, Any]
-    """Of the collector."""
+    """State of the collector."""
     is_recording: bool
     """Whether a trace is still to be written."""
     traces: Sequence[SentTrace]
@@ -42,7 +42,7 @@ class CollectorWorker:
     """Runs a `Collector` in a worker process.
 
     Args:
-        base_seed: of everything that `set_seed` does not seed; workers have different streams of it.
+        base_seed: seed of everything that `set_seed` does not seed; workers have different streams of it.
         sends_traces: whether the driver saves the traces, since it may be on another machine.
     """
 
@@ -56,13 +56,13 @@ class CollectorWorker:
     def start(
         self, shared: bytes, own: bytes, stream: int, state: Mapping[str, Any] | None, calls: Mapping[str, bytes]
     ) -> Reply:
-        """Make the collector; returns its `EnvSpecs` by cloudpickle, since only the program may know their class.
+        """Make the collector; return its `EnvSpecs`, pickled with cloudpickle: a script may define their class.
 
         Args:
-            shared, own: arguments of the collector, by cloudpickle.
-            stream: of the base seed.
-            state: of the collector in the process that this one replaces, if any.
-            calls: methods to call, with their arguments by cloudpickle.
+            shared, own: arguments of the collector, pickled with cloudpickle.
+            stream: number of this worker's random stream.
+            state: state of the collector in the process that this one replaces, if any.
+            calls: methods to call, with their arguments pickled with cloudpickle.
         """
         seed_everything(self._base_seed, stream)
         self._collector = Collector(**cloudpickle.loads(shared), **cloudpickle.loads(own))

@@ -39,7 +39,7 @@ _LONGEST_TIMEOUT_S = 30 * 24 * 3600.0
 _SHUTDOWN_TIMEOUT_S = 1.0
 _RAY_SHUTDOWN_TIMEOUT_S = 4.0
 _TRACE_TIMEOUT_S = 10.0
-"""To end the rollout and write the trace, for a worker that records."""
+"""Time for a recording worker to end the rollout and write the trace."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class WorkerPlan:
     """How to start the workers of a collector."""
 
     shared_arguments: bytes
-    """Of all workers' collectors, by cloudpickle."""
+    """Arguments of all workers' collectors, pickled with cloudpickle."""
     own_arguments: Sequence[bytes]
-    """Of each worker's collector, by cloudpickle."""
+    """Arguments of each worker's collector, pickled with cloudpickle."""
     num_threads: int
     base_seed: int
-    """Of everything that `set_seed` does not seed; workers have different streams of it."""
+    """Seed of everything that `set_seed` does not seed; each worker has a separate random stream."""
     timeout_s: float
-    """Of a batch and of a call."""
+    """Timeout of a batch and of a call."""
     start_timeout_s: float
     ray_options: Sequence[Mapping[str, Any]] | None = None
     """Options of `ray.remote`, by worker; None for processes of this machine."""
@@ -70,7 +70,7 @@ class _Request:
 
     index: int
     method: str
-    """Of `CollectorWorker`: "collect" or "call"."""
+    """Method of `CollectorWorker`: "collect" or "call"."""
     args: Sequence[Any]
     future: Future[Any] = field(default_factory=Future)
     """The result, available once the rest of the reply is processed."""
@@ -90,7 +90,7 @@ class _WorkerRecord:
 
     specs: EnvSpecs | None = None
     state: Mapping[str, Any] | None = None
-    """Of the collector, after its last reply."""
+    """State of the collector after its last reply."""
     repeated_calls: dict[str, bytes] = field(default_factory=dict)
     """Arguments of the calls that a restart repeats."""
     has_newest_weights: bool = True
@@ -150,7 +150,7 @@ class CollectorWorkers:
             self._release()
             raise
         self.specs = [record.specs for record in self._records if record.specs is not None]
-        """Of the workers' envs."""
+        """Specs of the workers' envs."""
         atexit.register(self.shutdown)  # before the pool's own, which was registered earlier
 
     @property
@@ -176,7 +176,7 @@ class CollectorWorkers:
         """Call a method of every worker's collector after its current rollout; the results, by worker.
 
         Args:
-            args: of each worker, by cloudpickle.
+            args: arguments of each worker, by cloudpickle.
         """
         with self._calling, self._killed_on_error(method):
             self._check_alive(method)

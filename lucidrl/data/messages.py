@@ -53,7 +53,7 @@ def render_next_turn(
 
 
 def with_tokens(messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> LLMMessageLogType:
-    """Log entries of messages that were rendered together to `token_ids`."""
+    """Return the messages with their tokens; `token_ids` are those of all messages, rendered together."""
     lengths = [0] * (len(messages) - 1) + [len(token_ids)]
     parts = torch.tensor(token_ids, dtype=torch.int64).split(lengths)
     return [{**message, "token_ids": part} for message, part in zip(messages, parts, strict=True)]

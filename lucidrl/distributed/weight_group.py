@@ -88,11 +88,11 @@ class WeightGroup:
         """Join the other members at an address of rank 0's machine.
 
         Args:
-            ip: of the only interface that rank 0 listens on.
+            ip: address of the only interface that rank 0 listens on.
             port: a free port there.
             rank: 0 for the sender, generators from 1.
             world_size: number of members.
-            device: of the buckets; every CUDA member needs its own GPU.
+            device: device of the buckets; every CUDA member needs its own GPU.
             timeout_s: timeout of the rendezvous and of each bucket.
 
         Raises:
@@ -116,7 +116,7 @@ class WeightGroup:
             weights: full tensors by name, in the order of `infos`; converted to their dtypes.
             infos: the same that the receivers have.
             most_bucket_bytes: bucket size, unless a member lacks memory for two buckets or a tensor is larger.
-            version: of the weights.
+            version: version of the weights.
             verify: send a SHA-256 with every bucket; the receivers check it.
 
         Raises:

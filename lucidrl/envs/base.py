@@ -57,14 +57,14 @@ class EnvBase:
                 return TensorDict({"left": left, "reward": -torch.ones(1), "terminated": left <= 0})
 
     Args:
-        device: of the TensorDicts; the arrays are in host memory.
+        device: device of the TensorDicts; the arrays are in host memory.
         batch_size: leading dims of every entry.
     """
 
     observation_spec: Composite
     """All entries that the env returns but reward and flags."""
     action_spec: Spec | Composite
-    """Of the entry "action"."""
+    """Spec of the entry "action"."""
     num_seeds: int = 1
     """Number of consecutive seeds that the env uses."""
 

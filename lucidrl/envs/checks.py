@@ -98,7 +98,7 @@ def _check_partial_reset(env: EnvBase) -> None:
     _check_equal(result[~mask], masked[~mask], list(env.observation_leaves()), "in rows without reset", remedy)
     for name in FLAGS:
         if result[name][mask].any():
-            raise DataError(f"{name!r} is True in a row after its reset; expected False")
+            raise DataError(f"{name!r} is still True after a reset of that env; set it to False in the reset")
 
 
 def _check_root(env: EnvBase, root: TensorDictBase, call: str) -> None:

@@ -24,9 +24,9 @@ def env_failure(
     """The error that names env, seed and action; the caller chains the cause.
 
     Args:
-        index: of the env among several; None for a single one.
+        index: index of the env among several; None for a single one.
         phase: such as "step" or "reset".
-        actions: of that env alone.
+        actions: actions of that env alone.
         reason: what the env did or raised.
     """
     if isinstance(reason, Exception) and not isinstance(reason, EnvironmentFailure):

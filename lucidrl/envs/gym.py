@@ -42,8 +42,8 @@ class GymEnv(EnvBase):
             Every step must have them; they are zero after a reset that does not.
         num_envs: number of envs, for a batch size of [num_envs].
         frame_skip: repeat every action so many times, or until the episode is done; rewards are summed.
-        device: of the TensorDicts.
-        kwargs: of `gymnasium.make`.
+        device: device of the TensorDicts.
+        kwargs: arguments of `gymnasium.make`.
 
     Raises:
         ConfigError: for an unknown id or option, or a space without a spec.
@@ -136,7 +136,7 @@ class _Member:
 
         self.env = env
         self.next_seed: int | None = None
-        """For the next reset only."""
+        """Seed for the next reset only."""
         action = codec_of("action", env.action_space, categorical)
         self.action_spec = action.spec
         self._read_action = action.read
@@ -191,7 +191,8 @@ class _Member:
         for key in self._info_keys:
             if key not in info:
                 names = sorted(map(str, info))
-                raise EnvironmentFailure(f"the info of a step has no {key!r}, but {names}; remove it from info_keys")
+                found = f"the info of a step has no {key!r}; it has {names}"
+                raise EnvironmentFailure(f"{found}; remove {key!r} from info_keys")
             arrays[key][...] = checked_array(key, info[key], arrays[key])
 
 

@@ -33,7 +33,7 @@ class Codec(ABC):
     """Converts values of one space to and from arrays."""
 
     spec: Spec | Composite
-    """Of a single value."""
+    """Spec of a single value."""
 
     @abstractmethod
     def write(self, value: Any, arrays: Arrays) -> None:

@@ -40,11 +40,11 @@ class ParallelEnv(StackedEnv):
         create_env_fn: makes an env, in its worker process; or a list with a function per env.
         create_env_kwargs: arguments of the function; or a list per env.
         num_processes: processes that share the envs; by default one per core, at most one per env.
-        start_method: of the processes. "forkserver" is fast and safe; "spawn" starts a new interpreter; "fork" is the
-            fastest, and unsafe in a program with threads.
+        start_method: how processes start. "forkserver" is fast and safe; "spawn" starts a new interpreter; "fork" is
+            the fastest, and unsafe in a program with threads.
         step_timeout_s: timeout of every step and reset.
         start_timeout_s: timeout of the start.
-        device: of the TensorDicts.
+        device: device of the TensorDicts.
 
     Attributes:
         processes: each runs a block of neighbouring envs; the blocks differ in size by at most one.

@@ -75,10 +75,10 @@ def share(rows: EnvRows, connections: list[socket.socket]) -> EnvRows:
 
 
 def receive_shared(rows: EnvRows, connection: socket.socket) -> EnvRows:
-    """The same arrays in the memory that the driver sent.
+    """Return `rows` with its arrays in the shared memory that the driver sends over `connection`.
 
     Raises:
-        EOFError: if the driver closed the connection instead.
+        EOFError: if the driver closes the connection first.
     """
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     if not descriptors:

@@ -63,7 +63,7 @@ class EnvProcess(ChildProcess):
     ):
         self.rows = slice(first_index, first_index + len(creators))
         self.specs: list[EnvSpecs] = []
-        """Of its envs; set by the first `finish`."""
+        """Specs of its envs; set by the first `finish`."""
         self.connection, theirs = socket.socketpair()
         self.spin_s = spin_s
         self._step_timeout_s = step_timeout_s

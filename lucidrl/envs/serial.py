@@ -26,7 +26,7 @@ class SerialEnv(StackedEnv):
         num_workers: number of envs.
         create_env_fn: makes an env; or a list with a function per env.
         create_env_kwargs: arguments of the function; or a list per env.
-        device: of the TensorDicts.
+        device: device of the TensorDicts.
         first_index: number of the first env in errors, if a process runs a part of more envs.
 
     Raises:

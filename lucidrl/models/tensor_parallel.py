@@ -170,7 +170,7 @@ def _check_length(size: int, _: nn.Module, args: tuple[torch.Tensor, ...]) -> No
 
 
 def _plan(model: PreTrainedModel, sequence_parallel: bool, custom_plan: str | None) -> Mapping[str, Any]:
-    """Patterns of module names in `model`, with a style or its name."""
+    """Map patterns of module names in `model` to a `ParallelStyle`, or to the name of one."""
     if custom_plan is not None:
         plan = import_object(custom_plan, CUSTOM_PLAN_KEY)
         if callable(plan):

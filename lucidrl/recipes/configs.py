@@ -270,7 +270,7 @@ class SFTRunConfig(TextRunConfig):
         if self.data.file is not None and unused:
             raise ValueError(
                 f"{' and '.join(unused)} would start workers that generate or score completions, but a run on "
-                f"data.file={self.data.file} needs none; remove one of the two"
+                f"data.file={self.data.file} needs none; remove the setting, or data.file"
             )
         return self
 

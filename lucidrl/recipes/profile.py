@@ -1,4 +1,4 @@
-"""Which steps of a run are profiled: by its settings, else by the variables of `lucidrl.utils.nsys`."""
+"""Choose the steps to profile: from the settings, else from the environment variables of `lucidrl.utils.nsys`."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class WorkerGroup:
 
     Args:
         worker_class: any class with a `shutdown` method; for several ranks it must be importable by name.
-        args: of its constructor, as `kwargs`; the same on every rank.
+        args: arguments of its constructor, as `kwargs`; the same on every rank.
         cluster: number of ranks, where they run, their threads and timeouts.
         log_dir: folder for `rank_N.log`; by default a temporary one, kept only after a failure.
         own_processes: run a single worker, too, in a separate process, which can be killed.

@@ -63,7 +63,7 @@ class LocalWorkers:
         num_threads = cluster.num_threads or threads_per_worker(hosting.total(len(ranks)))
         environment = {**environment, "OMP_NUM_THREADS": str(num_threads), **request_environment()}
         self.labels: list[WorkerLabel] = []
-        """Of all workers, in order."""
+        """Labels of all workers, in order."""
         self._processes: dict[int, _WorkerProcess] = {}
         self._replies: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
         self._waiting: set[int] = set()

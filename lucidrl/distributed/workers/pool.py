@@ -124,7 +124,7 @@ class WorkerPool:
 
     Args:
         worker_class: any class with a `shutdown` method, importable by name.
-        arguments: of the constructor, one per worker.
+        arguments: arguments of the constructor, one per worker.
         cluster: where workers run, their threads and timeouts; its number of workers and nodes is ignored.
         hosting: how the processes are set up.
         ray_options: one per worker, instead of those of `hosting`.
@@ -155,7 +155,7 @@ class WorkerPool:
             )
         self.max_restarts = max_restarts
         self.num_restarts = 0
-        """Of all workers."""
+        """Restarts of all workers so far."""
         self._restarts_setting = f"{setting}max_restarts"
         self._hosting = replace(hosting, pool_size=len(arguments), size_setting=f"{setting}num_workers")
         self._on_start = on_start

@@ -164,7 +164,7 @@ def _wrapper_script(folder: str, command: Sequence[str]) -> Path:
 
 @contextmanager
 def _started_by(executable: Path | None) -> Iterator[None]:
-    """Inside, multiprocessing spawns with another interpreter, a setting for all processes; None for its own."""
+    """Within the context, multiprocessing spawns processes with the interpreter `executable`; None: the current one."""
     with _executable_lock:
         if executable is None:
             yield
@@ -180,7 +180,7 @@ def _started_by(executable: Path | None) -> Iterator[None]:
 
 @contextmanager
 def main_seen_as(spec: ModuleSpec | None, file: str | None) -> Iterator[None]:
-    """Inside, multiprocessing sees another main module; without spec and file none, as in a notebook."""
+    """Within the context, multiprocessing sees another main module; without spec and file none, as in a notebook."""
     with _main_lock:
         main = sys.modules["__main__"]
         stand_in = types.ModuleType("__main__")  # with all that is in it: other threads may be pickling

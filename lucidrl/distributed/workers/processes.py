@@ -39,7 +39,7 @@ _GRACE_S = 1.0
 """Wait after a worker raised: the first error may be a consequence of another one."""
 _SHUTDOWN_TIMEOUT_S = 10.0
 _WRITING_TIMEOUT_S = 60.0
-"""Of a shutdown in which workers write traces."""
+"""Timeout of a shutdown in which workers write traces."""
 _RECORDING_TIMEOUT_S = 1800.0
 """Shortest timeout of starting a profiler and of writing traces."""
 _LAST_WRITE_S = 10.0
@@ -54,7 +54,7 @@ class ProcessGroup:
 
     Args:
         worker_class: importable by name in a new process.
-        arguments: of its constructor, the same on every rank.
+        arguments: arguments of its constructor, the same on every rank.
         cluster: how many there are, where they run, their threads and timeouts.
         hosting: how the processes are set up.
     """

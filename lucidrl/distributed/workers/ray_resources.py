@@ -77,8 +77,8 @@ def reserved(cluster: ClusterConfig, is_own_ray: bool, hosting: Hosting) -> Iter
     """Hold resources for all workers of a group inside the context.
 
     Args:
-        is_own_ray: whether this is a local cluster.
-        hosting: the nodes that workers may run on, and the options of `ray.remote` of each.
+        is_own_ray: whether this program started the cluster, on this machine.
+        hosting: the nodes that workers may run on, and the options of `ray.remote` for each worker.
 
     Raises:
         ConfigError: if the cluster lacks the resources; names the requested and the free ones.

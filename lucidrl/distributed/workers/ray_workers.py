@@ -169,7 +169,7 @@ class RayWorkers:
 
     Args:
         nodes: with agents that have started the workers.
-        labels: of all workers.
+        labels: labels of all workers.
         held: resources to release when the workers have exited.
     """
 

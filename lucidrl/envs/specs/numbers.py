@@ -56,12 +56,12 @@ class Bounded(Spec):
 
     @property
     def low(self) -> torch.Tensor:
-        """Of the spec's shape."""
+        """Lower bounds, in the shape of the spec."""
         return self._tensor(self._low.copy()).expand(self.shape)
 
     @property
     def high(self) -> torch.Tensor:
-        """Of the spec's shape."""
+        """Upper bounds, in the shape of the spec."""
         return self._tensor(self._high.copy()).expand(self.shape)
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:

@@ -20,10 +20,10 @@ class Spec(ABC):
     """Shape, dtype and allowed values of one entry; immutable.
 
     Attributes:
-        shape: of a value, the env's batch size included.
-        dtype: of a value.
+        shape: shape of a value, the env's batch size included.
+        dtype: dtype of a value.
         device: where `rand`, `zero` and `encode` put their tensors.
-        numpy_dtype: of a value as an array.
+        numpy_dtype: numpy dtype of a value as an array.
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: Device) -> None:

@@ -229,7 +229,7 @@ def _result(row: int, call: Rows, outcome: Outcome) -> EnvReply | _Failed:
 
 
 def _failures(found: Mapping[int, EnvReply | _Failed]) -> dict[int, _Failed]:
-    """By row, in order."""
+    """Failures by row, in order."""
     return {row: failed for row, failed in sorted(found.items()) if isinstance(failed, _Failed)}
 
 

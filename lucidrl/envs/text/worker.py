@@ -24,7 +24,7 @@ T = TypeVar("T")
 Cause = Literal["raised", "timeout", "exited", "bad_reply", "bad_reward"]
 
 LARGEST_REWARD = 3.4028234663852886e38
-"""Of float32, the dtype of reward tensors."""
+"""The largest float32; reward tensors have this dtype."""
 _RANDOM_STREAM = 1 << 20
 """Random stream of environment worker 0; ranks and the driver use the streams below."""
 
@@ -50,9 +50,9 @@ class EnvState:
     """State that a restarted worker continues from."""
 
     env: str | None
-    """Of the environment, as JSON; None if it has none."""
+    """State of the environment as JSON; None if it has none."""
     random: dict[str, Any] | None
-    """Of the random generators of a worker process; None in the driver, which saves its own."""
+    """State of the random generators of a worker process; None in the driver, which saves its state elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class EnvWorker:
 
     Args:
         make: makes the environment.
-        name: of the environment in errors.
-        seed: of the random generators of a worker process; None in the driver.
-        number: of the worker; selects its random stream.
+        name: name of the environment in errors.
+        seed: seed of the random generators of a worker process; None in the driver.
+        number: number of the worker; selects its random stream.
     """
 
     def __init__(self, make: Callable[[], TextEnv], name: str, seed: int | None = None, number: int = 0) -> None:

@@ -38,7 +38,7 @@ class EnvWorkerPool:
         cluster: threads and start timeout; the place of several workers.
         num_workers: start fewer than `config.num_workers`, such as one to read prompts.
         log_dir: folder of `env_N.log`, the output of worker N.
-        seed: of the workers' random generators.
+        seed: seed of the workers' random generators.
 
     Raises:
         ConfigError: if the environment cannot be made, or has state and `config.num_workers` is above 1.

@@ -1,4 +1,4 @@
-"""Transforms that count over an episode: steps, rewards, start, length."""
+"""Transforms that track an episode: number of steps, sum of rewards, whether it has just begun, its maximum length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _EpisodeEntry(Transform):
     """Adds an entry [*B, 1] that a reset sets to a fixed value.
 
     Args:
-        spec: of a single env.
+        spec: spec of a single env.
         at_reset: the value after a reset.
     """
 

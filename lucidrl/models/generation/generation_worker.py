@@ -33,7 +33,7 @@ class GenerationWorker:
 
     Args:
         config: config of the policy.
-        seed: of the weights of an untrained model, and of rows without draw keys.
+        seed: seed of the weights of an untrained model, and of rows without draw keys.
         number: number of this replica.
         gpu: number of its GPU among the visible ones, if there are any.
     """

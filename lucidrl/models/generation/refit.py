@@ -40,7 +40,7 @@ class Refit:
     """Copies weights from the ranks of a policy to generators.
 
     Args:
-        states: of the generators, by number.
+        states: states of the generators, by number.
         timeout_s: timeout of a generator's call.
     """
 

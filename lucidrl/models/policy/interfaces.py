@@ -27,7 +27,7 @@ class WorkerOptions:
     """Options of a worker beside its config."""
 
     seed: int = 0
-    """For the weights of an untrained model, and for sampling."""
+    """Seed for the weights of an untrained model, and for sampling."""
     timeout_s: float = 600.0
     """Timeout of one collective between ranks."""
 
@@ -39,7 +39,7 @@ class TrainResult:
     loss: float
     """Globally normalised loss, averaged over the optimizer steps of the call."""
     grad_norm: float
-    """Of the last optimizer step, before clipping."""
+    """Gradient norm of the last optimizer step, before clipping."""
     metrics: dict[str, float]
     """The loss function's metrics, reduced as it declared."""
     num_skipped_steps: int

@@ -49,7 +49,7 @@ class Policy:
     """
 
     num_restarts = 0
-    """Of the generator interface: a policy never restarts a single worker."""
+    """Always 0: a policy never restarts a single worker. Generators have this attribute."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class WeightExport:
 
     @span("refit")
     def prepare_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """Start a refit; return (name, bytes) of all weights, and the bytes available for buckets in flight."""
+        """Start a refit; return name and size in bytes of each weight, and how many bytes buckets may take."""
         self._offload.check_weights("prepare_weights_for_ipc")
         self._shards = self._sharding.local_weights()
         self._begin_refit()

@@ -51,7 +51,7 @@ class Sharding(ABC):
 
     root: nn.Module
     units: list[Unit]
-    """In gathering order."""
+    """Units in the order in which they are gathered."""
     gradient_scale: float = 1.0
     """Multiply losses by this; not 1 where the back end averages gradients over ranks instead of summing them."""
 

@@ -118,7 +118,7 @@ def _columns(data: Mapping[str, Any]) -> dict[str, np.ndarray]:
             raise DataError(f"column {name!r} is not an array of numbers: {error}") from error
     shape = columns["token_mask"].shape
     if len(shape) != 2:
-        raise DataError(f"column 'token_mask' has shape {shape}; it must have rows and tokens")
+        raise DataError(f"column 'token_mask' has shape {shape}; it must have the shape [rows, tokens]")
     for name, column in columns.items():
         if column.shape != (shape if name in _TOKEN_COLUMNS else shape[:1]):
             raise DataError(f"column {name!r} has shape {column.shape}, but token_mask (rows, tokens) has {shape}")

@@ -398,7 +398,7 @@ def test_the_failure_of_a_single_env_is_its_own_exception():
 
 def test_a_step_without_an_info_key_is_refused():
     env = GymEnv(ScriptedEnv(reset_info={"lives": 3}, step_info={"level": 1}), info_keys=["lives"])
-    with pytest.raises(EnvironmentFailure, match=r"the info of a step has no 'lives', but \['level'\]"):
+    with pytest.raises(EnvironmentFailure, match=r"the info of a step has no 'lives'; it has \['level'\]"):
         one_step(env)
 
 

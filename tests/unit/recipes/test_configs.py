@@ -213,7 +213,7 @@ def test_a_file_of_examples_starts_no_workers_for_completions():
     on_ray = ("data.file=talks.jsonl", "cluster.launcher=ray")
     text = refusal(*on_ray, "env.num_workers=2", "policy.generation.placement=separate", schema=SFTRunConfig)
     assert "env.num_workers=2 and policy.generation.placement=separate would start workers" in text
-    assert "data.file=talks.jsonl needs none; remove one of the two" in text
+    assert "data.file=talks.jsonl needs none; remove the setting, or data.file" in text
     load_config(SFTRunConfig, overrides=[*on_ray])
 
 
