@@ -1,8 +1,8 @@
-"""How long a checkpoint holds up training: written in the background against written while the loop waits.
+"""How long a checkpoint stalls training: a background save compared with a blocking save.
 
-Weights, float32 master weights and both moments of AdamW, with hashes and fsync. The stall is the time of `save` and of
-the later commit. Beside it, without a claim: the first save, which touches new memory, and how much longer the steps
-take while the thread writes.
+A checkpoint holds the weights, the float32 master weights and both moments of AdamW, with hashes and fsync. The stall
+is the time of `save` plus the time of the later commit. The table also shows, without a claim, the first save, which
+allocates memory, and the duration of a training step while the thread writes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def main() -> None:
     options = arguments(
         __doc__,
         model=(str, ".cache/smollm2", "folder of SmolLM2"),
-        rounds=(int, 5, "checkpoints of each kind"),
-        folder=(str, tempfile.gettempdir(), "where the checkpoints are written"),
+        rounds=(int, 5, "checkpoints per kind of save"),
+        folder=(str, tempfile.gettempdir(), "folder for the checkpoints"),
     )
     torch.set_num_threads(options.threads)
-    batch = make_batch().slice(0, 2)  # short steps: several fit into the time of one save
+    batch = make_batch().slice(0, 2)  # short steps: several run during one save
     config = PolicyConfig(model_name=options.model, precision="bfloat16")
     policy = Policy(config, load_tokenizer(options.model), init_reference_model=False)
     step = lambda: policy.train(batch, NLLLoss())  # noqa: E731
@@ -55,7 +55,7 @@ def main() -> None:
         saver.finish()
         for number in range(options.rounds):
             blocking.append(seconds_of(lambda number=number: waiting.save(2 * number + 1, {}, {})))
-            step()  # meanwhile the checkpoint before is deleted, as in a run
+            step()  # the previous checkpoint is deleted meanwhile, as in a run
             begin_s = seconds_of(lambda number=number: saver.save(2 * number + 2, {}, {}))
             while not policy.is_save_written():
                 while_writing.append(seconds_of(step))
@@ -65,13 +65,13 @@ def main() -> None:
     rows = [
         (f"blocking save of {size_gb:.2f} GB", f"{median(blocking):.2f} s"),
         ("stall of a background save", f"{median(stalls):.2f} s"),
-        ("stall of the first one", f"{first_s:.2f} s"),
-        ("a training step", f"{plain_s:.2f} s"),
-        ("a training step while the thread writes", f"{median(while_writing):.2f} s"),
+        ("stall of the first background save", f"{first_s:.2f} s"),
+        ("training step", f"{plain_s:.2f} s"),
+        ("training step while the thread writes", f"{median(while_writing):.2f} s"),
     ]
-    print_table(rows, header=("what", "median"))
-    ratio = median(stall / whole for stall, whole in zip(stalls, blocking, strict=True))
-    report([Claim("stall of a background save, of a blocking one", 0.1, ratio, at_most=True)], options.json)
+    print_table(rows, header=("measurement", "median"))
+    ratio = median(stall / blocked for stall, blocked in zip(stalls, blocking, strict=True))
+    report([Claim("stall of a background save / duration of a blocking save", 0.1, ratio, at_most=True)], options.json)
 
 
 if __name__ == "__main__":

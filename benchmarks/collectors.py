@@ -1,14 +1,15 @@
-"""Frames per second of environments and collectors beside a bare loop and beside other systems.
+"""Frames per second of environments and collectors, compared with a bare loop and with other systems.
 
-CartPole and Pendulum, one policy (a plain module of two layers of 64; stable-baselines3 has its own of that size), one
-torch thread, batches of 1000 frames. The bare loop steps one gymnasium environment and keeps observation, action,
-reward, flags and next observation in preallocated tensors. Every subject has a process of its own, in which the bare
-loop takes turns with it: ratios are to that bare loop, so that a busy machine slows both. Start and close are the
-seconds to the first batch and of the shutdown, the first time that the process does it.
+All subjects run CartPole and Pendulum with one torch thread, batches of 1000 frames and the same policy: a plain
+module of two layers of 64. stable-baselines3 uses its own policy of that size. The bare loop steps one gymnasium
+environment and keeps observation, action, reward, flags and next observation in preallocated tensors. Every subject
+runs in a separate process and takes turns with the bare loop there. Ratios refer to that bare loop, so a busy machine
+slows both. "start" is the time to the first batch, "close" the time of the shutdown, both for the first time in the
+process.
 
-TorchRL refuses a plain module where observations have several entries and in its AsyncBatchedCollector; there it gets
-the same one as a TensorDict module. Its AsyncBatchedCollector is measured as it is by default and as it is fastest,
-and compared with where it is better.
+TorchRL refuses a plain module if observations have several entries, and in its AsyncBatchedCollector; there it gets
+the same policy as a TensorDict module. Its AsyncBatchedCollector is measured with its defaults and with its fastest
+options; claims use the better of the two.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from harness import Claim, Times, arguments, print_table, report
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 180
 MOST_SHOWN = 2000
-"""Characters of what a process that failed had to say."""
+"""Characters of the error output of a failed process."""
 CARTPOLE, PENDULUM = TASKS
 OURS, PEER = "lucidrl", "TorchRL"
 PLAIN, TRANSFORMED, MODULE = (
@@ -49,9 +50,9 @@ TARGETS = {
     "MultiAsyncCollector x2": 1.4,
     "AsyncBatchedCollector x2": 0.5,
 }
-"""Least frames per second of ours, as multiples of the bare loop's, on CartPole."""
+"""Required frames per second of Lucid RL on CartPole, as multiples of the bare loop."""
 DOCUMENTED = ((PLAIN, TRANSFORMED, MODULE), *((name,) for name in (*list(TARGETS)[1:], RAY)))
-"""Subjects of one process each. Those of one tuple take turns in one: what they cost is compared."""
+"""Subjects of Lucid RL and TorchRL, one process per tuple. The subjects of a tuple take turns: claims compare them."""
 PROCESSES: Mapping[str, tuple[str, Sequence[tuple[str, ...]]]] = {
     "gymnasium": (
         "gymnasium_subjects",
@@ -65,10 +66,10 @@ PROCESSES: Mapping[str, tuple[str, Sequence[tuple[str, ...]]]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """What one subject did on one task."""
+    """The result of one subject on one task."""
 
     times: Times
-    """Seconds per frame, in the same rounds as the bare loop and those that shared its process."""
+    """Seconds per frame, in the same rounds as the bare loop and the other subjects of the process."""
     name: str
     start_s: float
     close_s: float
@@ -83,11 +84,11 @@ class Row:
 
 
 Rows = dict[tuple[str, str, str], Row]
-"""By system, subject and task."""
+"""Results by system, subject and task."""
 
 
 def measured(module: str, names: Sequence[str], rounds: int) -> dict[str, Any] | None:
-    """The result of a process that measures these subjects; None if it failed, or took too long and was ended."""
+    """Measure these subjects in a new process; None if it fails or exceeds the timeout."""
     command = [sys.executable, "-m", "collection.measure", f"collection.{module}", str(rounds), *names]
     with subprocess.Popen(
         command,
@@ -101,9 +102,9 @@ def measured(module: str, names: Sequence[str], rounds: int) -> dict[str, Any] |
         try:
             output, errors = process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            errors = f"not done after {TIMEOUT_S} s"
+            errors = f"no result within {TIMEOUT_S} s"
         finally:
-            # Its workers are in its session: none of them may disturb what is measured next.
+            # Workers of the process share its session. Kill them, so that they do not disturb the next measurement.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
@@ -113,14 +114,14 @@ def measured(module: str, names: Sequence[str], rounds: int) -> dict[str, Any] |
 
 
 def measure_all(rounds: Mapping[str, int]) -> Rows:
-    """All subjects of these systems, with so many turns each."""
+    """Measure all subjects of these systems, each with the given number of rounds."""
     rows: Rows = {}
     for system, num_rounds in rounds.items():
         module, processes = PROCESSES[system]
         for names in processes:
             found = measured(module, names, num_rounds)
             if found is None and system == OURS:
-                raise RuntimeError("ours must run; what others cannot do is left out")
+                raise RuntimeError("a subject of Lucid RL failed; the table may lack only subjects of other systems")
             for task, results in (found or {}).items():
                 times = Times({name: result["frame_s"] for name, result in results.items()})
                 for name in names:
@@ -131,38 +132,36 @@ def measure_all(rounds: Mapping[str, int]) -> Rows:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """What is promised of ours, as far as it was measured."""
+    """The claims about Lucid RL that the results cover."""
     ours = {(name, task): row for (system, name, task), row in rows.items() if system == OURS}
     found = [
-        Claim(f"{name} against a bare loop, CartPole", target, ours[name, CARTPOLE].ratio)
+        Claim(f"{name} vs bare loop, CartPole", target, ours[name, CARTPOLE].ratio)
         for name, target in TARGETS.items()
         if (name, CARTPOLE) in ours
     ]
     if row := ours.get((PARALLEL, CARTPOLE)):
-        found.append(Claim("ParallelEnv x8: to the first batch", 3.0, row.start_s, at_most=True, unit="s"))
-        found.append(Claim("ParallelEnv x8: to close", 1.0, row.close_s, at_most=True, unit="s"))
+        found.append(Claim("ParallelEnv x8: time to the first batch", 3.0, row.start_s, at_most=True, unit="s"))
+        found.append(Claim("ParallelEnv x8: time to close", 1.0, row.close_s, at_most=True, unit="s"))
     if row := ours.get((TRANSFORMED, CARTPOLE)):
         kept = row.times.speedup(TRANSFORMED, PLAIN)
-        found.append(Claim("StepCounter and RewardSum, speed kept, CartPole", 0.9, kept))
+        found.append(Claim("Collector with StepCounter and RewardSum vs without, CartPole", 0.9, kept))
     gains = {
         (name, task): row.ratio / peer
         for (name, task), row in ours.items()
         if name != MODULE and (peer := peer_ratio(rows, name, task))
     }
-    on_this_machine = {row: gain for row, gain in gains.items() if row[0] != RAY}
-    if on_this_machine:
-        (name, task), least = min(on_this_machine.items(), key=lambda item: item[1])
-        found.append(Claim(f"least gain over TorchRL of any row but Ray's ({name}, {task})", 4.0, least))
-    found += [
-        Claim(f"{RAY} against TorchRL's, {task}", 2.0, gain) for (name, task), gain in gains.items() if name == RAY
-    ]
+    without_ray = {row: gain for row, gain in gains.items() if row[0] != RAY}
+    if without_ray:
+        (name, task), smallest = min(without_ray.items(), key=lambda item: item[1])
+        found.append(Claim(f"smallest speedup vs TorchRL, without Ray ({name}, {task})", 4.0, smallest))
+    found += [Claim(f"{RAY} vs TorchRL, {task}", 2.0, gain) for (name, task), gain in gains.items() if name == RAY]
     return found
 
 
 def peer_ratio(rows: Rows, name: str, task: str) -> float | None:
-    """TorchRL's ratio in the same row, the better one where it has two ways; None if it was not measured."""
-    ways = [row.ratio for way in (name, f"{name}{IN_PROCESSES}") if (row := rows.get((PEER, way, task)))]
-    return max(ways, default=None)
+    """TorchRL's ratio in the same row, with the better options if there are two; None if not measured."""
+    names = (name, f"{name}{IN_PROCESSES}")
+    return max((row.ratio for peer in names if (row := rows.get((PEER, peer, task)))), default=None)
 
 
 def print_rows(rows: Rows) -> None:
@@ -174,15 +173,15 @@ def print_rows(rows: Rows) -> None:
             cells += [f"{row.frames_per_s:,.0f}", f"{row.ratio:.2f}"]
         first = rows[system, name, CARTPOLE]
         lines.append((*cells, f"{first.start_s:.1f} s", f"{first.close_s:.1f} s"))
-    header = ("", "CartPole frames/s", "x bare", "Pendulum frames/s", "x bare", "start", "close")
+    header = ("system: subject", "CartPole frames/s", "x bare", "Pendulum frames/s", "x bare", "start", "close")
     print_table(lines, header)
 
 
 def main() -> None:
     options = arguments(
         __doc__,
-        rounds=(int, 7, "turns of each of our subjects on each task"),
-        peer_rounds=(int, 3, "turns of each of the others'"),
+        rounds=(int, 7, "rounds per subject of Lucid RL and task"),
+        peer_rounds=(int, 3, "rounds per subject of other systems and task"),
         systems=(str, ",".join(PROCESSES), "systems to measure, separated by commas"),
     )
     rows = measure_all({s: options.rounds if s == OURS else options.peer_rounds for s in options.systems.split(",")})

@@ -1,4 +1,4 @@
-"""The demo as a newcomer runs it: held-out accuracy before and after, and the time between."""
+"""The demo: held-out accuracy before and after training, and the training time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main() -> None:
         [
             Claim("demo: held-out accuracy before", 0.50, accuracy[0], at_most=True, unit=""),
             Claim("demo: held-out accuracy after", 0.85, accuracy[-1], unit=""),
-            Claim("demo: seconds of training", 180, seconds, at_most=True, unit="s"),
+            Claim("demo: training time", 180, seconds, at_most=True, unit="s"),
         ],
         options.json,
     )

@@ -1,8 +1,8 @@
-"""Sampling 8 completions a prompt against `generate` of transformers, in tokens a second.
+"""Sampling 8 completions per prompt, compared with `generate` of transformers, in tokens per second.
 
 SmolLM2-135M-Instruct in bfloat16, 16 chat prompts x 8 samples, 64 new tokens each, temperature 1 over the full
-vocabulary. No end-of-sequence id is set on either side, so that every completion has 64 tokens; the counts are checked.
-transformers runs its default cache and attention (sdpa), with `num_return_sequences=8`.
+vocabulary. Neither side has an end-of-sequence id, so every completion has 64 tokens; the benchmark checks the counts.
+transformers uses its default cache and attention (sdpa), with `num_return_sequences=8`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def main() -> None:
     options = arguments(__doc__, model=(str, ".cache/smollm2", "folder of the model"))
     torch.set_num_threads(options.threads)
     tokenizer = load_tokenizer(options.model)
-    asked = [f"Tell me something about the number {number}, please." for number in range(10, 10 + PROMPTS)]
-    prompts = torch.tensor([render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in asked])
+    texts = [f"Tell me something about the number {number}, please." for number in range(10, 10 + PROMPTS)]
+    prompts = torch.tensor([render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts])
     tokenizer.eos_token = None
 
     theirs = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval()
@@ -59,11 +59,11 @@ def main() -> None:
         sampled["transformers"] = (output.shape[1] - prompts.shape[1]) * len(output)
 
     times = take_turns({"lucidrl": run_ours, "transformers": run_theirs})
-    print(f"prompts of {prompts.shape[1]} tokens; sampled tokens {sampled}")
+    print(f"{prompts.shape[1]} tokens per prompt; sampled tokens: {sampled}")
     assert len(set(sampled.values())) == 1
     for name, count in sampled.items():
         print(f"{name}: {count / times.median(name):.0f} tokens/s")
-    report([Claim("group sampling against transformers", 2.0, times.speedup("lucidrl", "transformers"))], options.json)
+    report([Claim("group sampling vs transformers", 2.0, times.speedup("lucidrl", "transformers"))], options.json)
 
 
 if __name__ == "__main__":

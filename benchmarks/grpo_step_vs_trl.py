@@ -1,21 +1,21 @@
-"""A whole GRPO step against TRL's GRPOTrainer: same model, prompts, rewards, learning rate and reference.
+"""A whole GRPO step compared with TRL's GRPOTrainer: same model, prompts, rewards, learning rate and reference.
 
 The model is a Llama of 0.8 million parameters with random weights, in float32. A step samples 8 prompts x 8 completions
-at temperature 1, rewards them, scores them under the reference (beta 0.04), and makes one AdamW step on all 64 rows at
-once. The end-of-sequence id lies outside the model's vocabulary, so that every completion runs to its 32 tokens on both
-sides; the counts are checked. TRL runs with its own padding and without gradient checkpointing, which would slow it
-down; ours packs rows, which here saves nothing but the few tokens that prompts differ by.
+at temperature 1, rewards them, computes reference log-probabilities (beta 0.04), and makes one AdamW step on all 64
+rows. The end-of-sequence id is outside the model's vocabulary, so every completion has 32 tokens on both sides; the
+benchmark checks the counts. TRL pads rows and runs without gradient checkpointing, which would slow it down. Lucid RL
+packs rows, which saves little here: prompts differ by few tokens.
 
-TRL's trainer owns its loop, so our steps run in its callback, in turn with its own. Its step is timed between its
-`on_step_begin` and `on_step_end`, which leaves out its data loader and its logging. Ours is the loop's collect,
-prepare, train and weight update.
+TRL's trainer owns its loop, so the steps of Lucid RL run in its callback, in turn with TRL's steps. The time of a TRL
+step is from `on_step_begin` to `on_step_end`, without its data loader and its logging. The time of a Lucid RL step
+covers collect, prepare, train and the weight update.
 
-Known limit: 1.06 measured on two quiet cores. At this size there is little to win: scoring and training, six tenths of
-the step, take on both sides what bare PyTorch takes for the same tokens; generation is a third matrix products and two
-thirds the calls of small operations inside the transformers model, which both sides run. It took 0.107 s of 0.277 s;
-1.3 would need 0.06 s. Two approaches: contiguous cache buffers (a fifth less CPU time) and inference mode (a tenth less
-time). Where models are larger or prompts longer, sharing each prompt's cache among its samples is what counts: see
-group_sampling.py.
+Known limit: 1.06 measured on two quiet cores. A model of this size leaves little to gain. Scoring and training are six
+tenths of the step and take as long as bare PyTorch takes for the same tokens, on both sides. In generation, matrix
+products take a third of the time; calls of small operations inside the transformers model, which both sides run, take
+two thirds. Generation took 0.107 s of 0.277 s; a ratio of 1.3 would need 0.06 s. Two approaches: contiguous cache
+buffers (a fifth less CPU time) and inference mode (a tenth less time). With larger models or longer prompts, sharing
+each prompt's cache among its samples matters most: see group_sampling.py.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ PHASES = ("generate", "reference", "train")
 
 
 def digit_share(text: str) -> float:
-    """The reward: something that random text earns some of."""
+    """The reward: the share of digits, which is above zero for random text."""
     return sum(character.isdigit() for character in text) / max(1, len(text))
 
 
 class DigitEnv:
-    """Rewards answers with their share of digits."""
+    """Rewards completions with their share of digits."""
 
     async def step(self, batch: Sequence[EnvRequest]) -> list[EnvReply]:
         return [EnvReply(reward=digit_share(request.completion)) for request in batch]
 
 
 class LucidSide:
-    """The parts of a GRPO run of ours, and the time of each step."""
+    """The components of a GRPO run of Lucid RL, and the time of each step."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]):
         config = PolicyConfig(
@@ -97,7 +97,7 @@ class LucidSide:
                 policy=policy,
                 saver=Saver(CheckpointManager(folder / "checkpoints"), CheckpointConfig(), policy, lambda line: None),
                 logger=Logger({"log_dir": str(folder), "tensorboard_enabled": False}),
-                watcher=Unwatched(),
+                watcher=NoDisplay(),
                 validation=ValidationConfig(num_prompts=0),
             ),
             policy=policy,
@@ -129,8 +129,8 @@ class LucidSide:
         self.grpo.loop.logger.finish()
 
 
-class Unwatched:
-    """A watcher that looks away."""
+class NoDisplay:
+    """A watcher without output."""
 
     def on_validation(self, step: int, metrics: Any) -> None: ...
 
@@ -142,7 +142,7 @@ class Unwatched:
 
 
 class TakeTurns(TrainerCallback):
-    """Times the trainer's steps, and runs one of ours after each."""
+    """Times TRL's steps, and runs a Lucid RL step after each."""
 
     def __init__(self, lucid: LucidSide):
         self._lucid = lucid
@@ -208,7 +208,7 @@ def trl_trainer(
     )
 
 
-def floors(folder: Path, batch: Any) -> Times:
+def bare_phases(folder: Path, batch: Any) -> Times:
     """The reference and training phases in bare PyTorch, on the same padded tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
@@ -228,7 +228,7 @@ def floors(folder: Path, batch: Any) -> Times:
 
 
 def save_model(folder: Path) -> PreTrainedTokenizerBase:
-    """The embedded architecture with random weights; its tokenizer's end token is one that no logit stands for."""
+    """Save the embedded architecture with random weights, and a tokenizer whose end token has no logit."""
     model = embedded_model(warm=False, seed=0, attn_implementation="sdpa")
     tokenizer = embedded_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|never|>"})
@@ -254,18 +254,18 @@ def main() -> None:
         turns, reward = TakeTurns(lucid), TRLReward()
         trl_trainer(folder, tokenizer, prompts, reward, turns).train()
         lucid.close()
-        bare = floors(folder, lucid.last_batch)
+        bare = bare_phases(folder, lucid.last_batch)
 
     expected = (WARMUPS + STEPS) * PROMPTS * SAMPLES * NEW_TOKENS
-    print(f"sampled tokens: ours {lucid.sampled_tokens}, TRL {reward.sampled_tokens}, expected {expected}")
+    print(f"sampled tokens: Lucid RL {lucid.sampled_tokens}, TRL {reward.sampled_tokens}, expected {expected}")
     assert lucid.sampled_tokens == reward.sampled_tokens == expected
     times = Times({"lucidrl": lucid.seconds[WARMUPS:], "trl": turns.seconds[WARMUPS:]})
     rows = [("whole step", f"{times.median('lucidrl'):.3f} s", f"TRL: {times.median('trl'):.3f} s")]
     for phase in PHASES:
-        floor = f"bare PyTorch: {bare.median(phase):.3f} s" if phase in bare.seconds else ""
-        rows.append((phase, f"{median(lucid.phases[phase][WARMUPS:]):.3f} s", floor))
-    print_table(rows, header=("phase", "ours", "beside"))
-    report([Claim("GRPO step against TRL", 1.3, times.speedup("lucidrl", "trl"))], options.json)
+        compared = f"bare PyTorch: {bare.median(phase):.3f} s" if phase in bare.seconds else ""
+        rows.append((phase, f"{median(lucid.phases[phase][WARMUPS:]):.3f} s", compared))
+    print_table(rows, header=("phase", "Lucid RL", "compared with"))
+    report([Claim("GRPO step vs TRL", 1.3, times.speedup("lucidrl", "trl"))], options.json)
 
 
 if __name__ == "__main__":

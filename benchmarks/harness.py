@@ -1,6 +1,6 @@
-"""What the benchmarks share: side-by-side timing, peak memory, and claims that are met or missed.
+"""Shared by all benchmarks: timing of candidates in turn, peak memory, and claims.
 
-Times of one run are never claimed, only ratios of candidates that took turns on the same machine.
+Claims of speed are ratios of candidates that took turns on the same machine, because absolute times depend on it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ NOISE = 0.97
 
 @dataclass(frozen=True)
 class Claim:
-    """A number that is promised, and what was measured."""
+    """A target and the measured value."""
 
     text: str
     target: float
     measured: float
     at_most: bool = False
-    """The target is an upper bound instead of a lower one."""
+    """Whether the target is an upper bound instead of a lower bound."""
     unit: str = "x"
 
     @property
@@ -52,7 +52,7 @@ class Times:
         return median(self.seconds[name])
 
     def speedup(self, ours: str, theirs: str) -> float:
-        """How many times faster `ours` is: the median over rounds, in which both met the same machine."""
+        """How many times faster `ours` is: the median of the ratios of all rounds."""
         return median(b / a for a, b in zip(self.seconds[ours], self.seconds[theirs], strict=True))
 
 
@@ -69,7 +69,7 @@ def take_turns(candidates: Mapping[str, Callable[[], object]], rounds: int = ROU
 
 
 def peak_extra_bytes(run: Callable[[], object]) -> int:
-    """The most tensor memory that `run` holds at a time beyond what was there before it."""
+    """The peak of tensor memory in `run`, without the memory that was allocated before."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -84,7 +84,7 @@ def peak_extra_bytes(run: Callable[[], object]) -> int:
 
 
 def run_grpo(root: Path, overrides: Sequence[str]) -> Path:
-    """Run `lucidrl grpo` as a user would, below `root`; returns the run folder."""
+    """Run the command `lucidrl grpo` below `root`; returns the run folder."""
     code = "from lucidrl.cli import main; main()"
     command = [sys.executable, "-c", code, "grpo", *overrides, f"run.root={root}", "run.name=run"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -92,7 +92,7 @@ def run_grpo(root: Path, overrides: Sequence[str]) -> Path:
 
 
 def read_metrics(folder: Path, name: str) -> list[float]:
-    """A metric of a run, in the order of its steps."""
+    """The values of a metric of a run, by step."""
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [record[name] for record in records if name in record]
 
@@ -103,20 +103,22 @@ def arguments(description: str | None, **options: tuple[type, object, str]) -> a
         description=(description or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--json", type=Path, default=None, help="also write the claims to this file")
-    parser.add_argument("--threads", type=int, default=2, help="threads of the computation")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
     for name, (kind, default, text) in options.items():
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     return parser.parse_args()
 
 
 def report(claims: Sequence[Claim], json_file: Path | None) -> None:
-    """Print the claims, and hand them on to whoever asked for a file."""
+    """Print the claims, and write them to `json_file` if given."""
     print_table([claim.row() for claim in claims])
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(claim) | {"is_met": claim.is_met} for claim in claims], indent=2))
 
 
-def print_table(rows: Sequence[Sequence[str]], header: Sequence[str] = ("claim", "target", "measured", "")) -> None:
+def print_table(
+    rows: Sequence[Sequence[str]], header: Sequence[str] = ("claim", "target", "measured", "result")
+) -> None:
     lines = [tuple(header), *map(tuple, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     for line in lines:

@@ -1,6 +1,6 @@
-"""What logging costs: the caller's time for metrics and rows against the plain way, and its share of a demo step.
+"""The cost of logging: the caller's time for metrics and rows compared with plain code, and its share of a demo step.
 
-The plain ways: `SummaryWriter.add_scalar` for each metric; a loop of `tolist` and `json.dumps` over rows.
+Plain code is `SummaryWriter.add_scalar` for each metric, and a loop of `tolist` and `json.dumps` over rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def metrics_claims(folder: Path, calls: int) -> list[Claim]:
-    """Calls take turns, with a pause after each in which its threads write, as they do during a training step."""
+    """Calls take turns. A pause after each lets its threads write, as they do during a training step."""
     values = {f"metric_{number}": number / 3 for number in range(NUM_METRICS)}
     plain_writer = SummaryWriter(str(folder / "plain"))
 
@@ -52,7 +52,7 @@ def metrics_claims(folder: Path, calls: int) -> list[Claim]:
             time.sleep(0.01)
     plain_writer.close()
     print(f"log_metrics, {NUM_METRICS} scalars: {median(ours) * 1e6:.0f} us, plain {median(theirs) * 1e6:.0f} us")
-    text = f"log_metrics of {NUM_METRICS} scalars: caller's time, times shorter than SummaryWriter"
+    text = f"log_metrics of {NUM_METRICS} scalars: SummaryWriter's time / caller's time"
     return [Claim(text, 20, median(theirs) / median(ours))]
 
 
@@ -73,7 +73,7 @@ def rows_claims(folder: Path, rounds: int) -> list[Claim]:
                 file.write(json.dumps({**row, "idx": index}) + "\n")
 
     caller, total, theirs = [], [], []
-    for _ in range(rounds + 1):  # the first warms up
+    for _ in range(rounds + 1):  # the first is a warmup
         logger = Logger({"log_dir": str(folder / "rows")})
         start = time.perf_counter()
         caller.append(seconds_of(lambda logger=logger: logger.log_batched_dict_as_jsonl(batch, "rows.jsonl")))
@@ -83,13 +83,13 @@ def rows_claims(folder: Path, rounds: int) -> list[Claim]:
     ours = [json.loads(line) for line in (folder / "rows" / "rows.jsonl").open()]
     assert ours[7]["input_ids"] == batch["input_ids"][7].tolist(), "the rows differ"
     print(
-        f"{ROWS} x {TOKENS} tokens: caller {median(caller[1:]) * 1e3:.1f} ms, in all {median(total[1:]) * 1e3:.0f} ms, "
+        f"{ROWS} x {TOKENS} tokens: caller {median(caller[1:]) * 1e3:.1f} ms, total {median(total[1:]) * 1e3:.0f} ms, "
         f"plain {median(theirs[1:]) * 1e3:.0f} ms"
     )
     text = f"log_batched_dict_as_jsonl of {ROWS} x {TOKENS} tokens: "
     return [
-        Claim(f"{text}caller's time, times shorter than the plain loop", 20, median(theirs[1:]) / median(caller[1:])),
-        Claim(f"{text}total time, times shorter than the plain loop", 3, median(theirs[1:]) / median(total[1:])),
+        Claim(f"{text}plain loop's time / caller's time", 20, median(theirs[1:]) / median(caller[1:])),
+        Claim(f"{text}plain loop's time / total time", 3, median(theirs[1:]) / median(total[1:])),
     ]
 
 
@@ -98,14 +98,16 @@ def demo_claims(folder: Path, steps: int) -> list[Claim]:
     caller_s, step_s = read_metrics(run, "logger/caller_s"), read_metrics(run, "time/step_s")
     background_s = read_metrics(run, "logger/background_cpu_s")
     print(
-        f"demo, {steps} steps, all back ends: caller {sum(caller_s) / steps * 1e3:.2f} ms a step of "
-        f"{sum(step_s) / steps * 1e3:.0f} ms, background CPU {sum(background_s) / steps * 1e3:.1f} ms a step"
+        f"demo, {steps} steps, all back ends: caller {sum(caller_s) / steps * 1e3:.2f} ms per step of "
+        f"{sum(step_s) / steps * 1e3:.0f} ms, background CPU {sum(background_s) / steps * 1e3:.1f} ms per step"
     )
     share = 100 * sum(caller_s) / sum(step_s)
     lost = read_metrics(run, "logger/lost_records")[-1]
     return [
-        Claim("a demo step with all back ends: caller's time in the logger", 2, share, at_most=True, unit="%"),
-        Claim("a demo run with all back ends: lost records", 0, lost, at_most=True, unit=""),
+        Claim(
+            "demo with all back ends: caller's time in the logger, share of a step", 2, share, at_most=True, unit="%"
+        ),
+        Claim("demo with all back ends: lost records", 0, lost, at_most=True, unit=""),
     ]
 
 

@@ -1,15 +1,15 @@
-"""The chunked head against a float32 log-softmax over all logits: time and peak extra memory.
+"""The chunked head compared with a float32 log-softmax over all logits: time and peak extra memory.
 
 Hidden size 576, vocabulary 49,152 (the head of SmolLM2), in float32 and bfloat16. Both sides compute the same
-log-probabilities; training adds the gradients of hidden states and head. Times are for 2048 tokens; memory is for 8192,
-a micro-batch of usual size: with few tokens the head's gradient (108 MiB in float32, on both sides) is what counts.
+log-probabilities; training adds the gradients of hidden states and head. Times are for 2048 tokens. Memory is for 8192
+tokens, a usual micro-batch: with few tokens the head's gradient (108 MiB in float32, on both sides) dominates.
 
 At 2048 tokens float32 training takes 0.38 of the full head's memory, because that gradient is a third of it.
 
-Known limit: float32 scoring was 0.90 times as fast as the full head in this benchmark. Leaving out a copy of the logits
-then brought 0.95 to 0.96, timed alone, five times in turn. Matrix products of a chunk's 170 rows are that much less
-efficient than one of 2048, and in float32 there is no conversion to save; chunks two and four times as large bring
-nothing. In bfloat16, where the full head converts all logits, scoring is nearly twice as fast as it.
+Known limit: float32 scoring was 0.90 times as fast as the full head in this benchmark. Without one copy of the logits
+it reached 0.95 to 0.96, timed alone, in five rounds. Matrix products of a chunk's 170 rows are less efficient than one
+of 2048 rows, and float32 needs no conversion that chunks could save. Chunks two or four times as large are no faster.
+In bfloat16 the full head converts all logits, and the chunked head scores nearly twice as fast.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ TARGETS = {
     ("training", "chunked"): (NOISE, 1 / 4),
     ("training", "recompute"): (0.65, 1 / 8),
 }
-"""(least speed, most memory), both relative to the full head."""
+"""(minimum speed, maximum memory), both relative to the full head."""
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""What the profiling layer costs: a range when it is off, silenced, on, and recorded; spans in a step of the demo.
+"""The cost of profiling: ranges that are unarmed, disabled, armed and recorded, and spans in a step of the demo.
 
 Ranges are compared with `contextlib.nullcontext` and, while recording, with torch's `record_function`. The variable
-that arms them is read at import, so armed and unarmed are processes of their own.
+that arms ranges is read at import, so armed and unarmed ranges run in separate processes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ BOOTSTRAPS = 2_000
 
 
 def seconds_of_block(context: Callable[[str], Any], loops: int = LOOPS) -> float:
-    """Of one empty block in the context, at best."""
-    return min(timeit.repeat("with context('x'): pass", number=loops, repeat=1, globals={"context": context})) / loops
+    """Seconds of one empty block in the context, averaged over the loops."""
+    return timeit.timeit("with context('x'): pass", number=loops, globals={"context": context}) / loops
 
 
 def ratio(context: Callable[[str], Any], reference: Callable[[str], Any], loops: int = LOOPS) -> float:
-    """Both take turns."""
+    """The median ratio of the times of both, which take turns."""
     pairs = [(seconds_of_block(context, loops), seconds_of_block(reference, loops)) for _ in range(REPEATS)]
     return median(ours / theirs for ours, theirs in pairs)
 
 
 def measure_ranges() -> dict[str, Any]:
-    """In this process, armed or not."""
+    """Measure the ranges of this process, armed or not."""
     import lucidrl
     from lucidrl.profiling import _maybe_record_function, gate, profiled
 
@@ -48,11 +48,11 @@ def measure_ranges() -> dict[str, Any]:
 
     measured: dict[str, Any] = {
         "is_plain": profiled("x")(plain) is plain,
-        "quiet": ratio(_maybe_record_function, nullcontext),
+        "not_recording": ratio(_maybe_record_function, nullcontext),
     }
     if gate.is_armed:
         lucidrl.set_profiling_enabled(False)
-        measured["silenced"] = ratio(_maybe_record_function, nullcontext)
+        measured["disabled"] = ratio(_maybe_record_function, nullcontext)
         lucidrl.set_profiling_enabled(True)
         measured |= measure_recording(_maybe_record_function)
     return measured
@@ -84,12 +84,12 @@ def ranges_claims() -> list[Claim]:
     off, on = found[""], found["1"]
     print(f"record_function without a profiler: {on['eager']:.0f}x nullcontext")
     return [
-        Claim("a decorated function when unarmed: the function itself", 1, float(off["is_plain"]), unit=""),
-        Claim("an inline range when unarmed, next to nullcontext", 1.3, off["quiet"], at_most=True),
-        Claim("armed and silenced, next to nullcontext", 1.5, on["silenced"], at_most=True),
-        Claim("armed, nobody records, next to nullcontext", 3, on["quiet"], at_most=True),
-        Claim("recording, next to record_function", 1, on["recording"], at_most=True),
-        Claim("recorded ranges that are user annotations", 1, float(on["categories"] == ["user_annotation"]), unit=""),
+        Claim("unarmed: a decorated function is the function itself", 1, float(off["is_plain"]), unit=""),
+        Claim("unarmed range vs nullcontext", 1.3, off["not_recording"], at_most=True),
+        Claim("armed and disabled range vs nullcontext", 1.5, on["disabled"], at_most=True),
+        Claim("armed range without a profiler vs nullcontext", 3, on["not_recording"], at_most=True),
+        Claim("recorded range vs record_function", 1, on["recording"], at_most=True),
+        Claim("recorded ranges are user annotations", 1, float(on["categories"] == ["user_annotation"]), unit=""),
     ]
 
 
@@ -97,17 +97,17 @@ def ranges_claims() -> list[Claim]:
 def without_spans() -> Iterator[None]:
     from lucidrl.profiling import spans
 
-    def nothing(*args: object) -> None: ...
+    def do_nothing(*args: object) -> None: ...
 
     with (
-        mock.patch.object(spans._OpenSpan, "__enter__", nothing),
-        mock.patch.object(spans._OpenSpan, "__exit__", nothing),
+        mock.patch.object(spans._OpenSpan, "__enter__", do_nothing),
+        mock.patch.object(spans._OpenSpan, "__exit__", do_nothing),
     ):
         yield
 
 
 def demo_step(threads: int) -> Callable[[], None]:
-    """A function that takes the demo's first step, each time the very same one."""
+    """A function that repeats the demo's first step."""
     import torch
 
     from lucidrl.algorithms.advantages import compute_advantages
@@ -132,11 +132,11 @@ def demo_step(threads: int) -> Callable[[], None]:
     collector = TextCollector(
         policy, runner, tokenizer, prompts, config.collector, context_length=length, seed=config.seed
     )
-    beginning = collector.state_dict()
+    initial_state = collector.state_dict()
     loss_fn = ClippedPGLoss(config.grpo.loss, on_policy=True)
 
     def step() -> None:
-        collector.load_state_dict(beginning)
+        collector.load_state_dict(initial_state)
         rollouts = collector.collect()
         batch = rollouts.to_batch(tokenizer.pad_token_id)
         batch["advantages"] = compute_advantages(
@@ -160,19 +160,17 @@ def spans_claims(pairs: int, threads: int) -> list[Claim]:
         step()
     ratios = []
     for number in range(pairs):
-        # Each pair begins with the other one, so that a machine that slows down favours neither.
+        # The order alternates, so a machine that slows down favours neither.
         order = (True, False) if number % 2 else (False, True)
         measured = {is_timed: seconds(is_timed) for is_timed in order}
         ratios.append(measured[True] / measured[False])
     low, high = interval_of_median(ratios)
-    print(
-        f"a demo step with spans next to one without, {pairs} pairs: {median(ratios):.4f}, 95 % [{low:.4f}, {high:.4f}]"
-    )
-    return [Claim("a demo step with spans, next to without: low end of the interval", 1, low, at_most=True)]
+    print(f"demo step with spans vs without, {pairs} pairs: {median(ratios):.4f}, 95% interval [{low:.4f}, {high:.4f}]")
+    return [Claim("demo step with spans vs without: lower end of the interval", 1, low, at_most=True)]
 
 
 def interval_of_median(values: list[float]) -> tuple[float, float]:
-    """95 %, by bootstrap."""
+    """The 95% bootstrap interval of the median."""
     draw = random.Random(0)
     medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(BOOTSTRAPS))
     return medians[int(0.025 * BOOTSTRAPS)], medians[int(0.975 * BOOTSTRAPS)]

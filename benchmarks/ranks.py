@@ -1,8 +1,8 @@
-"""A training step and a scoring pass on several local ranks beside one, and the memory each rank needs at most.
+"""A training step and a scoring pass on several local ranks compared with one rank, and the peak memory per rank.
 
-Nothing is claimed: on one machine the ranks share its cores. The table shows what a layout costs in time (its
-collectives and its smaller matrix products) and saves in memory. The weights of CPU ranks are in host memory anyway:
-there, the rows of CPU offload show what it costs to ask for it.
+The benchmark makes no claims: on one machine the ranks share the cores. The table shows how much time a layout costs
+(in collectives and smaller matrix products) and how much memory it saves. CPU ranks hold their weights in host memory
+anyway, so the rows of CPU offload show only its overhead.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_batch() -> BatchedDataDict[Any]:
 
 
 def measured(policy: Policy, work: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Median seconds of `work`, and the most memory (GiB) of any rank meanwhile."""
+    """Median seconds of `work`, and the peak memory of any rank in GiB."""
     work()
     policy.group.run_all("reset_peak_memory_stats")
     seconds = []
@@ -64,7 +64,7 @@ def measured(policy: Policy, work: Callable[[], object], rounds: int) -> tuple[f
 
 def main() -> None:
     options = arguments(
-        __doc__, model=(str, ".cache/smollm2", "folder of SmolLM2"), rounds=(int, 3, "timed steps of each layout")
+        __doc__, model=(str, ".cache/smollm2", "folder of SmolLM2"), rounds=(int, 3, "timed rounds per layout")
     )
     torch.set_num_threads(options.threads)
     batch, rows = make_batch(), []
@@ -76,9 +76,9 @@ def main() -> None:
             score = lambda policy=policy: policy.with_scores(batch, previous=True, reference=False)  # noqa: E731
             score_s, score_gib = measured(policy, score, options.rounds)
         rows.append((name, f"{train_s:.2f} s", f"{train_gib:.2f} GiB", f"{score_s:.2f} s", f"{score_gib:.2f} GiB"))
-        print_table(rows[-1:], header=("layout", "train", "peak", "get_logprobs", "peak"))
+        print_table(rows[-1:], header=("layout", "train", "peak memory", "get_logprobs", "peak memory"))
     print()
-    print_table(rows, header=("layout", "train", "peak", "get_logprobs", "peak"))
+    print_table(rows, header=("layout", "train", "peak memory", "get_logprobs", "peak memory"))
     report([], options.json)
 
 

@@ -1,7 +1,7 @@
-"""A step of two ranks that Ray started beside the same step of two local ranks.
+"""A step of two ranks on Ray compared with the same step of two local ranks.
 
-Both groups exist all the time and take turns; the one that waits costs nothing. A step is what the driver waits for:
-generation of answers, scoring and training, with the batches that travel to the ranks and back.
+Both groups exist all the time and take turns; the waiting group uses no CPU. A step covers all that the driver waits
+for: generation, scoring and training, and the transfer of batches to the ranks and back.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def make_prompts() -> BatchedDataDict[Any]:
 
 
 def step(policy: Policy, prompts: BatchedDataDict[Any]) -> None:
-    answers = policy.generate(prompts)
-    lengths = answers["unpadded_sequence_lengths"]
+    completions = policy.generate(prompts)
+    lengths = completions["unpadded_sequence_lengths"]
     rows = BatchedDataDict(
         {
-            "input_ids": answers["output_ids"],
+            "input_ids": completions["output_ids"],
             "input_lengths": lengths,
-            "token_mask": (torch.arange(answers["output_ids"].shape[1]) < lengths[:, None]).float(),
+            "token_mask": (torch.arange(completions["output_ids"].shape[1]) < lengths[:, None]).float(),
             "sample_mask": torch.ones(ROWS),
         }
     )
@@ -46,7 +46,7 @@ def step(policy: Policy, prompts: BatchedDataDict[Any]) -> None:
 
 def main() -> None:
     options = arguments(
-        __doc__, model=(str, ".cache/smollm2", "folder of SmolLM2"), rounds=(int, 5, "timed steps of each launcher")
+        __doc__, model=(str, ".cache/smollm2", "folder of SmolLM2"), rounds=(int, 5, "timed steps per launcher")
     )
     torch.set_num_threads(options.threads)
     prompts, tokenizer = make_prompts(), load_tokenizer(options.model)
@@ -68,12 +68,12 @@ def main() -> None:
         times = take_turns(steps, rounds=options.rounds)
         calls = {launcher: partial(policy.group.run_all, "is_alive") for launcher, policy in policies.items()}
         empty = take_turns(calls, rounds=50, warmups=5)
-    rows = [(f"a step, {launcher}", f"{times.median(launcher):.2f} s") for launcher in steps] + [
-        (f"an empty call, {launcher}", f"{1000 * empty.median(launcher):.1f} ms") for launcher in calls
+    rows = [(f"step, {launcher}", f"{times.median(launcher):.2f} s") for launcher in steps] + [
+        (f"empty call, {launcher}", f"{1000 * empty.median(launcher):.1f} ms") for launcher in calls
     ]
     print_table(rows, header=("two ranks", "median"))
     ratio = median(ray / local for ray, local in zip(times.seconds["ray"], times.seconds["local"], strict=True))
-    report([Claim("a step of two ranks under Ray, of local ranks' time", 1.1, ratio, at_most=True)], options.json)
+    report([Claim("step of two ranks: time on Ray / time of local ranks", 1.1, ratio, at_most=True)], options.json)
 
 
 if __name__ == "__main__":

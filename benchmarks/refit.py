@@ -1,8 +1,9 @@
-"""A refit from the policy's parameters to those of a generator in another process, beside the least that it could cost.
+"""A refit of a generator in another process, compared with a plain copy of the same bytes.
 
-Over shared memory the weights are copied once, and the generator computes with them there; the measure is one plain
-copy of the same bytes within a process. Over the network, here its loopback, they are packed, sent and unpacked;
-nothing is claimed for that, and beside it stands a plain copy of the same bytes through one socket.
+Over shared memory, the policy copies the weights once, and the generator computes with that copy. The benchmark
+compares this with one plain copy of the same bytes within a process. Over the network (here the loopback interface),
+the weights are packed, sent and unpacked. The benchmark prints this next to a plain copy through one socket and makes
+no claim.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 
 WARMUPS = 3
-"""Rounds in which memory is used for the first time."""
+"""Untimed rounds, which touch new memory."""
 
 
 @contextmanager
 def policy_and_generator(model: str, refit: str) -> Iterator[tuple[SeparateGenerator, int]]:
-    """A generator in another process than its policy, and the bytes of the weights."""
+    """A generator in another process than its policy, and the size of the weights in bytes."""
     config = PolicyConfig(model_name=model, precision="bfloat16", generation={"placement": "separate", "refit": refit})
     tokenizer = load_tokenizer(model)
     with (
@@ -60,11 +61,11 @@ def shared_memory_claims(model: str, rounds: int) -> list[Claim]:
 
 
 @contextmanager
-def socket_to_a_process(size_bytes: int) -> Iterator[socket.socket]:
-    """Its other end reads so many bytes again and again, and answers with one."""
+def socket_to_process(size_bytes: int) -> Iterator[socket.socket]:
+    """A socket whose other end reads `size_bytes` again and again, and replies with one byte each time."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process = multiprocessing.get_context("spawn").Process(
-            target=read_forever, args=(listener.getsockname(), size_bytes), daemon=True
+            target=read_repeatedly, args=(listener.getsockname(), size_bytes), daemon=True
         )
         process.start()
         connection, _ = listener.accept()
@@ -73,7 +74,7 @@ def socket_to_a_process(size_bytes: int) -> Iterator[socket.socket]:
         process.join()
 
 
-def read_forever(address: tuple[str, int], size_bytes: int) -> None:
+def read_repeatedly(address: tuple[str, int], size_bytes: int) -> None:
     memory = memoryview(bytearray(size_bytes))
     with socket.create_connection(address) as connection:
         while connection.recv_into(memory, flags=socket.MSG_WAITALL):
@@ -84,7 +85,7 @@ def compare_collective(model: str, rounds: int) -> None:
     versions = itertools.count(1)
     with (
         policy_and_generator(model, "collective") as (generator, size_bytes),
-        socket_to_a_process(size_bytes) as connection,
+        socket_to_process(size_bytes) as connection,
     ):
         memory = memoryview(bytearray(size_bytes))
 
@@ -96,14 +97,15 @@ def compare_collective(model: str, rounds: int) -> None:
             {"socket": copy_through_socket, "refit": lambda: generator.update_weights(next(versions))}, rounds, WARMUPS
         )
     print(
-        f"{size_bytes / 2**20:.0f} MiB: refit over the network {1e3 * times.median('refit'):.1f} ms, through a socket "
-        f"{1e3 * times.median('socket'):.1f} ms: {times.speedup('refit', 'socket'):.2f} times its speed"
+        f"{size_bytes / 2**20:.0f} MiB: refit over the network {1e3 * times.median('refit'):.1f} ms, plain copy "
+        f"through a socket {1e3 * times.median('socket'):.1f} ms"
+        f"; refit vs socket: {times.speedup('refit', 'socket'):.2f} x"
     )
 
 
 def main() -> None:
     options = arguments(
-        __doc__, model=(str, ".cache/smollm2", "folder of SmolLM2"), rounds=(int, 21, "timed refits of each kind")
+        __doc__, model=(str, ".cache/smollm2", "folder of SmolLM2"), rounds=(int, 21, "timed refits per kind")
     )
     torch.set_num_threads(options.threads)
     compare_collective(options.model, options.rounds)

@@ -1,7 +1,7 @@
-"""All benchmarks, one process each, and one table of what was claimed and what was measured.
+"""Run all benchmarks, each in its own process, and print one table of claims, targets and measured values.
 
-`make bench` calls it. Writes `results.json` beside this file. Ends with status 1 only if a benchmark fails to run: a
-missed target is a result.
+`make bench` runs this script. It writes `results.json` to its folder. It exits with code 1 only if a benchmark fails to
+run; a missed target is a result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RECORDED_VERSIONS = ("torch", "transformers", "trl", "torchrl", "tensordict", "g
 
 
 def run(name: str, model: str, threads: int) -> list[Claim] | None:
-    """A benchmark's claims; None if it failed."""
+    """Run a benchmark and return its claims; None if it failed."""
     print(f"\n== {name}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "claims.json"
@@ -48,8 +48,8 @@ def run(name: str, model: str, threads: int) -> list[Claim] | None:
         if name in WITH_MODEL:
             command += ["--model", model]
         quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
-        status = subprocess.run(command, env={**os.environ, **quiet, "OMP_NUM_THREADS": str(threads)}).returncode
-        if status:
+        exit_code = subprocess.run(command, env={**os.environ, **quiet, "OMP_NUM_THREADS": str(threads)}).returncode
+        if exit_code:
             return None
         return [Claim(**{k: v for k, v in entry.items() if k != "is_met"}) for entry in json.loads(result.read_text())]
 
@@ -69,7 +69,7 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "threads": options.threads,
         "versions": {package: version(package) for package in RECORDED_VERSIONS},
-        "claims": [dict(zip(("claim", "target", "measured", "verdict"), row, strict=True)) for row in rows],
+        "claims": [dict(zip(("claim", "target", "measured", "result"), row, strict=True)) for row in rows],
     }
     (options.json or FOLDER / "results.json").write_text(json.dumps(record, indent=2) + "\n")
     sys.exit(1 if failed else 0)

@@ -1,7 +1,7 @@
-"""GRPO on a pretrained chat model raises its reward within 20 steps, whatever the seed.
+"""GRPO on a pretrained chat model: the reward rises within 20 steps, with every seed.
 
-SmolLM2-135M-Instruct with the preset `chat`: the mean reward of the last 5 steps against that of the first 5. Takes
-many minutes.
+SmolLM2-135M-Instruct with the preset `chat`. The benchmark compares the mean reward of the last 5 steps with that of
+the first 5. It takes many minutes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     )
     seeds = [int(seed) for seed in options.seeds.split(",")]
     better = sum(gain(options.model, seed, options.threads) > 0 for seed in seeds)
-    text = f"SmolLM2: seeds of {len(seeds)} whose reward rises in {STEPS} steps"
+    text = f"SmolLM2: seeds (of {len(seeds)}) whose reward rises within {STEPS} steps"
     report([Claim(text, len(seeds), better, unit="")], options.json)
 
 

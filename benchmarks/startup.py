@@ -1,4 +1,4 @@
-"""How long a user waits: `import lucidrl`, and `lucidrl --help`, each in a fresh process."""
+"""The time of `import lucidrl` and of `lucidrl --help`, each in a new process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main() -> None:
             for name, command in COMMANDS.items()
         }
     )
-    print(f"an interpreter that does nothing: {times.median('nothing'):.3f} s (included below)")
+    print(f"bare Python interpreter: {times.median('nothing'):.3f} s (included below)")
     report(
         [
             Claim("import lucidrl", 0.3, times.median("import"), at_most=True, unit="s"),

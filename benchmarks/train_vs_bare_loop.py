@@ -1,8 +1,9 @@
-"""A training step of the policy worker against the shortest PyTorch loop that does the same.
+"""A training step of the policy worker compared with the shortest PyTorch loop for the same step.
 
-Negative log-likelihood on the same tokens in the same micro-batches, then clipping and fused AdamW. The bare loop calls
-the Hugging Face model (sdpa) and takes a float32 log-softmax; in bfloat16 its parameters and its optimizer are
-bfloat16, while ours keeps float32 master weights. Beside it, without a claim: rows of mixed lengths, padded and packed.
+Both sides compute the negative log-likelihood of the same tokens in the same micro-batches, then clip gradients and
+step a fused AdamW. The bare loop calls the Hugging Face model (sdpa) and takes a float32 log-softmax. In bfloat16 its
+parameters and optimizer state are bfloat16, while Lucid RL keeps float32 master weights. The table also shows, without
+a claim, rows of mixed lengths, padded and packed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Case:
 
 
 def make_batch(case: Case, mixed_lengths: bool) -> BatchedDataDict:
-    """Random tokens; lengths all equal, or spread evenly from an eighth of the longest to the longest."""
+    """Random tokens; lengths are equal, or spread evenly from an eighth of the longest to the longest."""
     torch.manual_seed(0)
     longest = case.tokens
     lengths = torch.linspace(longest // 8, longest, case.rows).long() if mixed_lengths else torch.tensor([longest])
@@ -97,12 +98,12 @@ def main() -> None:
     for case in cases:
         batch, mixed = make_batch(case, mixed_lengths=False), make_batch(case, mixed_lengths=True)
         times = take_turns({"lucidrl": our_step(case, batch, packed=False), "bare": bare_step(case, batch)})
-        claims.append(Claim(f"training step against a bare loop, {case.label}", 0.95, times.speedup("lucidrl", "bare")))
+        claims.append(Claim(f"training step vs bare loop, {case.label}", 0.95, times.speedup("lucidrl", "bare")))
         packing = take_turns({"packed": our_step(case, mixed, True), "padded": our_step(case, mixed, False)})
         rows.append((case.label, f"{times.median('lucidrl'):.3f} s", f"bare: {times.median('bare'):.3f} s"))
-        gain = f"padded: {packing.speedup('packed', 'padded'):.2f} x the time"
+        gain = f"padded: {packing.median('padded'):.3f} s, {packing.speedup('packed', 'padded'):.2f} x"
         rows.append((f"{case.label}, mixed lengths, packed", f"{packing.median('packed'):.3f} s", gain))
-    print_table(rows, header=("case", "ours", "beside"))
+    print_table(rows, header=("case", "Lucid RL", "compared with"))
     report(claims, options.json)
 
 

@@ -41,7 +41,7 @@ class PushCart(gymnasium.Env):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
-        # Draw from self.np_random only: then a resumed run continues in the middle of an episode, to the bit.
+        # Draw from self.np_random only: then a resumed run is bit-identical, even in the middle of an episode.
         self._position, self._velocity = float(self.np_random.uniform(-1, 1)), 0.0
         return self._observation(), {}
 

@@ -161,7 +161,7 @@ def test_what_answers_at_once_loads_nothing_heavy(module):
 
 
 def test_settings_are_looked_at_before_torch_is_loaded():
-    """Per-frame ranges are armed then, and a mistake is told at once."""
+    """Per-frame ranges are armed then, and a mistake raises at once."""
     code = "import sys, lucidrl.recipes.run; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "False"

@@ -4,8 +4,8 @@ make gpu-check
 python tools/gpu_check.py --report gpu-check.md
 python tools/gpu_check.py --rehearse            # the same checks on CPUs: tests this script, not your GPUs
 
-Each check runs in its own process, so a crash or a hang of one does not end the others. Results on the GPU are compared
-with the CPU of the same machine. Nothing is sent anywhere.
+Each check runs in its own process, so a crash or a hang of one does not end the others. The checks compare results of
+the GPU with results of the CPU of the same machine. The script sends nothing over the network.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PACKAGES = ("lucidrl", "torch", "transformers", "tensordict", "ray")
 TIMEOUT_S = 900
 NUM_SHOWN_LINES = 40
 TOLERANCE = 2e-3
-"""Of losses, gradient norms and log-probabilities in float32, relative to their size or 1."""
+"""For losses, gradient norms and log-probabilities in float32, relative to their size or 1."""
 NO_GPU = (
     "torch sees no CUDA device on this machine, so there is nothing to check. Install a CUDA build of torch, or run \
 this on a machine with GPUs."
@@ -42,7 +42,7 @@ class Check:
     claim: str
     num_gpus: int
     run: Callable[[], str]
-    """Raises if the claim does not hold; returns what it measured."""
+    """Raises if the claim does not hold; returns the measured values."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Outcome:
 
 
 def measure(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Train, score and generate with the embedded model; plain numbers, to compare between devices.
+    """Train, score and generate with the embedded model; returns plain numbers, to compare between devices.
 
     Args:
         options: `num_workers`, `policy` (settings), `separate` (generate in another process after a refit).
@@ -113,7 +113,7 @@ def example_rows(tokenizer: Any) -> tuple[Any, Any]:
 
 
 def measured(*, on_cpu: bool = False, **options: Any) -> dict[str, Any]:
-    """`measure` in another process, which sees the GPUs or none."""
+    """Run `measure` in another process, with or without GPUs."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu or is_rehearsal() else {}
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
@@ -130,7 +130,7 @@ def compare(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
         differences[name] = max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
     summary = f"on {found['device']}: " + ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
     if max(differences.values()) > TOLERANCE:
-        raise AssertionError(f"differences exceed {TOLERANCE}: {summary}")
+        raise AssertionError(f"differences exceed the tolerance {TOLERANCE}: {summary}")
     if found["tokens"] != expected["tokens"]:
         raise AssertionError(f"greedy completions differ: {found['tokens']} instead of {expected['tokens']}")
     return summary
@@ -155,7 +155,7 @@ def check_refit(kind: str) -> str:
 
 
 def check_offload() -> str:
-    """Move optimizer and weights to the host and back; memory must follow, and values stay equal to the bit."""
+    """Move optimizer and weights to the host and back; memory must shrink, and values stay bit-identical."""
     import torch
 
     from lucidrl.losses.nll import NLLLoss
@@ -183,7 +183,7 @@ def check_offload() -> str:
 
 
 def check_profiling() -> str:
-    """Record a step of a run; its trace must show what the GPU did."""
+    """Record a step of a run; its trace must show GPU kernels."""
     with tempfile.TemporaryDirectory() as scratch:
         settings = ["grpo.max_steps=2", "profile.steps=2:3", f"run.root={scratch}", "run.name=profiled"]
         settings += ["collector.prompts_per_step=4", "validation.num_prompts=0", "tracking.tensorboard=false"]
@@ -199,7 +199,7 @@ def check_profiling() -> str:
 
 CHECKS = (
     Check("numerics", "training, scoring and generation on one GPU equal the CPU", 1, check_numerics),
-    Check("offload", "weights and optimizer move to the host and back, equal to the bit", 1, check_offload),
+    Check("offload", "weights and optimizer move to the host and back, bit-identical", 1, check_offload),
     Check("profiling", "a recorded step shows GPU kernels", 1, check_profiling),
     Check("refit-ipc", "a separate generator computes with weights from CUDA IPC", 1, lambda: check_refit("ipc")),
     Check("ranks-nccl", "two data parallel ranks over nccl equal one", 2, check_ranks),
@@ -250,7 +250,7 @@ def is_rehearsal() -> bool:
 
 
 def found_devices() -> list[str]:
-    """A line per GPU."""
+    """One line per GPU."""
     import torch
 
     if not torch.cuda.is_available():

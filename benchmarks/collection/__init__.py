@@ -1,1 +1,1 @@
-"""The parts of `collectors.py`: tasks, the systems that gather frames, and the process that measures one of them."""
+"""Components of `collectors.py`: tasks, the collectors of each system, and the process that measures them."""

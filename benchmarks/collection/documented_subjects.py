@@ -1,6 +1,6 @@
-"""Environments and collectors of the documented interface: one script for both systems that have it.
+"""Environments and collectors of Lucid RL and TorchRL, which share the documented interface.
 
-Only the root of its imports differs.
+Only the root package of the imports differs.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ class Documented:
     """The subjects of one system.
 
     Args:
-        root: of its imports.
-        policy_elsewhere: makes the policy where environments have more entries than the observation, or none step
-            together: a system may refuse a plain module there.
-        ray_home: where its RayCollector is, below the root.
+        root: the root package of its imports.
+        fallback_policy: makes the policy for environments with more entries than the observation and for
+            AsyncBatchedCollector: a system may refuse a plain module there.
+        ray_module: the module of its RayCollector, below the root.
     """
 
-    def __init__(self, root: str, policy_elsewhere: Callable[[str], Any] = make_policy, ray_home: str = "collectors"):
+    def __init__(self, root: str, fallback_policy: Callable[[str], Any] = make_policy, ray_module: str = "collectors"):
         self.envs: Any = import_module(f"{root}.envs")
         self.collectors: Any = import_module(f"{root}.collectors")
         self.subjects: dict[str, Subject] = {
             "Collector": self.collector(self.env),
-            "Collector, StepCounter and RewardSum": self.collector(self.transformed_env, policy_elsewhere),
+            "Collector, StepCounter and RewardSum": self.collector(self.transformed_env, fallback_policy),
             "Collector, TensorDict module as policy": self.collector(self.env, tensordict_policy),
             "Collector, SerialEnv x8": self.collector(self.serial_env),
             "Collector, ParallelEnv x8": self.collector(self.parallel_env),
             "MultiSyncCollector x2": self.multi_collector("MultiSyncCollector"),
             "MultiAsyncCollector x2": self.multi_collector("MultiAsyncCollector"),
-            "AsyncBatchedCollector x2": self.multi_collector("AsyncBatchedCollector", policy_elsewhere),
-            "RayCollector x2": self.ray_collector(import_module(f"{root}.{ray_home}")),
+            "AsyncBatchedCollector x2": self.multi_collector("AsyncBatchedCollector", fallback_policy),
+            "RayCollector x2": self.ray_collector(import_module(f"{root}.{ray_module}")),
         }
 
     def env(self, task: str) -> Any:
@@ -67,11 +67,11 @@ class Documented:
         return subject
 
     def multi_collector(
-        self, kind: str, policy: Callable[[str], Any] = make_policy, home: Any = None, total_frames: int = -1
+        self, kind: str, policy: Callable[[str], Any] = make_policy, module: Any = None, total_frames: int = -1
     ) -> Subject:
         @contextmanager
         def subject(task: str) -> Iterator[Collect]:
-            collector = getattr(home or self.collectors, kind)(
+            collector = getattr(module or self.collectors, kind)(
                 [partial(self.envs.GymEnv, task)] * NUM_WORKERS,
                 policy=policy(task),
                 frames_per_batch=FRAMES,
@@ -82,9 +82,9 @@ class Documented:
 
         return subject
 
-    def ray_collector(self, home: Any) -> Subject:
-        """Asynchronous, as both systems have it by default, in a Ray of the program. TorchRL's takes -1 for an end."""
-        with_ray = self.multi_collector("RayCollector", home=home, total_frames=10**9)
+    def ray_collector(self, module: Any) -> Subject:
+        """Asynchronous, the default of both systems, in a local cluster. TorchRL's stops at once with -1 frames."""
+        with_ray = self.multi_collector("RayCollector", module=module, total_frames=10**9)
 
         @contextmanager
         def subject(task: str) -> Iterator[Collect]:

@@ -1,4 +1,4 @@
-"""Ours."""
+"""The collectors of Lucid RL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process of `collectors.py`: measures subjects of one module in turn with the bare loop, and prints JSON.
+"""A process of `collectors.py`: measures subjects of one module in turn with the bare loop, and prints JSON.
 
 python -m collection.measure MODULE ROUNDS SUBJECT [SUBJECT ...]
 """
@@ -16,36 +16,36 @@ import torch
 from collection.tasks import TASKS, Subject, bare_loops
 
 TURN_S = 0.3
-"""At least so long a candidate gathers frames in one turn."""
+"""Minimum time that a candidate collects frames per turn."""
 SETTLE_S = 0.1
-"""Until workers have stopped that gather as much ahead as they may."""
+"""Pause before a turn, until workers stop because they have collected as far ahead as they may."""
 AHEAD = {
     "MultiSyncCollector x2": 2,
     "MultiAsyncCollector x2": 2,
     "AsyncBatchedCollector x2, processes": 3,
     "RayCollector x2": 2,
 }
-"""Batches that may have been made so: they are taken before the clock starts. A turn is a multiple of as many, since
-those of several workers come together."""
-NEVER_RESTS = {"AsyncBatchedCollector x2"}
-"""May gather ahead without end, and is closed after each turn."""
+"""Batches that workers may collect ahead: they are taken before the clock starts. A turn takes a multiple of this
+number, because batches of several workers arrive together."""
+NEVER_PAUSES = {"AsyncBatchedCollector x2"}
+"""Subjects that collect ahead without limit; they are closed after each turn."""
 
 
 class Candidate:
-    """A subject at work, and the time it took to its first batch, per frame in each turn, and to its end."""
+    """A running subject, and its times: to the first batch, per frame in each turn, and of the shutdown."""
 
     def __init__(self, name: str, subject: Subject, task: str):
         self._subject, self._task = subject, task
         self._batches_ahead = AHEAD.get(name, 0)
-        self._never_rests = name in NEVER_RESTS
+        self._never_pauses = name in NEVER_PAUSES
         self._start_s: list[float] = []
         self._frame_s: list[float] = []
         self._close_s: list[float] = []
-        if not self._never_rests:
+        if not self._never_pauses:
             self._open()
 
     def take_turn(self) -> None:
-        if self._never_rests:
+        if self._never_pauses:
             self._open()
         else:
             time.sleep(SETTLE_S)
@@ -57,12 +57,12 @@ class Candidate:
             for _ in range(max(1, self._batches_ahead)):
                 frames += self._collect()
         self._frame_s.append((time.perf_counter() - start) / frames)
-        if self._never_rests:
+        if self._never_pauses:
             self._close()
 
     def end(self) -> dict[str, Any]:
-        """Close it, and say what was measured."""
-        if not self._never_rests:
+        """Close the subject, and return its times."""
+        if not self._never_pauses:
             self._close()
         return {"frame_s": self._frame_s, "start_s": self._start_s[0], "close_s": self._close_s[0]}
 
@@ -80,9 +80,9 @@ class Candidate:
 
 
 def measure(task: str, subjects: dict[str, Subject], rounds: int) -> dict[str, dict[str, Any]]:
-    # In a process of its own, no thread of a subject holds up the bare loop.
-    everything = {**subjects, "bare": bare_loops(1)}
-    candidates = {name: Candidate(name, subject, task) for name, subject in everything.items()}
+    # The bare loop has a separate process, so no thread of a subject delays it.
+    all_subjects = {**subjects, "bare": bare_loops(1)}
+    candidates = {name: Candidate(name, subject, task) for name, subject in all_subjects.items()}
     for _ in range(rounds):
         for candidate in candidates.values():
             candidate.take_turn()

@@ -1,4 +1,4 @@
-"""stable-baselines3's rollouts: its own policy of the same size, which also gives values and log-probabilities."""
+"""The rollouts of stable-baselines3, with its own policy of the same size, which also returns values and log-probs."""
 
 from __future__ import annotations
 

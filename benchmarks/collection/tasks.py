@@ -1,6 +1,6 @@
-"""The tasks, the policy that all systems share, and the bare loops.
+"""The tasks, the policy of all systems, and the bare loops.
 
-A policy is a plain module of two layers of 64; its action is in the encoding of the environment: one-hot for CartPole,
+The policy is a plain module of two layers of 64. Its action has the encoding of the environment: one-hot for CartPole,
 torques for Pendulum.
 """
 
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
 FRAMES = 1000
-"""Frames of a batch, of every system."""
+"""Frames per batch, for every system."""
 NUM_ENVS = 8
 TASKS = ("CartPole-v1", "Pendulum-v1")
 
 Collect = Callable[[], int]
-"""Gathers one batch, and returns how many frames it has."""
+"""Collects one batch, and returns its number of frames."""
 Subject = Callable[[str], AbstractContextManager[Collect]]
-"""What is measured: for a task, something that gathers its frames until the context ends."""
+"""What is measured: takes a task and returns a context that collects its frames."""
 
 
 class CartPolePolicy(nn.Module):
@@ -57,7 +57,7 @@ def make_policy(task: str) -> nn.Module:
 
 
 def make_env(task: str) -> gymnasium.Env:
-    """Without gymnasium's checker, which is for the making of environments."""
+    """Without gymnasium's checker, which is for developers of environments."""
     return gymnasium.make(task, disable_env_checker=True)
 
 
@@ -70,7 +70,7 @@ def for_gymnasium(task: str, action: Tensor) -> Any:
 
 
 class Storage:
-    """Preallocated tensors [T, *B, ...] of what a frame has."""
+    """Preallocated tensors [T, *B, ...], one per entry of a frame."""
 
     def __init__(self, observation: Tensor, action: Tensor, num_steps: int):
         batch = observation.shape[:-1]
@@ -84,7 +84,7 @@ class Storage:
 
 @contextmanager
 def bare_loop(task: str) -> Iterator[Collect]:
-    """What every ratio refers to: one gymnasium environment, the policy, and the frames kept in tensors."""
+    """The reference of every ratio: one gymnasium environment, the policy, and frames in preallocated tensors."""
     env, policy = make_env(task), make_policy(task)
     root = torch.from_numpy(env.reset(seed=0)[0])
     stored = Storage(root, policy(root), FRAMES)
@@ -110,7 +110,7 @@ def bare_loop(task: str) -> Iterator[Collect]:
 
 
 def vector_loop(kind: type[gymnasium.vector.VectorEnv]) -> Subject:
-    """The bare loop over a vector environment of gymnasium's."""
+    """The bare loop over a vector environment of gymnasium."""
 
     @contextmanager
     def subject(task: str) -> Iterator[Collect]:
@@ -142,7 +142,7 @@ def vector_loop(kind: type[gymnasium.vector.VectorEnv]) -> Subject:
 
 
 def bare_loops(number: int) -> Subject:
-    """As many bare loops, in a process each: what could be had if nothing had to be brought together."""
+    """Bare loops in separate processes: the upper bound of a collector that sends no frames."""
 
     @contextmanager
     def subject(task: str) -> Iterator[Collect]:

@@ -1,4 +1,4 @@
-"""TorchRL's collectors; its AsyncBatchedCollector also as it is fastest, with processes and a policy server apart."""
+"""The collectors of TorchRL; AsyncBatchedCollector also with its fastest options: processes and a policy server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that was killed and resumed ends exactly where an unbroken one ends.
+"""A run that was killed and resumed ends bit-identical to an uninterrupted run.
 
 The kill is a real SIGKILL of the command, at a moment that the run itself chooses.
 """

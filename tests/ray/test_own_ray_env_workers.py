@@ -37,7 +37,7 @@ def run(folder: Path, watcher: Unwatched, *overrides: str) -> list[dict[str, flo
 
 
 @pytest.mark.slow
-def test_a_run_with_env_workers_of_which_one_dies_is_the_run_without_them_to_the_bit(tmp_path, processes_of_ray):
+def test_a_run_with_a_killed_env_worker_is_bit_identical_to_a_run_without_workers(tmp_path, processes_of_ray):
     def without_count(records):
         return [{k: v for k, v in record.items() if not k.endswith("/replaced_env_workers")} for record in records]
 

@@ -32,7 +32,7 @@ SETTINGS = [
     "policy.generation.placement=separate",
     "policy.generation.refit=collective",
 ]
-SECRET_NAMES = ("WANDB_API_KEY", "HF_TOKEN", "LUCIDRL_JUDGE_PASSWORD")
+SECRET_NAMES = ("WANDB_API_KEY", "HF_TOKEN", "LUCIDRL_LLM_JUDGE_PASSWORD")
 
 
 @dataclass

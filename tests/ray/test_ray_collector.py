@@ -43,7 +43,7 @@ def three_batches(collector, seed):
     return torch.cat([collector.next() for _ in range(3)]).exclude(TRAJECTORY_IDS)
 
 
-def test_batches_are_those_of_processes_with_the_same_seed_to_the_bit(shared):
+def test_batches_are_bit_identical_to_those_of_processes_with_the_same_seed(shared):
     first, again, other = (three_batches(shared, seed) for seed in (5, 5, 6))
     with MultiSyncCollector([Walk] * 2, Policy(), frames_per_batch=20) as processes:
         processes.update_policy_weights_(version=shared.policy_version)

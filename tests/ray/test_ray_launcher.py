@@ -169,7 +169,7 @@ def learned(cluster_config: ClusterConfig, folder: Path) -> tuple[list[float], d
 
 
 @pytest.mark.slow
-def test_two_nodes_learn_what_two_local_ranks_learn_to_the_bit(cluster, tmp_path):
+def test_two_nodes_train_bit_identical_to_two_local_ranks(cluster, tmp_path):
     losses, tensors = learned(TWO_NODES, tmp_path / "nodes")
     local_losses, local_tensors = learned(ClusterConfig(num_workers=2), tmp_path / "local")
     assert losses[0] > losses[-1]

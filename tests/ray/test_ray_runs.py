@@ -1,4 +1,4 @@
-"""Whole runs on simulated nodes: they learn what local ranks learn, and go on to the bit after a fault."""
+"""Whole runs on simulated nodes: equal to local ranks, and bit-identical after a fault and a resume."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.run import train
 from lucidrl.utils.config import load_config
-from tests.faults import striking
+from tests.faults import injection
 from tests.faults.records import digests
 from tests.faults.test_resume_after_kill import OF_ALGORITHM, SETTINGS
 from tests.faults.test_resume_after_kill import Unwatched as OnTheSameLayout
@@ -32,7 +32,7 @@ def test_a_run_on_three_nodes_is_the_run_on_three_local_ranks(cluster, tmp_path)
     cluster.remove_node(third)
 
 
-def test_a_run_whose_rank_was_killed_in_a_step_goes_on_to_the_bit(cluster, tmp_path):
+def test_a_run_whose_rank_was_killed_in_a_step_resumes_bit_identical(cluster, tmp_path):
     nodes = ("cluster.num_workers=2", "cluster.num_nodes=2", f"cluster.address={cluster.address}", "grpo.max_steps=4")
     settings = [*SETTINGS, *OF_ALGORITHM["grpo"], *nodes]
 
@@ -41,12 +41,12 @@ def test_a_run_whose_rank_was_killed_in_a_step_goes_on_to_the_bit(cluster, tmp_p
         train(load_config(GRPORunConfig, overrides=settings), tmp_path / name, OnTheSameLayout(), resume)
         return digests(tmp_path / name)
 
-    struck = striking.run_struck(tmp_path / "broken", settings, "train", 3, "SIGKILL of a rank")
-    assert struck.returncode == 2, struck.stdout
-    assert "error: rank 1 of 2 on node " in struck.stdout
-    assert "was killed by SIGKILL, perhaps out of memory, in train" in struck.stdout
-    assert "begins call 3 of train" in struck.stdout
+    failed = injection.run_with_fault(tmp_path / "killed", settings, "train", 3, "SIGKILL of a rank")
+    assert failed.returncode == 2, failed.stdout
+    assert "error: rank 1 of 2 on node " in failed.stdout
+    assert "was killed by SIGKILL, perhaps out of memory, in train" in failed.stdout
+    assert "begins call 3 of train" in failed.stdout
     check_all_was_given_back()
-    resumed = run("broken", resume=True)
+    resumed = run("killed", resume=True)
     assert resumed["step"] == "4"
-    assert resumed == run("whole", resume=False)
+    assert resumed == run("uninterrupted", resume=False)

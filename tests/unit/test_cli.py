@@ -427,10 +427,10 @@ def slow_run(workplace):
             text=True,
         )
         started.append(process)
-        deadline = time.monotonic() + 180
+        timeout_at = time.monotonic() + 180
         while not Path("called").exists():
             assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
+            assert time.monotonic() < timeout_at
             time.sleep(0.05)
         return process
 

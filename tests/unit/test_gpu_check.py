@@ -28,7 +28,9 @@ def test_without_gpus_it_says_so_and_succeeds(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["numerics", "offload", "profiling", "refit-ipc", "ranks-nccl", "refit-collective"])
+@pytest.mark.parametrize(
+    "check", ["numerics", "offload", "profiling", "refit-ipc", "ranks-nccl", "tensor-parallel", "refit-collective"]
+)
 def test_its_checks_pass_on_cpus(tmp_path, check):
     done, report = gpu_check(tmp_path, "--rehearse", "--only", check)
     text = report.read_text(encoding="utf-8")

@@ -76,7 +76,7 @@ def learn(folder, *overrides):
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
-def test_a_stopped_and_resumed_run_equals_an_unbroken_one_to_the_bit(ppo, env):
+def test_a_stopped_and_resumed_run_is_bit_identical_to_an_uninterrupted_run(ppo, env):
     name = f"env.name={env}"
     whole, _ = ppo("whole", name)
     broken, last_step = ppo("broken", name, interrupt_at=2)
@@ -89,7 +89,7 @@ def test_a_stopped_and_resumed_run_equals_an_unbroken_one_to_the_bit(ppo, env):
     assert not [message for message in broken.watcher.messages if message.startswith("resuming")]
 
 
-def test_a_run_that_died_after_a_checkpoint_ends_as_an_unbroken_one(ppo):
+def test_a_run_that_died_after_a_checkpoint_ends_as_an_uninterrupted_run(ppo):
     settings = ("env.name=Acrobot-v1", "checkpoint.every=1")
     whole, _ = ppo("whole", *settings)
     with pytest.raises(RuntimeError, match="died"):

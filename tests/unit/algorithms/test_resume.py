@@ -1,4 +1,4 @@
-"""A run that was stopped, or died, and was resumed ends exactly where an unbroken one ends."""
+"""A run that was stopped, or died, and was resumed ends bit-identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def orders(monkeypatch):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_stopped_and_resumed_run_equals_an_unbroken_one_to_the_bit(run, algorithm, precision):
+def test_a_stopped_and_resumed_run_is_bit_identical_to_an_uninterrupted_run(run, algorithm, precision):
     setting = f"policy.precision={precision}"
     whole, _ = run(algorithm, "whole", setting)
     broken, last_step = run(algorithm, "broken", setting, interrupt_at=2)
@@ -71,7 +71,7 @@ def test_a_stopped_and_resumed_run_equals_an_unbroken_one_to_the_bit(run, algori
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_grpo_that_died_after_a_checkpoint_ends_as_an_unbroken_run_also_within_an_epoch(run, steps):
+def test_grpo_that_died_after_a_checkpoint_ends_as_an_uninterrupted_run_even_within_an_epoch(run, steps):
     settings = (*DRAWING, f"grpo.max_steps={2 * steps}", f"checkpoint.every={steps}", "policy.train_micro_batch_size=3")
     settings = (*settings, "policy.sequence_packing.enabled=false", "collector.samples_per_prompt=2")
     whole, _ = run("grpo", "whole", *settings)

@@ -20,7 +20,7 @@ def _threads():
 
 
 @pytest.mark.slow
-def test_a_generator_of_its_own_changes_nothing_also_after_a_resume(run):
+def test_a_separate_generator_changes_nothing_even_after_a_resume(run):
     alone, _ = run("grpo", "alone", *ONE_THREAD, "grpo.max_steps=3")
     separate, last_step = run("grpo", "separate", *SEPARATE, "grpo.max_steps=3", interrupt_at=2)
     assert last_step == 2

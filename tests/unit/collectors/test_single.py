@@ -153,7 +153,7 @@ def test_a_policy_may_keep_its_inputs():
     assert torch.equal(torch.stack(kept), batch["observation"])
 
 
-def test_a_batch_has_the_outputs_of_its_own_steps_only():
+def test_a_batch_has_only_the_outputs_of_its_steps():
     outputs = iter([{"value": torch.tensor(1)}] * 2 + [{}] * 3 + [{"value": torch.tensor(0.5)}] * 2)
 
     def policy(tensordict):

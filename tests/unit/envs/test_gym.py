@@ -99,7 +99,7 @@ def bare_loop(env_id, seed, actions):
 
 @pytest.mark.parametrize("categorical", [False, True])
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "MountainCar-v0", "Taxi-v4"])
-def test_a_seeded_env_does_to_the_bit_what_a_bare_loop_does(env_id, categorical):
+def test_a_seeded_env_is_bit_identical_to_a_bare_loop(env_id, categorical):
     env = GymEnv(env_id, categorical_action_encoding=categorical)
     actions = actions_of(gymnasium.make(env_id).action_space, 300)
     roots, steps = bare_loop(env_id, 3, actions)
@@ -243,7 +243,7 @@ def test_a_space_has_the_matching_spec(space, categorical, expected):
     assert env.observation_spec == Composite(observation=expected)
 
 
-def test_parts_of_dict_and_tuple_spaces_are_entries_of_their_own():
+def test_parts_of_dict_and_tuple_spaces_are_separate_entries():
     env = GymEnv(EchoEnv(SPACES[9]))
     assert list(env.observation_spec.leaves()) == ["place", ("hand", "grip"), ("hand", "finger")]
     assert env.action_keys == [("action", "place"), ("action", "hand", "grip"), ("action", "hand", "finger")]

@@ -86,7 +86,7 @@ def assert_same(one, other):
     [Walk, cartpole, Countdown, transformed, partial(Walk, batch_size=(2, 3))],
     ids=["arrays", "gymnasium", "tensordicts", "transformed", "batched"],
 )
-def test_parallel_is_serial_to_the_bit(factory):
+def test_parallel_is_bit_identical_to_serial(factory):
     serial = SerialEnv(3, factory)
     with ParallelEnv(3, factory, num_processes=2) as parallel:
         assert parallel.batch_size == serial.batch_size

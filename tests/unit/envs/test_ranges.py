@@ -114,7 +114,7 @@ def test_envs_of_a_serial_env_are_directly_in_it(traces):
     assert counts_of(traces / "serial.json")["GymEnv._step"] == 2 * 2
 
 
-def test_a_parallel_env_steps_under_names_of_its_own(traces):
+def test_a_parallel_env_has_separate_range_names(traces):
     assert nesting_of(traces / "parallel.json") == {
         ("EnvBase.reset", "ParallelEnv._reset"),
         ("EnvBase.step", "ParallelEnv._step"),

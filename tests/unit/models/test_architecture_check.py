@@ -1,4 +1,4 @@
-"""Architectures are accepted if our paths give the logits of their own code, whatever the scale of the weights."""
+"""Architectures are accepted if our paths give the logits of the original code, for any scale of the weights."""
 
 from __future__ import annotations
 

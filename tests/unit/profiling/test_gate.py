@@ -35,7 +35,7 @@ def test_switching_on_without_arming_warns_and_does_nothing(monkeypatch):
     monkeypatch.setattr(gate, "is_enabled", False)
     with pytest.warns(UserWarning, match="set LUCIDRL_PROFILING=1 before lucidrl is imported") as warned:
         lucidrl.set_profiling_enabled(True)
-    assert warned[0].filename == __file__  # who called it is told, not where it is written
+    assert warned[0].filename == __file__  # the warning names the caller
     assert not gate.is_enabled
 
 

@@ -80,9 +80,9 @@ def test_a_killed_rank_ends_the_run_within_seconds_and_is_named(tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 180
+        timeout_at = time.monotonic() + 180
         while not (metrics.exists() and b"train/loss" in metrics.read_bytes()):
-            assert time.monotonic() < deadline, "the run did not begin"
+            assert time.monotonic() < timeout_at, "the run did not begin"
             assert process.poll() is None, process.stdout.read()
             time.sleep(0.1)
         children = psutil.Process(process.pid).children(recursive=True)

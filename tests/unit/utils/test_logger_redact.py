@@ -32,7 +32,7 @@ HARMLESS_NAMES = """
     stop_token_ids pad_token_id max_new_tokens train_mb_tokens tokenizer num_tokens token_mask tokens_per_s tokens
     token_ids token_level seconds_per_token author authors co-author keys key monkey primary_key key_size tokenization
     accessor private public PWD OLDPWD HOME learning_rate
-    num_key_value_heads sort_key metric_key answer_key key_dim key_proj keyboard cache_key path pattern patience
+    num_key_value_heads sort_key metric_key answer_key key_dim key_proj keyboard cache_key path pattern patch_size
     dispatch power pwm account service_name openai_model
 """.split()  # noqa: SIM905
 

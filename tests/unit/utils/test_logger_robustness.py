@@ -328,7 +328,7 @@ def test_secrets_reach_no_back_end(cfg, tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "s3cr3t-of-the-environment")
     memory = Memory()
     with Logger(cfg | {"tensorboard_enabled": True}, extra_backends=[memory]) as logger:
-        logger.log_hyperparams({"judge": {"password": "s3cr3t-password", "url": "x?k=s3cr3t-of-the-environment"}})
+        logger.log_hyperparams({"llm_judge": {"password": "s3cr3t-password", "url": "x?k=s3cr3t-of-the-environment"}})
     written = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
     assert b"s3cr3t" not in written
     assert "s3cr3t" not in repr(memory.hyperparams)

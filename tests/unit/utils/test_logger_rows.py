@@ -34,7 +34,7 @@ def test_tensors_of_every_dtype_keep_their_values(dtype):
     assert column(tensor[:, 0]) == tensor[:, 0].tolist()
 
 
-def test_float32_comes_back_to_the_bit():
+def test_float32_is_bit_identical_after_a_round_trip():
     tensor = torch.randn(4, 1000) * torch.logspace(-30, 30, 1000)
     assert torch.equal(torch.tensor(column(tensor)), tensor)
 

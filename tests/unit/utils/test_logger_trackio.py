@@ -85,8 +85,8 @@ def test_a_name_that_trackio_keeps_for_itself_is_renamed(logger):
 
 
 def test_hyperparameters_are_nested_and_without_secrets(logger):
-    logger.log_hyperparams({"policy": {"lr": 1e-4, "layers": [1, None]}, "judge": {"api_key": "sk-12345678"}})
-    assert config() == {"policy": {"lr": 1e-4, "layers": [1, None]}, "judge": {"api_key": "<redacted>"}}
+    logger.log_hyperparams({"policy": {"lr": 1e-4, "layers": [1, None]}, "llm_judge": {"api_key": "sk-12345678"}})
+    assert config() == {"policy": {"lr": 1e-4, "layers": [1, None]}, "llm_judge": {"api_key": "<redacted>"}}
 
 
 def test_a_run_of_the_same_id_is_continued_also_with_another_config(logger, folder):
@@ -144,7 +144,7 @@ def test_it_works_quietly_in_a_thread_without_touching_home_or_network_and_the_u
     folder = tmp_path / "run" / "trackio"
     write = f"""
 import socket, threading
-socket.socket.connect = None  # whoever connects fails
+socket.socket.connect = None  # every connection fails
 from lucidrl.utils.logger.trackio import TrackioLogger
 def work():
     logger = TrackioLogger({{"id": "a"}}, log_dir={str(folder)!r})

@@ -157,10 +157,10 @@ def test_metrics_that_cannot_be_logged_are_one_warning(logger, caplog):
 
 
 def test_hyperparameters_are_nested_and_without_secrets(logger):
-    logger.log_hyperparams({"policy": {"lr": 1e-4, "layers": [1, None]}, "judge": {"api_key": "sk-12345678"}})
+    logger.log_hyperparams({"policy": {"lr": 1e-4, "layers": [1, None]}, "llm_judge": {"api_key": "sk-12345678"}})
     content = config(logger)
     assert content["policy"] == {"lr": 1e-4, "layers": [1, None]}
-    assert content["judge"] == {"api_key": "<redacted>"}
+    assert content["llm_judge"] == {"api_key": "<redacted>"}
 
 
 def test_every_argument_that_wandb_documents_is_a_setting_of_the_logger_and_of_a_run():

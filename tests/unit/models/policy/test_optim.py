@@ -115,7 +115,7 @@ def test_frozen_parameters_are_left_alone():
 
 
 @every_dtype
-def test_state_survives_a_round_trip_to_the_bit(dtype):
+def test_state_is_bit_identical_after_a_round_trip(dtype):
     config = PolicyConfig(
         optimizer={"kwargs": {"lr": 0.1}},
         scheduler={"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.5}},

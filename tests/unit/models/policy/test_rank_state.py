@@ -63,7 +63,7 @@ def with_and_without_each_item(folder: Path) -> dict[str, Any]:
     worker.train(rows(), BrokenLoss())
     state = worker.state_dict()
     worker.save_checkpoint(f"{folder}/policy", f"{folder}/optimizer")
-    outcomes = {"unbroken": second_half(worker)}
+    outcomes = {"uninterrupted": second_half(worker)}
     for item in ["", *(path for path in _paths(state) if path != "process/num_threads")]:
         resumed = DTensorPolicyWorker(CONFIG, embedded_tokenizer(), seed=1)
         resumed.load_checkpoint(f"{folder}/policy", f"{folder}/optimizer")
@@ -96,16 +96,16 @@ def _with_fresh(state: dict[str, Any], fresh: dict[str, Any], path: str) -> dict
 def test_every_item_of_a_ranks_state_is_read(two_ranks, tmp_path):
     for outcomes in two_ranks(lambda: with_and_without_each_item(tmp_path)):
         assert outcomes.keys() > {"", "nonfinite_steps_in_a_row", "generator_calls", "process/random/torch"}
-        assert outcomes[""] == outcomes["unbroken"]
-        assert [item for item, outcome in outcomes.items() if item and outcome == outcomes[""]] == ["unbroken"]
+        assert outcomes[""] == outcomes["uninterrupted"]
+        assert [item for item, outcome in outcomes.items() if item and outcome == outcomes[""]] == ["uninterrupted"]
 
 
 def test_a_single_worker_leaves_the_random_state_to_its_process(tmp_path):
     outcomes = with_and_without_each_item(tmp_path)
-    assert set(outcomes) == {"unbroken", "", "nonfinite_steps_in_a_row", "generator_calls"}
+    assert set(outcomes) == {"uninterrupted", "", "nonfinite_steps_in_a_row", "generator_calls"}
     for item in ("nonfinite_steps_in_a_row", "generator_calls"):
-        assert outcomes[item][:2] != outcomes["unbroken"][:2]
-    assert outcomes[""][:2] == outcomes["unbroken"][:2]
+        assert outcomes[item][:2] != outcomes["uninterrupted"][:2]
+    assert outcomes[""][:2] == outcomes["uninterrupted"][:2]
 
 
 @pytest.mark.parametrize(
