@@ -12,19 +12,18 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 from lucidrl.errors import ConfigError
 from lucidrl.utils.logger.backends import TRACKERS, check_trackers, make_monitor, tracker_makers
 from lucidrl.utils.logger.background import BackgroundWriter
 from lucidrl.utils.logger.config import LoggerConfig, validated
 from lucidrl.utils.logger.folders import path_inside
-from lucidrl.utils.logger.interface import LoggerInterface
+from lucidrl.utils.logger.interface import DrawnFigure, LoggerInterface
 from lucidrl.utils.logger.jsonl import JsonlLogger
 from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.logger.rows import write_rows
 from lucidrl.utils.logger.token_error import token_error_figure
-from lucidrl.utils.logger.tracker import DrawnFigure
 from lucidrl.utils.logger.values import PlainMetrics, WarnOnce, described, frozen, metric_name, plain_metrics
 
 if TYPE_CHECKING:
@@ -92,11 +91,7 @@ class Logger(LoggerInterface):
             monitor.start()
 
     def log_metrics(
-        self,
-        metrics: dict[str, Any],
-        step: int,
-        prefix: Optional[str] = "",  # noqa: UP045
-        step_metric: Optional[str] = None,  # noqa: UP045
+        self, metrics: dict[str, Any], step: int, prefix: str | None = "", step_metric: str | None = None
     ) -> None:
         with self._guarded("metrics", step):
             step = _whole_number(step)

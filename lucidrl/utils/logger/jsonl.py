@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from lucidrl.utils.logger.folders import WholeRecords, whole_file
-from lucidrl.utils.logger.tracker import Tracker
+from lucidrl.utils.logger.interface import Tracker
 from lucidrl.utils.logger.values import PlainMetrics, flatten_dict, jsonable
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from lucidrl.errors import ConfigError
 from lucidrl.utils.logger.config import TensorboardConfig, validated
 from lucidrl.utils.logger.folders import WholeRecords
-from lucidrl.utils.logger.tracker import Tracker
+from lucidrl.utils.logger.interface import Tracker
 from lucidrl.utils.logger.values import PlainMetrics, Scalar, finite_histogram, flatten_dict, printable
 
 if TYPE_CHECKING:

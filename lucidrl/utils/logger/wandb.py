@@ -22,8 +22,8 @@ from lucidrl.errors import ConfigError
 from lucidrl.utils.imports import require_package
 from lucidrl.utils.logger.code_snapshot import tracked_text_files, uncommitted_diff
 from lucidrl.utils.logger.config import WandbConfig, validated
+from lucidrl.utils.logger.interface import Tracker
 from lucidrl.utils.logger.redact import redacted
-from lucidrl.utils.logger.tracker import Tracker
 from lucidrl.utils.logger.values import PlainMetrics, finite_histogram, jsonable
 from lucidrl.utils.suggestions import unknown_key
 
