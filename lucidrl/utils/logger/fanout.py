@@ -74,15 +74,13 @@ class Logger(LoggerInterface):
                 f"log_dir={cfg['log_dir']!r} cannot be written ({error}); choose another folder"
             ) from error
         self._writers: list[BackgroundWriter[Any]] = [
-            BackgroundWriter("metrics.jsonl", _returning(jsonl), _finish, _MOST_WAITING_LINES, _MAX_WAIT_S)
+            BackgroundWriter("metrics.jsonl", lambda: jsonl, _MOST_WAITING_LINES, _MAX_WAIT_S)
         ]
         makers = tracker_makers(cfg, self._log_dir, self.run_id)
         makers += [(type(backend).__name__, _returning(backend)) for backend in extra_backends]
-        self._writers += [BackgroundWriter(name, make, _finish, _MOST_WAITING_RECORDS) for name, make in makers]
+        self._writers += [BackgroundWriter(name, make, _MOST_WAITING_RECORDS) for name, make in makers]
         # A separate thread: rows and curves take long, and must not delay metrics.
-        self._batches: BackgroundWriter[None] = BackgroundWriter(
-            "samples and plots", lambda: None, lambda _: None, _MOST_WAITING_BATCHES
-        )
+        self._batches = BackgroundWriter("samples and plots", lambda: None, _MOST_WAITING_BATCHES)
         # No thread may hold a reference to the logger, which would never be collected: the monitor has a proxy.
         monitor = make_monitor(cfg, weakref.proxy(self))
         self._end = weakref.finalize(self, _end_parts, monitor, self._batches, self._writers, self._timeout_s)
@@ -247,10 +245,6 @@ def _whole_number(step: Any) -> int:
 
 def _returning(backend: LoggerInterface) -> Callable[[], LoggerInterface]:
     return lambda: backend
-
-
-def _finish(backend: LoggerInterface) -> None:
-    backend.finish()
 
 
 def _end_parts(
