@@ -18,7 +18,7 @@ from lucidrl.algorithms.validation import Validator
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.profiling.recording import Recording
 from lucidrl.profiling.spans import recorder, span
-from lucidrl.utils.logger import Logger
+from lucidrl.utils.logger.fanout import Logger
 from lucidrl.utils.nsys import DRIVER, ProfilablePolicy, end_gpu_profile, is_recorded, maybe_gpu_profile_step
 
 _log = logging.getLogger(__name__)
