@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lucidrl.collectors.base import check_calls, method_of
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.profile import RolloutProfiler
 from lucidrl.collectors.rollouts import Rollouts, Sample
@@ -19,7 +20,7 @@ from lucidrl.data.messages import render_next_turn, render_prompt, sampled_messa
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.envs.text.interfaces import EnvRequest
 from lucidrl.envs.text.runner import EnvRunner
-from lucidrl.errors import ConfigError, DataError, EnvironmentFailure, RefitError
+from lucidrl.errors import DataError, EnvironmentFailure, RefitError
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from lucidrl.models.generation.sampling import draw_key
 from lucidrl.profiling import gate
@@ -155,9 +156,8 @@ class TextCollector:
 
     def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call the method `name` of every worker, which is this collector."""
-        if len(list_of_args) != 1:
-            raise ConfigError(f"list_of_args has {len(list_of_args)} tuples for 1 worker; give one tuple per worker")
-        return [getattr(self, name)(*list_of_args[0])]
+        check_calls(list_of_args, self.num_workers)
+        return [method_of(self, name)(*list_of_args[0])]
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the prompts and state of the environment; between two batches all samples are done."""
