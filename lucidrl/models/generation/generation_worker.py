@@ -21,10 +21,11 @@ from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.introspection import device_id
 from lucidrl.profiling.recording import Recording
 from lucidrl.utils.device import default_device
-from lucidrl.utils.nsys import GENERATION, is_recorded, worker_name
+from lucidrl.utils.nsys import GENERATION, worker_name
+from lucidrl.utils.recorded import Recorded
 
 
-class GenerationWorker:
+class GenerationWorker(Recorded):
     """One generator replica. It joins no process group of the policy.
 
     It loads the model as the policy does, for the buffers that no refit sends and for the weights of version 0.
@@ -106,15 +107,6 @@ class GenerationWorker:
         """Use the new weights from the next `generate` on."""
         self.receiver.commit(version)
         self._generator.policy_version = version
-
-    def start_gpu_profiling(self) -> None:
-        """Start to record this process if its name is requested; see `lucidrl.utils.nsys`."""
-        if is_recorded(self._recording.name):
-            self._recording.start()
-
-    def stop_gpu_profiling(self) -> None:
-        """Write the recording, if there is one."""
-        self._recording.stop()
 
     def shutdown(self) -> None:
         """Stop profiling and leave the policy's weight group; may be called twice."""
