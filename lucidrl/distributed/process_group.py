@@ -1,10 +1,11 @@
-"""Join torch's default process group from the variables that a worker group or torchrun has set."""
+"""Process groups: join torch's default one from the variables that a launcher has set, and exchange values over any."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import TypeVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lucidrl.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,3 +89,33 @@ def _info_from_environment() -> RankInfo:
         )
     rank, local_rank, world_size = (int(os.environ[name]) for name in needed[:3])
     return RankInfo(rank, local_rank, world_size)
+
+
+# Collectives; without a group there is a single rank and nothing to exchange.
+
+
+def sum_over(values: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    """The sum of `values` over all ranks, as a new tensor."""
+    if group is None:
+        return values
+    total = values.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def largest_over(value: int, group: ProcessGroup | None) -> int:
+    """The largest `value` of all ranks."""
+    if group is None:
+        return value
+    largest = torch.tensor(value, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return int(largest)
+
+
+def gather_over(value: T, group: ProcessGroup | None) -> list[T]:
+    """`value` of every rank, in rank order. For small objects: it is pickled."""
+    if group is None:
+        return [value]
+    values: list[T | None] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values  # type: ignore[return-value] # all are filled

@@ -24,7 +24,7 @@ from lucidrl.checkpoint.manifest import MANIFEST_NAME, FileDigest, is_as_listed,
 from lucidrl.checkpoint.staging import clean_up_after_killed_processes, locked, make_hidden_folder, put_in_place
 from lucidrl.checkpoint.tensors import TensorSpec, open_tensors
 from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet, agreed
-from lucidrl.distributed.collectives import gather_over
+from lucidrl.distributed.process_group import gather_over
 from lucidrl.errors import CheckpointError
 from lucidrl.models.loading import DTYPES
 from lucidrl.models.policy.config import Precision

@@ -13,7 +13,7 @@ import torch
 
 from lucidrl.data.messages import render_prompt
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.collectives import gather_over
+from lucidrl.distributed.process_group import gather_over
 from lucidrl.distributed.shared_memory import NAME_PREFIX, AttachedMemory
 from lucidrl.distributed.weight_buckets import plan_buckets
 from lucidrl.distributed.workers.group import WorkerGroup
