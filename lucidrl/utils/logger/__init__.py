@@ -10,7 +10,7 @@ _HOMES = {
     **dict.fromkeys(_CONFIGS.split(), "lucidrl.utils.logger.config"),
     "GpuMetricSnapshot": "lucidrl.utils.logger.monitor",
     "JsonlLogger": "lucidrl.utils.logger.jsonl",
-    "LocalMonitorLogger": "lucidrl.utils.logger.local_monitor",
+    "LocalMonitorLogger": "lucidrl.utils.logger.monitor",
     "Logger": "lucidrl.utils.logger.fanout",
     "LoggerInterface": "lucidrl.utils.logger.interface",
     "MlflowLogger": "lucidrl.utils.logger.mlflow",
