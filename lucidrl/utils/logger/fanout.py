@@ -20,9 +20,8 @@ from lucidrl.utils.logger.background import BackgroundWriter
 from lucidrl.utils.logger.config import LoggerConfig, validated
 from lucidrl.utils.logger.folders import path_inside
 from lucidrl.utils.logger.interface import DrawnFigure, LoggerInterface
-from lucidrl.utils.logger.jsonl import JsonlLogger
+from lucidrl.utils.logger.jsonl import JsonlLogger, write_rows
 from lucidrl.utils.logger.redact import redacted
-from lucidrl.utils.logger.rows import write_rows
 from lucidrl.utils.logger.token_error import token_error_figure
 from lucidrl.utils.logger.values import PlainMetrics, WarnOnce, described, frozen, metric_name, plain_metrics
 
