@@ -18,9 +18,8 @@ from typing import Any
 
 import cloudpickle
 
-from lucidrl.collectors.batches import Batch
 from lucidrl.collectors.weights import Weights
-from lucidrl.collectors.worker import CollectorWorker, Reply
+from lucidrl.collectors.worker import Batch, CollectorWorker, Reply
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Arguments, Hosting
 from lucidrl.distributed.workers.messages import Message, Stored
