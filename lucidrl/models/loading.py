@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -36,16 +36,11 @@ from lucidrl.models.model_files import (
     check_weight_files,
     describe_mismatch,
 )
-from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
+from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig, Precision
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
 
 
 @dataclass(frozen=True)
