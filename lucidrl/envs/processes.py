@@ -19,8 +19,7 @@ from lucidrl.distributed.workers.outcomes import Raised, RemoteTraceback
 from lucidrl.distributed.workers.process import ChildProcess, pickled
 from lucidrl.envs.creator import EnvCreator
 from lucidrl.envs.failures import env_failure
-from lucidrl.envs.process_main import DONE, FAILED, RESET, SEED, STEP, STEP_AND_RESET, serve, wait_readable
-from lucidrl.envs.process_memory import EnvRows
+from lucidrl.envs.process_main import DONE, FAILED, RESET, SEED, STEP, STEP_AND_RESET, EnvRows, serve, wait_readable
 from lucidrl.envs.stacked import EnvSpecs
 from lucidrl.errors import LucidError
 
