@@ -6,8 +6,7 @@ from lucidrl.envs.transforms.episodes import FrameSkip, InitTracker, NoopReset, 
 from lucidrl.envs.transforms.images import GrayScale, Resize, ToTensorImage
 from lucidrl.envs.transforms.masks import ActionMask
 from lucidrl.envs.transforms.stacking import CatFrames, CatTensors
-from lucidrl.envs.transforms.statistics import ObservationNorm, VecNorm
-from lucidrl.envs.transforms.values import DoubleToFloat, RewardClipping, RewardScaling
+from lucidrl.envs.transforms.values import DoubleToFloat, ObservationNorm, RewardClipping, RewardScaling, VecNorm
 
 __all__ = [
     "ActionMask",
