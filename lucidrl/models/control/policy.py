@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from lucidrl.checkpoint.manifest import FileDigest, read_json
-from lucidrl.checkpoint.state import flatten_state, unflatten_state
-from lucidrl.checkpoint.tensors import TensorSpec, open_tensors
+from lucidrl.checkpoint.tensors import TensorSpec, flatten_state, open_tensors, unflatten_state
 from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet
 from lucidrl.errors import CheckpointError, TrainingError
 from lucidrl.losses.interfaces import FrameLoss, FrameOutputs, Frames
