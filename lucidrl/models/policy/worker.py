@@ -21,8 +21,13 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.mesh import Layout, RankMesh
-from lucidrl.distributed.process_group import gather_over, init_process_group_from_environment, leave_process_group
+from lucidrl.distributed.process_group import (
+    Layout,
+    RankMesh,
+    gather_over,
+    init_process_group_from_environment,
+    leave_process_group,
+)
 from lucidrl.distributed.workers.place import Place, place_with
 from lucidrl.errors import ConfigError
 from lucidrl.losses.interfaces import LossFunction
