@@ -20,7 +20,7 @@ from lucidrl.collectors.workers import CollectorWorkers, WorkerPlan
 from lucidrl.distributed.workers.process import pickled
 from lucidrl.envs.base import MAX_SEED, check_seed
 from lucidrl.envs.creator import EnvFactory, env_creators
-from lucidrl.envs.stacked import check_alike
+from lucidrl.envs.serial import check_alike
 from lucidrl.envs.tensordicts import tensordict_of
 from lucidrl.errors import ConfigError
 from lucidrl.profiling.hook import ProfileSettings

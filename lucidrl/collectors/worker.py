@@ -20,7 +20,7 @@ from lucidrl.collectors.profile import SentTrace, redirected
 from lucidrl.collectors.single import Collector
 from lucidrl.collectors.weights import Weights
 from lucidrl.envs.arrays import Key
-from lucidrl.envs.stacked import EnvSpecs
+from lucidrl.envs.serial import EnvSpecs
 from lucidrl.errors import DataError
 from lucidrl.utils.random_state import seed_everything
 

@@ -25,7 +25,7 @@ from lucidrl.distributed.workers.interfaces import Arguments, Hosting
 from lucidrl.distributed.workers.messages import Message, Stored
 from lucidrl.distributed.workers.outcomes import START
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
-from lucidrl.envs.stacked import EnvSpecs
+from lucidrl.envs.serial import EnvSpecs
 from lucidrl.errors import WorkerError
 
 _log = logging.getLogger(__name__)

@@ -32,8 +32,7 @@ from lucidrl.distributed.workers.messages import Message, send
 from lucidrl.distributed.workers.outcomes import describe_error
 from lucidrl.distributed.workers.process import end_with_driver, leave_signals_to_driver
 from lucidrl.envs.arrays import Arrays, Frame
-from lucidrl.envs.serial import SerialEnv
-from lucidrl.envs.stacked import StackedEnv
+from lucidrl.envs.serial import SerialEnv, StackedEnv
 
 RESET = b"r"
 """Reset the rows of `mask`; write into `root`."""

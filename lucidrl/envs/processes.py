@@ -20,7 +20,7 @@ from lucidrl.distributed.workers.process import ChildProcess, pickled
 from lucidrl.envs.creator import EnvCreator
 from lucidrl.envs.failures import env_failure
 from lucidrl.envs.process_main import DONE, FAILED, RESET, SEED, STEP, STEP_AND_RESET, EnvRows, serve, wait_readable
-from lucidrl.envs.stacked import EnvSpecs
+from lucidrl.envs.serial import EnvSpecs
 from lucidrl.errors import LucidError
 
 PRELOAD = ("lucidrl.envs.process_main", "gymnasium")
