@@ -28,9 +28,10 @@ from lucidrl.checkpoint.manager import verify_part
 from lucidrl.data.chat_template import check_chat_template
 from lucidrl.errors import ConfigError
 from lucidrl.models import attention, embedded
-from lucidrl.models.architecture_check import check_against_own_forward, check_architecture
-from lucidrl.models.model_files import (
+from lucidrl.models.model_checks import (
     as_config_error,
+    check_against_own_forward,
+    check_architecture,
     check_config_file,
     check_finite,
     check_weight_files,
