@@ -91,7 +91,9 @@ class TextCollector:
         kept: list[list[Sample]] = []
         silent: list[list[Sample]] = []
         for _ in range(1 + self._config.refill_rounds):
-            prompts = self._next_prompts(wanted - len(kept))
+            count = wanted - len(kept)
+            prompts = [self._prompts[index] for index in self._order.take(self._position, count)]
+            self._position += count
             for group in self._run_groups(prompts, self._config.samples_per_prompt, num_used):
                 (kept if _has_signal(group) or not self._config.refill_rounds else silent).append(group)
             if len(kept) == wanted:
@@ -171,11 +173,6 @@ class TextCollector:
         """Release everything; may be called twice."""
         self._profiler.disable()
         self.runner.close()
-
-    def _next_prompts(self, count: int) -> list[Prompt]:
-        chosen = self._order.take(self._position, count)
-        self._position += count
-        return [self._prompts[index] for index in chosen]
 
     def _run_groups(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, num_used: Counter[str], greedy: bool = False
