@@ -91,10 +91,7 @@ class GRPO:
         """Log the step, with samples and plots when due."""
         metrics = {
             **rollouts.metrics,
-            **result.metrics,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "skipped_optimizer_steps": float(result.num_skipped_steps),
+            **result.logged,
             "policy_version": float(rollouts.policy_version),
             "staleness": float(step - 1 - rollouts.policy_version),
         }

@@ -18,8 +18,9 @@ from lucidrl.algorithms.validation import Validator
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.profiling.recording import Recording
 from lucidrl.profiling.spans import recorder, span
-from lucidrl.utils.logger import Logger
-from lucidrl.utils.nsys import DRIVER, ProfilablePolicy, end_gpu_profile, is_recorded, maybe_gpu_profile_step
+from lucidrl.utils.logger.fanout import Logger
+from lucidrl.utils.nsys import DRIVER, ProfilablePolicy, end_gpu_profile, maybe_gpu_profile_step
+from lucidrl.utils.recorded import Recorded
 
 _log = logging.getLogger(__name__)
 
@@ -233,15 +234,8 @@ def step_profiles(*profiled: ProfilablePolicy) -> Iterator[Callable[[int], None]
                 _log.warning("the profile of the last steps could not be written: %s", failure)
 
 
-class _Driver:
+class _Driver(Recorded):
     """Records the spans of the driver; torch operators in this process belong to a policy."""
 
     def __init__(self) -> None:
         self._recording = Recording(DRIVER, operators=False)
-
-    def start_gpu_profiling(self) -> None:
-        if is_recorded(DRIVER):
-            self._recording.start()
-
-    def stop_gpu_profiling(self) -> None:
-        self._recording.stop()

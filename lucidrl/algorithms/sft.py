@@ -37,13 +37,7 @@ class SFT:
             for step in steps:
                 batch = self.next_batch()
                 result = self.policy.train(batch, loss_fn)
-                metrics = {
-                    **result.metrics,
-                    "loss": result.loss,
-                    "grad_norm": result.grad_norm,
-                    "skipped_optimizer_steps": float(result.num_skipped_steps),
-                }
-                self.loop.record(step, metrics, tokens=float(batch["input_lengths"].sum()))
+                self.loop.record(step, result.logged, tokens=float(batch["input_lengths"].sum()))
         return self.loop.step
 
     def next_batch(self) -> BatchedDataDict[Any]:

@@ -28,7 +28,7 @@ from lucidrl.checkpoint.staging import (
     put_in_place,
     remove_folder,
 )
-from lucidrl.checkpoint.state import flatten_state, unflatten_state
+from lucidrl.checkpoint.tensors import flatten_state, unflatten_state
 from lucidrl.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from lucidrl.checkpoint.tensors import (
     shard_file_names,
     write_file,
 )
-from lucidrl.distributed.collectives import gather_over
+from lucidrl.distributed.process_group import gather_over
 from lucidrl.errors import CheckpointError, LucidError
 
 T = TypeVar("T")

@@ -13,14 +13,14 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from lucidrl.collectors.base import CollectorOptions, FrameCollector, check_calls, method_of
-from lucidrl.collectors.batches import Batch, CatResults, joined
 from lucidrl.collectors.single import Collector
 from lucidrl.collectors.weights import Device, check_weights, shapes_of, weights_of
+from lucidrl.collectors.worker import Batch, CatResults, joined
 from lucidrl.collectors.workers import CollectorWorkers, WorkerPlan
 from lucidrl.distributed.workers.process import pickled
 from lucidrl.envs.base import MAX_SEED, check_seed
 from lucidrl.envs.creator import EnvFactory, env_creators
-from lucidrl.envs.stacked import check_alike
+from lucidrl.envs.serial import check_alike
 from lucidrl.envs.tensordicts import tensordict_of
 from lucidrl.errors import ConfigError
 from lucidrl.profiling.hook import ProfileSettings

@@ -5,14 +5,14 @@ Shapes: N envs, K picked ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from lucidrl.collectors.trajectories import POLICY_VERSION, TRAJECTORY_IDS
-from lucidrl.envs.arrays import FLAGS, Key
+from lucidrl.envs.arrays import FLAGS, Key, path_of
 from lucidrl.envs.creator import EnvCreator
 from lucidrl.envs.parallel import ParallelEnv
 from lucidrl.envs.policies import ArrayPolicy, check_actions, check_is_tensor, other_dtype
@@ -63,7 +63,7 @@ class PolicyServer:
         # Where each output of the policy goes; the actions are where the envs find them.
         self._outputs: dict[Key, Any] = dict(env.rows.actions)
         self._dtypes: dict[Key, torch.dtype] = {}  # of the policy's outputs
-        self._rows: dict[Key, Any] = {
+        self.rows: dict[Key, Any] = {
             **self._roots,
             **{name: np.zeros((num_envs, 1), bool) for name in FLAGS},
             **env.rows.actions,
@@ -71,13 +71,9 @@ class PolicyServer:
             TRAJECTORY_IDS: self._numbers,
             POLICY_VERSION: self._versions,
         }
-        for key, array in env.rows.next.arrays().items():
-            self._rows["next", *((key,) if isinstance(key, str) else key)] = array
-
-    @property
-    def rows(self) -> Mapping[Key, Any]:
         """The last frame of each env as a row of arrays or tensors; valid from `wait` to the next step of the env."""
-        return self._rows
+        for key, array in env.rows.next.arrays().items():
+            self.rows["next", *path_of(key)] = array
 
     def is_done(self, picked: np.ndarray) -> np.ndarray:
         """Which of these envs ended an episode with their last step; bool [K]."""
@@ -185,7 +181,7 @@ class PolicyServer:
         self._dtypes[key] = value.dtype
         if key not in self._outputs:
             tensor = torch.zeros(self.env.num_envs, *value.shape[1:], dtype=value.dtype)
-            self._outputs[key] = self._rows[key] = quick_view(tensor)
+            self._outputs[key] = self.rows[key] = quick_view(tensor)
 
 
 def as_block(picked: np.ndarray) -> slice | np.ndarray:

@@ -6,7 +6,6 @@ import logging
 import shutil
 import tempfile
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import util
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.profiler import profile
 from lucidrl.errors import ConfigError
 from lucidrl.profiling.hook import ProfileSettings, _ProfilerHook, profiler_obstacle
 from lucidrl.profiling.trace_files import filled
+from lucidrl.utils.logger.folders import whole_file
 
 _log = logging.getLogger(__name__)
 
@@ -97,14 +97,11 @@ class SentTrace:
         if self.content is None:
             _log.warning("the trace of collector worker %d is lost: the worker could not write it", worker_idx)
             return
-        new = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_bytes(self.content)
-            new.replace(self.path)
+            with whole_file(self.path) as file:
+                file.write(self.content)
         except OSError as error:
-            with suppress(OSError):
-                new.unlink()
             _log.warning(
                 "the trace of collector worker %d is lost: %s cannot be written (%s)", worker_idx, self.path, error
             )

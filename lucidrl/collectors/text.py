@@ -11,6 +11,7 @@ from typing import Any, Unpack
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lucidrl.collectors.base import check_calls, method_of
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.profile import RolloutProfiler
 from lucidrl.collectors.rollouts import Rollouts, Sample
@@ -19,7 +20,7 @@ from lucidrl.data.messages import render_next_turn, render_prompt, sampled_messa
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.envs.text.interfaces import EnvRequest
 from lucidrl.envs.text.runner import EnvRunner
-from lucidrl.errors import ConfigError, DataError, EnvironmentFailure, RefitError
+from lucidrl.errors import DataError, EnvironmentFailure, RefitError
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
 from lucidrl.models.generation.sampling import draw_key
 from lucidrl.profiling import gate
@@ -90,7 +91,9 @@ class TextCollector:
         kept: list[list[Sample]] = []
         silent: list[list[Sample]] = []
         for _ in range(1 + self._config.refill_rounds):
-            prompts = self._next_prompts(wanted - len(kept))
+            count = wanted - len(kept)
+            prompts = [self._prompts[index] for index in self._order.take(self._position, count)]
+            self._position += count
             for group in self._run_groups(prompts, self._config.samples_per_prompt, num_used):
                 (kept if _has_signal(group) or not self._config.refill_rounds else silent).append(group)
             if len(kept) == wanted:
@@ -155,9 +158,8 @@ class TextCollector:
 
     def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call the method `name` of every worker, which is this collector."""
-        if len(list_of_args) != 1:
-            raise ConfigError(f"list_of_args has {len(list_of_args)} tuples for 1 worker; give one tuple per worker")
-        return [getattr(self, name)(*list_of_args[0])]
+        check_calls(list_of_args, self.num_workers)
+        return [method_of(self, name)(*list_of_args[0])]
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the prompts and state of the environment; between two batches all samples are done."""
@@ -171,11 +173,6 @@ class TextCollector:
         """Release everything; may be called twice."""
         self._profiler.disable()
         self.runner.close()
-
-    def _next_prompts(self, count: int) -> list[Prompt]:
-        chosen = self._order.take(self._position, count)
-        self._position += count
-        return [self._prompts[index] for index in chosen]
 
     def _run_groups(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, num_used: Counter[str], greedy: bool = False

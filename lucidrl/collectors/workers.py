@@ -18,15 +18,14 @@ from typing import Any
 
 import cloudpickle
 
-from lucidrl.collectors.batches import Batch
 from lucidrl.collectors.weights import Weights
-from lucidrl.collectors.worker import CollectorWorker, Reply
+from lucidrl.collectors.worker import Batch, CollectorWorker, Reply
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Arguments, Hosting
 from lucidrl.distributed.workers.messages import Message, Stored
 from lucidrl.distributed.workers.outcomes import START
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
-from lucidrl.envs.stacked import EnvSpecs
+from lucidrl.envs.serial import EnvSpecs
 from lucidrl.errors import WorkerError
 
 _log = logging.getLogger(__name__)

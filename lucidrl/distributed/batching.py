@@ -23,9 +23,7 @@ def fixed_plan(num_rows: int, rows_per_batch: int) -> Plan:
     return [list(range(start, min(start + rows_per_batch, num_rows))) for start in range(0, num_rows, rows_per_batch)]
 
 
-def dynamic_plan(
-    lengths: Sequence[int] | torch.Tensor, max_tokens: int, max_rows: int | None = None, length_multiple: int = 1
-) -> Plan:
+def dynamic_plan(lengths: Sequence[int] | torch.Tensor, max_tokens: int, length_multiple: int = 1) -> Plan:
     """Group rows of similar length so that rows x padded length of each group fits into `max_tokens`.
 
     The plan has the fewest groups and, among such plans, the least padding. The group with the longest rows comes
@@ -34,35 +32,29 @@ def dynamic_plan(
     Args:
         lengths: tokens per row. An empty row counts as one token, because a forward pass needs one.
         max_tokens: budget per group, padding included.
-        max_rows: most rows per group.
         length_multiple: the padded length of a group is rounded up to a multiple of this.
 
     Raises:
         DataError: if a row alone is over the budget.
     """
     padded_lengths = _padded_lengths(_checked_lengths(lengths), max_tokens, length_multiple)
-    if max_rows is not None:
-        _require_positive("max_rows", max_rows)
     by_length = sorted(range(len(padded_lengths)), key=lambda row: (padded_lengths[row], row))
-    bounds = _cheapest_partition([padded_lengths[row] for row in by_length], max_tokens, max_rows)
+    bounds = _cheapest_partition([padded_lengths[row] for row in by_length], max_tokens)
     return [sorted(by_length[start:end]) for start, end in reversed(bounds)]
 
 
-def packed_plan(lengths: Sequence[int] | torch.Tensor, max_tokens: int, max_rows: int | None = None) -> Plan:
+def packed_plan(lengths: Sequence[int] | torch.Tensor, max_tokens: int) -> Plan:
     """Group rows so that the sum of lengths in each group fits into `max_tokens` (first fit, longest row first).
 
     Args:
         lengths: tokens per row.
         max_tokens: budget per group.
-        max_rows: most rows per group.
 
     Raises:
         DataError: if a row alone is over the budget.
     """
     lengths = _checked_lengths(lengths)
     _check_budget(lengths, max_tokens)
-    if max_rows is not None:
-        _require_positive("max_rows", max_rows)
     room = np.full(len(lengths), max_tokens)
     groups: Plan = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
@@ -70,7 +62,7 @@ def packed_plan(lengths: Sequence[int] | torch.Tensor, max_tokens: int, max_rows
         if index == len(groups):
             groups.append([])
         groups[index].append(row)
-        room[index] = room[index] - lengths[row] if len(groups[index]) != max_rows else -1
+        room[index] -= lengths[row]
     return [sorted(group) for group in groups]
 
 
@@ -136,7 +128,7 @@ def dynamic_shard_plans(
     shard_groups: list[Plan] = [[] for _ in global_batches[0]]
     num_planned = 0
     for parts in global_batches:
-        plans = [dynamic_plan([lengths[row] for row in part], max_tokens, None, length_multiple) for part in parts]
+        plans = [dynamic_plan([lengths[row] for row in part], max_tokens, length_multiple) for part in parts]
         num_groups = max(len(plan) for plan in plans)
         for groups, plan in zip(shard_groups, plans, strict=True):
             groups += [[num_planned + row for row in group] for group in grow_plan(plan, num_groups)]
@@ -165,7 +157,7 @@ def as_list(values: Sequence[int] | torch.Tensor) -> list[int]:
     return values.tolist() if isinstance(values, torch.Tensor) else list(values)
 
 
-def _cheapest_partition(widths: Sequence[int], max_tokens: int, max_rows: int | None) -> list[tuple[int, int]]:
+def _cheapest_partition(widths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
     """Cut ascending widths into (start, end) runs: fewest runs first, then fewest padded tokens.
 
     Dynamic programming over prefixes. Runs of sorted rows are optimal: moving the shorter rows of two groups into one
@@ -179,8 +171,7 @@ def _cheapest_partition(widths: Sequence[int], max_tokens: int, max_rows: int | 
     best_start = [0] * (num_rows + 1)
     for end in range(1, num_rows + 1):
         width = widths[end - 1]
-        most_rows = max_tokens // width if max_rows is None else min(max_tokens // width, max_rows)
-        first = max(0, end - most_rows)
+        first = max(0, end - max_tokens // width)
         costs = cost[first:end] + (end - starts[first:end]) * width
         cheapest = int(costs.argmin())
         cost[end] = costs[cheapest] + run_cost

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -59,13 +60,10 @@ class Frame:
 
     def rows(self) -> list[Frame]:
         """A view for each env of the first batch dim."""
-        rows = self.derived.get("rows")
-        if rows is None:
-            rows = self.derived["rows"] = [self._row(index) for index in range(len(self.reward))]
-        return rows
-
-    def _row(self, index: int) -> Frame:
-        return self.map(lambda array: array[index, ...])  # the dots make a view of a single number too
+        if "rows" not in self.derived:
+            # The dots make a view of a single number too.
+            self.derived["rows"] = [self.map(itemgetter((row, ...))) for row in range(len(self.reward))]
+        return self.derived["rows"]
 
     def clear_flags(self, mask: np.ndarray | None = None) -> None:
         """Set all flags to False, in the envs of the mask [*B] or in all."""

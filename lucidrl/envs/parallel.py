@@ -16,10 +16,9 @@ from lucidrl.distributed.workers.interfaces import StartMethod
 from lucidrl.distributed.workers.process import num_cores
 from lucidrl.envs.arrays import Arrays, Frame, copy_rows
 from lucidrl.envs.creator import EnvFactory, env_creators
-from lucidrl.envs.process_main import RESET, SEED, SPIN_S, STEP, STEP_AND_RESET
-from lucidrl.envs.process_memory import rows_like, share
+from lucidrl.envs.process_main import RESET, SEED, SPIN_S, STEP, STEP_AND_RESET, rows_like, share
 from lucidrl.envs.processes import EnvProcess, wait_any
-from lucidrl.envs.stacked import StackedEnv
+from lucidrl.envs.serial import StackedEnv
 from lucidrl.errors import ConfigError, EnvironmentFailure
 from lucidrl.profiling.ranges import profiled
 

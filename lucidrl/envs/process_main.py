@@ -1,8 +1,9 @@
-"""The main function of an env process: a `SerialEnv` that steps on commands of the driver.
+"""The main function of an env process, a `SerialEnv` that steps on commands of the driver, and the memory they share.
 
 A command and its reply are one byte each; everything else is in shared memory. A message with the error follows the
 reply `FAILED`, one with the specs of the envs follows the first `DONE`. A byte is never lost, and the socket orders
-memory: arrays written before it are visible after it.
+memory: arrays written before it are visible after it. The memory is an unnamed file that the driver sends to the
+processes; the system frees it when the last of them exits.
 
 Driver and process spin briefly before they sleep if each has a core: waking up takes longer than many steps.
 """
@@ -10,23 +11,28 @@ Driver and process spin briefly before they sleep if each has a core: waking up 
 from __future__ import annotations
 
 import faulthandler
+import mmap
 import os
 import select
 import signal
 import socket
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 
 from lucidrl.distributed.workers.messages import Message, send
 from lucidrl.distributed.workers.outcomes import describe_error
 from lucidrl.distributed.workers.process import end_with_driver, leave_signals_to_driver
-from lucidrl.envs.process_memory import EnvRows, receive_shared, rows_like
-from lucidrl.envs.serial import SerialEnv
+from lucidrl.envs.arrays import Arrays, Frame
+from lucidrl.envs.serial import SerialEnv, StackedEnv
 
 RESET = b"r"
 """Reset the rows of `mask`; write into `root`."""
@@ -40,6 +46,7 @@ DONE, FAILED = b".", b"!"
 
 SPIN_S = 50e-6
 """How long driver and process spin."""
+_ALIGNMENT = 64
 
 
 def serve(
@@ -125,3 +132,98 @@ def wait_readable(poll: select.poll, timeout_s: float | None, spin_s: float) -> 
         if not ready:
             ready = poll.poll(None if timeout_s is None else timeout_s * 1000)
     return [descriptor for descriptor, _ in ready]
+
+
+@dataclass(frozen=True)
+class EnvRows:
+    """What driver and processes exchange in every step; each array has a row per env."""
+
+    actions: Arrays
+    next: Frame
+    """Result of a step."""
+    root: Frame
+    """Input of the next action."""
+    mask: np.ndarray
+    """Envs to reset."""
+    seeds: np.ndarray
+    """int64: the first seed of each env."""
+    active_row: np.ndarray
+    """int64: in the first row of a process, the row that it stepped or reset last."""
+
+    def part(self, rows: slice) -> EnvRows:
+        """A view of some rows."""
+        return self.map(lambda array: array[rows])
+
+    def arrays(self) -> list[np.ndarray]:
+        frames = [*self.next.arrays().values(), *self.root.arrays().values()]
+        return [*self.actions.values(), *frames, self.mask, self.seeds, self.active_row]
+
+    def map(self, function: Callable[[np.ndarray], np.ndarray]) -> EnvRows:
+        return EnvRows(
+            {key: function(array) for key, array in self.actions.items()},
+            self.next.map(function),
+            self.root.map(function),
+            function(self.mask),
+            function(self.seeds),
+            function(self.active_row),
+        )
+
+
+def rows_like(env: StackedEnv, num_envs: int) -> EnvRows:
+    """Arrays for `num_envs` envs with the specs of `env`, in private memory."""
+    mask, numbers = np.zeros(env.batch_size, bool), np.zeros(env.num_envs, np.int64)
+    rows = EnvRows(env.new_actions(), env.new_frame(), env.new_frame(), mask, numbers, numbers)
+    return rows.map(lambda array: np.zeros((num_envs, *array.shape[1:]), array.dtype))
+
+
+def share(rows: EnvRows, connections: list[socket.socket]) -> EnvRows:
+    """The same arrays in shared memory, which the other ends of the connections get by `receive_shared`."""
+    descriptor = _unnamed_file(sum(map(_size_bytes, rows.arrays())))
+    try:
+        for connection in connections:
+            socket.send_fds(connection, [b"m"], [descriptor])
+        return _mapped(rows, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def receive_shared(rows: EnvRows, connection: socket.socket) -> EnvRows:
+    """Return `rows` with its arrays in the shared memory that the driver sends over `connection`.
+
+    Raises:
+        EOFError: if the driver closes the connection first.
+    """
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    if not descriptors:
+        raise EOFError("the driver closed the connection")
+    try:
+        return _mapped(rows, descriptors[0])
+    finally:
+        os.close(descriptors[0])
+
+
+def _unnamed_file(size_bytes: int) -> int:
+    if sys.platform == "linux":  # not in /dev/shm, of which containers allow little
+        descriptor = os.memfd_create("lucidrl-envs")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size_bytes)
+    return descriptor
+
+
+def _mapped(rows: EnvRows, descriptor: int) -> EnvRows:
+    memory = mmap.mmap(descriptor, 0)  # all of the file
+    used = 0
+
+    def place(array: np.ndarray) -> np.ndarray:
+        nonlocal used
+        placed: np.ndarray = np.ndarray(array.shape, array.dtype, memory, used)
+        used += _size_bytes(array)
+        return placed
+
+    return rows.map(place)
+
+
+def _size_bytes(array: np.ndarray) -> int:
+    return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT

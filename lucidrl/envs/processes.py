@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -20,9 +19,8 @@ from lucidrl.distributed.workers.outcomes import Raised, RemoteTraceback
 from lucidrl.distributed.workers.process import ChildProcess, pickled
 from lucidrl.envs.creator import EnvCreator
 from lucidrl.envs.failures import env_failure
-from lucidrl.envs.process_main import DONE, FAILED, RESET, SEED, STEP, STEP_AND_RESET, serve, wait_readable
-from lucidrl.envs.process_memory import EnvRows
-from lucidrl.envs.stacked import EnvSpecs
+from lucidrl.envs.process_main import DONE, FAILED, RESET, SEED, STEP, STEP_AND_RESET, EnvRows, serve, wait_readable
+from lucidrl.envs.serial import EnvSpecs
 from lucidrl.errors import LucidError
 
 PRELOAD = ("lucidrl.envs.process_main", "gymnasium")
@@ -64,7 +62,6 @@ class EnvProcess(ChildProcess):
         self.rows = slice(first_index, first_index + len(creators))
         self.specs: list[EnvSpecs] = []
         """Specs of its envs; set by the first `finish`."""
-        self.connection, theirs = socket.socketpair()
         self.spin_s = spin_s
         self._step_timeout_s = step_timeout_s
         self.shared: EnvRows | None = None
@@ -74,15 +71,14 @@ class EnvProcess(ChildProcess):
         from_main_thread = start_method == "forkserver" or threading.current_thread() is threading.main_thread()
         factories = pickled("the env factory", list(creators))
         self._begin("start", start_timeout_s)
-        with theirs:  # only the process holds it, so the connection ends with the process
-            super().__init__(
-                serve,
-                (theirs, factories, first_index, num_all_envs, dict(os.environ), from_main_thread, spin_s),
-                name=f"env process {first_index}",
-                start_method=start_method,
-                imports_main=False,
-                preload=PRELOAD,
-            )
+        super().__init__(
+            serve,
+            (factories, first_index, num_all_envs, dict(os.environ), from_main_thread, spin_s),
+            name=f"env process {first_index}",
+            start_method=start_method,
+            imports_main=False,
+            preload=PRELOAD,
+        )
         self.connection.setblocking(False)
 
     def start(self, command: bytes) -> None:
@@ -116,16 +112,6 @@ class EnvProcess(ChildProcess):
             raise self._exited()
         else:
             raise self._timed_out()
-
-    def end(self) -> None:
-        """Let the process close its envs and exit; does not wait."""
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
-
-    def reap(self) -> None:
-        """Release its resources after `kill`."""
-        super().reap()
-        self.connection.close()
 
     def _begin(self, phase: str, timeout_s: float) -> None:
         self._phase, self._timeout_s = phase, timeout_s

@@ -42,14 +42,6 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _k1(log_ratio: torch.Tensor) -> torch.Tensor:
-    return log_ratio
-
-
-def _k2(log_ratio: torch.Tensor) -> torch.Tensor:
-    return 0.5 * log_ratio.square()
-
-
 def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
     # Beyond MAX_LOG_RATIO, k3 continues along its tangent: a clamp would leave no gradient where it is needed most.
     bounded = (-log_ratio).clamp(max=MAX_LOG_RATIO)
@@ -57,7 +49,11 @@ def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.expm1(bounded) - bounded + math.expm1(MAX_LOG_RATIO) * beyond
 
 
-KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3}
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": lambda log_ratio: log_ratio,
+    "k2": lambda log_ratio: 0.5 * log_ratio.square(),
+    "k3": _k3,
+}
 """Per-token estimators of KL(policy ‖ reference) from log(policy / reference) of sampled tokens."""
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from lucidrl.distributed.collectives import sum_over
+from lucidrl.distributed.process_group import sum_over
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.attention import AttentionCall, capped_attention, causal_mask, repeated_heads
 

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -28,24 +28,20 @@ from lucidrl.checkpoint.manager import verify_part
 from lucidrl.data.chat_template import check_chat_template
 from lucidrl.errors import ConfigError
 from lucidrl.models import attention, embedded
-from lucidrl.models.architecture_check import check_against_own_forward, check_architecture
-from lucidrl.models.model_files import (
+from lucidrl.models.model_checks import (
     as_config_error,
+    check_against_own_forward,
+    check_architecture,
     check_config_file,
     check_finite,
     check_weight_files,
     describe_mismatch,
 )
-from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
+from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig, Precision
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Precision)}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.folder import driver_log
 from lucidrl.recipes.run import train
 from lucidrl.utils.config import load_config
-from lucidrl.utils.logger.local_monitor import LocalMonitorLogger
+from lucidrl.utils.logger.monitor import LocalMonitorLogger
 from tests.unit.recipes.test_two_workers import SMALL, Unwatched
 
 pytestmark = pytest.mark.slow

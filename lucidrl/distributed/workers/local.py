@@ -179,27 +179,25 @@ class _WorkerProcess(ChildProcess):
         self.name = f"{hosting.role} {hosting.number(settings.rank)}"
         self.log = None if settings.log_path is None else WorkerLog(settings.log_path)
         self._worker: psutil.Process | None = None
-        self._connection, theirs = socket.socketpair()
-        with theirs:  # only the process holds it, so the connection closes when it exits
-            super().__init__(
-                serve,
-                (theirs, settings),
-                name=self.name,
-                start_method=hosting.start_method,
-                imports_main=hosting.imports_main,
-                preload=hosting.preload,
-                wrapper=settings.wrapper,
-            )
+        super().__init__(
+            serve,
+            (settings,),
+            name=self.name,
+            start_method=hosting.start_method,
+            imports_main=hosting.imports_main,
+            preload=hosting.preload,
+            wrapper=settings.wrapper,
+        )
 
     def exchange(self, call: Sequence[Message]) -> Message | None:
         """Send a call and wait for the reply, without a timeout; None if the process exited or was killed."""
         try:
             if self._worker is None:  # first comes the process id, which differs from that of a wrapper
                 with suppress(psutil.NoSuchProcess):
-                    self._worker = psutil.Process(receive_number(self._connection))
+                    self._worker = psutil.Process(receive_number(self.connection))
                 self.remove_wrapper()
-            send_messages(self._connection, call)
-            return receive(self._connection)
+            send_messages(self.connection, call)
+            return receive(self.connection)
         except (EOFError, OSError):
             return None
 
@@ -209,11 +207,6 @@ class _WorkerProcess(ChildProcess):
             with suppress(psutil.NoSuchProcess):
                 self._worker.send_signal(signal.SIGUSR1)
 
-    def end(self) -> None:
-        """Let the worker shut down and exit; does not wait."""
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
-
     def kill(self) -> None:
         """Kill the process; pending exchanges return. May be called twice."""
         super().kill()
@@ -221,12 +214,7 @@ class _WorkerProcess(ChildProcess):
             with suppress(psutil.NoSuchProcess):
                 self._worker.kill()
         with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # a child of the worker may hold the other end
-
-    def reap(self) -> None:
-        """Leave no zombie and no open socket after `kill`."""
-        super().reap()
-        self._connection.close()
+            self.connection.shutdown(socket.SHUT_RDWR)  # a child of the worker may hold the other end
 
 
 def listen_for_ranks(ip: str) -> socket.socket:

@@ -139,21 +139,17 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         import torch
 
-        if type(value) is not torch.Tensor or not _is_plain(value):
+        is_plain = (
+            type(value) is torch.Tensor
+            and value.device.type == "cpu"
+            and value.layout is torch.strided
+            and value.numel() > 0
+            and not (value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg())
+        )
+        if not is_plain:
             return NotImplemented
         memory: Any = value.contiguous().view(-1).view(torch.uint8).numpy()
         return _tensor, (pickle.PickleBuffer(memory), value.dtype, tuple(value.shape))
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    import torch
-
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and tensor.numel() > 0
-        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    )
 
 
 def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -45,10 +45,10 @@ _executable_lock = threading.Lock()
 
 
 class ChildProcess:
-    """A process; the constructor starts it.
+    """A process and a connection to it; the constructor starts it.
 
     Args:
-        target: a function of a module; the process calls it with `args`.
+        target: a function of a module; the process calls it with its end of the connection, then `args`.
         imports_main: whether the process imports the program's main module first; objects pickled by reference to it
             need that. Without it, a program needs no `if __name__ == "__main__":` and the process starts faster.
         preload: modules that the fork server imports; it starts once per program, later additions have no effect.
@@ -71,12 +71,14 @@ class ChildProcess:
         # A separate context leaves the program's start method alone. Not a daemon: those may not start processes, as
         # data loaders do.
         context: Any = multiprocessing.get_context(start_method)
-        self._process = context.Process(target=target, args=args, name=name, daemon=False)
+        self.connection, theirs = socket.socketpair()
+        self._process = context.Process(target=target, args=(theirs, *args), name=name, daemon=False)
         if start_method == "forkserver":
             _preload(preload)
         self._folder = tempfile.TemporaryDirectory(prefix="lucidrl-wrapper-") if wrapper else None
         script = _wrapper_script(self._folder.name, [*wrapper, sys.executable]) if self._folder is not None else None
-        with nullcontext() if imports_main else main_seen_as(None, None), _started_by(script):
+        # Only the process holds its end, so the connection closes when it exits.
+        with theirs, nullcontext() if imports_main else main_seen_as(None, None), _started_by(script):
             self._process.start()
 
     @property
@@ -101,6 +103,11 @@ class ChildProcess:
             self._process.join(min(remaining_s, _POLL_S))
         return self._process.exitcode
 
+    def end(self) -> None:
+        """Close the connection for writing, so that the process exits by itself; does not wait."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+
     def kill(self) -> None:
         """Kill the process; may be called twice."""
         if self.is_wrapped:
@@ -110,9 +117,10 @@ class ChildProcess:
         self._process.kill()
 
     def reap(self) -> None:
-        """Leave no zombie after `kill`."""
+        """Leave no zombie and no open socket after `kill`."""
         self.join(_REAP_TIMEOUT_S)
         self.remove_wrapper()
+        self.connection.close()
 
     def remove_wrapper(self) -> None:
         """Remove the script of a wrapped process, once it has started; may be called twice."""

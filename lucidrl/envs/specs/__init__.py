@@ -3,9 +3,8 @@
 A leaf spec describes one tensor, a `Composite` a TensorDict. A shape includes the env's batch size.
 """
 
-from lucidrl.envs.specs.choices import Binary, Categorical, MultiCategorical, MultiOneHot, OneHot
 from lucidrl.envs.specs.composite import Composite
-from lucidrl.envs.specs.numbers import Bounded, Unbounded
+from lucidrl.envs.specs.leaves import Binary, Bounded, Categorical, MultiCategorical, MultiOneHot, OneHot, Unbounded
 from lucidrl.envs.specs.spec import Spec
 
 __all__ = [

@@ -1,14 +1,12 @@
 """Transforms of observations, rewards, actions and flags of an env."""
 
 from lucidrl.envs.transforms.base import Compose, Transform
-from lucidrl.envs.transforms.counting import InitTracker, RewardSum, StepCounter, TimeLimit
 from lucidrl.envs.transforms.env import TransformedEnv
+from lucidrl.envs.transforms.episodes import FrameSkip, InitTracker, NoopReset, RewardSum, StepCounter, TimeLimit
 from lucidrl.envs.transforms.images import GrayScale, Resize, ToTensorImage
 from lucidrl.envs.transforms.masks import ActionMask
 from lucidrl.envs.transforms.stacking import CatFrames, CatTensors
-from lucidrl.envs.transforms.statistics import ObservationNorm, VecNorm
-from lucidrl.envs.transforms.stepping import FrameSkip, NoopReset
-from lucidrl.envs.transforms.values import DoubleToFloat, RewardClipping, RewardScaling
+from lucidrl.envs.transforms.values import DoubleToFloat, ObservationNorm, RewardClipping, RewardScaling, VecNorm
 
 __all__ = [
     "ActionMask",

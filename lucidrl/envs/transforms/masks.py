@@ -69,18 +69,19 @@ class ActionMask(Transform):
         return masked
 
 
-def _refuse_expand(spec: Spec, *shape: Any) -> Any:
-    raise ConfigError("an env with ActionMask cannot be part of a batch; put ActionMask around the batch")
+class _Masked(Spec):
+    """A spec like `spec` with a mask, which changes with the env."""
 
-
-class _MaskedCategorical(Categorical):
-    """One of the choices of a mask [*shape, n], which changes with the env."""
-
-    expand = _refuse_expand
-
-    def __init__(self, spec: Categorical, mask: np.ndarray):
-        super().__init__(spec.n, spec.shape, spec.dtype, spec.device)
+    def __init__(self, spec: Any, mask: np.ndarray):
+        super().__init__(spec.n, spec.shape, spec.dtype, spec.device)  # type: ignore[call-arg] # of a sibling
         self._mask = mask
+
+    def expand(self, *shape: Any) -> Any:
+        raise ConfigError("an env with ActionMask cannot be part of a batch; put ActionMask around the batch")
+
+
+class _MaskedCategorical(_Masked, Categorical):
+    """One of the choices of a mask [*shape, n]."""
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return _drawn(self._mask, rng).astype(self.numpy_dtype)
@@ -89,14 +90,8 @@ class _MaskedCategorical(Categorical):
         return super()._allows(array) and bool(np.take_along_axis(self._mask, array[..., None], -1).all())
 
 
-class _MaskedOneHot(OneHot):
-    """A one-hot vector of the choices of a mask [*shape], which changes with the env."""
-
-    expand = _refuse_expand
-
-    def __init__(self, spec: OneHot, mask: np.ndarray):
-        super().__init__(spec.n, spec.shape, spec.dtype, spec.device)
-        self._mask = mask
+class _MaskedOneHot(_Masked, OneHot):
+    """A one-hot vector of the choices of a mask [*shape]."""
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return self._one_hot(_drawn(self._mask, rng)[..., None])

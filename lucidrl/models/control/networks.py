@@ -1,19 +1,133 @@
-"""Policy and critic networks of a control task.
+"""Policy and critic networks of a control task, and their action distributions: categorical, or Gaussian with limits.
 
-Shapes: B any leading dims, O numbers in an observation, P inputs of the action head.
+Shapes: B any leading dims, O numbers in an observation, P the network's outputs, D numbers in an action.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 
 import torch
 from torch import nn
+from torch.nn.functional import log_softmax, one_hot
 
-from lucidrl.models.control.actions import action_head
+from lucidrl.errors import TrainingError
 from lucidrl.models.control.config import Activation, ControlPolicyConfig, CriticConfig, NetworkConfig
-from lucidrl.models.control.interfaces import ActionSpace, ObservationSpace
+from lucidrl.models.control.interfaces import ActionSpace, ContinuousActions, DiscreteActions, ObservationSpace
+
+_HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
+
+
+class ActionHead(nn.Module, ABC):
+    """A distribution over latent actions, and the mapping to env actions.
+
+    Log-probabilities are of the sampled latent action; the env action may be a clipped or encoded form of it.
+    """
+
+    num_inputs: int
+    """P, the number of network outputs it needs."""
+
+    @abstractmethod
+    def sample(self, outputs_BP: torch.Tensor) -> torch.Tensor:
+        """Sample latent actions with torch's generator."""
+
+    @abstractmethod
+    def mode(self, outputs_BP: torch.Tensor) -> torch.Tensor:
+        """Return the most likely latent actions."""
+
+    @abstractmethod
+    def logprob(self, outputs_BP: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
+        """Return log-probabilities [B] of latent actions."""
+
+    @abstractmethod
+    def entropy(self, outputs_BP: torch.Tensor) -> torch.Tensor:
+        """Return entropies [B] of the latent distribution."""
+
+    @abstractmethod
+    def action(self, latent: torch.Tensor) -> torch.Tensor:
+        """Map latent actions to env actions."""
+
+
+class DiscreteHead(ActionHead):
+    """Categorical over n actions. The latent action is an index, [B]; the env action is one-hot, [B, n] int64."""
+
+    def __init__(self, space: DiscreteActions):
+        super().__init__()
+        self.num_inputs = space.n
+
+    def sample(self, outputs_BP: torch.Tensor) -> torch.Tensor:
+        probabilities = outputs_BP.softmax(-1).view(-1, self.num_inputs)
+        try:
+            return torch.multinomial(probabilities, 1).view(outputs_BP.shape[:-1])
+        except RuntimeError as error:  # a check beforehand would slow every frame
+            raise TrainingError(
+                f"the policy cannot sample an action: {error}; check for NaN or infinite observations, or lower "
+                "policy.optimizer.kwargs.lr"
+            ) from error
+
+    def mode(self, outputs_BP: torch.Tensor) -> torch.Tensor:
+        return outputs_BP.argmax(-1)
+
+    def logprob(self, outputs_BP: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
+        return log_softmax(outputs_BP, -1).gather(-1, latent.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self, outputs_BP: torch.Tensor) -> torch.Tensor:
+        logprobs_BP = log_softmax(outputs_BP, -1)
+        return -(logprobs_BP.exp() * logprobs_BP).sum(-1)
+
+    def action(self, latent: torch.Tensor) -> torch.Tensor:
+        return one_hot(latent, self.num_inputs)
+
+
+class ContinuousHead(ActionHead):
+    """A diagonal Gaussian, [B, D]; env actions are clipped to the limits.
+
+    The network outputs means; standard deviations are separate parameters. If the limits are finite, both are relative
+    to the middle and half of the range, so that one initial standard deviation fits every env.
+    """
+
+    _low: torch.Tensor
+    _high: torch.Tensor
+    _half_range: torch.Tensor
+    _middle: torch.Tensor
+
+    def __init__(self, space: ContinuousActions, initial_std: float):
+        super().__init__()
+        self._shape = space.low.shape
+        low, high = space.low.flatten().double(), space.high.flatten().double()
+        is_finite = torch.isfinite(low) & torch.isfinite(high)
+        half_range = torch.where(is_finite, (high - low) / 2, 1.0)
+        middle = torch.where(is_finite, (high + low) / 2, 0.0)
+        for name, limit in (("_low", low), ("_high", high), ("_half_range", half_range), ("_middle", middle)):
+            self.register_buffer(name, limit.to(torch.get_default_dtype()), persistent=False)
+        self.num_inputs = low.numel()
+        self.log_std = nn.Parameter(torch.full((self.num_inputs,), math.log(initial_std)))
+
+    def sample(self, outputs_BP: torch.Tensor) -> torch.Tensor:
+        return outputs_BP + self.log_std.exp() * torch.randn_like(outputs_BP)
+
+    def mode(self, outputs_BP: torch.Tensor) -> torch.Tensor:
+        return outputs_BP
+
+    def logprob(self, outputs_BP: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
+        distance_BD = (latent - outputs_BP) * (-self.log_std).exp()
+        return (-0.5 * distance_BD.square() - self.log_std - _HALF_LOG_2_PI).sum(-1)
+
+    def entropy(self, outputs_BP: torch.Tensor) -> torch.Tensor:
+        return (self.log_std + 0.5 + _HALF_LOG_2_PI).sum().expand(outputs_BP.shape[:-1])
+
+    def action(self, latent: torch.Tensor) -> torch.Tensor:
+        action_BD = (self._middle + self._half_range * latent).clamp(self._low, self._high)
+        return action_BD.unflatten(-1, self._shape) if self._shape else action_BD.squeeze(-1)
+
+
+def action_head(space: ActionSpace, initial_std: float) -> ActionHead:
+    if isinstance(space, DiscreteActions):
+        return DiscreteHead(space)
+    return ContinuousHead(space, initial_std)
+
 
 ACTIVATIONS: dict[Activation, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 FIRST_POLICY_GAIN, FIRST_CRITIC_GAIN = 0.01, 1.0

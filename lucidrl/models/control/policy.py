@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from lucidrl.checkpoint.manifest import FileDigest, read_json
-from lucidrl.checkpoint.state import flatten_state, unflatten_state
-from lucidrl.checkpoint.tensors import TensorSpec, open_tensors
+from lucidrl.checkpoint.tensors import TensorSpec, flatten_state, open_tensors, unflatten_state
 from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet
 from lucidrl.errors import CheckpointError, TrainingError
 from lucidrl.losses.interfaces import FrameLoss, FrameOutputs, Frames
@@ -24,7 +23,8 @@ from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.profiling.recording import Recording
 from lucidrl.profiling.spans import span
 from lucidrl.utils.device import default_device
-from lucidrl.utils.nsys import POLICY, is_recorded, profile_request, worker_name
+from lucidrl.utils.nsys import POLICY, profile_request, worker_name
+from lucidrl.utils.recorded import Recorded
 
 WEIGHTS_STEM, OPTIMIZERS = "model", "optimizer"
 
@@ -98,7 +98,7 @@ class Role:
         self.optimizer.load_state_dict(saved["optimizer"])
 
 
-class ControlPolicy:
+class ControlPolicy(Recorded):
     """Policy and critic networks with their optimizers, in this process; torch's seed sets the initial weights."""
 
     def __init__(
@@ -172,15 +172,6 @@ class ControlPolicy:
         saved = [(role, role.read(folder)) for role in self._roles]
         for role, state in saved:
             role.load(state)
-
-    def start_gpu_profiling(self) -> None:
-        """Start recording this process, if `policy-0` is selected for profiling."""
-        if is_recorded(self._recording.name):
-            self._recording.start()
-
-    def stop_gpu_profiling(self) -> None:
-        """Stop and write the recording, if any."""
-        self._recording.stop()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the layout, and the state beside weights and optimizers, as plain values.

@@ -24,7 +24,7 @@ from lucidrl.checkpoint.manifest import MANIFEST_NAME, FileDigest, is_as_listed,
 from lucidrl.checkpoint.staging import clean_up_after_killed_processes, locked, make_hidden_folder, put_in_place
 from lucidrl.checkpoint.tensors import TensorSpec, open_tensors
 from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet, agreed
-from lucidrl.distributed.collectives import gather_over
+from lucidrl.distributed.process_group import gather_over
 from lucidrl.errors import CheckpointError
 from lucidrl.models.loading import DTYPES
 from lucidrl.models.policy.config import Precision
@@ -51,7 +51,7 @@ class PolicyCheckpoints:
         self._sharding, self._offload, self._tokenizer, self._precision = sharding, offload, tokenizer, precision
         self._rank, self._group = sharding.mesh.rank, sharding.mesh.world
         pin_memory = sharding.mesh.device.type == "cuda"
-        self._writer = CheckpointWriter(self._rank, sharding.mesh.layout.size, self._group, pin_memory=pin_memory)
+        self.writer = CheckpointWriter(self._rank, sharding.mesh.layout.size, self._group, pin_memory=pin_memory)
 
     @span("save")
     def begin(self, weights: str, optimizer: str | None = None, tokenizer: str | None = None) -> int:
@@ -69,16 +69,12 @@ class PolicyCheckpoints:
             small_files |= {Path(weights, name): content for name, content in self._config_files.items()}
             if tokenizer is not None:
                 small_files |= {Path(tokenizer, name): content for name, content in self._tokenizer_files.items()}
-        return self._writer.begin(sets, small_files)
-
-    def is_written(self) -> bool:
-        """Return whether this rank has finished writing."""
-        return self._writer.is_done()
+        return self.writer.begin(sets, small_files)
 
     @span("save")
     def finish(self) -> dict[Path, FileDigest]:
         """Wait for this rank's files; see `CheckpointWriter.finish`."""
-        return self._writer.finish()
+        return self.writer.finish()
 
     @span("save")
     def save(self, weights: str, optimizer: str | None = None, tokenizer: str | None = None) -> None:

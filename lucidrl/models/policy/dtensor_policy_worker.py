@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lucidrl.distributed.mesh import Layout, RankMesh
+from lucidrl.distributed.process_group import Layout, RankMesh
 from lucidrl.models import context_parallel
 from lucidrl.models.context_parallel import ContextParallel
 from lucidrl.models.fsdp_internals import drop_waiting_gradients, kept_after_forward, part_of_whole, reset_roots

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import CustomPolicy
 from transformers import PreTrainedModel
 
-from lucidrl.distributed.mesh import Layout, RankMesh
+from lucidrl.distributed.process_group import Layout, RankMesh
 from lucidrl.errors import ConfigError
 from lucidrl.models.fsdp_internals import end_failed_pass, flat_parameter, gathered_unit, tensors_in
 from lucidrl.models.loading import decoder_layers

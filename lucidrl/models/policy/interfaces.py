@@ -44,3 +44,9 @@ class TrainResult:
     """The loss function's metrics, reduced as it declared."""
     num_skipped_steps: int
     """Optimizer steps skipped because gradients were NaN or infinite."""
+
+    @property
+    def logged(self) -> dict[str, float]:
+        """All of it as metrics."""
+        skipped = float(self.num_skipped_steps)
+        return {**self.metrics, "loss": self.loss, "grad_norm": self.grad_norm, "skipped_optimizer_steps": skipped}

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from lucidrl.checkpoint.manifest import read_json
-from lucidrl.checkpoint.state import flatten_state, unflatten_state
-from lucidrl.checkpoint.tensors import TensorSpec, open_tensors
+from lucidrl.checkpoint.tensors import TensorSpec, flatten_state, open_tensors, unflatten_state
 from lucidrl.checkpoint.writer import TensorSet
 from lucidrl.errors import CheckpointError
 from lucidrl.models.optim import PolicyOptimizer

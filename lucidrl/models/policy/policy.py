@@ -149,7 +149,7 @@ class Policy:
 
     def is_save_written(self) -> bool:
         """Return whether all workers have finished writing."""
-        return all(self.group.run_all("checkpoints.is_written"))
+        return all(self.group.run_all("checkpoints.writer.is_done"))
 
     def finish_save(self) -> dict[Path, FileDigest]:
         """Wait until all files are on disk; return their digests."""

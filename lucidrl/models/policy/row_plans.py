@@ -10,9 +10,8 @@ import torch
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.batching import Plan, dynamic_plan, fixed_plan, inverse_permutation, packed_plan
-from lucidrl.distributed.collectives import gather_over, largest_over
 from lucidrl.distributed.columns import ColumnKind
-from lucidrl.distributed.mesh import RankMesh
+from lucidrl.distributed.process_group import RankMesh, gather_over, largest_over
 from lucidrl.errors import DataError
 from lucidrl.models.policy.config import PolicyConfig
 

@@ -79,7 +79,7 @@ class ReferencePolicy:
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]):
-        kept = [_host_copy(tensor) for tensor in weights]
+        kept = [torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor) for tensor in weights]
         largest = min(max((tensor.numel() for tensor in kept), default=0), _BUFFER_ELEMENTS)
         is_pinned = any(tensor.is_pinned() for tensor in kept)
         dtypes = {tensor.dtype for tensor in kept}
@@ -135,8 +135,3 @@ class ReferencePolicy:
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return tensor.view(-1).split(_BUFFER_ELEMENTS)
-
-
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor)

@@ -14,9 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lucidrl.distributed.collectives import sum_over
-from lucidrl.distributed.mesh import RankMesh
-from lucidrl.distributed.process_group import check_exchanges_cpu_tensors
+from lucidrl.distributed.process_group import RankMesh, check_exchanges_cpu_tensors, sum_over
 from lucidrl.models.loading import DTYPES, checkpoint_activations, empty_model, load_model
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.optim import plain_norm

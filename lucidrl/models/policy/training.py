@@ -14,7 +14,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.collectives import gather_over, sum_over
+from lucidrl.distributed.process_group import gather_over, sum_over
 from lucidrl.errors import TrainingError
 from lucidrl.losses.interfaces import LossFunction, TokenOutputs, valid_token_mask
 from lucidrl.losses.reductions import Max, Mean, Metrics, Min, Sum, reduce_metrics

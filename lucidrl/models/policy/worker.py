@@ -21,9 +21,13 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.collectives import gather_over
-from lucidrl.distributed.mesh import Layout, RankMesh
-from lucidrl.distributed.process_group import init_process_group_from_environment, leave_process_group
+from lucidrl.distributed.process_group import (
+    Layout,
+    RankMesh,
+    gather_over,
+    init_process_group_from_environment,
+    leave_process_group,
+)
 from lucidrl.distributed.workers.place import Place, place_with
 from lucidrl.errors import ConfigError
 from lucidrl.losses.interfaces import LossFunction
@@ -44,15 +48,16 @@ from lucidrl.profiling.recording import Recording
 from lucidrl.profiling.spans import span
 from lucidrl.utils.config import validate
 from lucidrl.utils.device import default_device
-from lucidrl.utils.nsys import POLICY, is_recorded, worker_name
+from lucidrl.utils.nsys import POLICY, worker_name
 from lucidrl.utils.random_state import random_state, seed_everything, set_random_state
+from lucidrl.utils.recorded import Recorded
 
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
 _NUM_SAMPLED_PARAMETERS = 3
 _NOISE_STD = 0.01
 
 
-class PolicyWorker(ABC):
+class PolicyWorker(Recorded, ABC):
     """One rank of a policy.
 
     A worker started by a worker group or torchrun joins the other ranks; otherwise it is the only rank. Call methods
@@ -303,15 +308,6 @@ class PolicyWorker(ABC):
         """
         # From the root, which knows how the weights are sharded; it prefixes names with "model.".
         return {name.removeprefix("model."): value for name, value in self.sharding.root.state_dict().items()}
-
-    def start_gpu_profiling(self) -> None:
-        """Start a `Recording` of this worker, if it is selected for profiling."""
-        if is_recorded(self._recording.name):
-            self._recording.start()
-
-    def stop_gpu_profiling(self) -> None:
-        """Stop and write the recording, if any."""
-        self._recording.stop()
 
     @torch.no_grad()
     def _add_noise_to_weights(self) -> None:

@@ -1,59 +1,29 @@
 """Logging of a run: metrics, hyperparameters, samples and figures.
 
-Import every documented name from here. torch, tensorboard and matplotlib are imported at first use.
+Import every documented name from here; its module is imported at first use.
 """
 
-from typing import Any
+from lucidrl.utils.imports import names_imported_at_use
 
-from lucidrl.utils.logger import console as _console
-from lucidrl.utils.logger.config import (
-    GPUMonitoringConfig,
-    LoggerConfig,
-    MlflowConfig,
-    TensorboardConfig,
-    TrackioConfig,
-    WandbConfig,
-)
-from lucidrl.utils.logger.console import configure_rich_logging, print_message_log_samples
-from lucidrl.utils.logger.fanout import Logger
-from lucidrl.utils.logger.folders import get_next_experiment_dir
-from lucidrl.utils.logger.interface import LoggerInterface
-from lucidrl.utils.logger.jsonl import JsonlLogger
-from lucidrl.utils.logger.local_monitor import LocalMonitorLogger
-from lucidrl.utils.logger.mlflow import MlflowLogger
-from lucidrl.utils.logger.monitor import GpuMetricSnapshot
-from lucidrl.utils.logger.ray_monitor import RayGpuMonitorLogger
-from lucidrl.utils.logger.tensorboard import TensorboardLogger
-from lucidrl.utils.logger.trackio import TrackioLogger
-from lucidrl.utils.logger.values import flatten_dict
-from lucidrl.utils.logger.wandb import WandbLogger
+_CONFIGS = "GPUMonitoringConfig LoggerConfig MlflowConfig TensorboardConfig TrackioConfig WandbConfig"
+_HOMES = {
+    **dict.fromkeys(_CONFIGS.split(), "lucidrl.utils.logger.config"),
+    "GpuMetricSnapshot": "lucidrl.utils.logger.monitor",
+    "JsonlLogger": "lucidrl.utils.logger.jsonl",
+    "LocalMonitorLogger": "lucidrl.utils.logger.monitor",
+    "Logger": "lucidrl.utils.logger.fanout",
+    "LoggerInterface": "lucidrl.utils.logger.interface",
+    "MlflowLogger": "lucidrl.utils.logger.mlflow",
+    "RayGpuMonitorLogger": "lucidrl.utils.logger.ray_monitor",
+    "TensorboardLogger": "lucidrl.utils.logger.tensorboard",
+    "TrackioLogger": "lucidrl.utils.logger.trackio",
+    "WandbLogger": "lucidrl.utils.logger.wandb",
+    "_rich_logging_configured": "lucidrl.utils.logger.console",
+    "configure_rich_logging": "lucidrl.utils.logger.console",
+    "flatten_dict": "lucidrl.utils.logger.values",
+    "get_next_experiment_dir": "lucidrl.utils.logger.folders",
+    "print_message_log_samples": "lucidrl.utils.logger.console",
+}
 
-__all__ = [
-    "GPUMonitoringConfig",
-    "GpuMetricSnapshot",
-    "JsonlLogger",
-    "LocalMonitorLogger",
-    "Logger",
-    "LoggerConfig",
-    "LoggerInterface",
-    "MlflowConfig",
-    "MlflowLogger",
-    "RayGpuMonitorLogger",
-    "TensorboardConfig",
-    "TensorboardLogger",
-    "TrackioConfig",
-    "TrackioLogger",
-    "WandbConfig",
-    "WandbLogger",
-    "configure_rich_logging",
-    "flatten_dict",
-    "get_next_experiment_dir",
-    "print_message_log_samples",
-]
-
-
-def __getattr__(name: str) -> Any:
-    # The flag changes, so a copy would become stale.
-    if name == "_rich_logging_configured":
-        return _console._rich_logging_configured
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = [name for name in _HOMES if not name.startswith("_")]
+__getattr__ = names_imported_at_use(__name__, _HOMES)

@@ -11,9 +11,8 @@ from typing import Any
 from lucidrl.utils.imports import require_package
 from lucidrl.utils.logger.config import GPUMonitoringConfig, LoggerConfig
 from lucidrl.utils.logger.interface import LoggerInterface
-from lucidrl.utils.logger.local_monitor import LocalMonitorLogger
 from lucidrl.utils.logger.mlflow import MlflowLogger
-from lucidrl.utils.logger.monitor import Monitor
+from lucidrl.utils.logger.monitor import LocalMonitorLogger, Monitor
 from lucidrl.utils.logger.ray_monitor import RayGpuMonitorLogger
 from lucidrl.utils.logger.tensorboard import TensorboardLogger
 from lucidrl.utils.logger.trackio import TrackioLogger

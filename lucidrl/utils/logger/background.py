@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic, Literal, NamedTuple, TypeVar
 
+from lucidrl.utils.logger.interface import LoggerInterface
 from lucidrl.utils.logger.values import described
 
-B = TypeVar("B")
+B = TypeVar("B", bound=LoggerInterface | None)
 
 log = logging.getLogger(__name__)
 
@@ -68,27 +69,18 @@ class BackgroundWriter(Generic[B]):
     Args:
         name: name of the back end in messages.
         start: creates the back end; may be slow, and may fail.
-        finish: closes the back end.
         capacity: maximum number of waiting records.
         max_wait_s: how long `put` may wait for room, on average per record: for a back end that must be complete and
             is only a little slower than a tight loop.
     """
 
-    def __init__(
-        self,
-        name: str,
-        start: Callable[[], B],
-        finish: Callable[[B], None],
-        capacity: int,
-        max_wait_s: float = 0.0,
-    ) -> None:
+    def __init__(self, name: str, start: Callable[[], B], capacity: int, max_wait_s: float = 0.0) -> None:
         self.name = name
         self.cpu_s = 0.0
         """CPU time of the thread so far, in seconds."""
         self.losses = Losses()
         self._num_put = itertools.count()
-        self._start, self._finish = start, finish
-        self._capacity, self._max_wait_s = capacity, max_wait_s
+        self._start, self._capacity, self._max_wait_s = start, capacity, max_wait_s
         self._wait_left_s = 0.0
         self._tasks: queue.SimpleQueue[tuple[Callable[[B], None], int | None] | None] = queue.SimpleQueue()
         self._busy: _Call | None = _Call(time.monotonic(), None, "start")
@@ -152,7 +144,9 @@ class BackgroundWriter(Generic[B]):
         except BaseException as error:
             if not self._is_abandoned:  # else its losses were already logged
                 log.warning("%s could not start, the run continues without it: %s", self.name, described(error, str))
-            self._lose_all(f"it could not start: {described(error)}")
+            reason = f"it could not start: {described(error)}"
+            while (task := self._tasks.get()) is not None and not self._is_abandoned:  # also later records
+                self.losses.add(reason, task[1])
             return
         finally:
             self._rest()
@@ -166,7 +160,8 @@ class BackgroundWriter(Generic[B]):
             self._rest()
         self._busy = _Call(time.monotonic(), None, "finish")
         try:
-            self._finish(backend)
+            if backend is not None:
+                backend.finish()
         except BaseException as error:
             log.warning("%s failed to close: %s", self.name, described(error))
         self._rest()
@@ -180,11 +175,6 @@ class BackgroundWriter(Generic[B]):
             record = "a record" if step is None else f"the record of step {step}"
             log.warning("%s lost %s: %s; further losses are counted", self.name, record, reason)
         self.losses.add(reason, step)
-
-    def _lose_all(self, reason: str) -> None:
-        """Count all queued and later records as lost, until the end."""
-        while (task := self._tasks.get()) is not None and not self._is_abandoned:
-            self.losses.add(reason, task[1])
 
     def _abandon(self, timeout_s: float) -> None:
         self._is_abandoned = True

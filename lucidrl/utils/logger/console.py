@@ -15,7 +15,6 @@ from lucidrl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.panel import Panel
-    from rich.text import Text
 
 log = logging.getLogger(__name__)
 
@@ -185,17 +184,13 @@ def _panel(messages: Sequence[Mapping[str, Any]], title: str) -> Panel:
     left_out = len(messages) - _MAX_MESSAGES
     for index, message in enumerate(messages):
         if left_out <= 0 or not 0 <= index - _MAX_MESSAGES // 2 < left_out:
-            _append_message(body, message)
+            role = message.get("role", "unknown")
+            body.append(f"{_printable(role)}: ", style=_ROLE_STYLES.get(str(role), "bold"))
+            body.append(_printable(_readable(message.get("content", ""))) + "\n")
         elif index == _MAX_MESSAGES // 2:
             body.append(f"… {left_out} messages …\n", style="dim")
     body.rstrip()
     return Panel(body, title=Text(title), title_align="left")
-
-
-def _append_message(body: Text, message: Mapping[str, Any]) -> None:
-    role = message.get("role", "unknown")
-    body.append(f"{_printable(role)}: ", style=_ROLE_STYLES.get(str(role), "bold"))
-    body.append(_printable(_readable(message.get("content", ""))) + "\n")
 
 
 def _readable(content: Any) -> str:

@@ -12,19 +12,17 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
 
 from lucidrl.errors import ConfigError
 from lucidrl.utils.logger.backends import TRACKERS, check_trackers, make_monitor, tracker_makers
 from lucidrl.utils.logger.background import BackgroundWriter
 from lucidrl.utils.logger.config import LoggerConfig, validated
 from lucidrl.utils.logger.folders import path_inside
-from lucidrl.utils.logger.interface import LoggerInterface
-from lucidrl.utils.logger.jsonl import JsonlLogger
+from lucidrl.utils.logger.interface import DrawnFigure, LoggerInterface
+from lucidrl.utils.logger.jsonl import JsonlLogger, write_rows
 from lucidrl.utils.logger.redact import redacted
-from lucidrl.utils.logger.rows import write_rows
 from lucidrl.utils.logger.token_error import token_error_figure
-from lucidrl.utils.logger.tracker import DrawnFigure
 from lucidrl.utils.logger.values import PlainMetrics, WarnOnce, described, frozen, metric_name, plain_metrics
 
 if TYPE_CHECKING:
@@ -75,15 +73,13 @@ class Logger(LoggerInterface):
                 f"log_dir={cfg['log_dir']!r} cannot be written ({error}); choose another folder"
             ) from error
         self._writers: list[BackgroundWriter[Any]] = [
-            BackgroundWriter("metrics.jsonl", _returning(jsonl), _finish, _MOST_WAITING_LINES, _MAX_WAIT_S)
+            BackgroundWriter("metrics.jsonl", lambda: jsonl, _MOST_WAITING_LINES, _MAX_WAIT_S)
         ]
         makers = tracker_makers(cfg, self._log_dir, self.run_id)
         makers += [(type(backend).__name__, _returning(backend)) for backend in extra_backends]
-        self._writers += [BackgroundWriter(name, make, _finish, _MOST_WAITING_RECORDS) for name, make in makers]
+        self._writers += [BackgroundWriter(name, make, _MOST_WAITING_RECORDS) for name, make in makers]
         # A separate thread: rows and curves take long, and must not delay metrics.
-        self._batches: BackgroundWriter[None] = BackgroundWriter(
-            "samples and plots", lambda: None, lambda _: None, _MOST_WAITING_BATCHES
-        )
+        self._batches = BackgroundWriter("samples and plots", lambda: None, _MOST_WAITING_BATCHES)
         # No thread may hold a reference to the logger, which would never be collected: the monitor has a proxy.
         monitor = make_monitor(cfg, weakref.proxy(self))
         self._end = weakref.finalize(self, _end_parts, monitor, self._batches, self._writers, self._timeout_s)
@@ -92,11 +88,7 @@ class Logger(LoggerInterface):
             monitor.start()
 
     def log_metrics(
-        self,
-        metrics: dict[str, Any],
-        step: int,
-        prefix: Optional[str] = "",  # noqa: UP045
-        step_metric: Optional[str] = None,  # noqa: UP045
+        self, metrics: dict[str, Any], step: int, prefix: str | None = "", step_metric: str | None = None
     ) -> None:
         with self._guarded("metrics", step):
             step = _whole_number(step)
@@ -252,10 +244,6 @@ def _whole_number(step: Any) -> int:
 
 def _returning(backend: LoggerInterface) -> Callable[[], LoggerInterface]:
     return lambda: backend
-
-
-def _finish(backend: LoggerInterface) -> None:
-    backend.finish()
 
 
 def _end_parts(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from lucidrl.utils.imports import require_package
 from lucidrl.utils.logger.config import MlflowConfig, validated
-from lucidrl.utils.logger.tracker import Tracker
+from lucidrl.utils.logger.interface import Tracker
 from lucidrl.utils.logger.values import PlainMetrics, Scalar, flatten_dict, metric_name, printable
 
 if TYPE_CHECKING:

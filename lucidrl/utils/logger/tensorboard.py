@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from lucidrl.errors import ConfigError
 from lucidrl.utils.logger.config import TensorboardConfig, validated
 from lucidrl.utils.logger.folders import WholeRecords
-from lucidrl.utils.logger.tracker import Tracker
+from lucidrl.utils.logger.interface import Tracker
 from lucidrl.utils.logger.values import PlainMetrics, Scalar, finite_histogram, flatten_dict, printable
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ class TensorboardLogger(Tracker):
         if folder is None:
             raise ConfigError("TensorboardConfig.log_dir is required without Logger; add it")
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self._file = WholeRecords(Path(folder) / _event_file_name())
+        # A name that tensorboard recognises and sorts, unique on a shared file system.
+        source = f"{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
+        self._file = WholeRecords(Path(folder) / f"events.out.tfevents.{int(time.time()):010d}.{source}")
         super().__init__()
         self._append(file_version="brain.Event:2")
 
@@ -96,11 +98,6 @@ class TensorboardLogger(Tracker):
         record = io.BytesIO()
         RecordWriter(record).write(Event(wall_time=time.time(), **fields).SerializeToString())
         self._file.append(record.getvalue())
-
-
-def _event_file_name() -> str:
-    """A name that tensorboard recognises and sorts, unique on a shared file system."""
-    return f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
 
 
 def _add_histogram(summary: Summary, name: str, values: list[Scalar]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Optional
 from lucidrl.utils.imports import require_package
 from lucidrl.utils.logger.config import TrackioConfig, validated
 from lucidrl.utils.logger.folders import path_inside
-from lucidrl.utils.logger.tracker import Tracker
+from lucidrl.utils.logger.interface import Tracker
 from lucidrl.utils.logger.values import PlainMetrics, finite_histogram, jsonable
 
 _choosing_folder = threading.Lock()

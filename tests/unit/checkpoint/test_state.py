@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucidrl.checkpoint.state import flatten_state, unflatten_state
+from lucidrl.checkpoint.tensors import flatten_state, unflatten_state
 from lucidrl.errors import CheckpointError
 
 

@@ -25,7 +25,6 @@ BUDGET = 64
 lengths_within_budget = st.lists(st.integers(0, BUDGET), max_size=60)
 # The machine that runs the tests may be busy.
 unhurried = settings(deadline=None, max_examples=60)
-row_limits = st.none() | st.integers(1, 5)
 
 
 def rows_of(plan):
@@ -58,26 +57,25 @@ def test_fixed_plan_keeps_order_and_only_the_last_group_is_short(num_rows, rows_
 
 
 @unhurried
-@given(lengths=lengths_within_budget, max_rows=row_limits, multiple=st.sampled_from([1, 4, 16]))
-def test_dynamic_plan_takes_each_row_once_within_budget(lengths, max_rows, multiple):
-    plan = dynamic_plan(lengths, BUDGET, max_rows, multiple)
+@given(lengths=lengths_within_budget, multiple=st.sampled_from([1, 4, 16]))
+def test_dynamic_plan_takes_each_row_once_within_budget(lengths, multiple):
+    plan = dynamic_plan(lengths, BUDGET, multiple)
     assert sorted(rows_of(plan)) == list(range(len(lengths)))
     assert all(padded_tokens(group, lengths, multiple) <= BUDGET for group in plan)
-    assert max_rows is None or all(len(group) <= max_rows for group in plan)
 
 
 @unhurried
-@given(lengths=st.lists(st.integers(0, 12), max_size=6), max_rows=row_limits)
-def test_no_other_plan_has_fewer_groups_or_as_few_with_less_padding(lengths, max_rows):
+@given(lengths=st.lists(st.integers(0, 12), max_size=6))
+def test_no_other_plan_has_fewer_groups_or_as_few_with_less_padding(lengths):
     def cost(plan):
         return len(plan), sum(padded_tokens(group, lengths) for group in plan)
 
     allowed = [
         plan
         for plan in partitions(list(range(len(lengths))))
-        if all(padded_tokens(group, lengths) <= 14 and len(group) <= (max_rows or 6) for group in plan)
+        if all(padded_tokens(group, lengths) <= 14 for group in plan)
     ]
-    assert cost(dynamic_plan(lengths, 14, max_rows)) == min(map(cost, allowed))
+    assert cost(dynamic_plan(lengths, 14)) == min(map(cost, allowed))
 
 
 def test_dynamic_plan_puts_the_longest_rows_first_and_similar_rows_together():
@@ -90,12 +88,11 @@ def test_dynamic_plan_accepts_a_tensor_and_no_rows():
 
 
 @unhurried
-@given(lengths=lengths_within_budget, max_rows=row_limits)
-def test_packed_plan_takes_each_row_once_within_budget(lengths, max_rows):
-    plan = packed_plan(lengths, BUDGET, max_rows)
+@given(lengths=lengths_within_budget)
+def test_packed_plan_takes_each_row_once_within_budget(lengths):
+    plan = packed_plan(lengths, BUDGET)
     assert sorted(rows_of(plan)) == list(range(len(lengths)))
     assert all(group and sum(lengths[row] for row in group) <= BUDGET for group in plan)
-    assert max_rows is None or all(len(group) <= max_rows for group in plan)
 
 
 @unhurried
@@ -129,11 +126,10 @@ def test_a_row_that_only_rounding_puts_over_the_budget_says_so():
         dynamic_plan([9], max_tokens=10, length_multiple=4)
 
 
-@pytest.mark.parametrize("limits", [{"max_tokens": 0}, {"max_tokens": 8, "max_rows": 0}])
 @pytest.mark.parametrize("make_plan", [dynamic_plan, packed_plan])
-def test_limits_below_one_are_refused(make_plan, limits):
+def test_a_budget_below_one_is_refused(make_plan):
     with pytest.raises(DataError, match="at least 1"):
-        make_plan([1], **limits)
+        make_plan([1], max_tokens=0)
 
 
 def test_a_negative_length_is_refused():

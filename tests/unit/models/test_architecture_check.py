@@ -42,9 +42,10 @@ from transformers import (
 )
 
 from lucidrl.errors import ConfigError
-from lucidrl.models import architecture_check, attention
-from lucidrl.models.architecture_check import check_against_own_forward
+from lucidrl.models import attention
+from lucidrl.models import model_checks as architecture_check
 from lucidrl.models.loading import load_model, model_facts
+from lucidrl.models.model_checks import check_against_own_forward
 
 TINY = {
     "vocab_size": 102,

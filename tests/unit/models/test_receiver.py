@@ -8,7 +8,7 @@ import torch
 from lucidrl.distributed.shared_memory import SharedMemory
 from lucidrl.distributed.weight_buckets import Bucket, BucketHandle, TensorInfo
 from lucidrl.errors import RefitError
-from lucidrl.models.generation.receiver import WeightReceiver
+from lucidrl.models.generation.generation_worker import WeightReceiver
 from lucidrl.models.loading import load_model
 
 DEVICE = "CPU-0"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lucidrl.profiling.span_file import SpanFile
+from lucidrl.profiling.recording import SpanFile
 from lucidrl.profiling.spans import recorder, span
 from lucidrl.profiling.trace_files import ProcessName
 from tests.unit.profiling.span_reading import events_of, spans_of
@@ -97,7 +97,7 @@ def test_it_names_its_process_and_uses_unix_time(file, path):
 def test_a_killed_process_leaves_the_spans_that_ended_before(path):
     code = (
         "import os, signal, time; from pathlib import Path\n"
-        "from lucidrl.profiling.span_file import SpanFile\n"
+        "from lucidrl.profiling.recording import SpanFile\n"
         "from lucidrl.profiling.spans import span\n"
         "from lucidrl.profiling.trace_files import ProcessName\n"
         f"file = SpanFile(Path({str(path)!r}), ProcessName('rank'))\n"

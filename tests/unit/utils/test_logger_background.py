@@ -22,7 +22,7 @@ class Backend:
 
 
 def writer_of(backend, capacity=100, start=None):
-    return BackgroundWriter("Tracker", start or (lambda: backend), lambda b: b.finish(), capacity)
+    return BackgroundWriter("Tracker", start or (lambda: backend), capacity)
 
 
 def end(writer, timeout_s=5.0):

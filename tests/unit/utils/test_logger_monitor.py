@@ -16,8 +16,7 @@ import pytest
 from lucidrl.errors import ConfigError
 from lucidrl.utils.logger import monitor as monitor_module
 from lucidrl.utils.logger.interface import LoggerInterface
-from lucidrl.utils.logger.local_monitor import LocalMonitorLogger
-from lucidrl.utils.logger.monitor import Monitor
+from lucidrl.utils.logger.monitor import LocalMonitorLogger, Monitor
 
 NAMES = {"metric_prefix": "ray", "step_metric": "ray/ray_step"}
 
@@ -299,7 +298,7 @@ def test_a_parent_that_dies_in_the_monitors_own_thread_can_stop_it_there():
 def test_a_process_with_a_running_monitor_exits():
     code = """
 import time
-from lucidrl.utils.logger.local_monitor import LocalMonitorLogger
+from lucidrl.utils.logger.monitor import LocalMonitorLogger
 monitor = LocalMonitorLogger(0.01, 60, "ray", "ray/ray_step")
 monitor.start()
 time.sleep(0.3)

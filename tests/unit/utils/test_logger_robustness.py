@@ -281,7 +281,7 @@ def test_a_slow_disk_costs_the_caller_little(cfg):
         def log_metrics(self, metrics, step, prefix="", step_metric=None):
             time.sleep(0.2)
 
-    writer = BackgroundWriter("disk", SlowDisk, lambda backend: backend.finish(), capacity=5, max_wait_s=0.002)
+    writer = BackgroundWriter("disk", SlowDisk, capacity=5, max_wait_s=0.002)
     start = time.monotonic()
     for step in range(200):
         writer.put(lambda backend: backend.log_metrics({}, 0), step)

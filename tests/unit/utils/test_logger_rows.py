@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lucidrl.utils.logger import rows as rows_module
-from lucidrl.utils.logger.rows import row_lines, write_rows
+from lucidrl.utils.logger import jsonl as rows_module
+from lucidrl.utils.logger.jsonl import row_lines, write_rows
 from lucidrl.utils.logger.values import WarnOnce
 
 NAN, INF = float("nan"), float("inf")

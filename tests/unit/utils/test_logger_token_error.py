@@ -11,8 +11,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from lucidrl.utils.logger.interface import png_of
 from lucidrl.utils.logger.token_error import token_error_figure, worst_sample
-from lucidrl.utils.logger.tracker import png_of
 
 NAN, INF = float("nan"), float("inf")
 

@@ -7,8 +7,8 @@ import torch
 from torch import distributions
 
 from lucidrl.errors import TrainingError
-from lucidrl.models.control.actions import ContinuousHead, DiscreteHead
 from lucidrl.models.control.interfaces import ContinuousActions, DiscreteActions
+from lucidrl.models.control.networks import ContinuousHead, DiscreteHead
 
 
 @pytest.fixture(autouse=True)

@@ -117,7 +117,7 @@ def save_in_the_background(rows: Rows, folder: str) -> list[int]:
     size_bytes = worker.checkpoints.begin(f"{folder}/later/weights", f"{folder}/later/optimizer")
     train(worker, rows)
     digests = worker.checkpoints.finish()
-    assert worker.checkpoints.is_written()
+    assert worker.checkpoints.writer.is_done()
     return [size_bytes, sum(path.stat().st_size for path in digests)]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from lucidrl.data.messages import render_prompt
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.collectives import gather_over
+from lucidrl.distributed.process_group import gather_over
 from lucidrl.distributed.shared_memory import NAME_PREFIX, AttachedMemory
 from lucidrl.distributed.weight_buckets import plan_buckets
 from lucidrl.distributed.workers.group import WorkerGroup
@@ -21,7 +21,7 @@ from lucidrl.errors import LostWorkerError, RefitError, WorkerError
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.receiver import WeightReceiver
+from lucidrl.models.generation.generation_worker import WeightReceiver
 from lucidrl.models.generation.refit import Refit, buckets_of_names
 from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.loading import DTYPES, load_model
