@@ -196,10 +196,13 @@ MISTAKES = {
     "missing model": (["grpo", "policy.model_name=nowhere"], ["'nowhere'", "does not exist", "Hugging Face"]),
     "model without weights": (["grpo", "policy.model_name=model_without_weights"], ["model_without_weights"]),
     "tokenizer without pad or eos": (["grpo", "policy.model_name=bare_model"], ["bare_model", "policy.pad_token=..."]),
-    "empty dataset": (["grpo", "env.prompts_file=empty.jsonl"], ["empty.jsonl has no prompts", "one JSON object"]),
-    "missing dataset": (["grpo", "env.prompts_file=absent.jsonl"], ["absent.jsonl does not exist"]),
+    "empty dataset": (["grpo", "data.file=empty.jsonl"], ["empty.jsonl has no rows", "one JSON object"]),
+    "missing dataset": (["grpo", "data.file=absent.jsonl"], ["absent.jsonl does not exist"]),
     "missing examples": (["sft", "data.file=absent.jsonl"], ["absent.jsonl does not exist"]),
-    "prompt too long": (["grpo", "env.prompts_file=long.jsonl"], ["'tale' has 602 tokens", "context of 512"]),
+    "prompt too long": (
+        ["grpo", "data.file=long.jsonl"],
+        ["'tale' (long.jsonl:", "602 tokens", "max_prompt_tokens=511"],
+    ),
     "batch that does not divide": (
         ["grpo", "policy.train_global_batch_size=100", "collector={prompts_per_step: 32, samples_per_prompt: 8}"],
         ["256 rows", "32 x collector.samples_per_prompt=8", "policy.train_global_batch_size=100", "multiple"],
@@ -412,7 +415,7 @@ def slow_run(workplace):
     started = []
 
     def start(delay_s: float, steps: int = 50) -> subprocess.Popen[str]:
-        settings = [f"env.kwargs={{delay_s: {delay_s}}}", "env.prompts_file=short.jsonl", "run.name=run"]
+        settings = [f"env.kwargs={{delay_s: {delay_s}}}", "data.file=short.jsonl", "run.name=run"]
         settings += [
             "collector.prompts_per_step=4",
             "collector.samples_per_prompt=2",

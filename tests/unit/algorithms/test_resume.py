@@ -18,7 +18,7 @@ from tests.faults.records import digests, metrics
 DRAWING = (
     "env.name=tests.faults.drawing:DrawingEnv",
     "env.kwargs={}",
-    "env.validation_fraction=0",
+    "data.validation_fraction=0",
     "validation.num_prompts=0",
     "checkpoint.metric=null",
     "policy.optimizer.name=tests.faults.drawing.NoisyAdamW",
