@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.profile import RolloutProfiler
 from lucidrl.collectors.rollouts import Rollouts, Sample
-from lucidrl.data.datasets import Prompt
+from lucidrl.data.datasets import Prompt, naming
 from lucidrl.data.items import Skip
 from lucidrl.data.loading import dataset_of_prompts
 from lucidrl.data.messages import render_next_turn, render_prompt, sampled_message, with_tokens
@@ -202,7 +202,8 @@ class TextCollector:
         return groups
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        ids = render_prompt(self._tokenizer, prompt.messages)
+        with naming(prompt):
+            ids = render_prompt(self._tokenizer, prompt.messages)
         if len(ids) >= self._context_length:
             remedy = "shorten it or remove it"
             if prompt.place:

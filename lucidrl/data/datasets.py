@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +55,15 @@ class Example:
     def label(self) -> str:
         """How errors name it."""
         return f"example {self.messages[0]['content'][:40]!r}" + (f" ({self.place})" if self.place else "")
+
+
+@contextmanager
+def naming(item: Prompt | Example) -> Iterator[None]:
+    """Name the prompt or example in errors of its data, such as one that the chat template refuses."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{item.label}: {error}") from error
 
 
 def key_of(messages: Sequence[ChatMessage]) -> str:

@@ -14,6 +14,7 @@ from lucidrl.data.items import Items, T
 from lucidrl.data.json_rows import JsonLines
 from lucidrl.data.sources import PythonRows, RowSource, open_source
 from lucidrl.data.stream import Dataset, Part
+from lucidrl.errors import DataError
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -121,6 +122,8 @@ def _dataset(
         validation = [part(open_source(config.validation_file), 1.0, 1.0, "validation/")]
     fraction = config.validation_fraction if validation is None else 0.0
     if rows is not None:
+        if not len(rows):
+            raise DataError("the dataset of the program has no rows; pass at least one")
         only = [part(PythonRows(rows), 1.0, fraction, "")]
         return Dataset(only, seed=seed, limit=config.limit, validation=validation)
     files = config.files

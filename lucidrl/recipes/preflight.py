@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from lucidrl.data.datasets import Example, Prompt
+from lucidrl.data.datasets import Example, Prompt, naming
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.data.items import Skip
 from lucidrl.data.loading import dataset_of_answers, dataset_of_prompts, example_dataset, prompt_dataset
@@ -113,9 +113,10 @@ class TextInputs:
 
     def token_ids(self, item: Prompt | Example) -> list[int]:
         """Tokens of a prompt or example, as the model reads them."""
-        if isinstance(item, Prompt):
-            return render_prompt(self.tokenizer, item.messages)
-        log = supervised_example(self.tokenizer, item.messages)
+        with naming(item):
+            if isinstance(item, Prompt):
+                return render_prompt(self.tokenizer, item.messages)
+            log = supervised_example(self.tokenizer, item.messages)
         return [token for message in log for token in message["token_ids"].tolist()]
 
     def length(self, item: Prompt | Example) -> int:
@@ -128,7 +129,8 @@ class TextInputs:
         Raises:
             DataError: it does not fit the model's context.
         """
-        log = supervised_example(self.tokenizer, example.messages)
+        with naming(example):
+            log = supervised_example(self.tokenizer, example.messages)
         self.check_fits(sum(len(message["token_ids"]) for message in log), example.label)
         return log
 

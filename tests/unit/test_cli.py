@@ -203,6 +203,16 @@ MISTAKES = {
         ["grpo", "data.file=long.jsonl"],
         ["'tale' (long.jsonl:", "602 tokens", "max_prompt_tokens=511"],
     ),
+    "missing column": (
+        ["grpo", "data.file=long.jsonl", "data.prompt=question"],
+        ["long.jsonl:1: has no column 'question' (data.prompt); it has "],
+    ),
+    "column of another name in a template": (
+        ["grpo", "data.file=long.jsonl", "data.template={{ question }}"],
+        ["long.jsonl:1: data.template fails: 'question' is undefined; the columns are "],
+    ),
+    "data show without a file": (["data", "show", "data.limit=3"], ["there is no file to show"]),
+    "data show of an unknown kind": (["data", "show", "list.yaml"], ["list.yaml has the unknown extension .yaml"]),
     "batch that does not divide": (
         ["grpo", "policy.train_global_batch_size=100", "collector={prompts_per_step: 32, samples_per_prompt: 8}"],
         ["256 rows", "32 x collector.samples_per_prompt=8", "policy.train_global_batch_size=100", "multiple"],

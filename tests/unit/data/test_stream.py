@@ -168,6 +168,8 @@ def test_rows_of_a_program_are_drawn_like_those_of_a_file():
     dataset = prompt_dataset(config, seed=0, rows=rows, validation_rows=[{"q": "v"}])
     assert sorted(texts(dataset.take(20)), key=int) == [f"{n}" for n in range(20)]
     assert texts(dataset.held_out(5)) == ["v"]
+    with pytest.raises(DataError, match="the dataset of the program has no rows"):
+        prompt_dataset(config, seed=0, rows=[])
     with pytest.raises(DataError, match=r"rows\[0\]: has no column 'q'"):
         prompt_dataset(config, seed=0, rows=[{"p": "a"}]).take(1)
 

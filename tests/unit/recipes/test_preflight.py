@@ -148,6 +148,13 @@ def test_an_example_longer_than_the_context_is_shown_by_its_beginning(tmp_path):
         preflight(settings(tmp_path, f"data.file={file}", schema=SFTRunConfig))
 
 
+def test_an_example_that_cannot_be_rendered_is_named_with_its_row(tmp_path):
+    turns = [{"from": "gpt", "value": "hello"}]
+    file = write_rows(tmp_path / "talk.jsonl", [{"prompt": "1", "completion": "1"}, {"conversations": turns}])
+    with pytest.raises(DataError, match=r"'hello' \(.*talk\.jsonl:2\): there are no messages to complete"):
+        preflight(settings(tmp_path, f"data.file={file}", "data.validation_fraction=0", schema=SFTRunConfig))
+
+
 def test_a_run_name_that_is_taken_is_refused(tmp_path):
     (tmp_path / "runs/mine").mkdir(parents=True)
     (tmp_path / "runs/mine/config.yaml").write_text("")
