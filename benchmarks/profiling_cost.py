@@ -112,7 +112,8 @@ def demo_step(threads: int) -> Callable[[], None]:
 
     from lucidrl.algorithms.advantages import compute_advantages
     from lucidrl.collectors.text import TextCollector
-    from lucidrl.envs.text.registry import make_env, split_prompts
+    from lucidrl.data.loading import dataset_of_prompts
+    from lucidrl.envs.text.registry import make_env
     from lucidrl.envs.text.runner import EnvRunner
     from lucidrl.losses.policy_gradient import ClippedPGLoss
     from lucidrl.models.loading import model_facts, policy_tokenizer
@@ -127,7 +128,8 @@ def demo_step(threads: int) -> Callable[[], None]:
     policy = Policy(config.policy, tokenizer, init_reference_model=False, seed=config.seed)
     env = make_env(config.env.name, config.env.kwargs)
     runner = EnvRunner(env, config.env.timeout_s, config.env.max_concurrency, config.env.on_error)
-    prompts, _ = split_prompts(env.prompts(), config.env)
+    fraction = config.data.validation_fraction
+    prompts = dataset_of_prompts(env.prompts(), seed=config.seed, validation_fraction=fraction)
     length = model_facts(config.policy.model_name).context_length
     collector = TextCollector(
         policy, runner, tokenizer, prompts, config.collector, context_length=length, seed=config.seed

@@ -32,6 +32,7 @@ BENCHMARKS = (
     "group_sampling",
     "grpo_step_vs_trl",
     "collectors",
+    "large_dataset",
     "demo",
     "smollm2_grpo",
 )

@@ -73,7 +73,16 @@ def reference() -> str:
 def commands() -> str:
     """The page of commands."""
     group: Any = typer.main.get_command(app)
-    return "\n".join([COMMANDS_INTRODUCTION, *(_command(name, command) for name, command in group.commands.items())])
+    return "\n".join([COMMANDS_INTRODUCTION, *(_command(name, command) for name, command in _commands(group))])
+
+
+def _commands(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """All commands, those of groups by both names."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{above}{name} ")
+        else:
+            yield f"{above}{name}", command
 
 
 def _command(name: str, command: Any) -> str:

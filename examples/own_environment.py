@@ -7,8 +7,8 @@ From the root of the repository, with the embedded model and the environment's o
 with longer numbers, with the prompts of a file, with your own model:
 
     lucidrl grpo env.name=examples.own_environment:SortDigits env.kwargs.num_digits=4
-    lucidrl grpo env.name=examples.own_environment:SortDigits env.prompts_file=examples/prompts.jsonl \
-        env.validation_fraction=0.25
+    lucidrl grpo env.name=examples.own_environment:SortDigits data.file=examples/prompts.jsonl \
+        data.validation_fraction=0.25
     lucidrl grpo env.name=examples.own_environment:SortDigits policy.model_name=FOLDER
 
 The embedded model only knows additions, so the reward climbs slowly. It starts higher after some supervised steps on

@@ -70,7 +70,7 @@ def grpo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset 
     Examples:
 
         lucidrl grpo
-        lucidrl grpo policy.model_name=FOLDER env.name=my_module:MyEnv env.prompts_file=prompts.jsonl
+        lucidrl grpo policy.model_name=FOLDER env.name=my_module:MyEnv data.file=prompts.jsonl
         lucidrl grpo --resume runs/grpo/exp_001 grpo.max_steps=1000
 
     The first trains the built-in tiny model on two-digit addition (preset `demo`). Any other model starts from the
@@ -183,6 +183,33 @@ def check(
     from lucidrl.recipes.run import check_run
 
     check_run(algorithm, config, preset, overrides or [])
+
+
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Look at a dataset before training.")
+app.add_typer(data_app, name="data")
+
+
+@data_app.command()
+def show(
+    settings: Annotated[
+        list[str], typer.Argument(metavar="FILE [KEY=VALUE]...", help=f"Dataset, as in data.file. {OVERRIDES_HELP}")
+    ],
+    rows: Annotated[int, typer.Option(min=0, help="Rows to print.")] = 3,
+    algorithm: Annotated[str, typer.Option(help="grpo shows prompts, sft shows examples.")] = "grpo",
+) -> None:
+    """Print the first prompts of a dataset as the model reads them, their lengths, and which rows are dropped.
+
+    Examples:
+
+        lucidrl data show train.parquet data.prompt=question policy.model_name=FOLDER
+        lucidrl data show --algorithm sft examples.jsonl data.max_prompt_tokens=2048
+
+    Reads at most 20,000 evenly spread rows.
+    """
+    from lucidrl.recipes.data_show import show_data
+
+    has_file = "=" not in settings[0]
+    show_data(settings[0] if has_file else None, settings[has_file:], num_rows=rows, algorithm=algorithm)
 
 
 def main() -> None:

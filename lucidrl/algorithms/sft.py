@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lucidrl.algorithms.config import SFTConfig
 from lucidrl.algorithms.loop import TrainingLoop
 from lucidrl.algorithms.validation import ExampleValidator
-from lucidrl.data.datasets import PromptOrder
+from lucidrl.data.datasets import Example
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.data.messages import collate
+from lucidrl.data.stream import Dataset
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.policy.policy import Policy
@@ -24,11 +25,9 @@ class SFT:
     config: SFTConfig
     loop: TrainingLoop
     policy: Policy
-    examples: Sequence[LLMMessageLogType]
-    order: PromptOrder
+    examples: Dataset[Example]
+    tokenize: Callable[[Example], LLMMessageLogType]
     pad_id: int
-    position: int = 0
-    """Examples used so far."""
 
     def run(self) -> int:
         """Train until `max_steps` or a stop request; return the last completed step."""
@@ -42,20 +41,19 @@ class SFT:
 
     def next_batch(self) -> BatchedDataDict[Any]:
         """Return the batch of the next step."""
-        chosen = self.order.take(self.position, self.config.examples_per_step)
-        self.position += len(chosen)
-        batch = collate([self.examples[index] for index in chosen], self.pad_id, supervised=True)
-        batch["idx"] = [f"example {index + 1}" for index in chosen]
+        examples = self.examples.take(self.config.examples_per_step)
+        batch = collate([self.tokenize(example) for example in examples], self.pad_id, supervised=True)
+        batch["idx"] = [example.example_id for example in examples]
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state beside weights and optimizer, as plain values."""
         validator = self.loop.validator
         kept = validator.state_dict() if isinstance(validator, ExampleValidator) else {}
-        return {"position": self.position, **kept, **self.loop.state_dict()}
+        return {**self.examples.state_dict(), **kept, **self.loop.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
+        self.examples.load_state_dict(state)
         if isinstance(self.loop.validator, ExampleValidator):
             self.loop.validator.load_state_dict(state)
         self.loop.load_state_dict(state)

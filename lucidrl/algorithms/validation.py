@@ -5,7 +5,7 @@ Shapes: B envs, one per episode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,9 +15,10 @@ from torch import nn
 
 from lucidrl.collectors.rollouts import Rollouts
 from lucidrl.collectors.text import TextCollector
-from lucidrl.data.datasets import Prompt
+from lucidrl.data.datasets import Example, Prompt
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.data.messages import collate
+from lucidrl.data.stream import Dataset
 from lucidrl.envs.base import EnvBase
 from lucidrl.envs.policies import as_policy
 from lucidrl.losses.interfaces import LossFunction
@@ -50,12 +51,14 @@ class PromptValidator:
     """Completes held-out prompts greedily and scores the completions in the environment."""
 
     collector: TextCollector
-    prompts: Sequence[Prompt]
+    dataset: Dataset[Prompt]
+    num_prompts: int
     prompts_per_batch: int = 64
     """Prompts per generated batch; a stop request takes effect between batches."""
 
     def validate(self, step: int, is_stopped: Callable[[], bool]) -> Validation:
-        rollouts = self.collector.evaluate(self.prompts, batch_size=self.prompts_per_batch, is_stopped=is_stopped)
+        prompts = self.dataset.held_out(self.num_prompts)
+        rollouts = self.collector.evaluate(prompts, batch_size=self.prompts_per_batch, is_stopped=is_stopped)
         return Validation(rollouts.metrics, rollouts)
 
 
@@ -65,7 +68,9 @@ class ExampleValidator:
 
     policy: Policy
     loss_fn: LossFunction
-    examples: Sequence[LLMMessageLogType]
+    dataset: Dataset[Example]
+    num_examples: int
+    tokenize: Callable[[Example], LLMMessageLogType]
     pad_id: int
     prompts: PromptValidator | None = None
 
@@ -76,7 +81,8 @@ class ExampleValidator:
             metrics = self.prompts.validate(step, is_stopped).metrics
         if is_stopped():
             return Validation({})
-        batch = collate(self.examples, self.pad_id, supervised=True)
+        logs = [self.tokenize(example) for example in self.dataset.held_out(self.num_examples)]
+        batch = collate(logs, self.pad_id, supervised=True)
         loss = self.policy.train(batch, self.loss_fn, eval_mode=True).loss
         return Validation({**metrics, "loss": loss})
 
@@ -86,6 +92,7 @@ class ExampleValidator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.prompts is not None:
+            self.prompts.dataset.load_state_dict(state)  # its version decides which prompts are held out
             self.prompts.collector.runner.load_state_dict(state)
 
 

@@ -15,8 +15,11 @@ from lucidrl.collectors.base import check_calls, method_of
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.profile import RolloutProfiler
 from lucidrl.collectors.rollouts import Rollouts, Sample
-from lucidrl.data.datasets import Prompt, PromptOrder
+from lucidrl.data.datasets import Prompt, naming
+from lucidrl.data.items import Skip
+from lucidrl.data.loading import dataset_of_prompts
 from lucidrl.data.messages import render_next_turn, render_prompt, sampled_message, with_tokens
+from lucidrl.data.stream import Dataset
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.envs.text.interfaces import EnvRequest
 from lucidrl.envs.text.runner import EnvRunner
@@ -35,7 +38,7 @@ class TextCollector:
     Args:
         generator: completes prompts.
         runner: scores completions; closed with the collector.
-        prompts: prompts of the training, used in an order that depends only on `seed`.
+        prompts: a dataset to draw from, or a list of prompts to train on, used in an order that depends only on `seed`.
         context_length: context length of the model; a prompt must leave room for at least one new token.
     """
 
@@ -46,7 +49,7 @@ class TextCollector:
         generator: GenerationInterface,
         runner: EnvRunner,
         tokenizer: PreTrainedTokenizerBase,
-        prompts: Sequence[Prompt],
+        prompts: Dataset[Prompt] | Sequence[Prompt],
         config: TextCollectorConfig,
         *,
         context_length: int,
@@ -55,15 +58,13 @@ class TextCollector:
         self._generator = generator
         self.runner = runner
         self._tokenizer = tokenizer
-        self._prompts = prompts
+        self._prompts = prompts if isinstance(prompts, Dataset) else dataset_of_prompts(prompts, seed=seed)
         self._config = config
         self._context_length = context_length
         self._seed = seed
-        self._order = PromptOrder(len(prompts), seed)
-        self._position = 0
         self._batches = 0
         self._num_restarts: Counter[str] = Counter()  # up to the last batch, by metric
-        self._rendered: dict[str, list[int]] = {}
+        self._num_filtered = 0  # rows, up to the last batch
         self._profiler = RolloutProfiler("text collector")
 
     def __iter__(self) -> Iterator[Rollouts]:
@@ -91,9 +92,7 @@ class TextCollector:
         kept: list[list[Sample]] = []
         silent: list[list[Sample]] = []
         for _ in range(1 + self._config.refill_rounds):
-            count = wanted - len(kept)
-            prompts = [self._prompts[index] for index in self._order.take(self._position, count)]
-            self._position += count
+            prompts = self._prompts.take(wanted - len(kept))
             for group in self._run_groups(prompts, self._config.samples_per_prompt, num_used):
                 (kept if _has_signal(group) or not self._config.refill_rounds else silent).append(group)
             if len(kept) == wanted:
@@ -103,6 +102,7 @@ class TextCollector:
             "groups_with_signal_fraction": _mean(_has_signal(group) for group in groups),
             "groups_without_signal_replaced": float(len(kept) + len(silent) - wanted),
             **self._newly_replaced(),
+            **self._newly_filtered(),
         }
         if all(sample.is_dropped for group in groups for sample in group):
             raise EnvironmentFailure(
@@ -163,10 +163,11 @@ class TextCollector:
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the prompts and state of the environment; between two batches all samples are done."""
-        return {"position": self._position, "batches": self._batches, **self.runner.state_dict()}
+        return {**self._prompts.state_dict(), "batches": self._batches, **self.runner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._position, self._batches = state["position"], state["batches"]
+        self._prompts.load_state_dict(state)
+        self._batches = state["batches"]
         self.runner.load_state_dict(state)
 
     def shutdown(self) -> None:
@@ -185,8 +186,8 @@ class TextCollector:
         """
         groups = []
         for prompt in prompts:
-            first = num_used[prompt.prompt_id]
-            groups.append([self._new_sample(prompt, first + number) for number in range(samples_per_prompt)])
+            first, ids = num_used[prompt.prompt_id], self._prompt_ids(prompt)
+            groups.append([_new_sample(prompt, first + number, ids) for number in range(samples_per_prompt)])
             num_used[prompt.prompt_id] += samples_per_prompt
         samples = [sample for group in groups for sample in group]
         for turn in range(1, self._config.max_turns + 1):
@@ -200,19 +201,18 @@ class TextCollector:
                 break
         return groups
 
-    def _new_sample(self, prompt: Prompt, index: int) -> Sample:
-        return Sample(prompt, index, with_tokens(prompt.messages, self._prompt_ids(prompt)), dict(prompt.info))
-
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if prompt.prompt_id not in self._rendered:
+        with naming(prompt):
             ids = render_prompt(self._tokenizer, prompt.messages)
-            if len(ids) >= self._context_length:
-                raise DataError(
-                    f"prompt {prompt.prompt_id!r} has {len(ids)} tokens; with at least one new token it does not fit "
-                    f"the model's context of {self._context_length} tokens; shorten it or remove it"
-                )
-            self._rendered[prompt.prompt_id] = ids
-        return self._rendered[prompt.prompt_id]
+        if len(ids) >= self._context_length:
+            remedy = "shorten it or remove it"
+            if prompt.place:
+                remedy = f"set data.max_prompt_tokens={self._context_length - 1} or less to skip such rows"
+            raise DataError(
+                f"{prompt.label} has {len(ids)} tokens; with at least one new token it does not fit the model's "
+                f"context of {self._context_length} tokens; {remedy}"
+            )
+        return ids
 
     def _generation_batch(self, samples: list[Sample], turn: int) -> BatchedDataDict[GenerationDatumSpec]:
         """The messages so far, as prompts."""
@@ -274,6 +274,14 @@ class TextCollector:
         )
         return {name: float(number - before[name]) for name, number in self._num_restarts.items()}
 
+    def _newly_filtered(self) -> dict[str, float]:
+        """Rows skipped by filters since the last training batch."""
+        if not self._prompts.is_filtered:
+            return {}
+        before = self._num_filtered
+        self._num_filtered = self._prompts.skipped[Skip.WHERE] + self._prompts.skipped[Skip.LENGTH]
+        return {"filtered_rows": float(self._num_filtered - before)}
+
     def _rollouts(self, groups: list[list[Sample]], extra: dict[str, float]) -> Rollouts:
         samples = [sample for group in groups for sample in group]
         scored = [sample for sample in samples if not sample.is_dropped]
@@ -305,6 +313,10 @@ class TextCollector:
                 f"{expected}; update the weights of all generators, between batches"
             )
         return expected
+
+
+def _new_sample(prompt: Prompt, index: int, ids: Sequence[int]) -> Sample:
+    return Sample(prompt, index, with_tokens(prompt.messages, ids), dict(prompt.info))
 
 
 def _has_signal(group: Sequence[Sample]) -> bool:

@@ -20,6 +20,7 @@ from lucidrl.algorithms.config import (
 )
 from lucidrl.checkpoint.config import CheckpointConfig
 from lucidrl.collectors.config import TextCollectorConfig
+from lucidrl.data.config import DataConfig
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
@@ -126,7 +127,9 @@ class TextRunConfig(BaseRunConfig):
     cluster: ClusterConfig = ClusterConfig()
     """Worker processes and the Ray cluster."""
     env: EnvConfig = EnvConfig()
-    """The environment: prompts and rewards."""
+    """The environment: rewards, and prompts unless `data.file` has them."""
+    data: DataConfig = DataConfig()
+    """Prompts or examples: files, columns, filters and the split."""
     validation: ValidationConfig = ValidationConfig()
     """Validation on held-out prompts."""
     tracking: TextTrackingConfig = TextTrackingConfig()
@@ -153,7 +156,7 @@ class TextRunConfig(BaseRunConfig):
 
     @property
     def title(self) -> str:
-        return f"{self.policy.model_name} on {self.env.name}"
+        return f"{self.policy.model_name} on {self.data.title or self.env.name}"
 
     @property
     def updates_per_step(self) -> int:
@@ -233,18 +236,6 @@ class GRPORunConfig(TextRunConfig):
         ]
 
 
-class SFTDataConfig(Config):
-    """Where the examples come from."""
-
-    file: Path | None = None
-    """JSONL file; each line is {"messages": [...]} that ends with an assistant message, or {"prompt": "...",
-    "completion": "..."}. Default: the environment's prompts, each completed with the `answer` of its info."""
-    validation_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Fraction of the file's examples held out for validation."""
-    num_examples: PositiveInt | None = None
-    """Train on this many examples only, the same ones in every run; default: on all."""
-
-
 class SFTRunConfig(TextRunConfig):
     """`lucidrl sft`"""
 
@@ -254,12 +245,6 @@ class SFTRunConfig(TextRunConfig):
     """When checkpoints are written and which are kept."""
     sft: SFTConfig = SFTConfig()
     """The algorithm."""
-    data: SFTDataConfig = SFTDataConfig()
-    """Examples to train on."""
-
-    @property
-    def title(self) -> str:
-        return f"{self.policy.model_name} on {self.data.file or self.env.name}"
 
     @model_validator(mode="after")
     def _file_needs_no_generation(self) -> SFTRunConfig:
@@ -270,7 +255,7 @@ class SFTRunConfig(TextRunConfig):
         if self.data.file is not None and unused:
             raise ValueError(
                 f"{' and '.join(unused)} would start workers that generate or score completions, but a run on "
-                f"data.file={self.data.file} needs none; remove the setting, or data.file"
+                f"data.file={self.data.title} needs none; remove the setting, or data.file"
             )
         return self
 

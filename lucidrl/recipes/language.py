@@ -14,7 +14,6 @@ from lucidrl.algorithms.sft import SFT
 from lucidrl.algorithms.validation import ExampleValidator, PromptValidator, Validator
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.text import TextCollector
-from lucidrl.data.datasets import PromptOrder
 from lucidrl.distributed.workers.ray_cluster import connected
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import ConfigError
@@ -89,13 +88,20 @@ class TextRun(TrainingRun[C]):
             generator,
             runner,
             self._inputs.tokenizer,
-            self._inputs.prompts[0],
+            self._inputs.prompts,
             config,
             context_length=self._inputs.facts.context_length,
             seed=self.config.seed,
         )
         parts.stack.callback(collector.shutdown)
         return collector
+
+    def _prompt_validator(self, collector: TextCollector) -> PromptValidator | None:
+        """Validation on held-out prompts, if there are some."""
+        prompts, validation = self._inputs.prompts, self.config.validation
+        if not validation.num_prompts or not prompts.holds_out:
+            return None
+        return PromptValidator(collector, prompts, validation.num_prompts, validation.prompts_per_batch)
 
     def _generator(self, parts: RunParts, policy: Policy) -> GenerationInterface:
         """Return the policy itself, or generators in separate processes."""
@@ -124,9 +130,7 @@ class GRPORun(TextRun[GRPORunConfig]):
         config = self.config
         policy = self._policy(parts, init_reference=config.grpo.loss.kl_coefficient > 0)
         collector = self._collector(parts, policy, config.collector)
-        held_out = self._inputs.validation_prompts
-        collector.check([*self._inputs.prompts[0], *held_out])
-        validator = PromptValidator(collector, held_out, config.validation.prompts_per_batch) if held_out else None
+        validator = self._prompt_validator(collector)
         return GRPO(
             config=config.grpo,
             loop=self._loop(parts, policy, validator),
@@ -146,22 +150,19 @@ class SFTRun(TextRun[SFTRunConfig]):
         config, inputs = self.config, self._inputs
         pad_id: int = inputs.tokenizer.pad_token_id
         policy = self._policy(parts)
-        train, held_out = inputs.examples
         by_prompts = None
         if inputs.uses_env:
-            held_out = [held_out[index] for index in inputs.validated]
-            collector = self._collector(parts, policy, TextCollectorConfig())
-            by_prompts = PromptValidator(collector, inputs.validation_prompts, config.validation.prompts_per_batch)
-        else:
-            held_out = held_out[: config.validation.num_prompts]
-        if config.data.num_examples is not None and config.data.num_examples < len(train):
-            train = [train[index] for index in PromptOrder(len(train), seed=0).take(0, config.data.num_examples)]
-        validator = ExampleValidator(policy, NLLLoss(), held_out, pad_id, by_prompts) if held_out else None
+            by_prompts = self._prompt_validator(self._collector(parts, policy, TextCollectorConfig()))
+        num_examples, validator = config.validation.num_prompts, None
+        if num_examples and inputs.examples.holds_out:
+            validator = ExampleValidator(
+                policy, NLLLoss(), inputs.examples, num_examples, inputs.tokenize, pad_id, by_prompts
+            )
         return SFT(
             config=config.sft,
             loop=self._loop(parts, policy, validator),
             policy=policy,
-            examples=train,
-            order=PromptOrder(len(train), config.seed),
+            examples=inputs.examples,
+            tokenize=inputs.tokenize,
             pad_id=pad_id,
         )

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from lucidrl.data.datasets import Prompt, PromptOrder, example_of, load_examples
+from lucidrl.data.datasets import Example, Prompt, naming
 from lucidrl.data.interfaces import LLMMessageLogType
+from lucidrl.data.items import Skip
+from lucidrl.data.loading import dataset_of_answers, dataset_of_prompts, example_dataset, prompt_dataset
 from lucidrl.data.messages import render_prompt, supervised_example
+from lucidrl.data.stream import Dataset, Survey
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.ray_resources import check_can_be_placed, is_to_be_started
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.envs.text.registry import split_prompts
+from lucidrl.envs.text.registry import checked_prompts
 from lucidrl.envs.text.workers import EnvWorkers, start_env
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.generation.config import GenerationConfig
@@ -32,6 +37,7 @@ from lucidrl.utils.random_state import seed_everything
 
 GIB = 2**30
 _LONGEST_SHOWN = 200
+_MOST_SEARCHED = 1000
 
 
 class TextInputs:
@@ -44,8 +50,9 @@ class TextInputs:
 
     @property
     def uses_env(self) -> bool:
-        """Whether prompts and rewards come from an environment; false for a file of examples."""
-        return not isinstance(self._config, SFTRunConfig) or self._config.data.file is None
+        """Whether prompts and rewards come from an environment; false for examples of a file or a program."""
+        has_rows = self._config.data.file is not None or self._python.rows is not None
+        return not (isinstance(self._config, SFTRunConfig) and has_rows)
 
     @cached_property
     def _host(self) -> EnvWorkers:
@@ -75,44 +82,82 @@ class TextInputs:
         return policy_tokenizer(self._config.policy)
 
     @cached_property
-    def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Training prompts and held-out prompts."""
-        host, env = self._host, self._config.env  # the check makes the environment even if a file has the prompts
-        return split_prompts(host.prompts() if env.prompts_file is None else None, env)
+    def _env_prompts(self) -> Sequence[Prompt]:
+        return checked_prompts(self._host.prompts(), self._config.env)
 
     @cached_property
-    def validated(self) -> list[int]:
-        """Indices of the held-out prompts that validation uses; the same in every run."""
-        num_held_out = len(self.prompts[1])
-        count = min(self._config.validation.num_prompts, num_held_out)
-        return PromptOrder(num_held_out, seed=0).take(0, count) if count else []
+    def prompts(self) -> Dataset[Prompt]:
+        """Prompts of `data.file`, of a program, or of the environment."""
+        _ = self._host  # the check makes the environment even if a file has the prompts
+        data, seed, rows = self._config.data, self._config.seed, self._python.rows
+        if data.file is None and rows is None:
+            fraction, limit = data.validation_fraction, data.limit
+            return dataset_of_prompts(self._env_prompts, seed=seed, validation_fraction=fraction, limit=limit)
+        validation = self._python.validation_rows
+        return prompt_dataset(data, seed=seed, rows=rows, validation_rows=validation, length=self.length)
+
+    @cached_property
+    def examples(self) -> Dataset[Example]:
+        """Examples of `data.file`, of a program, or the environment's prompts with their reference answers."""
+        data, seed = self._config.data, self._config.seed
+        if self.uses_env:
+            fraction, limit = data.validation_fraction, data.limit
+            return dataset_of_answers(self._env_prompts, seed=seed, validation_fraction=fraction, limit=limit)
+        rows, validation = self._python.rows, self._python.validation_rows
+        return example_dataset(data, seed=seed, rows=rows, validation_rows=validation, length=self.length)
 
     @property
-    def validation_prompts(self) -> list[Prompt]:
-        return [self.prompts[1][index] for index in self.validated]
+    def rows(self) -> Dataset[Any]:
+        """What the run trains on."""
+        return self.examples if isinstance(self._config, SFTRunConfig) else self.prompts
+
+    def token_ids(self, item: Prompt | Example) -> list[int]:
+        """Tokens of a prompt or example, as the model reads them."""
+        with naming(item):
+            if isinstance(item, Prompt):
+                return render_prompt(self.tokenizer, item.messages)
+            log = supervised_example(self.tokenizer, item.messages)
+        return [token for message in log for token in message["token_ids"].tolist()]
+
+    def length(self, item: Prompt | Example) -> int:
+        """Number of tokens of a prompt or example."""
+        return len(self.token_ids(item))
+
+    def tokenize(self, example: Example) -> LLMMessageLogType:
+        """The message log of an example.
+
+        Raises:
+            DataError: it does not fit the model's context.
+        """
+        with naming(example):
+            log = supervised_example(self.tokenizer, example.messages)
+        self.check_fits(sum(len(message["token_ids"]) for message in log), example.label)
+        return log
+
+    def check_fits(self, num_tokens: int, label: str, room: int = 0) -> None:
+        """Raise DataError if a prompt or example does not fit the model's context with `room` for new tokens."""
+        limit = self.facts.context_length
+        if num_tokens + room > limit:
+            raise DataError(
+                f"{label} has {num_tokens} tokens and does not fit the model's context of {limit} tokens; shorten or "
+                f"remove it, or skip such rows of a file with data.max_prompt_tokens={limit - room}"
+            )
 
     @cached_property
-    def examples(self) -> tuple[list[LLMMessageLogType], list[LLMMessageLogType]]:
-        """Tokenized training and held-out examples: of `data.file`, or the prompts with their reference answers."""
-        if isinstance(self._config, SFTRunConfig) and self._config.data.file is not None:
-            train, held_out = load_examples(self._config.data.file, self._config.data.validation_fraction)
-        else:
-            train, held_out = ([example_of(prompt) for prompt in side] for side in self.prompts)
-        return (
-            [supervised_example(self.tokenizer, messages) for messages in train],
-            [supervised_example(self.tokenizer, messages) for messages in held_out],
-        )
+    def survey(self) -> Survey:
+        """Findings about the rows, without training on them."""
+        return self.rows.survey(self.length)
 
     def read(self) -> None:
         """Read every input of the run that was not read before."""
-        _ = self.tokenizer, self.facts, self.examples if isinstance(self._config, SFTRunConfig) else self.prompts
+        _ = self.tokenizer, self.facts, self.rows
 
     @property
     def example_prompt(self) -> str:
-        """The shortest first user message of all prompts or examples; a placeholder if all are long."""
-        sides = self.prompts if self.uses_env else self.examples
-        logs = [prompt.messages if isinstance(prompt, Prompt) else prompt for side in sides for prompt in side]
-        opening = [next((m["content"] for m in log if m["role"] == "user"), "") for log in logs]
+        """The shortest first user message of some prompts or examples; a placeholder if all are long."""
+        dataset: Dataset[Any] = self.prompts if self.uses_env else self.examples
+        items = [item for _, item in dataset.spread(_MOST_SEARCHED) if not isinstance(item, Skip)]
+        opening = [next((m["content"] for m in item.messages if m["role"] == "user"), "") for item in items]
         return min(
             (text for text in opening if 0 < len(text.strip()) <= _LONGEST_SHOWN), key=len, default="your prompt"
         )
@@ -132,10 +177,8 @@ class Preflight:
     facts: ModelFacts
     unit: str
     """What the data consists of: prompts or examples."""
-    num_train: int
-    num_held_out: int
-    longest: int
-    """Tokens of the longest prompt or example."""
+    data: Survey
+    """The rows that were read."""
     memory_gib: dict[str, float]
     """Estimated memory by purpose."""
     checkpoint: str
@@ -146,9 +189,14 @@ class Preflight:
         table.add_row("architecture", self.facts.architecture)
         table.add_row("parameters", f"{self.facts.num_parameters / 1e6:,.1f} million")
         table.add_row("context", f"{self.facts.context_length:,} tokens")
-        table.add_row("training", f"{self.num_train:,} {self.unit}")
-        table.add_row("held out", f"{self.num_held_out:,} {self.unit}")
-        table.add_row(f"longest of the {self.unit}", f"{self.longest:,} tokens")
+        data = self.data
+        if not data.is_complete:
+            table.add_row("checked", f"{data.num_checked:,} of {data.num_rows:,} rows, evenly spread")
+        table.add_row("training", f"{data.estimate(data.num_train)} {self.unit}")
+        table.add_row("held out", f"{data.estimate(data.num_held_out)} {self.unit}")
+        for reason, number in data.skipped.items():
+            table.add_row(f"dropped by {reason}", f"{data.estimate(number)} rows")
+        table.add_row(f"longest of the {self.unit}", f"{data.longest:,} tokens")
         for what, size in self.memory_gib.items():
             table.add_row(f"memory: {what}", f"{size:.2f} GiB")
         table.add_row("memory: total (estimate)", f"{sum(self.memory_gib.values()):.2f} GiB")
@@ -157,7 +205,9 @@ class Preflight:
 
 
 def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = None) -> Preflight:
-    """Check run folder, trackers, Ray cluster, model folder, tokenizer, environment and every prompt; load no weights.
+    """Check run folder, trackers, Ray cluster, model folder, tokenizer, environment and prompts; load no weights.
+
+    Of a dataset with more than `MOST_SURVEYED` rows it reads that many, evenly spread.
 
     Raises:
         LucidError: for the first problem that would stop the run.
@@ -167,7 +217,7 @@ def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = 
     policy = config.policy
     check_placement(policy.generation, config.env, config.cluster)
     PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy)
-    facts, tokenizer = inputs.facts, inputs.tokenizer
+    facts = inputs.facts
     layout = worker_class_of(policy).layout_of(policy, config.cluster.num_workers)
     if layout.tp > 1:
         parallel = policy.dtensor_cfg
@@ -177,27 +227,14 @@ def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = 
             sequence_parallel=parallel.sequence_parallel,
             custom_plan=parallel.custom_parallel_plan,
         )
-    if isinstance(config, SFTRunConfig):
-        train, held_out = inputs.examples
-        logs = [*train, *held_out]
-        lengths = [(sum(len(m["token_ids"]) for m in log), f"example {log[0]['content'][:40]!r}") for log in logs]
-        num_train, room = len(train), 0
-    else:
-        prompts, held_out_prompts = inputs.prompts
-        every = [*prompts, *held_out_prompts]
-        lengths = [(len(render_prompt(tokenizer, p.messages)), f"prompt {p.prompt_id!r}") for p in every]
-        num_train, room = len(prompts), 1
-    longest, name = max(lengths)
-    if longest + room > facts.context_length:
-        raise DataError(
-            f"{name} has {longest} tokens and does not fit the model's context of {facts.context_length} tokens; "
-            "shorten or remove it"
-        )
-    _check_budgets(config, min(facts.context_length, longest + room * policy.generation.max_new_tokens))
-    memory = estimate_memory_gib(config, facts, longest)
+    survey = inputs.survey
+    room = 0 if isinstance(config, SFTRunConfig) else 1
+    inputs.check_fits(survey.longest, survey.longest_label, room)
+    _check_budgets(config, min(facts.context_length, survey.longest + room * policy.generation.max_new_tokens))
+    memory = estimate_memory_gib(config, facts, survey.longest)
     checkpoint = checkpoint_on_disk(config, (facts.num_parameters, policy))
     unit = "examples" if isinstance(config, SFTRunConfig) else "prompts"
-    return Preflight(facts, unit, num_train, len(lengths) - num_train, longest, memory, checkpoint)
+    return Preflight(facts, unit, survey, memory, checkpoint)
 
 
 def check_placement(generation: GenerationConfig, env: EnvConfig, cluster: ClusterConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import logging
 import re
 import types
@@ -102,11 +103,17 @@ class Config(BaseModel):
 
 C = TypeVar("C", bound=Config)
 
-RENAMED = {("env", "deadline_s"): "timeout_s"}
-"""Old names of settings, by section. A layer that uses one still works, with a warning."""
+RENAMED = {
+    ("env", "deadline_s"): ("env", "timeout_s"),
+    ("env", "prompts_file"): ("data", "file"),
+    ("env", "validation_fraction"): ("data", "validation_fraction"),
+    ("data", "num_examples"): ("data", "limit"),
+}
+"""Old names of settings. A layer that uses one still works, with a warning."""
 _MAX_DEPTH = 10  # of nested configs, in case one contains itself
-_TEXT = re.compile(r"\s*(\d+\s*:\s*\d*\s*|\*.*)")
-"""Command-line values that YAML misreads: 3:5 as 185 (base 60), 3: as a mapping, `*policy*` as a reference."""
+_TEXT = re.compile(r"\s*(\d+\s*:\s*\d*\s*|\*.*|\{[{%].*|[^\[{\"'].*\{[{%].*)", re.DOTALL)
+"""Command-line values that YAML misreads: 3:5 as 185 (base 60), 3: as a mapping, `*policy*` as a reference, and a jinja
+template as a mapping."""
 
 
 def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequence[str] = ()) -> C:
@@ -205,8 +212,7 @@ def _read_overrides(overrides: Sequence[str]) -> Any:
         if not equals or not key.strip() or key.startswith("-"):
             raise ConfigError(f"override {text!r} is not of the form key=value, such as grpo.max_steps=50")
         if _TEXT.fullmatch(value):
-            quoted = value.replace("'", "''")
-            text = f"{key}='{quoted}'"
+            text = f"{key}={json.dumps(value)}"
         try:
             content = OmegaConf.merge(content, OmegaConf.from_dotlist([text]))
         except yaml.YAMLError as error:
@@ -227,11 +233,17 @@ def _with_current_names(layer: Any) -> Any:
     from omegaconf import OmegaConf
 
     content: Any = OmegaConf.to_container(layer, resolve=False)
-    for (section, old), new in RENAMED.items():
+    for (section, old), (new_section, new) in RENAMED.items():
         settings = content.get(section)
-        if isinstance(settings, dict) and old in settings:
-            _log.warning("the setting %s.%s is now called %s.%s; rename it", section, old, section, new)
-            settings.setdefault(new, settings.pop(old))
+        if not isinstance(settings, dict) or old not in settings:
+            continue
+        value = settings.pop(old)
+        if value is not None:
+            _log.warning("the setting %s.%s is now called %s.%s; rename it", section, old, new_section, new)
+        target = content.setdefault(new_section, {})
+        # Version 0.1.0 wrote data.validation_fraction also for runs without data.file, which did not use it.
+        is_unused = new == "validation_fraction" and target.get("file") is None
+        target[new] = value if is_unused else target.get(new, value)
     return OmegaConf.create(content)
 
 

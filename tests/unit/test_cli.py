@@ -196,10 +196,23 @@ MISTAKES = {
     "missing model": (["grpo", "policy.model_name=nowhere"], ["'nowhere'", "does not exist", "Hugging Face"]),
     "model without weights": (["grpo", "policy.model_name=model_without_weights"], ["model_without_weights"]),
     "tokenizer without pad or eos": (["grpo", "policy.model_name=bare_model"], ["bare_model", "policy.pad_token=..."]),
-    "empty dataset": (["grpo", "env.prompts_file=empty.jsonl"], ["empty.jsonl has no prompts", "one JSON object"]),
-    "missing dataset": (["grpo", "env.prompts_file=absent.jsonl"], ["absent.jsonl does not exist"]),
+    "empty dataset": (["grpo", "data.file=empty.jsonl"], ["empty.jsonl has no rows", "one JSON object"]),
+    "missing dataset": (["grpo", "data.file=absent.jsonl"], ["absent.jsonl does not exist"]),
     "missing examples": (["sft", "data.file=absent.jsonl"], ["absent.jsonl does not exist"]),
-    "prompt too long": (["grpo", "env.prompts_file=long.jsonl"], ["'tale' has 602 tokens", "context of 512"]),
+    "prompt too long": (
+        ["grpo", "data.file=long.jsonl"],
+        ["'tale' (long.jsonl:", "602 tokens", "max_prompt_tokens=511"],
+    ),
+    "missing column": (
+        ["grpo", "data.file=long.jsonl", "data.prompt=question"],
+        ["long.jsonl:1: has no column 'question' (data.prompt); it has "],
+    ),
+    "column of another name in a template": (
+        ["grpo", "data.file=long.jsonl", "data.template={{ question }}"],
+        ["long.jsonl:1: data.template fails: 'question' is undefined; the columns are "],
+    ),
+    "data show without a file": (["data", "show", "data.limit=3"], ["there is no file to show"]),
+    "data show of an unknown kind": (["data", "show", "list.yaml"], ["list.yaml has the unknown extension .yaml"]),
     "batch that does not divide": (
         ["grpo", "policy.train_global_batch_size=100", "collector={prompts_per_step: 32, samples_per_prompt: 8}"],
         ["256 rows", "32 x collector.samples_per_prompt=8", "policy.train_global_batch_size=100", "multiple"],
@@ -412,7 +425,7 @@ def slow_run(workplace):
     started = []
 
     def start(delay_s: float, steps: int = 50) -> subprocess.Popen[str]:
-        settings = [f"env.kwargs={{delay_s: {delay_s}}}", "env.prompts_file=short.jsonl", "run.name=run"]
+        settings = [f"env.kwargs={{delay_s: {delay_s}}}", "data.file=short.jsonl", "run.name=run"]
         settings += [
             "collector.prompts_per_step=4",
             "collector.samples_per_prompt=2",

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from lucidrl.cli import app
-from lucidrl.data.datasets import load_prompts
+from lucidrl.data.loading import load_prompts
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.losses.interfaces import TokenOutputs
 from tests.unit.test_pages import undocumented
@@ -51,7 +51,7 @@ def test_the_prompt_file_matches_the_prompts_of_the_environment(sort_digits):
 
 @pytest.mark.parametrize(
     "settings",
-    [["env.kwargs.num_digits=2"], [f"env.prompts_file={ROOT}/examples/prompts.jsonl", "env.validation_fraction=0.25"]],
+    [["env.kwargs.num_digits=2"], [f"data.file={ROOT}/examples/prompts.jsonl", "data.validation_fraction=0.25"]],
 )
 def test_the_command_line_trains_the_example_environment(monkeypatch, tmp_path, sort_digits, settings):
     monkeypatch.chdir(tmp_path)

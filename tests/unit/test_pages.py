@@ -112,6 +112,8 @@ def _check_command(words: list[str]) -> None:
         return
     name, *rest = words
     command = COMMANDS[name]
+    if hasattr(command, "commands"):  # a group, such as `lucidrl data show`
+        command, *rest = command.commands[rest[0]], *rest[1:]
     options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
     arguments: list[str] = []
     values: dict[str, str] = {}
@@ -126,8 +128,10 @@ def _check_command(words: list[str]) -> None:
     if name == "generate":
         assert len(arguments) >= 2, f"lucidrl generate {arguments} needs a run and a prompt"
         return
+    if name == "data":
+        arguments = arguments[1:]  # the file
     assert all("=" in argument for argument in arguments), arguments
-    schema = SCHEMAS[values.get("--algorithm", name if name != "check" else "grpo")]
+    schema = SCHEMAS[values.get("--algorithm", name if name in SCHEMAS else "grpo")]
     preset = [preset_path(values["--preset"])] if "--preset" in values else []
     overrides = [argument for argument in arguments if "$" not in argument]
     load_config(schema, *preset, overrides=overrides)

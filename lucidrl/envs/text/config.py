@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -15,16 +14,12 @@ Isolation = Literal["auto", "process", "none"]
 
 
 class EnvConfig(Config):
-    """Which environment scores completions, and on which prompts."""
+    """Which environment scores completions."""
 
     name: str = "arithmetic"
     """A built-in environment, or `module:Class` of yours."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the environment."""
-    prompts_file: Path | None = None
-    """JSONL file of prompts, used instead of those of the environment; needed if it has none."""
-    validation_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Fraction of the prompts held out for validation, chosen by a stable hash."""
     timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     """Timeout of one call of the environment. The driver kills a worker that blocks past it."""
     max_concurrency: PositiveInt = 8

@@ -59,7 +59,7 @@ class TextEnv(Protocol):
 
 @runtime_checkable
 class PromptSource(Protocol):
-    """An environment with prompts; others take them from `env.prompts_file`."""
+    """An environment with prompts; others take them from `data.file`."""
 
     def prompts(self) -> Sequence[Prompt]: ...
 

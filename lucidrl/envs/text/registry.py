@@ -1,4 +1,4 @@
-"""Makes environments by name, and splits their prompts."""
+"""Makes environments by name, and checks their prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, cast
 
-from lucidrl.data.datasets import Prompt, load_prompts, split
+from lucidrl.data.datasets import Prompt
 from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
@@ -55,24 +55,23 @@ def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
         raise ConfigError(f"{name} cannot be made with kwargs {dict(kwargs)}: {raised}") from error
 
 
-def split_prompts(own: Sequence[Prompt] | None, config: EnvConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Training and validation prompts of `prompts_file`, or of the environment.
+def checked_prompts(own: Sequence[Prompt] | None, config: EnvConfig) -> Sequence[Prompt]:
+    """The prompts of an environment.
 
     Args:
-        own: prompts of the environment; None if it has none.
+        own: result of its `prompts()`; None if it has no such method.
+
+    Raises:
+        LucidError: there are none, or two have the same id.
     """
-    if config.prompts_file is not None:
-        prompts: Sequence[Prompt] = load_prompts(config.prompts_file)
-    elif own is not None:
-        prompts = own
-    else:
-        raise ConfigError(f"environment {config.name} has no method prompts(); add it, or set env.prompts_file")
-    if not prompts:
+    if own is None:
+        raise ConfigError(f"environment {config.name} has no method prompts(); add it, or set data.file")
+    if not own:
         raise DataError(f"environment {config.name} has no prompts; return at least one from prompts()")
-    prompt_id, count = Counter(prompt.prompt_id for prompt in prompts).most_common(1)[0]
+    prompt_id, count = Counter(prompt.prompt_id for prompt in own).most_common(1)[0]
     if count > 1:
         raise DataError(f"environment {config.name} has {count} prompts with the id {prompt_id!r}; make ids unique")
-    return split(prompts, config.validation_fraction)
+    return own
 
 
 def _env_class(module: ModuleType, class_name: str) -> type[TextEnv]:

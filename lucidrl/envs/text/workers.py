@@ -99,7 +99,7 @@ class EnvWorkerPool:
         except LostWorkerError as error:
             limit = f"cluster.start_timeout_s={self._start_timeout_s:g}"
             what = f"did not return within {limit}" if error.timed_out else f"ended its worker: {error}"
-            raise ConfigError(f"{self.name}.prompts {what}; fix it, or set env.prompts_file") from error
+            raise ConfigError(f"{self.name}.prompts {what}; fix it, or set data.file") from error
 
     def score(
         self, calls: Mapping[int, Calls], timeout_s: float, watch: Callable[[], None]

@@ -100,7 +100,7 @@ def test_truncated_completions_can_be_masked(run):
 
 
 def test_a_run_without_held_out_prompts_validates_nothing(run):
-    folder, last_step = run("grpo", "run", "env.validation_fraction=0", "grpo.max_steps=1")
+    folder, last_step = run("grpo", "run", "data.validation_fraction=0", "grpo.max_steps=1")
     assert last_step == 1
     assert [line["step"] for line in folder.lines()] == [1]
 
@@ -133,7 +133,7 @@ def own_env(tmp_path, monkeypatch):
     (tmp_path / "grpo_envs.py").write_text(ENVS)
     (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{n}+1="}}\n' for n in range(30)))
     monkeypatch.syspath_prepend(tmp_path)
-    return lambda name: (f"env.name=grpo_envs:{name}", f"env.prompts_file={tmp_path / 'prompts.jsonl'}")
+    return lambda name: (f"env.name=grpo_envs:{name}", f"data.file={tmp_path / 'prompts.jsonl'}")
 
 
 def test_an_environment_that_scores_nothing_stops_the_run(run, own_env):

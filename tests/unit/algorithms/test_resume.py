@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ from tests.faults.records import digests, metrics
 DRAWING = (
     "env.name=tests.faults.drawing:DrawingEnv",
     "env.kwargs={}",
-    "env.validation_fraction=0",
+    "data.validation_fraction=0",
     "validation.num_prompts=0",
     "checkpoint.metric=null",
     "policy.optimizer.name=tests.faults.drawing.NoisyAdamW",
@@ -259,3 +260,27 @@ def test_weights_can_be_saved_alone_and_then_a_resume_is_refused(run, algorithm)
 def test_there_is_nothing_to_resume_before_the_first_checkpoint(run):
     with pytest.raises(CheckpointError, match="no valid checkpoint to resume from"):
         run("grpo", "run", resume=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_a_run_on_a_filtered_mixture_resumes_to_the_bit(run, tmp_path, algorithm):
+    rows = [{"question": f"{n}+1=", "answer": n + 1, "completion": str(n + 1), "level": n % 3} for n in range(60)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = ["question,answer,completion,level", *(f"{n}+2=,{n + 2},{n + 2},1" for n in range(30))]
+    (tmp_path / "sums.csv").write_text("\n".join(lines))
+    settings = (
+        f"data.file=[{{file: {tmp_path}/sums.jsonl, weight: 2}}, {tmp_path}/sums.csv]",
+        "data.prompt=question",
+        "data.where={level: [1, 2]}",
+        f"data.max_prompt_tokens={6 if algorithm == 'grpo' else 9}",
+        "data.validation_fraction=0.2",
+    )
+    whole, _ = run(algorithm, "whole", *settings)
+    run(algorithm, "broken", *settings, interrupt_at=2)
+    broken, last_step = run(algorithm, "broken", *settings, resume=True)
+    assert last_step == 4
+    assert broken.lines() == whole.lines()
+    assert digests(broken.path) == digests(whole.path)
+    if algorithm == "grpo":
+        assert sum(whole.train_metric("filtered_rows")) > 0

@@ -27,7 +27,7 @@ Path = tuple[str | int, ...]
 
 SETTINGS = (
     "env.name=tests.faults.drawing:DrawingEnv",
-    "env.validation_fraction=0",
+    "data.validation_fraction=0",
     "env.max_concurrency=1",
     "validation.num_prompts=0",
     "checkpoint.metric=null",
@@ -157,7 +157,7 @@ def test_without_any_item_of_the_runs_state_it_is_refused_or_ends_elsewhere(scen
     assert "error" not in scenarios[0].expected
     assert "2 optimizer steps in a row" in scenarios[1].expected["error"]
     items = dict(leaves(scenarios[0].saved))
-    assert {("step",), ("collector", "position"), ("driver", "random", "torch")} < items.keys()
+    assert {("step",), ("collector", "cursors", 0), ("driver", "random", "torch")} < items.keys()
     unread = []
     for path in items:
         if path in READ_ELSEWHERE:

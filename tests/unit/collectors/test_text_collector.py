@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from lucidrl.algorithms.advantages import group_normalized
+from lucidrl.data.config import DataConfig
 from lucidrl.data.datasets import Prompt
+from lucidrl.data.loading import prompt_dataset
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
 from lucidrl.envs.text.config import EnvConfig
@@ -178,7 +180,7 @@ def test_refill_replaces_groups_without_signal_and_keeps_the_number_of_rows(make
     assert all(sample.prompt.info["signal"] for sample in rollouts.samples)
     assert rollouts.metrics["groups_with_signal_fraction"] == 1.0
     replaced = rollouts.metrics["groups_without_signal_replaced"]
-    assert collector.state_dict()["position"] == 4 + replaced
+    assert collector.state_dict()["cursors"] == [4 + replaced]
     assert replaced > 0
 
 
@@ -188,7 +190,7 @@ def test_refill_that_finds_no_signal_keeps_groups_without_signal(make_collector,
     rollouts = collector.collect()
     assert len(rollouts.samples) == 12
     assert rollouts.metrics["groups_without_signal_replaced"] == 3
-    assert collector.state_dict()["position"] == 6
+    assert collector.state_dict()["cursors"] == [6]
 
 
 def test_equal_seeds_give_equal_rollouts_and_others_do_not(make_collector, arithmetic, questions):
@@ -254,9 +256,25 @@ def test_a_prompt_longer_than_the_context_is_refused_with_its_id_and_both_length
         collector.check([*questions, long])
 
 
+def test_a_row_that_is_found_too_long_while_training_is_named_with_the_remedy(make_collector, arithmetic):
+    long = Prompt("tale", ({"role": "user", "content": "x" * 600},), place="data.jsonl:7")
+    collector = make_collector(arithmetic, [long])
+    with pytest.raises(DataError, match=r"'tale' \(data\.jsonl:7\) has 602 tokens.*set data\.max_prompt_tokens=511"):
+        collector.collect()
+
+
+def test_filtered_rows_are_counted(make_collector, arithmetic):
+    rows = [{"prompt": f"{n}+3=", "answer": n + 3, "level": n % 2} for n in range(20)]
+    dataset = prompt_dataset(DataConfig(where={"level": 1}, validation_fraction=0), seed=0, rows=rows)
+    collector = make_collector(arithmetic, dataset, prompts_per_step=10)
+    counts = [collector.collect().metrics["filtered_rows"] for _ in range(2)]
+    assert min(counts) > 0
+    assert sum(counts) == dataset.num_passed - 20
+
+
 def test_map_fn_calls_the_one_worker(make_collector, arithmetic, questions):
     collector = make_collector(arithmetic, questions)
-    assert collector.map_fn("state_dict", [()]) == [{"position": 0, "batches": 0}]
+    assert collector.map_fn("state_dict", [()]) == [{"cursors": [0], "batches": 0}]
     with pytest.raises(ValueError, match="2 tuples for 1 worker"):
         collector.map_fn("state_dict", [(), ()])
 

@@ -9,21 +9,22 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from lucidrl.data.datasets import Prompt
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
-from lucidrl.envs.text.registry import split_prompts
+from lucidrl.envs.text.registry import checked_prompts
 from lucidrl.envs.text.workers import start_env
 
 
-def read_prompts(config: EnvConfig, cluster: ClusterConfig) -> tuple[list[Prompt], list[Prompt]]:
+def read_prompts(config: EnvConfig, cluster: ClusterConfig) -> Sequence[Prompt]:
     """As a run reads them."""
     pool = start_env(config, cluster, num_workers=1)
     try:
-        return split_prompts(pool.prompts(), config)
+        return checked_prompts(pool.prompts(), config)
     finally:
         pool.shutdown()
 

@@ -6,7 +6,7 @@ import pytest
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.arithmetic import ArithmeticEnv
 from lucidrl.envs.text.config import EnvConfig
-from lucidrl.envs.text.registry import make_env, split_prompts
+from lucidrl.envs.text.registry import make_env
 from lucidrl.errors import ConfigError
 from tests.unit.envs.scorers import read_prompts
 
@@ -106,24 +106,9 @@ def test_settings_of_runs_with_actors_are_still_read(old, num_workers):
     assert "num_actors" not in config.model_dump()
 
 
-def test_an_environments_own_prompts_are_split():
-    config = EnvConfig(kwargs={"max_operand": 9}, validation_fraction=0.2)
-    train, validation = split_prompts(make_env(config.name, config.kwargs).prompts(), config)
-    assert len(train) + len(validation) == 100
-    assert validation
-
-
-def test_a_file_replaces_the_prompts_of_the_environment(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "1+1=", "answer": 2}')
-    config = EnvConfig(prompts_file=file, validation_fraction=0.0)
-    train, _ = split_prompts(make_env("arithmetic", {}).prompts(), config)
-    assert [prompt.info for prompt in train] == [{"answer": 2}]
-
-
 def test_an_environment_without_prompts_needs_a_file(user_folder):
     config = EnvConfig(name="my_scorers:Scorer", isolation="none")
-    with pytest.raises(ConfigError, match=r"set env\.prompts_file"):
+    with pytest.raises(ConfigError, match=r"set data\.file"):
         read_prompts(config, ClusterConfig())
 
 

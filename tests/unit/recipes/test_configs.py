@@ -78,7 +78,7 @@ def test_another_name_comes_without_the_arguments_of_the_old_one():
         ("grpo.max_steps=0", ["grpo.max_steps=0", "greater than 0"]),
         ("grpo.max_steps=many", ["grpo.max_steps='many'", "valid integer"]),
         ("policy.precision=int8", ["policy.precision='int8'", "'bfloat16'"]),
-        ("env.validation_fraction=1.5", ["env.validation_fraction=1.5", "less than 1"]),
+        ("data.validation_fraction=1.5", ["data.validation_fraction=1.5", "less than 1"]),
         ("policy.optimizer.kwargs.lr=-1", ["policy.optimizer.kwargs", "lr=-1", "positive number"]),
         ("policy.dynamic_batching.enabled=true", ["dynamic_batching.enabled", "turn one of them off"]),
         ("policy.scheduler=[{nam: x}]", ["policy.scheduler.0.nam;", "did you mean policy.scheduler.0.name?"]),

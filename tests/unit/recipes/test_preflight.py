@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import orjson
 import pytest
+from rich.console import Console
 from transformers import GPT2Config
 
+from lucidrl.data.stream import Dataset
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.embedded import embedded_config, embedded_tokenizer
 from lucidrl.models.loading import load_model
@@ -38,7 +42,7 @@ def write_rows(path, rows):
 def test_a_model_without_weights_passes_the_check(tmp_path, model_without_weights, schema):
     found = preflight(settings(tmp_path, f"policy.model_name={model_without_weights}", schema=schema))
     assert found.facts.architecture == "LlamaForCausalLM"
-    assert found.num_train + found.num_held_out == 10 * 10
+    assert found.data.num_train + found.data.num_held_out == 10 * 10
     assert sum(found.memory_gib.values()) > 0
     assert not (tmp_path / "runs").exists()
 
@@ -107,14 +111,34 @@ def test_separate_generators_hold_two_versions_together_or_each(tmp_path, refit,
 def test_a_prompt_that_leaves_no_room_for_a_completion_is_named(tmp_path):
     rows = [{"id": f"p{n}", "prompt": "1+1="} for n in range(20)]
     file = write_rows(tmp_path / "prompts.jsonl", [*rows, {"id": "tale", "prompt": "x" * 510}])
-    with pytest.raises(DataError, match=r"prompt 'tale' has 512 tokens.*context of 512 tokens"):
-        preflight(settings(tmp_path, f"env.prompts_file={file}"))
+    with pytest.raises(
+        DataError,
+        match=r"'tale' \(.*prompts\.jsonl:21\) has 512 .*data\.max_prompt_tokens=511",
+    ):
+        preflight(settings(tmp_path, f"data.file={file}"))
 
 
 def test_the_environment_is_made_even_if_a_file_has_the_prompts(tmp_path):
     file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1+2="}])
     with pytest.raises(ConfigError, match="no_such_module"):
-        preflight(settings(tmp_path, f"env.prompts_file={file}", "env.name=no_such_module:Env"))
+        preflight(settings(tmp_path, f"data.file={file}", "env.name=no_such_module:Env"))
+
+
+def test_a_file_replaces_the_prompts_of_the_environment(tmp_path):
+    file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "1+2="}, {"prompt": "30+12="}])
+    found = preflight(settings(tmp_path, f"data.file={file}", "data.validation_fraction=0"))
+    assert (found.data.num_rows, found.data.num_train, found.data.longest) == (2, 2, 8)
+
+
+def test_a_large_file_is_checked_by_evenly_spread_rows(tmp_path, monkeypatch):
+    file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{n}+2="} for n in range(300)])
+    monkeypatch.setattr(Dataset.survey, "__defaults__", (100,))
+    found = preflight(settings(tmp_path, f"data.file={file}"))
+    console = Console(width=120, record=True)
+    console.print(found.table())
+    text = console.export_text()
+    assert "100 of 300 rows, evenly spread" in text
+    assert re.search(r"training +about 2\d\d prompts", text)
 
 
 def test_an_example_longer_than_the_context_is_shown_by_its_beginning(tmp_path):
@@ -122,6 +146,13 @@ def test_an_example_longer_than_the_context_is_shown_by_its_beginning(tmp_path):
     file = write_rows(tmp_path / "talk.jsonl", [*rows, {"prompt": "once " * 200, "completion": "end"}])
     with pytest.raises(DataError, match=r"example 'once once.* has 1006 tokens.*context of 512 tokens"):
         preflight(settings(tmp_path, f"data.file={file}", schema=SFTRunConfig))
+
+
+def test_an_example_that_cannot_be_rendered_is_named_with_its_row(tmp_path):
+    turns = [{"from": "gpt", "value": "hello"}]
+    file = write_rows(tmp_path / "talk.jsonl", [{"prompt": "1", "completion": "1"}, {"conversations": turns}])
+    with pytest.raises(DataError, match=r"'hello' \(.*talk\.jsonl:2\): there are no messages to complete"):
+        preflight(settings(tmp_path, f"data.file={file}", "data.validation_fraction=0", schema=SFTRunConfig))
 
 
 def test_a_run_name_that_is_taken_is_refused(tmp_path):
@@ -148,7 +179,7 @@ def test_an_environment_must_have_prompts_of_different_ids(tmp_path, monkeypatch
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(DataError, match=said):
-        preflight(settings(tmp_path, f"env.name={name}:Env", "env.validation_fraction=0"))
+        preflight(settings(tmp_path, f"env.name={name}:Env", "data.validation_fraction=0"))
 
 
 def test_a_token_budget_below_the_longest_possible_row_is_refused():

@@ -1,0 +1,180 @@
+"""From the columns of a row to a prompt or an example; errors name file, row, column and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lucidrl.data.config import DataConfig
+from lucidrl.data.datasets import Example, Prompt, key_of
+from lucidrl.data.interfaces import ChatMessage
+from lucidrl.data.template import rendered
+from lucidrl.errors import DataError
+
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_LONGEST_SHOWN = 60
+
+
+class Columns:
+    """Reads prompts and examples from rows, as configured.
+
+    Args:
+        prefix: goes before every id.
+    """
+
+    def __init__(self, config: DataConfig, prefix: str = "") -> None:
+        self._config, self._prefix = config, prefix
+
+    def is_selected(self, row: Mapping[str, Any], place: str) -> bool:
+        """Whether a row has the values of `data.where`."""
+        for column, wanted in self._config.where.items():
+            found = self._value(row, column, place, "data.where")
+            if not any(_equals(found, value) for value in (wanted if isinstance(wanted, tuple) else (wanted,))):
+                return False
+        return True
+
+    def prompt(self, row: dict[str, Any], place: str, row_id: str) -> Prompt:
+        """The prompt of a row.
+
+        Raises:
+            DataError: a column is missing, or holds something else than expected.
+        """
+        messages = self._opening(row, place, strict=True)
+        if messages[-1]["role"] == "assistant":
+            raise DataError(
+                f"{place}: the last message has the role assistant; end the prompt with a message that the assistant "
+                "replies to, or train on it with lucidrl sft"
+            )
+        info = {column: value for column, value in row.items() if column not in _NOT_INFO}
+        if self._config.answer is not None:
+            info["answer"] = self._value(row, self._config.answer, place, "data.answer")
+        stop_strings = row.get("stop_strings") or []
+        if not isinstance(stop_strings, list) or not all(isinstance(text, str) and text for text in stop_strings):
+            raise DataError(f"{place}: stop_strings={stop_strings!r} is not valid; it must be a list of texts")
+        return Prompt(self._id(row, place, row_id), messages, info, tuple(stop_strings), key_of(messages), place)
+
+    def example(self, row: dict[str, Any], place: str, row_id: str) -> Example:
+        """The example of a row: chat messages, a prompt and a completion, a ShareGPT or an Alpaca row.
+
+        Raises:
+            DataError: a column is missing, or holds something else than expected.
+        """
+        completion = self._config.completion or "completion"
+        if self._config.completion is not None or row.get(completion) is not None:
+            written = self._value(row, completion, place, "data.completion")
+            messages = (*self._opening(row, place), *_as_messages(written, "assistant", place, completion))
+        elif self._config.prompt is None and self._config.template is None and (found := _of_other_layout(row, place)):
+            messages = self._with_system(found)
+        else:
+            messages = self._opening(row, place)
+        if messages[-1]["role"] != "assistant":
+            raise DataError(
+                f'{place}: needs "messages" of which the last is of the assistant, or "prompt" and "completion", but '
+                f"has the columns {_listed(row)}; name the columns with data.prompt=... and data.completion=..."
+            )
+        return Example(f"{self._prefix}{row_id}", messages, key_of(messages), place)
+
+    def _opening(self, row: Mapping[str, Any], place: str, strict: bool = False) -> tuple[ChatMessage, ...]:
+        """Messages of the prompt, with the system prompt; `strict` refuses messages with other keys."""
+        config = self._config
+        if config.template is not None:
+            text = rendered(config.template, row, place)
+            return self._with_system(({"role": "user", "content": text},))
+        column = config.prompt
+        if column is None:
+            found = [name for name in ("prompt", "messages") if row.get(name) is not None]
+            if len(found) != 1:
+                raise DataError(
+                    f'{place}: has the columns {_listed(row)}; give either "prompt" or "messages", or name the column '
+                    "of the prompt with data.prompt=..."
+                )
+            column = found[0]
+        content = self._value(row, column, place, "data.prompt")
+        return self._with_system(_as_messages(content, "user", place, column, strict))
+
+    def _with_system(self, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
+        text = self._config.system_prompt
+        if text is None or messages[0]["role"] == "system":
+            return messages
+        return ({"role": "system", "content": text}, *messages)
+
+    def _id(self, row: Mapping[str, Any], place: str, row_id: str) -> str:
+        own = row.get("id", row_id)
+        if not isinstance(own, str | int):
+            raise DataError(f"{place}: id {own!r} is not valid; it must be a string or an integer")
+        return f"{self._prefix}{own}"
+
+    def _value(self, row: Mapping[str, Any], column: str, place: str, setting: str) -> Any:
+        if column not in row:
+            raise DataError(f"{place}: has no column {column!r} ({setting}); it has {_listed(row)}")
+        return row[column]
+
+
+_NOT_INFO = frozenset({"id", "prompt", "messages", "stop_strings"})
+
+
+def _as_messages(content: Any, role: str, place: str, column: str, strict: bool = False) -> tuple[ChatMessage, ...]:
+    """A text as one message of the role, or a list of messages."""
+    if isinstance(content, str):
+        return ({"role": role, "content": content},)
+    if not isinstance(content, list):
+        raise DataError(
+            f"{place}: column {column!r} holds {_shown(content)}; it must hold a text or a list of chat messages in "
+            "every row"
+        )
+    if not content:
+        raise DataError(f"{place}: column {column!r} holds an empty list; give at least one message")
+    return tuple(_message(message, place, column, strict) for message in content)
+
+
+def _message(message: Any, place: str, column: str, strict: bool) -> ChatMessage:
+    """A message without the keys that are empty; Arrow gives every message the keys of all."""
+    kept = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
+    role, text = kept.get("role"), kept.get("content")
+    if not isinstance(role, str) or not isinstance(text, str) or (strict and len(kept) > 2):
+        raise DataError(
+            f"{place}: column {column!r} holds the message {_shown(message)}, which is not valid; it must be "
+            '{"role": text, "content": text}'
+        )
+    return {"role": role, "content": text}
+
+
+def _of_other_layout(row: Mapping[str, Any], place: str) -> tuple[ChatMessage, ...]:
+    """Messages of a ShareGPT row (`conversations`) or an Alpaca row (`instruction`, `input`, `output`); else none."""
+    if isinstance(turns := row.get("conversations"), list):
+        return tuple(_turn(turn, place) for turn in turns)
+    if not isinstance(row.get("instruction"), str) or "output" not in row:
+        return ()
+    texts = {name: row.get(name) or "" for name in ("instruction", "input", "output")}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise DataError(f"{place}: column {name!r} holds {_shown(text)}; it must hold a text")
+    question = texts["instruction"] + (f"\n\n{texts['input']}" if texts["input"] else "")
+    return ({"role": "user", "content": question}, {"role": "assistant", "content": texts["output"]})
+
+
+def _turn(turn: Any, place: str) -> ChatMessage:
+    role = SHAREGPT_ROLES.get(turn.get("from", "")) if isinstance(turn, dict) else None
+    if role is None or not isinstance(turn.get("value"), str):
+        known = ", ".join(SHAREGPT_ROLES)
+        raise DataError(
+            f"{place}: column 'conversations' holds {_shown(turn)}; each must be {{\"from\": one of {known}, "
+            '"value": text}'
+        )
+    return {"role": role, "content": turn["value"]}
+
+
+def _equals(found: Any, wanted: Any) -> bool:
+    """Whether a cell has a value; a CSV file has only texts."""
+    return found == wanted or (isinstance(found, str) and not isinstance(wanted, str) and found == str(wanted))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    text = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+    return f"a {type(value).__name__} ({text})" if value is not None else "nothing (null)"
+
+
+def _listed(row: Mapping[str, Any]) -> str:
+    names = ", ".join(map(str, row)) or "(none)"
+    return names if len(names) <= 500 else f"{names[:500]}..."

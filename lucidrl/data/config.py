@@ -1,0 +1,98 @@
+"""Settings of the data: files, columns, filters and the split."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import PurePath
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from lucidrl.utils.config import Config
+
+
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, PathLike) else value
+
+
+File = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
+Scalar = str | int | float | bool | None
+
+
+class WeightedFile(Config):
+    """One of several files."""
+
+    file: File
+    """Path of a file or folder, or hub:ORG/NAME."""
+    weight: PositiveFloat = 1.0
+    """Share of the rows drawn from this file, relative to the weights of the others."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_name_alone(cls, content: Any) -> Any:
+        return {"file": content} if isinstance(content, str | PathLike) else content
+
+
+class DataConfig(Config):
+    """Where prompts or examples come from, and which of their rows are used."""
+
+    file: File | tuple[WeightedFile, ...] | None = None
+    """JSONL, JSON, CSV, TSV or Parquet file, a folder of them, a pattern such as data/train-*.parquet, a folder that
+    `datasets.save_to_disk` wrote, hub:ORG/NAME[@REVISION][/PATH], or a list of {file: ..., weight: ...}. Default: the
+    prompts of the environment; for SFT each is completed with the `answer` of its info."""
+    prompt: str | None = None
+    """Column of the prompt: text, or a list of chat messages; default: `prompt` or `messages`."""
+    answer: str | None = None
+    """Column of the reference answer, which reward functions get as `answer`; default: `answer`, if there is one."""
+    completion: str | None = None
+    """Column of the completion to learn (SFT): text, or a list of chat messages; default: `completion`."""
+    template: str | None = Field(default=None, max_length=100_000)
+    """Jinja template of the user message, with the columns as variables: "Question: {{ question }}". It runs in a
+    sandbox."""
+    system_prompt: str | None = None
+    """System message before each prompt; rows with their own system message keep it."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Skip rows with more tokens: of the prompt or, for SFT, of the whole example."""
+    where: dict[str, Scalar | tuple[Scalar, ...]] = Field(default_factory=dict)
+    """Use only rows whose columns have these values, such as {level: easy, source: [a, b]}; a list means any of it."""
+    limit: PositiveInt | None = None
+    """Train on this many rows only, the same ones in every run; default: on all."""
+    validation_file: File | None = None
+    """File of validation rows; all rows of `file` are then used for training."""
+    validation_fraction: float = Field(default=0.1, ge=0, lt=1)
+    """Fraction of the rows held out for validation, chosen by a stable hash of the messages. Not used with
+    `validation_file`."""
+
+    @property
+    def files(self) -> tuple[WeightedFile, ...]:
+        """All files with their weights; empty if the environment has the prompts."""
+        if self.file is None:
+            return ()
+        return (WeightedFile(file=self.file),) if isinstance(self.file, str) else self.file
+
+    @property
+    def title(self) -> str:
+        """The files, for people."""
+        return " + ".join(PurePath(entry.file).name or entry.file for entry in self.files)
+
+    @field_validator("file")
+    @classmethod
+    def _names_a_file(cls, file: Any) -> Any:
+        if file == ():
+            raise ValueError("the list of files is empty; name at least one, or set it to null")
+        return file
+
+    @field_validator("template")
+    @classmethod
+    def _compiles(cls, template: str | None) -> str | None:
+        if template is not None:
+            from lucidrl.data.template import compiled  # jinja is imported at use
+
+            compiled(template)
+        return template
+
+    @model_validator(mode="after")
+    def _columns_have_a_file(self) -> Self:
+        if self.file is None and self.validation_file is not None:
+            raise ValueError(f"data.validation_file={self.validation_file} needs training rows too; set data.file=...")
+        return self

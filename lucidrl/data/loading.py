@@ -1,0 +1,140 @@
+"""Makes datasets of prompts or examples from settings, Python rows or the prompts of an environment."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lucidrl.data.columns import Columns
+from lucidrl.data.config import DataConfig
+from lucidrl.data.datasets import Example, Prompt, example_of
+from lucidrl.data.items import Items, T
+from lucidrl.data.json_rows import JsonLines
+from lucidrl.data.sources import PythonRows, RowSource, open_source
+from lucidrl.data.stream import Dataset, Part
+from lucidrl.errors import DataError
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+class PromptRows:
+    """The prompts of an environment, which are in memory already."""
+
+    def __init__(self, prompts: Sequence[Prompt], name: str = "the environment") -> None:
+        self.name, self._prompts = name, prompts
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def row(self, index: int) -> Any:
+        return self._prompts[index]
+
+    def place(self, index: int) -> str:
+        return self.row_id(index)
+
+    def row_id(self, index: int) -> str:
+        return self._prompts[index].prompt_id
+
+
+def prompt_dataset(
+    config: DataConfig,
+    *,
+    seed: int,
+    rows: Rows | None = None,
+    validation_rows: Rows | None = None,
+    length: Callable[[Prompt], int] | None = None,
+) -> Dataset[Prompt]:
+    """Prompts of `data.file`, or of Python rows.
+
+    Args:
+        rows: used instead of the files.
+        validation_rows: used instead of `data.validation_file`.
+        length: number of tokens of a prompt, for `data.max_prompt_tokens`.
+    """
+    return _dataset(config, Columns.prompt, seed, rows, validation_rows, length)
+
+
+def example_dataset(
+    config: DataConfig,
+    *,
+    seed: int,
+    rows: Rows | None = None,
+    validation_rows: Rows | None = None,
+    length: Callable[[Example], int] | None = None,
+) -> Dataset[Example]:
+    """Examples of `data.file`, or of Python rows; see `prompt_dataset`."""
+    return _dataset(config, Columns.example, seed, rows, validation_rows, length)
+
+
+def dataset_of_prompts(
+    prompts: Sequence[Prompt], *, seed: int, validation_fraction: float = 0.0, limit: int | None = None
+) -> Dataset[Prompt]:
+    """Prompts that are in memory."""
+    items = Items(PromptRows(prompts), lambda prompt, place, row_id: prompt, validation_fraction)
+    return Dataset([Part(items)], seed=seed, limit=limit)
+
+
+def dataset_of_answers(
+    prompts: Sequence[Prompt], *, seed: int, validation_fraction: float = 0.0, limit: int | None = None
+) -> Dataset[Example]:
+    """Prompts that are in memory as examples, each completed with the `answer` of its info."""
+    items = Items(PromptRows(prompts), lambda prompt, place, row_id: example_of(prompt), validation_fraction)
+    return Dataset([Part(items)], seed=seed, limit=limit)
+
+
+def load_prompts(path: str | Path) -> list[Prompt]:
+    """All prompts of a file in memory, in its order.
+
+    Raises:
+        DataError: naming file and row.
+    """
+    source, columns = open_source(str(path)), Columns(DataConfig())
+    return [columns.prompt(source.row(row), source.place(row), source.row_id(row)) for row in range(len(source))]
+
+
+def _dataset(
+    config: DataConfig,
+    make: Callable[[Columns, Any, str, str], T],
+    seed: int,
+    rows: Rows | None,
+    validation_rows: Rows | None,
+    length: Callable[[T], int] | None,
+) -> Dataset[T]:
+    def part(source: RowSource, weight: float, fraction: float, prefix: str) -> Part[T]:
+        columns = Columns(config, prefix)
+        items = Items(
+            source,
+            make=lambda row, place, row_id: make(columns, row, place, row_id),
+            held_out_fraction=fraction,
+            is_selected=columns.is_selected if config.where else None,
+            length=length,
+            max_tokens=config.max_prompt_tokens,
+            old_key=_line_hash(source) if make is Columns.example and isinstance(source, JsonLines) else None,
+        )
+        return Part(items, weight)
+
+    validation = None
+    if validation_rows is not None:
+        validation = [part(PythonRows(validation_rows, "validation_rows"), 1.0, 1.0, "validation/")]
+    elif config.validation_file is not None:
+        validation = [part(open_source(config.validation_file), 1.0, 1.0, "validation/")]
+    fraction = config.validation_fraction if validation is None else 0.0
+    if rows is not None:
+        if not len(rows):
+            raise DataError("the dataset of the program has no rows; pass at least one")
+        only = [part(PythonRows(rows), 1.0, fraction, "")]
+        return Dataset(only, seed=seed, limit=config.limit, validation=validation)
+    files = config.files
+    # Rows of several files may have the same ids.
+    prefixes = [f"{number}/" if len(files) > 1 else "" for number in range(1, len(files) + 1)]
+    parts = [
+        part(open_source(entry.file), entry.weight, fraction, prefix)
+        for entry, prefix in zip(files, prefixes, strict=True)
+    ]
+    return Dataset(parts, seed=seed, limit=config.limit, validation=validation)
+
+
+def _line_hash(source: JsonLines) -> Callable[[int], str]:
+    return lambda row: hashlib.sha256(source.content(row)).hexdigest()

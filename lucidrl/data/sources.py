@@ -1,0 +1,173 @@
+"""Row sources: files, folders and Python sequences, read row by row at use."""
+
+from __future__ import annotations
+
+import glob
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+from lucidrl.data.arrow_rows import is_saved_dataset, open_arrow, open_parquet, open_saved_dataset
+from lucidrl.data.csv_rows import CsvFile
+from lucidrl.data.json_rows import JsonLines, open_json
+from lucidrl.errors import DataError
+
+HUB = "hub:"
+
+
+class RowSource(Protocol):
+    """Rows with random access; none is kept in memory."""
+
+    name: str
+    """File or folder, for messages."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> dict[str, Any]:
+        """The columns of a row.
+
+        Raises:
+            DataError: names the row.
+        """
+        ...
+
+    def place(self, index: int) -> str:
+        """File and row, for messages."""
+        ...
+
+    def row_id(self, index: int) -> str:
+        """An id that is unique in the source."""
+        ...
+
+
+OPENERS: dict[str, Callable[[Path], RowSource]] = {
+    ".jsonl": JsonLines,
+    ".ndjson": JsonLines,
+    ".json": open_json,
+    ".csv": CsvFile,
+    ".tsv": partial(CsvFile, delimiter="\t"),
+    ".parquet": open_parquet,
+    ".arrow": open_arrow,
+}
+"""Kinds of files by extension."""
+
+
+class PythonRows:
+    """Rows of a Python program: a list of mappings or anything like it, such as a `datasets.Dataset`."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str = "rows") -> None:
+        self.name, self._rows = name, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> dict[str, Any]:
+        row = self._rows[index]
+        if not isinstance(row, Mapping):
+            raise DataError(f"{self.place(index)}: is a {type(row).__name__}; give one mapping of columns per row")
+        return dict(row)
+
+    def place(self, index: int) -> str:
+        return f"{self.name}[{index}]"
+
+    def row_id(self, index: int) -> str:
+        return f"{self.name}:{index + 1}"
+
+
+class Concatenated:
+    """Several sources, one after the other."""
+
+    def __init__(self, name: str, sources: Sequence[RowSource]) -> None:
+        self.name, self._sources = name, sources
+        self._ends = array("q")
+        for source in sources:
+            self._ends.append(len(source) + (self._ends[-1] if self._ends else 0))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def row(self, index: int) -> dict[str, Any]:
+        number, offset = self._find(index)
+        return self._sources[number].row(offset)
+
+    def place(self, index: int) -> str:
+        number, offset = self._find(index)
+        return self._sources[number].place(offset)
+
+    def row_id(self, index: int) -> str:
+        number, offset = self._find(index)
+        return f"{number + 1}/{self._sources[number].row_id(offset)}"  # files of several folders may have one name
+
+    def _find(self, index: int) -> tuple[int, int]:
+        number = bisect_right(self._ends, index)
+        return number, index - (self._ends[number - 1] if number else 0)
+
+
+def open_source(file: str) -> RowSource:
+    """Open a file, a folder, a pattern of files, or a dataset of the hub.
+
+    Raises:
+        DataError: it does not exist, has an unknown kind, or has no rows.
+    """
+    try:
+        source = _opened(file)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror or error}); check its path and permissions") from error
+    if not len(source):
+        raise DataError(f"{file} has no rows; write at least one, in JSON lines one JSON object per line")
+    return source
+
+
+def _opened(file: str) -> RowSource:
+    if file.startswith(HUB):
+        return _of_hub(file)
+    path = Path(file)
+    if path.is_dir():
+        return open_saved_dataset(path) if is_saved_dataset(path) else _joined(file, _training_files(path))
+    if path.is_file():
+        return _of_kind(path)
+    if glob.has_magic(file):
+        return _joined(file, [Path(found) for found in sorted(glob.glob(file, recursive=True))])
+    raise DataError(f"{file} does not exist; give the path of a file ({', '.join(OPENERS)}) or folder")
+
+
+def _of_hub(file: str) -> RowSource:
+    """Rows of a downloaded dataset: of the files that its pattern selects, or of all training files."""
+    from lucidrl.utils.hub import downloaded
+
+    folder = Path(downloaded(file, "dataset"))
+    pattern = "/".join(PurePosixPath(file.removeprefix(HUB)).parts[2:])
+    if pattern:
+        return _joined(file, sorted(path for path in folder.glob(pattern) if path.is_file()))
+    return open_saved_dataset(folder) if is_saved_dataset(folder) else _joined(file, _training_files(folder))
+
+
+def _training_files(folder: Path) -> list[Path]:
+    """Data files below a folder; only those named "train..." if there are some."""
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in OPENERS and path.is_file())
+    data = [path for path in found if not path.name.startswith((".", "dataset_info"))]
+    return [path for path in data if _names_training(path.relative_to(folder))] or data
+
+
+def _names_training(path: Path) -> bool:
+    return any(part.lower().startswith("train") for part in path.parts)
+
+
+def _joined(name: str, files: Sequence[Path]) -> RowSource:
+    if not files:
+        raise DataError(f"{name} has no data files; the known kinds are {', '.join(OPENERS)}")
+    return _of_kind(files[0]) if len(files) == 1 else Concatenated(name, [_of_kind(path) for path in files])
+
+
+def _of_kind(path: Path) -> RowSource:
+    opener = OPENERS.get(path.suffix.lower())
+    if opener is None:
+        raise DataError(
+            f"{path} has the unknown extension {path.suffix or '(none)'}; the known kinds are {', '.join(OPENERS)}"
+        )
+    if path.stat().st_size == 0:
+        raise DataError(f"{path} has no rows: it is empty; in JSON lines write one JSON object per line")
+    return opener(path)

@@ -1,0 +1,286 @@
+"""Draws prompts or examples from datasets that may be larger than memory, in a random order that resumes exactly."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+from lucidrl.data.datasets import Prompt
+from lucidrl.data.items import Item, Items, Skip, T
+from lucidrl.data.order import KeyedOrder, Order, SortedOrder, choice
+from lucidrl.errors import DataError
+
+MOST_SURVEYED = 20_000
+"""Rows that a survey reads at most, and a search for a few held-out rows."""
+
+
+@dataclass
+class Part(Generic[T]):
+    """One of the datasets of a mixture."""
+
+    items: Items[T]
+    weight: float = 1.0
+    cursor: int = 0
+    """Position in the order; skipped rows count."""
+    rows: Sequence[int] | None = None
+    """Rows to draw from; None: all."""
+    order: Order | None = None
+
+    def start(self, seed: int, limit: int | None) -> None:
+        """Set the order, of a fixed subset if there is a limit."""
+        source = self.items.source
+        if limit is not None and limit < len(source):
+            self.rows = array("q", [row for row, _ in self.items.search(Skip.TRAINING, limit)])
+            if not self.rows:
+                raise self._nothing_to_draw()
+        self.order = KeyedOrder(len(source) if self.rows is None else len(self.rows), seed)
+
+    def start_sorted(self, seed: int, limit: int | None) -> None:
+        """Split and order the rows as version 0.1.0 did, which read all of them."""
+        self.items.uses_old_key = True
+        rows = self.items.rows_of(Skip.TRAINING)
+        if limit is not None and limit < len(rows):
+            order = SortedOrder(len(rows), seed=0)
+            rows = [rows[order.at(position)] for position in range(limit)]
+        self.rows, self.order = array("q", rows), SortedOrder(len(rows), seed)
+
+    def draw(self, skipped: Counter[Skip]) -> T:
+        """The next item to train on; counts the rows skipped before it."""
+        assert self.order is not None
+        for _ in range(self.order.size):
+            row = self.order.at(self.cursor)
+            self.cursor += 1
+            item = self.items.read(row if self.rows is None else self.rows[row], Skip.TRAINING)
+            if not isinstance(item, Skip):
+                return item
+            skipped[item] += 1
+        raise self._nothing_to_draw()
+
+    def _nothing_to_draw(self) -> DataError:
+        source = self.items.source
+        return DataError(
+            f"{source.name} has no row to train on: all of its {len(source)} rows are held out or filtered; change "
+            "data.validation_fraction, data.where or data.max_prompt_tokens"
+        )
+
+
+@dataclass
+class Survey:
+    """Findings about rows that were read without training on them."""
+
+    num_rows: int = 0
+    num_checked: int = 0
+    """All rows of a small dataset, evenly spread ones of a large one."""
+    num_train: int = 0
+    num_held_out: int = 0
+    skipped: Counter[Skip] = field(default_factory=Counter)
+    """Filtered rows by reason."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each item."""
+    longest: int = 0
+    """Tokens of the longest item."""
+    longest_label: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows were read."""
+        return self.num_checked == self.num_rows
+
+    def estimate(self, number: int) -> str:
+        """A number of checked rows as one of all rows, for people."""
+        if self.is_complete:
+            return f"{number:,}"
+        return f"about {round(number * self.num_rows / self.num_checked):,}"
+
+
+class Dataset(Generic[T]):
+    """Prompts or examples of one or several datasets, a part of which is held out.
+
+    Training items come endlessly: each dataset in a random order, new for each epoch, and which dataset is next is
+    random by weight. All is a pure function of seed and cursors.
+
+    Args:
+        parts: datasets to train on, and to hold out from.
+        validation: datasets of held-out items, if they are separate.
+        limit: train on this many items only.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part[T]],
+        *,
+        seed: int = 0,
+        limit: int | None = None,
+        validation: Sequence[Part[T]] | None = None,
+    ) -> None:
+        self._parts, self._seed = parts, seed
+        self._validation = parts if validation is None else validation
+        self._weights = [part.weight for part in parts]
+        self._limits = [None if limit is None else share for share in _shares(limit or 0, self._weights)]
+        self._is_sorted = False
+        self._held_out: dict[int, list[T]] = {}
+        self.skipped: Counter[Skip] = Counter()
+        """Rows skipped by `take`, by reason."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch, before any is skipped."""
+        sizes = [len(part.items.source) for part in self._parts]
+        return sum(size if limit is None else min(size, limit) for size, limit in zip(sizes, self._limits, strict=True))
+
+    @property
+    def num_passed(self) -> int:
+        """Rows that `take` has passed, skipped ones included."""
+        return sum(part.cursor for part in self._parts)
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some rows may be neither trained on nor held out."""
+        return any(part.items.is_selected or part.items.max_tokens is not None for part in self._parts)
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether a part is held out."""
+        return any(part.items.held_out_fraction > 0 for part in self._validation)
+
+    def take(self, count: int) -> list[T]:
+        """The next items to train on."""
+        return [self._draw() for _ in range(count)]
+
+    def _draw(self) -> T:
+        number = choice(self._weights, self._seed, self.num_passed)
+        part = self._parts[number]
+        if part.order is None:
+            part.start(self._seed, self._limits[number])
+        return part.draw(self.skipped)
+
+    def held_out(self, count: int) -> list[T]:
+        """Up to `count` held-out items, always the same.
+
+        Raises:
+            DataError: there are none.
+        """
+        if count not in self._held_out:
+            self._held_out[count] = self._find_held_out(count)
+        return self._held_out[count]
+
+    def _find_held_out(self, count: int) -> list[T]:
+        if not count or not self.holds_out:
+            return []
+        found: list[T] = []
+        shares = _shares(count, [part.weight for part in self._validation])
+        for part, share in zip(self._validation, shares, strict=True):
+            items = part.items
+            if self._is_sorted:
+                found += self._sorted_held_out(items, share)
+                continue
+            most_rows = max(MOST_SURVEYED, round(4 * share / items.held_out_fraction))
+            found += [item for _, item in items.search(Skip.HELD_OUT, share, most_rows)]
+        if not found:
+            raise DataError(
+                f"no row is left for validation; raise data.validation_fraction={self._fraction:g}, give "
+                "data.validation_file or more rows, or set the fraction to 0"
+            )
+        return found
+
+    def _sorted_held_out(self, items: Items[T], count: int) -> list[T]:
+        """The choice of version 0.1.0."""
+        rows = items.rows_of(Skip.HELD_OUT)
+        order = SortedOrder(max(1, len(rows)), seed=0)
+        chosen = range(min(count, len(rows)))
+        ordered = [position if items.old_key is not None else order.at(position) for position in chosen]
+        read = (items.read(rows[position], Skip.HELD_OUT) for position in ordered)
+        return [item for item in read if not isinstance(item, Skip)]
+
+    def survey(self, length: Callable[[T], int], most_rows: int = MOST_SURVEYED) -> Survey:
+        """Read all rows, or `most_rows` evenly spread ones if there are more.
+
+        Args:
+            length: number of tokens of an item.
+
+        Raises:
+            DataError: a row is malformed, an id occurs twice, or a side of the split is empty.
+        """
+        result = Survey(num_rows=sum(len(part.items.source) for part in self._all_parts))
+        places: dict[str, str | None] = {}
+        for side, item in self.spread(most_rows):
+            result.num_checked += 1
+            if isinstance(item, Skip):
+                result.skipped[item] += 1
+                continue
+            _check_new_id(item, places)
+            result.num_held_out += side is Skip.HELD_OUT
+            result.num_train += side is Skip.TRAINING
+            result.lengths.append(length(item))
+            if result.lengths[-1] > result.longest:
+                result.longest, result.longest_label = result.lengths[-1], item.label
+        self._check_sides(result)
+        return result
+
+    def spread(self, most_rows: int) -> Iterator[tuple[Skip, T | Skip]]:
+        """Evenly spread rows of all datasets: the side of each, with its item or why it is filtered."""
+        num_rows = sum(len(part.items.source) for part in self._all_parts)
+        for part in self._all_parts:
+            size = len(part.items.source)
+            number = size if num_rows <= most_rows else max(1, most_rows * size // num_rows)
+            for step in range(number):
+                row = step * size // number
+                item = part.items.read(row, Skip.TRAINING)
+                if item is Skip.HELD_OUT:
+                    yield Skip.HELD_OUT, part.items.read(row, Skip.HELD_OUT)
+                else:
+                    yield Skip.TRAINING, item
+
+    @property
+    def _all_parts(self) -> Sequence[Part[T]]:
+        return self._parts if self._validation is self._parts else [*self._parts, *self._validation]
+
+    def _check_sides(self, survey: Survey) -> None:
+        if survey.num_train and (survey.num_held_out or not self.holds_out or not survey.is_complete):
+            return
+        if sum(survey.skipped.values()) == survey.num_checked:
+            dropped = ", ".join(f"{number} by {reason}" for reason, number in survey.skipped.items())
+            raise DataError(f"all of {survey.num_checked} rows are dropped ({dropped}); change these settings")
+        raise DataError(
+            f"data.validation_fraction={self._fraction:g} splits {survey.num_train + survey.num_held_out} rows into "
+            f"{survey.num_train} for training and {survey.num_held_out} for validation; give more rows, or set the "
+            "fraction to 0"
+        )
+
+    @property
+    def _fraction(self) -> float:
+        return max(part.items.held_out_fraction for part in self._validation)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in every dataset; nothing else changes."""
+        if self._is_sorted:
+            return {"position": self.num_passed}
+        return {"cursors": [part.cursor for part in self._parts]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; one of version 0.1.0 continues in the order of that version."""
+        self._is_sorted = "cursors" not in state
+        cursors = [state["position"]] if self._is_sorted else state["cursors"]
+        if len(cursors) != len(self._parts):
+            raise DataError(f"the run was saved with {len(cursors)} datasets, but data.file has {len(self._parts)}")
+        self._held_out.clear()
+        for part, cursor, limit in zip(self._parts, cursors, self._limits, strict=True):
+            part.cursor = cursor
+            if self._is_sorted:
+                part.start_sorted(self._seed, limit)
+
+
+def _check_new_id(item: Item, places: dict[str, str | None]) -> None:
+    if not isinstance(item, Prompt):
+        return
+    first = places.setdefault(item.prompt_id, item.place)
+    if first != item.place:
+        raise DataError(f"{item.place}: {first} has id {item.prompt_id!r} too; make ids unique, or rename the column")
+
+
+def _shares(count: int, weights: Sequence[float]) -> list[int]:
+    """A number split in proportion to weights, at least 1 each."""
+    return [max(1, round(count * weight / sum(weights))) for weight in weights]
