@@ -50,7 +50,7 @@ class Section:
     schema: type[BaseModel]
     prefix: str = ""
     beside: type[BaseModel] | None = None
-    """Keys that are the same in this class are left out."""
+    """Omit the keys that are identical in this class."""
 
 
 SECTIONS = (
@@ -104,7 +104,7 @@ def _section(section: Section) -> str:
 
 
 def _wandb_section() -> str:
-    """Arguments of `wandb.init`, which `WandbTracking` accepts by the keys of `WandbConfig`."""
+    """The settings of `WandbConfig` that `WandbTracking` passes on to `wandb.init`."""
     [definition] = ast.parse(inspect.getsource(WandbConfig)).body
     assert isinstance(definition, ast.ClassDef)
     rows = []
@@ -126,7 +126,7 @@ def _rows(schema: type[BaseModel], prefix: str) -> list[str]:
 
 
 def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Dotted names of all settings, those of nested configs in the place of the config itself."""
+    """Dotted names of all settings; a nested config is replaced by its own settings."""
     for name, field in schema.model_fields.items():
         annotation = field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -136,7 +136,7 @@ def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def _default(field: FieldInfo) -> str:
-    """As it would be written in YAML."""
+    """The default value as YAML."""
     if field.is_required():
         return "required"
     value: Any = field.get_default(call_default_factory=True)

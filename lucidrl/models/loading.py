@@ -107,7 +107,7 @@ def _own_tokenizer(model_name: str, trust_remote_code: bool) -> PreTrainedTokeni
 def load_model(
     model_name: str, dtype: torch.dtype, *, seed: int = 0, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a causal language model with our attention function; its outputs must equal those of its own attention."""
+    """Load a causal language model with our attention function; outputs must equal those of the original one."""
     if model_name in EMBEDDED_MODELS:
         warm = model_name == EMBEDDED_MODELS[0]
         model: Any = embedded.embedded_model(warm=warm, seed=seed, attn_implementation=attention.NAME)
