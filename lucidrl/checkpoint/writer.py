@@ -187,7 +187,8 @@ def _write_all(
     writing: Future[dict[Path, FileDigest]], files: Mapping[Path, TensorFile], contents: Mapping[Path, bytes]
 ) -> None:
     if sys.platform == "linux":  # where threads have their own priority
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        thread = threading.get_native_id()  # raising its priority again, after `nice`, would be refused
+        os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
     digests: dict[Path, FileDigest] = {}
     path = Path()
     try:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from lucidrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.panel import Panel
 
 log = logging.getLogger(__name__)
@@ -50,27 +49,22 @@ def configure_rich_logging(level: str = "INFO", show_time: bool = True, show_pat
         raise ConfigError(f"log level {level!r} is not known; use one of {', '.join(levels)}")
     if _rich_logging_configured:
         return
-    from rich.logging import RichHandler
-
-    root = logging.getLogger()
-    # A plain handler on the terminal would print every record twice; keep handlers on files.
-    for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
-        root.removeHandler(handler)
-    rich_handler = RichHandler(levels[level.upper()], _log_console(), show_time=show_time, show_path=show_path)
-    rich_handler.setFormatter(logging.Formatter("%(message)s", datefmt="[%X]"))
-    root.addHandler(rich_handler)
-    root.setLevel(levels[level.upper()])
-    _rich_logging_configured = True
-
-
-def _log_console() -> Console:
     from rich.console import Console
+    from rich.logging import RichHandler
 
     class LogConsole(Console):
         def on_broken_pipe(self) -> None:
             """Continue; rich would exit the program."""
 
-    return LogConsole(stderr=True)
+    root = logging.getLogger()
+    # A plain handler on the terminal would print every record twice; keep handlers on files.
+    for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
+        root.removeHandler(handler)
+    rich_handler = RichHandler(levels[level.upper()], LogConsole(stderr=True), show_time=show_time, show_path=show_path)
+    rich_handler.setFormatter(logging.Formatter("%(message)s", datefmt="[%X]"))
+    root.addHandler(rich_handler)
+    root.setLevel(levels[level.upper()])
+    _rich_logging_configured = True
 
 
 def print_message_log_samples(
