@@ -96,7 +96,7 @@ def run_python(code: str, *, stdin: str = "", limits: SandboxLimits | None = Non
         SandboxError: if the sandbox does not start, or ends without a report.
     """
     limits = limits or SandboxLimits()
-    deadline = time.monotonic() + limits.timeout_s + _GRACE_S
+    end_s = time.monotonic() + limits.timeout_s + _GRACE_S
     report_read, report_write = os.pipe()
     child_read, child_write = os.pipe()
     request = {
@@ -134,7 +134,7 @@ def run_python(code: str, *, stdin: str = "", limits: SandboxLimits | None = Non
         reports = outputs.add(report_read)
         out, err = outputs.add(process.stdout.fileno()), outputs.add(process.stderr.fileno(), keeps_end=True)
         written = outputs.add(child_read)
-        outputs.exchange(process.stdin.fileno(), len(message).to_bytes(8) + message, until=reports, deadline=deadline)
+        outputs.exchange(process.stdin.fileno(), len(message).to_bytes(8) + message, until=reports, end_s=end_s)
     finally:
         # The end of its input also ends the code of a program that does not reply.
         process.stdin.close()
@@ -180,12 +180,12 @@ class _Outputs:
         self._selector.register(descriptor, selectors.EVENT_READ, kept)
         return kept
 
-    def exchange(self, target: int, message: bytes, until: _Kept, deadline: float) -> None:
+    def exchange(self, target: int, message: bytes, until: _Kept, end_s: float) -> None:
         """Write the message and read until the pipe `until` is closed, then read what is left in the others."""
         unsent = memoryview(message)
         os.set_blocking(target, False)
         self._selector.register(target, selectors.EVENT_WRITE)
-        while not until.is_closed and (left_s := deadline - time.monotonic()) > 0:
+        while not until.is_closed and (left_s := end_s - time.monotonic()) > 0:
             for key, _ in self._selector.select(left_s):
                 if key.fd != target:
                     self._read(key.fd, key.data)

@@ -22,9 +22,9 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "riscv64": 41}
 CAPABILITY_VERSION_3 = 0x20080522
 FIRST_UID = 2_000_000_000
-NOBODY = 65534
+UNPRIVILEGED = 65534
 REPORT_FD = 3
-"""Where the child may write a report of its own."""
+"""Where the child may write a report."""
 BOX = "/box"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
@@ -93,7 +93,8 @@ class Isolation:
     def enter_user_namespace(self):
         uid, gid = os.geteuid(), os.getegid()
         self.unshare(CLONE_NEWUSER)
-        for name, line in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
+        maps = {"uid_map": f"{UNPRIVILEGED} {uid} 1", "gid_map": f"{UNPRIVILEGED} {gid} 1"}
+        for name, line in {"setgroups": "deny", **maps}.items():
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(line)
 
@@ -141,8 +142,10 @@ class Isolation:
     def drop_rights(self):
         """In the child: become another user, without capabilities."""
         if self.is_root:
-            if not self.attempt("user", self.change_user, self.uid) and self.attempt("user", self.change_user, NOBODY):
-                del self.missing["user"]
+            for uid in (self.uid, UNPRIVILEGED):
+                if self.attempt("user", self.change_user, uid):
+                    self.missing.pop("user", None)
+                    break
         elif "user_namespace" in self.done:
             self.attempt("capabilities", self.drop_capabilities)
             self.missing["user"] = "the code keeps the user id of the caller, which is not root"

@@ -17,6 +17,8 @@ import pytest
 from lucidrl.rewards import sandbox
 from lucidrl.rewards.sandbox import SandboxError, SandboxLimits, SandboxResult, run_python
 
+OTHERS = ("0x40000000", "0x20000")
+"""Flags of network and mount namespaces."""
 SHORT = SandboxLimits(timeout_s=0.4)
 
 
@@ -61,9 +63,7 @@ def test_code_reads_its_input_and_writes_its_outputs():
     [
         ("import sys; sys.exit(3)", "failed", 3),
         ("import os; os._exit(0)", "ok", 0),
-        ("raise ValueError('bad')", "failed", 1),
         ("def f(): return f()\nf()", "failed", 1),
-        ("this is not Python", "failed", 1),
         ("\0", "failed", 1),
         ("x = '\ud800'", "failed", 1),
     ],
@@ -111,6 +111,7 @@ def test_ten_megabytes_of_output_cost_no_memory():
     assert peak < 2**20
 
 
+@pytest.mark.slow
 def test_a_fork_bomb_meets_its_limit_and_leaves_nothing():
     code = "import os, time\nwhile True:\n  try: os.fork()\n  except OSError: time.sleep(0.01)"
     result = run(code, limits=SHORT)
@@ -171,6 +172,7 @@ for path in {outside!r}:
     assert run("import os; print(os.listdir())").stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_files_have_a_limit():
     boundary_or_skip()
     limits = SandboxLimits(timeout_s=5, folder_bytes=2**20)
@@ -204,6 +206,7 @@ def test_code_of_root_runs_as_another_user_without_rights():
     assert "user" in result.isolation.done
 
 
+@pytest.mark.slow
 def test_the_code_dies_with_a_caller_that_is_killed():
     program = "from lucidrl.rewards.sandbox import run_python; run_python('import time; time.sleep(60)')"
     caller = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[3])
@@ -222,7 +225,7 @@ def test_a_sandbox_that_does_not_start_is_an_error_and_no_result(monkeypatch, tm
         run("pass")
 
 
-@pytest.mark.parametrize("denied", ["0x20000000", "0x40000000", "0x20000"])
+@pytest.mark.parametrize("denied", ["0x20000000", *(pytest.param(flag, marks=pytest.mark.slow) for flag in OTHERS)])
 def test_what_the_kernel_refuses_is_reported(monkeypatch, tmp_path, denied):
     """Without a namespace the limits still hold, and nothing is left."""
     source = sandbox._PROGRAM.read_text()

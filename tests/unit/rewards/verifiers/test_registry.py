@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +102,12 @@ def test_ten_megabytes_are_a_parse_failure(name):
     row = {"answer": "A" if name == "choice" else "1", "tests": ["assert True"]}
     with pytest.raises(ParseFailure, match="10,000,000 characters"):
         score(name, "x" * 10_000_000, row, **options)
+
+
+def test_the_page_lists_every_verifier_and_option():
+    page = Path(__file__).parents[4].joinpath("docs/verifiers.md").read_text()
+    for name, entry in VERIFIERS.items():
+        assert f"`{name}`" in page
+        for option, field in entry.config.model_fields.items():
+            assert field.description, f"{name}.{option} is not explained"
+            assert f"`{option}`" in page, f"{name}.{option}"
