@@ -78,7 +78,9 @@ class TextInputs:
     def prompts(self) -> tuple[list[Prompt], list[Prompt]]:
         """Training prompts and held-out prompts."""
         host, env = self._host, self._config.env  # the check makes the environment even if a file has the prompts
-        return split_prompts(host.prompts() if env.prompts_file is None else None, env)
+        if env.prompts_file is not None:
+            return split_prompts(None, env)
+        return split_prompts(host.prompts(), env, host.validation_prompts())
 
     @cached_property
     def validated(self) -> list[int]:

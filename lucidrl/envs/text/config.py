@@ -12,6 +12,8 @@ from lucidrl.utils.config import Config
 
 OnError = Literal["fail", "drop"]
 Isolation = Literal["auto", "process", "none"]
+ALWAYS_ISOLATED = ("reasoning_gym",)
+"""Built-in environments that may block: `isolation=auto` means `process` for them."""
 
 
 class EnvConfig(Config):
@@ -24,7 +26,8 @@ class EnvConfig(Config):
     prompts_file: Path | None = None
     """JSONL file of prompts, used instead of those of the environment; needed if it has none."""
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Fraction of the prompts held out for validation, chosen by a stable hash."""
+    """Fraction of the prompts held out for validation, chosen by a stable hash; unused if the environment has
+    separate validation prompts."""
     timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     """Timeout of one call of the environment. The driver kills a worker that blocks past it."""
     max_concurrency: PositiveInt = 8
@@ -34,7 +37,7 @@ class EnvConfig(Config):
     isolation: Isolation = "auto"
     """Where the environment runs. `process`: in worker processes, which the driver can kill and restart. `none`: in the
     driver, where code that blocks cannot be interrupted and code that exits ends the run. `auto`: `none` for a built-in
-    environment with one worker, otherwise `process`."""
+    environment with one worker (except reasoning_gym, whose scorers may block), otherwise `process`."""
     num_workers: PositiveInt = 1
     """Worker processes, each with a copy of the environment; they share its calls. A single one runs on the driver's
     machine, several on the nodes of the Ray cluster if `cluster.launcher=ray`."""
@@ -46,7 +49,7 @@ class EnvConfig(Config):
     def is_isolated(self) -> bool:
         """Whether the environment runs in worker processes."""
         if self.isolation == "auto":
-            return ":" in self.name or self.num_workers > 1
+            return ":" in self.name or self.num_workers > 1 or self.name in ALWAYS_ISOLATED
         return self.isolation == "process"
 
     @model_validator(mode="before")

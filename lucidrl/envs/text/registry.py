@@ -14,6 +14,7 @@ from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
 from lucidrl.envs.text.interfaces import TextEnv
+from lucidrl.envs.text.reasoning_gym import ReasoningGymConfig, ReasoningGymEnv
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.utils.config import Config, validate
 from lucidrl.utils.imports import import_user_module
@@ -21,6 +22,7 @@ from lucidrl.utils.imports import import_user_module
 ENVS: dict[str, tuple[Callable[[Any], TextEnv], type[Config]]] = {
     "arithmetic": (ArithmeticEnv, ArithmeticConfig),
     "guessing": (GuessingEnv, GuessingConfig),
+    "reasoning_gym": (ReasoningGymEnv, ReasoningGymConfig),
 }
 
 
@@ -55,11 +57,14 @@ def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
         raise ConfigError(f"{name} cannot be made with kwargs {dict(kwargs)}: {raised}") from error
 
 
-def split_prompts(own: Sequence[Prompt] | None, config: EnvConfig) -> tuple[list[Prompt], list[Prompt]]:
+def split_prompts(
+    own: Sequence[Prompt] | None, config: EnvConfig, own_validation: Sequence[Prompt] | None = None
+) -> tuple[list[Prompt], list[Prompt]]:
     """Training and validation prompts of `prompts_file`, or of the environment.
 
     Args:
         own: prompts of the environment; None if it has none.
+        own_validation: validation prompts of the environment; None if it leaves the split to `validation_fraction`.
     """
     if config.prompts_file is not None:
         prompts: Sequence[Prompt] = load_prompts(config.prompts_file)
@@ -69,10 +74,12 @@ def split_prompts(own: Sequence[Prompt] | None, config: EnvConfig) -> tuple[list
         raise ConfigError(f"environment {config.name} has no method prompts(); add it, or set env.prompts_file")
     if not prompts:
         raise DataError(f"environment {config.name} has no prompts; return at least one from prompts()")
-    prompt_id, count = Counter(prompt.prompt_id for prompt in prompts).most_common(1)[0]
+    is_split = own_validation is not None and config.prompts_file is None
+    validation = list(own_validation or ()) if is_split else []
+    prompt_id, count = Counter(prompt.prompt_id for prompt in [*prompts, *validation]).most_common(1)[0]
     if count > 1:
         raise DataError(f"environment {config.name} has {count} prompts with the id {prompt_id!r}; make ids unique")
-    return split(prompts, config.validation_fraction)
+    return (list(prompts), validation) if is_split else split(prompts, config.validation_fraction)
 
 
 def _env_class(module: ModuleType, class_name: str) -> type[TextEnv]:
