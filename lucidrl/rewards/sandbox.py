@@ -17,7 +17,7 @@ from typing import Literal
 Outcome = Literal["ok", "failed", "killed", "timeout"]
 
 BOUNDARIES = ("processes", "network", "files")
-"""Kinds of isolation that together keep the code from everything outside; see docs/verifiers.md."""
+"""Kinds of isolation that together keep code without capabilities from everything outside; see docs/verifiers.md."""
 
 _PROGRAM = Path(__file__).with_name("sandbox_program.py")
 _GRACE_S = 10.0
@@ -58,15 +58,16 @@ class Isolation:
     """What the sandbox could set up."""
 
     done: tuple[str, ...]
-    """Of `processes`, `network`, `ipc`, `files`, `user`, and for a caller that is not root `user_namespace` and
-    `capabilities`."""
+    """Of `processes`, `network`, `ipc`, `files`, `user` (another user id, which has no capabilities), and if the user
+    id stays `user_namespace` and `capabilities` (dropped)."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """The reason by kind."""
 
     @property
     def is_boundary(self) -> bool:
         """Whether processes, network and files outside are out of reach of the code."""
-        return set(BOUNDARIES) <= set(self.done)
+        has_rights = not {"user", "capabilities"} & set(self.done)
+        return set(BOUNDARIES) <= set(self.done) and not has_rights
 
 
 @dataclass(frozen=True)

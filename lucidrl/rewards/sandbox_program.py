@@ -146,6 +146,8 @@ class Isolation:
                 if self.attempt("user", self.change_user, uid):
                     self.missing.pop("user", None)
                     break
+            else:
+                self.attempt("capabilities", self.drop_capabilities)
         elif "user_namespace" in self.done:
             self.attempt("capabilities", self.drop_capabilities)
             self.missing["user"] = "the code keeps the user id of the caller, which is not root"

@@ -245,3 +245,19 @@ def test_what_the_kernel_refuses_is_reported(monkeypatch, tmp_path, denied):
     assert not result.isolation.is_boundary
     assert "refused" in str(result.isolation.missing)
     assert not list(Path("/tmp").glob("lucidrl-sandbox-*"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="others keep their user id")
+def test_a_root_that_cannot_change_its_user_loses_its_capabilities(monkeypatch, tmp_path):
+    source = sandbox._PROGRAM.read_text()
+    changed = source.replace("        os.setgroups([])\n", "        raise OSError(1, 'refused')\n")
+    assert changed != source
+    program = tmp_path / "sandbox_program.py"
+    program.write_text(changed)
+    monkeypatch.setattr(sandbox, "_PROGRAM", program)
+    result = run("import os; print(os.getuid()); os.chroot('/dev')")
+    assert result.stdout == "0\n"
+    assert "PermissionError" in result.stderr
+    assert {"user"} == set(result.isolation.missing)
+    assert result.isolation.is_boundary
+    assert not sandbox.Isolation(sandbox.BOUNDARIES).is_boundary
