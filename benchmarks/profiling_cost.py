@@ -128,8 +128,7 @@ def demo_step(threads: int) -> Callable[[], None]:
     policy = Policy(config.policy, tokenizer, init_reference_model=False, seed=config.seed)
     env = make_env(config.env.name, config.env.kwargs)
     runner = EnvRunner(env, config.env.timeout_s, config.env.max_concurrency, config.env.on_error)
-    fraction = config.data.validation_fraction
-    prompts = dataset_of_prompts(env.prompts(), seed=config.seed, validation_fraction=fraction)
+    prompts = dataset_of_prompts(env.prompts(), config.data, seed=config.seed)
     length = model_facts(config.policy.model_name).context_length
     collector = TextCollector(
         policy, runner, tokenizer, prompts, config.collector, context_length=length, seed=config.seed

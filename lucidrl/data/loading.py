@@ -69,19 +69,46 @@ def example_dataset(
 
 
 def dataset_of_prompts(
-    prompts: Sequence[Prompt], *, seed: int, validation_fraction: float = 0.0, limit: int | None = None
+    prompts: Sequence[Prompt],
+    config: DataConfig | None = None,
+    *,
+    seed: int,
+    validation: Sequence[Prompt] | None = None,
 ) -> Dataset[Prompt]:
-    """Prompts that are in memory."""
-    items = Items(PromptRows(prompts), lambda prompt, place, row_id: prompt, validation_fraction)
-    return Dataset([Part(items)], seed=seed, limit=limit)
+    """Prompts that are in memory.
+
+    Args:
+        config: its `limit` and, without `validation`, its `validation_fraction` apply; None holds nothing out.
+        validation: held-out prompts, if they are separate.
+    """
+    return _dataset_in_memory(prompts, lambda prompt, place, row_id: prompt, config, seed, validation)
 
 
 def dataset_of_answers(
-    prompts: Sequence[Prompt], *, seed: int, validation_fraction: float = 0.0, limit: int | None = None
+    prompts: Sequence[Prompt],
+    config: DataConfig | None = None,
+    *,
+    seed: int,
+    validation: Sequence[Prompt] | None = None,
 ) -> Dataset[Example]:
-    """Prompts that are in memory as examples, each completed with the `answer` of its info."""
-    items = Items(PromptRows(prompts), lambda prompt, place, row_id: example_of(prompt), validation_fraction)
-    return Dataset([Part(items)], seed=seed, limit=limit)
+    """Prompts that are in memory as examples, completed with the `answer` of their info; see `dataset_of_prompts`."""
+    return _dataset_in_memory(prompts, lambda prompt, place, row_id: example_of(prompt), config, seed, validation)
+
+
+def _dataset_in_memory(
+    prompts: Sequence[Prompt],
+    make: Callable[[Any, str, str], T],
+    config: DataConfig | None,
+    seed: int,
+    validation: Sequence[Prompt] | None,
+) -> Dataset[T]:
+    config = config or DataConfig(validation_fraction=0)
+    held_out = None
+    if validation is not None:
+        held_out = [Part(Items(PromptRows(validation), make, 1.0))] if validation else []
+    fraction = config.validation_fraction if validation is None else 0.0
+    training = [Part(Items(PromptRows(prompts), make, fraction))]
+    return Dataset(training, seed=seed, limit=config.limit, validation=held_out)
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:

@@ -83,7 +83,11 @@ class TextInputs:
 
     @cached_property
     def _env_prompts(self) -> Sequence[Prompt]:
-        return checked_prompts(self._host.prompts(), self._config.env)
+        return checked_prompts(self._host.prompts(), self._config.env, self._env_validation)
+
+    @cached_property
+    def _env_validation(self) -> Sequence[Prompt] | None:
+        return self._host.validation_prompts()
 
     @cached_property
     def prompts(self) -> Dataset[Prompt]:
@@ -91,8 +95,7 @@ class TextInputs:
         _ = self._host  # the check makes the environment even if a file has the prompts
         data, seed, rows = self._config.data, self._config.seed, self._python.rows
         if data.file is None and rows is None:
-            fraction, limit = data.validation_fraction, data.limit
-            return dataset_of_prompts(self._env_prompts, seed=seed, validation_fraction=fraction, limit=limit)
+            return dataset_of_prompts(self._env_prompts, data, seed=seed, validation=self._env_validation)
         validation = self._python.validation_rows
         return prompt_dataset(data, seed=seed, rows=rows, validation_rows=validation, length=self.length)
 
@@ -101,8 +104,7 @@ class TextInputs:
         """Examples of `data.file`, of a program, or the environment's prompts with their reference answers."""
         data, seed = self._config.data, self._config.seed
         if self.uses_env:
-            fraction, limit = data.validation_fraction, data.limit
-            return dataset_of_answers(self._env_prompts, seed=seed, validation_fraction=fraction, limit=limit)
+            return dataset_of_answers(self._env_prompts, data, seed=seed, validation=self._env_validation)
         rows, validation = self._python.rows, self._python.validation_rows
         return example_dataset(data, seed=seed, rows=rows, validation_rows=validation, length=self.length)
 

@@ -11,6 +11,8 @@ from lucidrl.utils.config import Config
 
 OnError = Literal["fail", "drop"]
 Isolation = Literal["auto", "process", "none"]
+ALWAYS_ISOLATED = ("reasoning_gym",)
+"""Built-in environments that may block: `isolation=auto` means `process` for them."""
 
 
 class EnvConfig(Config):
@@ -29,7 +31,7 @@ class EnvConfig(Config):
     isolation: Isolation = "auto"
     """Where the environment runs. `process`: in worker processes, which the driver can kill and restart. `none`: in the
     driver, where code that blocks cannot be interrupted and code that exits ends the run. `auto`: `none` for a built-in
-    environment with one worker, otherwise `process`."""
+    environment with one worker (except reasoning_gym, whose scorers may block), otherwise `process`."""
     num_workers: PositiveInt = 1
     """Worker processes, each with a copy of the environment; they share its calls. A single one runs on the driver's
     machine, several on the nodes of the Ray cluster if `cluster.launcher=ray`."""
@@ -41,7 +43,7 @@ class EnvConfig(Config):
     def is_isolated(self) -> bool:
         """Whether the environment runs in worker processes."""
         if self.isolation == "auto":
-            return ":" in self.name or self.num_workers > 1
+            return ":" in self.name or self.num_workers > 1 or self.name in ALWAYS_ISOLATED
         return self.isolation == "process"
 
     @model_validator(mode="before")

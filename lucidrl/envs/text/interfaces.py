@@ -65,6 +65,16 @@ class PromptSource(Protocol):
 
 
 @runtime_checkable
+class ValidationPromptSource(Protocol):
+    """An environment with separate validation prompts; otherwise `env.validation_fraction` of `prompts` is held out.
+
+    An empty result means no validation.
+    """
+
+    def validation_prompts(self) -> Sequence[Prompt]: ...
+
+
+@runtime_checkable
 class StatefulEnv(Protocol):
     """An environment with state, such as the level of a curriculum, which checkpoints save.
 

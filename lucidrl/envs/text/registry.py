@@ -14,6 +14,7 @@ from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
 from lucidrl.envs.text.interfaces import TextEnv
+from lucidrl.envs.text.reasoning_gym import ReasoningGymConfig, ReasoningGymEnv
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.utils.config import Config, validate
 from lucidrl.utils.imports import import_user_module
@@ -21,6 +22,7 @@ from lucidrl.utils.imports import import_user_module
 ENVS: dict[str, tuple[Callable[[Any], TextEnv], type[Config]]] = {
     "arithmetic": (ArithmeticEnv, ArithmeticConfig),
     "guessing": (GuessingEnv, GuessingConfig),
+    "reasoning_gym": (ReasoningGymEnv, ReasoningGymConfig),
 }
 
 
@@ -55,11 +57,14 @@ def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
         raise ConfigError(f"{name} cannot be made with kwargs {dict(kwargs)}: {raised}") from error
 
 
-def checked_prompts(own: Sequence[Prompt] | None, config: EnvConfig) -> Sequence[Prompt]:
-    """The prompts of an environment.
+def checked_prompts(
+    own: Sequence[Prompt] | None, config: EnvConfig, validation: Sequence[Prompt] | None = None
+) -> Sequence[Prompt]:
+    """Return the prompts of an environment.
 
     Args:
         own: result of its `prompts()`; None if it has no such method.
+        validation: result of its `validation_prompts()`; None if it has no such method.
 
     Raises:
         LucidError: there are none, or two have the same id.
@@ -68,7 +73,7 @@ def checked_prompts(own: Sequence[Prompt] | None, config: EnvConfig) -> Sequence
         raise ConfigError(f"environment {config.name} has no method prompts(); add it, or set data.file")
     if not own:
         raise DataError(f"environment {config.name} has no prompts; return at least one from prompts()")
-    prompt_id, count = Counter(prompt.prompt_id for prompt in own).most_common(1)[0]
+    prompt_id, count = Counter(prompt.prompt_id for prompt in [*own, *(validation or ())]).most_common(1)[0]
     if count > 1:
         raise DataError(f"environment {config.name} has {count} prompts with the id {prompt_id!r}; make ids unique")
     return own

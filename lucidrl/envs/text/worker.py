@@ -16,7 +16,14 @@ from typing import Any, Literal, TypeVar
 
 from lucidrl.data.datasets import Prompt
 from lucidrl.distributed.workers.outcomes import describe_error
-from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, PromptSource, StatefulEnv, TextEnv
+from lucidrl.envs.text.interfaces import (
+    EnvReply,
+    EnvRequest,
+    PromptSource,
+    StatefulEnv,
+    TextEnv,
+    ValidationPromptSource,
+)
 from lucidrl.errors import CheckpointError, ConfigError, EnvironmentFailure
 
 T = TypeVar("T")
@@ -89,17 +96,29 @@ class EnvWorker:
         Raises:
             ConfigError: if its method raises, or does not return prompts.
         """
-        if not isinstance(self._env, PromptSource):
+        return self._prompts_of("prompts", self._env.prompts) if isinstance(self._env, PromptSource) else None
+
+    def validation_prompts(self) -> list[Prompt] | None:
+        """Validation prompts of the environment; None if it has no method for them.
+
+        Raises:
+            ConfigError: as `prompts`.
+        """
+        if not isinstance(self._env, ValidationPromptSource):
             return None
+        return self._prompts_of("validation_prompts", self._env.validation_prompts)
+
+    def _prompts_of(self, name: str, method: Callable[[], Sequence[Prompt]]) -> list[Prompt]:
+        place = f"{self._name}.{name}"
         try:
-            prompts = list(self._env.prompts())
+            prompts = list(method())
         except KeyboardInterrupt:  # Ctrl-C
             raise
         except BaseException as error:
-            raise ConfigError(f"{self._name}.prompts raised {describe_error(error).summary}; fix it") from error
+            raise ConfigError(f"{place} raised {describe_error(error).summary}; fix it") from error
         for prompt in prompts:
             if not isinstance(prompt, Prompt):
-                raise ConfigError(f"{self._name}.prompts returned a {type(prompt).__name__}; return a list of Prompt")
+                raise ConfigError(f"{place} returned a {type(prompt).__name__}; return a list of Prompt")
         return prompts
 
     def score(self, calls: Sequence[Sequence[EnvRequest]], timeout_s: float) -> Scored:

@@ -92,14 +92,21 @@ class EnvWorkerPool:
 
     def prompts(self) -> Sequence[Prompt] | None:
         """Prompts of the environment; None if it has none."""
+        return self._prompts_of("prompts")
+
+    def validation_prompts(self) -> Sequence[Prompt] | None:
+        """Validation prompts of the environment; None if it has no method for them."""
+        return self._prompts_of("validation_prompts")
+
+    def _prompts_of(self, method: str) -> Sequence[Prompt] | None:
         try:
-            return self._pool.submit(0, "prompts", timeout_s=self._start_timeout_s).result()
+            return self._pool.submit(0, method, timeout_s=self._start_timeout_s).result()
         except ConfigError as error:  # one sentence, without notes about the worker
             raise ConfigError(str(error)) from error
         except LostWorkerError as error:
             limit = f"cluster.start_timeout_s={self._start_timeout_s:g}"
             what = f"did not return within {limit}" if error.timed_out else f"ended its worker: {error}"
-            raise ConfigError(f"{self.name}.prompts {what}; fix it, or set data.file") from error
+            raise ConfigError(f"{self.name}.{method} {what}; fix it, or set data.file") from error
 
     def score(
         self, calls: Mapping[int, Calls], timeout_s: float, watch: Callable[[], None]
@@ -197,6 +204,9 @@ class InProcessEnv:
 
     def prompts(self) -> Sequence[Prompt] | None:
         return self._worker.prompts()
+
+    def validation_prompts(self) -> Sequence[Prompt] | None:
+        return self._worker.validation_prompts()
 
     def score(
         self, calls: Mapping[int, Calls], timeout_s: float, watch: Callable[[], None]

@@ -220,7 +220,7 @@ def test_a_supervised_run_of_version_0_1_0_continues_with_its_subset_order_and_s
     prompts = env_prompts(30)
     train = [prompt for prompt in prompts if not is_held_out(prompt.prompt_id, 0.3)]
     subset = [train[row] for row in sorted_by_hash(len(train), 0)[:10]]
-    dataset = dataset_of_answers(prompts, seed=2, validation_fraction=0.3, limit=10)
+    dataset = dataset_of_answers(prompts, DataConfig(validation_fraction=0.3, limit=10), seed=2)
     dataset.load_state_dict({"position": 4})
     assert dataset.take(6) == [example_of(subset[row]) for row in sorted_by_hash(10, 2)[4:]]
     # A file of examples was split by the hash of its lines, and validated on the first held-out ones.
@@ -234,7 +234,7 @@ def test_a_supervised_run_of_version_0_1_0_continues_with_its_subset_order_and_s
 
 def test_prompts_in_memory_are_split_by_their_keys():
     prompts = [Prompt(f"p{n}", ({"role": "user", "content": str(n)},), split_key=f"k{n // 2}") for n in range(100)]
-    dataset = dataset_of_prompts(prompts, seed=0, validation_fraction=0.5)
+    dataset = dataset_of_prompts(prompts, DataConfig(validation_fraction=0.5), seed=0)
     held_out = {prompt.split_key for prompt in dataset.held_out(100)}
     assert held_out
     assert not held_out & {prompt.split_key for prompt in dataset.take(100)}

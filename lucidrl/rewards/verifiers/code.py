@@ -1,0 +1,185 @@
+"""Python code against tests, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from lucidrl.errors import ConfigError, DataError
+from lucidrl.rewards.interfaces import Completion, ParseFailure
+from lucidrl.rewards.sandbox import Isolation, SandboxLimits, SandboxResult, run_python
+from lucidrl.rewards.verifiers.reading import TextConfig, column_of, fenced_blocks, shortened, text_of
+
+_log = logging.getLogger(__name__)
+
+_LANGUAGES = ("", "python", "py", "python3")
+
+_RUN_TESTS = """
+def run(write, loads, request):
+    code, tests, secret = loads(request)
+    space = {"__name__": "completion"}
+    exec(compile(code, "<completion>", "exec"), space)
+    for number, test in enumerate(tests):
+        try:
+            exec(compile(test, f"<test {number}>", "exec"), dict(space))
+        except BaseException:
+            continue
+        write(3, f"{secret} {number}\\n".encode())
+
+import json, os
+run(os.write, json.loads, %r)
+"""
+"""Reports the number of each passed test to file descriptor 3."""
+
+
+class CodeConfig(TextConfig):
+    """The tests, the reward and the limits."""
+
+    tests_column: str = "tests"
+    """Column of the tests: a text or a list of texts with `assert` statements; or pairs of standard input and expected
+    output, as a list of `{input, output}` or as `{inputs: [...], outputs: [...]}`; or either as JSON text."""
+    setup: str = ""
+    """Python code that runs before the code of the completion, such as imports."""
+    block: Literal["last", "first", "whole"] = "last"
+    """Which fenced Python block is the code; `whole`: the completion without fences."""
+    reward: Literal["all", "fraction"] = "all"
+    """`all`: 1 if all tests pass, otherwise 0; `fraction`: the fraction of passed tests."""
+    timeout_s: float = Field(default=5.0, gt=0, le=3600)
+    """Wall-clock and CPU time of one run: of all assert tests together, or of one pair. A run past it has failed its
+    tests. The timeout of the reward function includes all runs."""
+    memory_mb: PositiveInt = 512
+    """Address space of a process of the code."""
+    isolation: Literal["required", "best_effort"] = "best_effort"
+    """`required`: an error if the kernel refuses the namespaces that keep the code from files, network and processes
+    outside; `best_effort`: a warning."""
+
+
+@dataclass(frozen=True)
+class _Pair:
+    stdin: str
+    stdout: str
+
+
+class CodeVerifier:
+    """Reward 1 for code that passes all tests, or the fraction of passed tests."""
+
+    def __init__(self, config: CodeConfig) -> None:
+        self._config = config
+        self._limits = SandboxLimits(
+            timeout_s=config.timeout_s,
+            cpu_s=math.ceil(config.timeout_s),
+            memory_bytes=config.memory_mb * 2**20,
+        )
+        _check_isolation(config.isolation)
+
+    def __call__(self, completion: Completion, row: Mapping[str, Any]) -> float:
+        tests = self._tests(column_of(row, self._config.tests_column, "tests_column"))
+        code = f"{self._config.setup}\n{self._code(text_of(completion, self._config))}"
+        num_passed = self._num_passed_asserts(code, tests) if isinstance(tests[0], str) else 0
+        for test in tests:
+            if isinstance(test, _Pair):
+                passed = _is_output(run_python(code, stdin=test.stdin, limits=self._limits), test.stdout)
+                num_passed += passed
+                if not passed and self._config.reward == "all":
+                    break
+        return num_passed / len(tests) if self._config.reward == "fraction" else float(num_passed == len(tests))
+
+    def _code(self, text: str) -> str:
+        if self._config.block == "whole":
+            if not text.strip():
+                raise ParseFailure("the completion is empty")
+            return text
+        blocks = [content for language, content in fenced_blocks(text) if language in _LANGUAGES]
+        if not blocks:
+            raise ParseFailure("the completion has no fenced Python block")
+        return blocks[-1 if self._config.block == "last" else 0]
+
+    def _tests(self, value: Any) -> Sequence[str | _Pair]:
+        """All asserts, or all pairs.
+
+        Raises:
+            DataError: naming the value, if it has neither.
+        """
+        column = self._config.tests_column
+        if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"column {column!r} holds {shortened(value)}, which is not JSON: {error}") from error
+        tests: list[Any] = [value] if isinstance(value, str) else _pairs(value)
+        if not tests:
+            raise DataError(f"column {column!r} holds no tests; give at least one")
+        if all(isinstance(test, str) for test in tests):
+            for test in tests:
+                _check_compiles(test, column)
+        elif not all(isinstance(test, _Pair) for test in tests):
+            forms = "assert statements, or {input, output} pairs of texts"
+            raise DataError(f"column {column!r} holds {shortened(value)}; tests must be {forms}")
+        too_long = [test for test in tests if isinstance(test, _Pair) and len(test.stdout) > self._limits.output_chars]
+        if too_long:
+            problem = f"an expected output in column {column!r} has {len(too_long[0].stdout):,} characters"
+            raise DataError(f"{problem}; the sandbox keeps {self._limits.output_chars:,}")
+        return tests
+
+    def _num_passed_asserts(self, code: str, tests: Sequence[Any]) -> int:
+        secret = secrets.token_hex(16)
+        result = run_python(_RUN_TESTS % json.dumps([code, tests, secret]), limits=self._limits)
+        passed = {line.removeprefix(f"{secret} ") for line in result.report.splitlines() if line.startswith(secret)}
+        return len(passed & {str(number) for number in range(len(tests))})
+
+
+def _pairs(value: Any) -> list[Any]:
+    """Mappings as pairs; other values unchanged, to be refused."""
+    if isinstance(value, Mapping) and isinstance(value.get("inputs"), list) and isinstance(value.get("outputs"), list):
+        if len(value["inputs"]) != len(value["outputs"]):
+            count = f"{len(value['inputs'])} inputs and {len(value['outputs'])} outputs"
+            raise DataError(f"the tests have {count}; give one output per input")
+        value = [{"input": one, "output": other} for one, other in zip(value["inputs"], value["outputs"], strict=True)]
+    elements = list(value) if isinstance(value, list | tuple) else [value]
+    return [_pair(element) if isinstance(element, Mapping) else element for element in elements]
+
+
+def _pair(element: Mapping[str, Any]) -> Any:
+    stdin, stdout = element.get("input"), element.get("output")
+    return _Pair(stdin, stdout) if isinstance(stdin, str) and isinstance(stdout, str) else element
+
+
+def _check_compiles(test: str, column: str) -> None:
+    try:
+        compile(test, "<test>", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(f"the test {shortened(test)} in column {column!r} is not Python: {error}") from error
+
+
+def _is_output(result: SandboxResult, expected: str) -> bool:
+    """Whether the code ended well and printed the expected lines, whatever the white space at their ends."""
+    return result.outcome == "ok" and not result.stdout_is_cut and _lines(result.stdout) == _lines(expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+@lru_cache(maxsize=1)
+def _isolation() -> Isolation:
+    return run_python("pass").isolation
+
+
+@lru_cache(maxsize=2)
+def _check_isolation(required: Literal["required", "best_effort"]) -> None:
+    isolation = _isolation()
+    if isolation.is_boundary:
+        return
+    reasons = ", ".join(f"{kind} ({reason})" for kind, reason in isolation.missing.items())
+    problem = f"the kernel refuses some isolation of code that the model writes: {reasons}"
+    if required == "required":
+        raise ConfigError(f"{problem}; allow user namespaces, or set reward.kwargs.isolation=best_effort")
+    _log.warning("%s; the code verifier only has limits", problem)

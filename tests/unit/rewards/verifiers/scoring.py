@@ -1,0 +1,20 @@
+"""Shared by the tests of verifiers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lucidrl.rewards.interfaces import Completion, ParseFailure
+from lucidrl.rewards.verifiers import make_verifier
+
+
+def score(verifier: str, text: str, row: dict[str, Any], num_tokens: int = 1, **kwargs: Any) -> float:
+    return make_verifier(verifier, kwargs)(Completion(text, num_tokens), row)
+
+
+def outcome(verifier: str, text: str, row: dict[str, Any], **kwargs: Any) -> float | str:
+    """The reward, or "parse failure"."""
+    try:
+        return score(verifier, text, row, **kwargs)
+    except ParseFailure:
+        return "parse failure"
