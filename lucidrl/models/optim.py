@@ -12,8 +12,8 @@ from torch import nn
 
 from lucidrl.errors import ConfigError
 from lucidrl.models.policy.config import HALF_PRECISIONS, OptimizationConfig
-from lucidrl.utils.config import check_arguments
 from lucidrl.utils.imports import import_object
+from lucidrl.utils.suggestions import check_arguments
 
 _FIRST_LOSS_SCALE, _LARGEST_LOSS_SCALE, _STEPS_PER_LOSS_SCALE = 2.0**12, 2.0**16, 200
 FUSED_BY_DEFAULT = ("torch.optim.AdamW", "torch.optim.Adam")

@@ -7,7 +7,8 @@ from pydantic import Field
 from torch.optim import SGD, AdamW
 
 from lucidrl.errors import ConfigError
-from lucidrl.utils.config import Config, check_arguments, load_config
+from lucidrl.utils.config import Config, load_config
+from lucidrl.utils.suggestions import check_arguments
 
 
 class _Optimizer(Config):
