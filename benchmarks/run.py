@@ -33,6 +33,7 @@ BENCHMARKS = (
     "grpo_step_vs_trl",
     "collectors",
     "demo",
+    "verifiers",
     "smollm2_grpo",
 )
 WITH_MODEL = ("train_vs_bare_loop", "ranks", "ray_step", "checkpoint_stall", "refit", "group_sampling", "smollm2_grpo")

@@ -31,6 +31,8 @@ from lucidrl.rewards.worker import Verified, VerifierWorker
 
 _MOST_ITEMS_PER_RUNNER = 64
 """Of one call of the worker: a lost worker repeats at most one call."""
+_MOST_BYTES = 4 << 20
+"""Of one call, with one item more: a runner that is forked during the call keeps a copy of its items."""
 _SPARE_S = 1.0
 """Time beyond its timeout that an item may take until its outcome is known."""
 _CALL_SPARE_S = 30.0
@@ -148,12 +150,13 @@ class VerifierPool:
     def _work(self) -> None:
         """Collect waiting items into calls of the worker, one call after the other."""
         while (first := self._items.get()) is not None:
-            chunk = [first]
+            chunk, size_bytes = [first], len(first[0])
             with suppress(queue.Empty):
-                while len(chunk) < self.num_workers * _MOST_ITEMS_PER_RUNNER:
+                while len(chunk) < self.num_workers * _MOST_ITEMS_PER_RUNNER and size_bytes < _MOST_BYTES:
                     if (item := self._items.get(timeout=_GATHERING_S)) is None:
                         break
                     chunk.append(item)
+                    size_bytes += len(item[0])
             try:
                 outcomes = self._call([item for item, _ in chunk])
             except Exception as error:

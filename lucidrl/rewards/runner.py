@@ -32,6 +32,8 @@ _MOST_TEXT_BYTES = 1000
 _MOST_ITEMS = 5000
 _MOST_GROWTH_BYTES = 256 << 20
 """A runner that has grown this much exits after its item, so that memory stays flat."""
+LARGE_BYTES = 1 << 20
+"""After a larger item, free memory goes back to the kernel."""
 _PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -96,6 +98,9 @@ def _serve(connection: socket.socket, verifier: Verifier, limits: Limits) -> Non
         kind, score, text = _verify(verifier, item)
         if os.getpid() != pid:  # a child that the verifier forked came back from the call
             return
+        if len(item) > LARGE_BYTES:
+            del item
+            trim_memory()
         is_worn = number == _MOST_ITEMS or _peak_bytes() - start_bytes > _MOST_GROWTH_BYTES
         is_last = is_worn or kind == CRASH or _has_children()
         _send(connection, kind, is_last, score, text)
@@ -150,6 +155,12 @@ def _has_children() -> bool:
     except ChildProcessError:
         return False
     return True
+
+
+def trim_memory() -> None:
+    """Return free memory of the heap to the kernel; the C library keeps it otherwise."""
+    with suppress(AttributeError, OSError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _peak_bytes() -> int:

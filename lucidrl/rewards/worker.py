@@ -26,6 +26,7 @@ from lucidrl.rewards.interfaces import Verifier
 from lucidrl.rewards.runner import (
     CRASH,
     HEADER,
+    LARGE_BYTES,
     PARSE_FAILURE,
     PR_SET_CHILD_SUBREAPER,
     READY,
@@ -33,6 +34,7 @@ from lucidrl.rewards.runner import (
     SIZE,
     Limits,
     run,
+    trim_memory,
 )
 
 VerifierOutcome = Literal["scored", "timeout", "crash", "parse_failure"]
@@ -153,14 +155,17 @@ class VerifierWorker:
     """
 
     def __init__(self, make: Callable[[], Verifier], num_runners: int, limits: Limits) -> None:
-        self._verifier = make()
+        gc.disable()  # the imports are faster without it
+        try:
+            self._verifier = make()
+        finally:
+            gc.enable()
         self._num_runners = num_runners
         self._limits = limits
         self._parent = os.getppid()
         self._runners: dict[int, _Runner] = {}
         self._selector = selectors.DefaultSelector()
         self._end_with_parent()
-        gc.collect()
         gc.freeze()  # runners share the memory until they write to it
         self._fork_missing()
 
@@ -180,6 +185,8 @@ class VerifierWorker:
             if os.getppid() != self._parent:  # it was killed
                 self._exit()
         self._kill_orphans()
+        if sum(map(len, items)) > LARGE_BYTES:
+            trim_memory()
         return [found[number] for number in range(len(items))]
 
     def modules(self) -> list[str]:

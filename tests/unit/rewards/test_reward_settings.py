@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +13,11 @@ from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.preflight import TextInputs
+from lucidrl.recipes.run import train
 from lucidrl.recipes.settings import new_settings
 from lucidrl.rewards.config import REWARD_ENV, RewardConfig, rewards_of, seconds_per_sample
 from lucidrl.utils.config import load_config, merged_settings
+from tests.unit.algorithms.conftest import Watcher
 
 
 def test_a_name_a_mapping_and_a_list_mean_the_same():
@@ -121,3 +126,21 @@ def test_columns_are_checked_in_the_worker_process(prompts_file, tmp_path, monke
         inputs.check_rewards()
     assert str(refused.value).startswith("reward exact has the parameter solution, but the columns are answer")
     inputs.close()
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_runs_as_written(tmp_path, monkeypatch):
+    text = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    blocks = {language: re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S) for language in ("python", "json")}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text("\n".join(blocks["python"]))
+    (tmp_path / "rows.jsonl").write_text(blocks["json"][0])
+    (command,) = re.findall(r"^lucidrl grpo (reward=my_rewards:exact .*)$", text, re.M)
+    both = 'reward=[my_rewards:exact, {name: "my_rewards:shortest", weight: 0.1}, my_rewards:starts_well]'
+    few = ["grpo.max_steps=1", "collector.prompts_per_step=2", "policy.generation.max_new_tokens=4"]
+    config = new_settings("grpo", overrides=[*shlex.split(command), both, *few])
+    (tmp_path / "run").mkdir()
+    assert train(config, tmp_path / "run", Watcher()) == 1
+    metrics = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    names = {f"train/reward{part}" for part in ("", "/exact", "/shortest", "/starts_well", "/exact/not_applicable")}
+    assert names <= metrics.keys()
