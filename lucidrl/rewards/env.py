@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from lucidrl.data.datasets import Prompt
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, SampleFailure
-from lucidrl.errors import ConfigError, EnvironmentFailure
+from lucidrl.errors import ConfigError, DataError, EnvironmentFailure
 from lucidrl.rewards.config import MEMORY_LIMIT_MB, TIMEOUT_S, RewardConfig, rewards_of, unique_names
 from lucidrl.rewards.functions import RewardFunction, import_reward, num_tokens
 from lucidrl.rewards.interfaces import Completion, ParseFailure, Verifier
@@ -24,12 +24,20 @@ from lucidrl.rewards.worker import Verified
 _log = logging.getLogger(__name__)
 
 _FAILED = ("timeout", "crash", "parse_failure")
+_BAD_ROW = f"{DataError.__name__}: "
+"""How the detail of a crash begins if the row is the reason."""
 
 
-class _Scorer(Protocol):
-    """A function or a verifier."""
+class _VerifierScorer(Protocol):
+    """A verifier, wherever it runs."""
 
-    async def score(self, batch: Sequence[EnvRequest]) -> Sequence[float | SampleFailure | Verified | None]: ...
+    async def score(self, batch: Sequence[EnvRequest]) -> Sequence[Verified]: ...
+
+    def verify(self, completion: Completion, row: Mapping[str, Any]) -> Verified:
+        """Verify one completion and wait for its outcome."""
+
+
+_Scorer = RewardFunction | _VerifierScorer
 
 
 @dataclass(frozen=True)
@@ -82,10 +90,13 @@ class RewardEnv:
         raise ConfigError(f"{problem}; set data.file or env.prompts_file")
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raise ConfigError if a function has a parameter that no column of the prompt fills."""
+        """Raise ConfigError if a parameter of a function has no column, or a verifier cannot use the columns."""
         for part in self._parts:
             if isinstance(part.scorer, RewardFunction):
                 part.scorer.check(prompt.info)
+            elif (found := part.scorer.verify(Completion("", 0), prompt.info)).detail.startswith(_BAD_ROW):
+                problem = found.detail.removeprefix(_BAD_ROW)
+                raise ConfigError(f"verifier {part.name} cannot use the row of prompt {prompt.prompt_id!r}: {problem}")
 
     async def step(self, batch: Sequence[EnvRequest]) -> list[EnvReply | SampleFailure]:
         # Verifiers in pools first: they go on in their processes while functions run here.
@@ -179,6 +190,9 @@ class _PooledVerifier:
     async def score(self, batch: Sequence[EnvRequest]) -> list[Verified]:
         return await self._pool.verify([(completion_of(request), request.info) for request in batch])
 
+    def verify(self, completion: Completion, row: Mapping[str, Any]) -> Verified:
+        return self._pool.submit(completion, row).result()
+
 
 class _InlineVerifier:
     """A cheap verifier of ours, called directly."""
@@ -187,11 +201,11 @@ class _InlineVerifier:
         self._verifier = verifier
 
     async def score(self, batch: Sequence[EnvRequest]) -> list[Verified]:
-        return [self._verify(request) for request in batch]
+        return [self.verify(completion_of(request), request.info) for request in batch]
 
-    def _verify(self, request: EnvRequest) -> Verified:
+    def verify(self, completion: Completion, row: Mapping[str, Any]) -> Verified:
         try:
-            score = self._verifier(completion_of(request), request.info)
+            score = self._verifier(completion, row)
         except ParseFailure as failure:
             return Verified("parse_failure", detail=str(failure))
         except Exception as error:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from lucidrl.errors import ConfigError
+from lucidrl.errors import ConfigError, DataError
 from lucidrl.rewards.interfaces import Completion, ParseFailure
 
 
@@ -25,6 +25,8 @@ class Obedient:
 
     def __call__(self, completion: Completion, row: Mapping[str, Any]) -> float:
         text = completion.text
+        if "unusable" in row:
+            raise DataError("column 'unusable' is there; remove it")
         word, _, rest = text.partition(" ")
         match word:
             case "sleep":

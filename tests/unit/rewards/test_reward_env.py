@@ -97,18 +97,19 @@ def test_a_run_can_drop_samples_with_an_outcome_and_still_counts_them():
     assert not [name for name in dropped.metrics if name.count("/") == 1]
 
 
+@pytest.mark.slow
 def test_verifiers_in_a_pool_work_while_functions_run():
     def slow(completion):
-        time.sleep(0.15)
+        time.sleep(0.5)
         return 0.0
 
     env = RewardEnv({**POOLED, "timeout_s": 5.0}, [slow])
     try:
         step(env, "warm")
         start = time.monotonic()
-        (reply,) = step(env, "sleep 0.15")
-        assert time.monotonic() - start < 0.28
-        assert reply.reward == len("sleep 0.15")
+        (reply,) = step(env, "sleep 0.5")
+        assert time.monotonic() - start < 0.9
+        assert reply.reward == len("sleep 0.5")
     finally:
         env.close()
 
@@ -128,6 +129,15 @@ def test_columns_are_checked_with_a_prompt_before_any_completion():
     env.check_prompt(Prompt("p", (), {"answer": 4}))
     with pytest.raises(ConfigError, match="reward exact has the parameter answer, but the columns are solution"):
         env.check_prompt(Prompt("p", (), {"solution": 4}))
+
+
+@pytest.mark.parametrize("name", ["inline", pytest.param("pooled", marks=pytest.mark.slow)])
+def test_a_row_that_a_verifier_cannot_use_is_refused_before_any_completion(name):
+    env = RewardEnv(name)
+    env.check_prompt(Prompt("p", (), {"answer": 4}))
+    with pytest.raises(ConfigError, match=f"^verifier {name} cannot use the row of prompt 'p': column 'unusable' is"):
+        env.check_prompt(Prompt("p", (), {"unusable": 4}))
+    env.close()
 
 
 @pytest.mark.parametrize(
