@@ -34,6 +34,7 @@ BENCHMARKS = (
     "collectors",
     "large_dataset",
     "demo",
+    "verifiers",
     "smollm2_grpo",
 )
 WITH_MODEL = ("train_vs_bare_loop", "ranks", "ray_step", "checkpoint_stall", "refit", "group_sampling", "smollm2_grpo")

@@ -248,9 +248,10 @@ class TextCollector:
         with span("reward"):
             results = self.runner.step(requests)
         for sample, result in zip(samples, results, strict=True):
-            if result is None:
+            if result is None or result.is_dropped:
                 sample.is_dropped = sample.is_done = True
                 sample.reward = 0.0
+                sample.metrics = {} if result is None else result.metrics
                 continue
             sample.reward += result.reward
             sample.metrics = result.metrics
@@ -286,7 +287,7 @@ class TextCollector:
         samples = [sample for group in groups for sample in group]
         scored = [sample for sample in samples if not sample.is_dropped]
         metrics = {
-            **_environment_metrics(scored),
+            **_environment_metrics(samples),
             "reward": _mean(sample.reward for sample in scored),
             "turns": _mean(sample.turns for sample in scored),
             "answer_tokens": _mean(sample.num_sampled_tokens for sample in scored),

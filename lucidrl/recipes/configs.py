@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, PositiveInt, PrivateAttr, model_validator
 
@@ -18,7 +18,7 @@ from lucidrl.algorithms.config import (
     ValidationConfig,
     ValidationSchedule,
 )
-from lucidrl.checkpoint.config import CheckpointConfig
+from lucidrl.checkpoint.config import CheckpointConfig, SFTCheckpointConfig
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.data.config import DataConfig
 from lucidrl.distributed.config import ClusterConfig
@@ -27,6 +27,7 @@ from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
 from lucidrl.models.policy.config import EMBEDDED_MODELS, DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from lucidrl.recipes.profile import ProfileConfig
 from lucidrl.recipes.tracking import TextTrackingConfig, TrackingConfig
+from lucidrl.rewards.config import Rewards, task_title, with_reward_env
 from lucidrl.utils.config import Config, dump_yaml
 from lucidrl.utils.nsys import DRIVER, GENERATION, POLICY, worker_name
 
@@ -41,15 +42,6 @@ class RunConfig(Config):
     """Parent folder of all runs."""
     name: str | None = None
     """Folder of this run below `root`; default: the next free `exp_NNN` below `root/<algorithm>`."""
-
-
-class SFTCheckpointConfig(CheckpointConfig):
-    """Checkpoints of supervised fine-tuning; the best one has the lowest held-out loss."""
-
-    metric: str | None = "loss"
-    """Validation metric that selects the best checkpoint, which is kept too; null keeps none."""
-    mode: Literal["max", "min"] = "min"
-    """Whether a higher or a lower value of the metric is better."""
 
 
 Arithmetic = list[tuple[str, Any, str]]
@@ -130,10 +122,15 @@ class TextRunConfig(BaseRunConfig):
     """The environment: rewards, and prompts unless `data.file` has them."""
     data: DataConfig = DataConfig()
     """Prompts or examples: files, columns, filters and the split."""
+    reward: Rewards = ()
+    """Reward functions and verifiers that score completions of your data, instead of `env.name`: `module:function` of
+    yours, a verifier such as `math`, a mapping with `name`, `weight`, `kwargs` and more, or a list of these."""
     validation: ValidationConfig = ValidationConfig()
     """Validation on held-out prompts."""
     tracking: TextTrackingConfig = TextTrackingConfig()
     """Metrics, samples and trackers."""
+
+    _reward_env = model_validator(mode="before")(with_reward_env)
 
     @property
     def worker_names(self) -> list[str]:
@@ -156,7 +153,7 @@ class TextRunConfig(BaseRunConfig):
 
     @property
     def title(self) -> str:
-        return f"{self.policy.model_name} on {self.data.title or self.env.name}"
+        return f"{self.policy.model_name} on {task_title(self)}"
 
     @property
     def updates_per_step(self) -> int:
@@ -216,8 +213,10 @@ class GRPORunConfig(TextRunConfig):
     """Samples per step."""
 
     @classmethod
-    def default_preset(cls, overrides: Mapping[str, str]) -> str:
-        """`demo` is tuned for the embedded model, `chat` (with a lower learning rate) for any other."""
+    def default_preset(cls, overrides: Mapping[str, str]) -> str | None:
+        """`demo` is tuned for the embedded model, `chat` for any other, both on arithmetic; `reward` needs neither."""
+        if any(key.partition(".")[0] == "reward" for key in overrides):
+            return None
         return "demo" if overrides.get("policy.model_name", "embedded") in EMBEDDED_MODELS else "chat"
 
     @model_validator(mode="after")

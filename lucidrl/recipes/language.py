@@ -26,6 +26,7 @@ from lucidrl.recipes.folder import LOGS_NAME
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.preflight import TextInputs, check_placement, preflight
 from lucidrl.recipes.training_run import RunParts, TrainingRun
+from lucidrl.rewards.config import seconds_per_sample
 
 C = TypeVar("C", bound=GRPORunConfig | SFTRunConfig)
 
@@ -81,7 +82,9 @@ class TextRun(TrainingRun[C]):
         env = self.config.env
         generator = self._generator(parts, policy)  # first, in the order of `check_placement`
         host = self._inputs.environment(parts.folder / LOGS_NAME / "env")
-        runner = EnvRunner(host, env.timeout_s, env.max_concurrency, env.on_error, policy.check)
+        self._inputs.check_rewards(host)
+        spare_s = seconds_per_sample(self.config.reward)
+        runner = EnvRunner(host, env.timeout_s, env.max_concurrency, env.on_error, policy.check, spare_s)
         parts.stack.callback(runner.close)
         runner.state_dict()  # raise now, not at the first checkpoint, if it cannot be saved
         collector = TextCollector(

@@ -22,7 +22,7 @@ from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.ray_resources import check_can_be_placed, is_to_be_started
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.registry import checked_prompts
-from lucidrl.envs.text.workers import EnvWorkers, start_env
+from lucidrl.envs.text.workers import EnvWorkers, InProcessEnv, start_env
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.separate import check_nodes, generator_hostings, generator_nodes
@@ -33,6 +33,8 @@ from lucidrl.models.tensor_parallel import check_tensor_parallel
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig, TextRunConfig
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.training_run import check_run_can_start, checkpoint_on_disk
+from lucidrl.rewards.config import check_fits_functions, env_kwargs
+from lucidrl.rewards.env import RewardEnv
 from lucidrl.utils.random_state import seed_everything
 
 GIB = 2**30
@@ -57,7 +59,16 @@ class TextInputs:
     @cached_property
     def _host(self) -> EnvWorkers:
         seed_everything(self._config.seed)  # an environment in this process may draw random numbers
-        return start_env(self._config.env, self._config.cluster, num_workers=1, seed=self._config.seed)
+        if self._python.rewards:
+            check_fits_functions(self._config.env, len(self._python.rewards))
+            return InProcessEnv(RewardEnv(self._config.reward, self._python.rewards))
+        return start_env(self._env, self._config.cluster, num_workers=1, seed=self._config.seed)
+
+    @cached_property
+    def _env(self) -> EnvConfig:
+        """The environment, with the rewards of the run."""
+        config = self._config
+        return config.env.model_copy(update={"kwargs": env_kwargs(config.reward)}) if config.reward else config.env
 
     def environment(self, log_dir: Path) -> EnvWorkers:
         """Return the environment of the run; one worker is reused from reading the prompts, several are started."""
@@ -66,12 +77,22 @@ class TextInputs:
             self._host.move_logs(log_dir)
             return self._host
         self.close()
-        return start_env(config.env, config.cluster, log_dir=log_dir, seed=config.seed)
+        return start_env(self._env, config.cluster, log_dir=log_dir, seed=config.seed)
 
     def close(self) -> None:
         """Shut down the environment that was started for the prompts; may be called twice."""
         if "_host" in vars(self):
             self._host.shutdown()
+
+    def check_rewards(self, host: EnvWorkers | None = None) -> None:
+        """Raise ConfigError if the environment can tell from a prompt that it cannot score completions.
+
+        Args:
+            host: the environment of the run; by default the one that was started for the prompts.
+        """
+        found = (item for _, item in self.prompts.spread(_MOST_SEARCHED) if isinstance(item, Prompt))
+        if prompt := next(found, None):
+            (host or self._host).check_prompt(prompt)
 
     @cached_property
     def facts(self) -> ModelFacts:
@@ -229,6 +250,8 @@ def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = 
             sequence_parallel=parallel.sequence_parallel,
             custom_plan=parallel.custom_parallel_plan,
         )
+    if not isinstance(config, SFTRunConfig):
+        inputs.check_rewards()
     survey = inputs.survey
     room = 0 if isinstance(config, SFTRunConfig) else 1
     inputs.check_fits(survey.longest, survey.longest_label, room)

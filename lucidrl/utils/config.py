@@ -106,6 +106,8 @@ def _with_references(content: Any, unresolved: Any) -> Any:
         return unresolved
     if isinstance(content, dict) and isinstance(unresolved, Mapping):
         return {key: _with_references(value, unresolved.get(key)) for key, value in content.items()}
+    if isinstance(content, list) and isinstance(unresolved, Mapping) and len(content) == 1:  # a list of one, as written
+        return [_with_references(content[0], unresolved)]
     if isinstance(content, list) and isinstance(unresolved, list) and len(content) == len(unresolved):
         return [_with_references(*pair) for pair in zip(content, unresolved, strict=True)]
     return content
@@ -172,14 +174,17 @@ def _with_current_names(layer: Any) -> Any:
 
 
 def _remove_conflicts(base: Any, layer: Any) -> None:
-    """Remove from `base` what cannot be merged: lists where `layer` has a mapping (or the reverse), and the `kwargs` of
-    another `name`."""
+    """Remove from `base` what cannot be merged: lists where `layer` has a mapping (or the reverse), the `kwargs` of
+    another `name`, and the environment if `layer` sets `reward`."""
     from omegaconf import OmegaConf
 
     if not (OmegaConf.is_dict(base) and OmegaConf.is_dict(layer)):
         return
     if "kwargs" in base and "name" in base and layer.get("name", base.name) != base.name:
         del base["kwargs"]
+    if "reward" in layer and OmegaConf.is_dict(base.get("env")):  # it replaces the environment
+        for key in ("name", "kwargs"):
+            base["env"].pop(key, None)
     for key in layer.keys() & base.keys():
         if OmegaConf.is_config(base[key]) and OmegaConf.is_list(base[key]) != OmegaConf.is_list(layer[key]):
             del base[key]

@@ -28,8 +28,11 @@ def import_object(path: str, key: str) -> Any:
         ) from error
 
 
-def import_user_module(module_name: str) -> ModuleType:
+def import_user_module(module_name: str, what: str = "the environment's name") -> ModuleType:
     """Import the module of a setting `module:Name`, also from the working directory.
+
+    Args:
+        what: what the setting holds, for errors.
 
     Raises:
         ConfigError: if it does not exist, needs a missing package, or raises.
@@ -44,7 +47,7 @@ def import_user_module(module_name: str) -> ModuleType:
             raise ConfigError(f"module {module_name} needs {error.name}, which is not installed") from error
         raise ConfigError(
             f"there is no module {module_name} in {os.getcwd()} or among the installed packages; "
-            "write the environment's name as module:Name"
+            f"write {what} as module:Name"
         ) from error
     except (Exception, SystemExit) as error:  # of a script without `if __name__ == "__main__":`
         raise ConfigError(f"module {module_name} fails when imported, with {type(error).__name__}: {error}") from error

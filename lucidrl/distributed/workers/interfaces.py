@@ -61,6 +61,8 @@ class Hosting:
     """Start method of the processes; under Ray always `spawn`."""
     imports_main: bool = True
     """Whether the process imports the program's main module first; objects pickled by reference to it need that."""
+    uses_torch: bool = True
+    """Whether the process imports torch. If not, it also starts no other thread, so its worker may fork."""
     preload: Sequence[str] = ()
     """Modules that the fork server imports once for all processes."""
     nodes: NodeChoice | None = None

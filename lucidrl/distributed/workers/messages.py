@@ -10,6 +10,7 @@ import io
 import pickle
 import socket
 import struct
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -137,6 +138,8 @@ class _Pickler(pickle.Pickler):
     """Pickles ordinary CPU tensors as buffers; torch's own reduction copies them several times."""
 
     def reducer_override(self, value: Any) -> Any:
+        if "torch" not in sys.modules:  # then nothing is a tensor
+            return NotImplemented
         import torch
 
         is_plain = (

@@ -237,7 +237,7 @@ def serve(connection: socket.socket, settings: ChildSettings) -> None:
     The first call makes the worker, and also returns the id.
     """
     leave_signals_to_driver()
-    end_with_driver(settings.die_with_starting_thread)
+    end_with_driver(settings.die_with_starting_thread, with_thread=settings.hosting.uses_torch)
     if settings.log_path is not None:
         redirect_output(settings.log_path)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -250,11 +250,13 @@ def serve(connection: socket.socket, settings: ChildSettings) -> None:
     os.environ.update(settings.environment)
     nsys.take_request_from_environment()
 
-    import torch
+    if settings.hosting.uses_torch:
+        import torch
+
+        torch.set_num_threads(settings.num_threads)
 
     from lucidrl.distributed.workers.messages import Message, call_of, receive_messages, send
 
-    torch.set_num_threads(settings.num_threads)
     worker: Any = None
 
     def run(messages: Sequence[Message]) -> Returned:
@@ -287,12 +289,21 @@ def leave_signals_to_driver() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def end_with_driver(die_with_starting_thread: bool) -> None:
-    """Make this process exit when the driver is killed; for `die_with_starting_thread` see `ChildSettings`."""
+def end_with_driver(die_with_starting_thread: bool, with_thread: bool = True) -> None:
+    """Make this process exit when the driver is killed.
+
+    Args:
+        die_with_starting_thread: see `ChildSettings`.
+        with_thread: also watch the driver in a thread. Without it and without the above, a worker must watch its parent
+            while it is busy; an idle one sees the closed connection.
+    """
     if die_with_starting_thread and sys.platform == "linux":
         # It also kills a process that is stopped, or stuck in native code.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         let_fork_server_end()
+
+    if not with_thread:
+        return
 
     def watch() -> None:
         driver = multiprocessing.parent_process()

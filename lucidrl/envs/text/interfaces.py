@@ -44,6 +44,23 @@ class EnvReply:
     info: dict[str, Any] | None = None
     """Replaces the request's `info` in the next turn; None keeps it."""
     metrics: dict[str, float] = field(default_factory=dict)
+    is_dropped: bool = False
+    """Leave the sample out, as one that cannot be scored with `env.on_error=drop`; its metrics count."""
+
+
+class SampleFailure(Exception):  # noqa: N818 - what became of a sample, not an error of the program
+    """A sample that cannot be scored: `step` returns it in place of the reply. `env.on_error` decides what happens.
+
+    Args:
+        message: subject, verb and object, such as "reward exact returned nan".
+        is_of_call: whether any sample of the call may be the reason.
+        trace: traceback of the user's code.
+    """
+
+    def __init__(self, message: str, *, is_of_call: bool = False, trace: str = "") -> None:
+        super().__init__(message)
+        self.is_of_call = is_of_call
+        self.trace = trace
 
 
 class TextEnv(Protocol):
@@ -54,7 +71,22 @@ class TextEnv(Protocol):
     EnvironmentFailure stops the run.
     """
 
-    async def step(self, batch: Sequence[EnvRequest]) -> Sequence[EnvReply]: ...
+    async def step(self, batch: Sequence[EnvRequest]) -> Sequence[EnvReply | SampleFailure]: ...
+
+
+@runtime_checkable
+class ClosableEnv(Protocol):
+    """An environment that holds resources, such as processes; closed when its worker shuts down."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class PromptChecker(Protocol):
+    """An environment that can tell from a prompt whether it can score its completions, before any are sampled."""
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ConfigError if it cannot."""
 
 
 @runtime_checkable

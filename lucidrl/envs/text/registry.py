@@ -50,7 +50,7 @@ def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
         raise ConfigError(f"{name} does not accept env.kwargs: {error}; see its __init__") from error
     try:
         return env_class(**kwargs)
-    except KeyboardInterrupt:  # Ctrl-C
+    except (KeyboardInterrupt, ConfigError):  # Ctrl-C
         raise
     except BaseException as error:  # SystemExit would end the run silently
         raised = f"{type(error).__name__}: {error}"

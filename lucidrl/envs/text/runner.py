@@ -34,6 +34,8 @@ class _Failed:
     rows: Rows
     """Samples of the call, or of all calls of a lost worker; any of them may be the reason."""
     error: RemoteTraceback | LostWorkerError | None
+    sentence: str = ""
+    """The whole sentence, instead of the environment's `step` and `what`."""
 
     @property
     def is_shared(self) -> bool:
@@ -60,6 +62,8 @@ class EnvRunner:
         env: an environment, which runs in this process, or the result of `start_env`; closed with the runner.
         timeout_s: timeout of a call.
         watch: see `wait_watching`.
+        seconds_per_sample: added to the timeout for each sample that is scored at the same time, because verifiers in
+            a pool take turns and have timeouts themselves.
 
     Attributes:
         counts: dropped samples by cause.
@@ -72,6 +76,7 @@ class EnvRunner:
         max_concurrency: int,
         on_error: OnError,
         watch: Callable[[], None] = lambda: None,
+        seconds_per_sample: float = 0.0,
     ) -> None:
         self.counts: Counter[Cause] = Counter()
         self._workers = env if isinstance(env, EnvWorkers) else InProcessEnv(env)
@@ -79,6 +84,7 @@ class EnvRunner:
         self._max_concurrency = max_concurrency
         self._on_error = on_error
         self._watch = watch
+        self._seconds_per_sample = seconds_per_sample
         self._lost: list[EnvRequest] = []
         """Requests of the workers that were lost last."""
 
@@ -88,7 +94,7 @@ class EnvRunner:
         return self._workers.num_restarts
 
     def step(self, requests: Sequence[EnvRequest]) -> list[EnvReply | None]:
-        """Replies in the order of the requests; None for a dropped one.
+        """Replies in the order of the requests; None for a sample that was dropped because it failed.
 
         Raises:
             EnvironmentFailure: with `on_error="fail"`, naming environment, samples, turn and cause; always if the
@@ -106,6 +112,8 @@ class EnvRunner:
         self._retry_alone(requests, _spread(suspects), self._workers.num_workers, found)
         for failed in _failures(found).values():
             self._count_dropped(requests, failed)
+        if num_dropped := sum(isinstance(reply, EnvReply) and reply.is_dropped for reply in found.values()):
+            self.counts["dropped"] += num_dropped
         return [reply if isinstance(reply := found[row], EnvReply) else None for row in range(len(requests))]
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,7 +171,8 @@ class EnvRunner:
         }
         exited: list[Rows] = []
         self._lost = []
-        for number, outcomes in self._workers.score(messages, self._timeout_s, self._watch).items():
+        timeout_s = self._timeout_s + self._seconds_per_sample * sum(map(len, calls))
+        for number, outcomes in self._workers.score(messages, timeout_s, self._watch).items():
             if isinstance(outcomes, LostWorkerError):
                 rows = [row for call in shares[number] for row in call]
                 found |= dict.fromkeys(rows, self._lost_with(outcomes, rows))
@@ -200,7 +209,7 @@ class EnvRunner:
         """With `on_error="fail"`, raise the first failure that is not suspect."""
         failed = next((failed for failed in _failures(found).values() if not failed.is_suspect), None)
         if failed is not None and self._on_error == "fail":
-            remedy = "fix the environment, or set env.on_error=drop"
+            remedy = f"fix {'it' if failed.sentence else 'the environment'}, or set env.on_error=drop"
             detail = f": {failed.error}" if isinstance(failed.error, LostWorkerError) else ""
             raise EnvironmentFailure(f"{self._described(requests, failed)}; {remedy}{detail}") from failed.error
 
@@ -212,7 +221,8 @@ class EnvRunner:
 
     def _described(self, requests: Sequence[EnvRequest], failed: _Failed) -> str:
         of_call = [requests[row] for row in failed.rows]
-        return f"{self._workers.name}.step {failed.what} ({_named(of_call)}, turn {of_call[0].turn})"
+        happened = failed.sentence or f"{self._workers.name}.step {failed.what}"
+        return f"{happened} ({_named(of_call)}, turn {of_call[0].turn})"
 
 
 def _named(requests: Sequence[EnvRequest]) -> str:
@@ -225,7 +235,8 @@ def _result(row: int, call: Rows, outcome: Outcome) -> EnvReply | _Failed:
     if isinstance(outcome, EnvReply):
         return outcome
     error = RemoteTraceback(outcome.trace) if outcome.trace else None
-    return _Failed(outcome.cause, outcome.what, call if outcome.is_of_call else [row], error)
+    rows = call if outcome.is_of_call else [row]
+    return _Failed(outcome.cause, outcome.what, rows, error, outcome.sentence)
 
 
 def _failures(found: Mapping[int, EnvReply | _Failed]) -> dict[int, _Failed]:

@@ -17,9 +17,12 @@ from typing import Any, Literal, TypeVar
 from lucidrl.data.datasets import Prompt
 from lucidrl.distributed.workers.outcomes import describe_error
 from lucidrl.envs.text.interfaces import (
+    ClosableEnv,
     EnvReply,
     EnvRequest,
+    PromptChecker,
     PromptSource,
+    SampleFailure,
     StatefulEnv,
     TextEnv,
     ValidationPromptSource,
@@ -28,7 +31,7 @@ from lucidrl.errors import CheckpointError, ConfigError, EnvironmentFailure
 
 T = TypeVar("T")
 
-Cause = Literal["raised", "timeout", "exited", "bad_reply", "bad_reward"]
+Cause = Literal["raised", "timeout", "exited", "bad_reply", "bad_reward", "dropped"]
 
 LARGEST_REWARD = 3.4028234663852886e38
 """The largest float32; reward tensors have this dtype."""
@@ -47,6 +50,8 @@ class Failure:
     """Traceback of the environment."""
     is_of_call: bool = False
     """Whether the whole call failed, so any of its samples may be the reason."""
+    sentence: str = ""
+    """The whole sentence, instead of the environment's `step` and `what`."""
 
 
 Outcome = EnvReply | Failure
@@ -112,7 +117,7 @@ class EnvWorker:
         place = f"{self._name}.{name}"
         try:
             prompts = list(method())
-        except KeyboardInterrupt:  # Ctrl-C
+        except (KeyboardInterrupt, ConfigError):  # Ctrl-C
             raise
         except BaseException as error:
             raise ConfigError(f"{place} raised {describe_error(error).summary}; fix it") from error
@@ -120,6 +125,11 @@ class EnvWorker:
             if not isinstance(prompt, Prompt):
                 raise ConfigError(f"{place} returned a {type(prompt).__name__}; return a list of Prompt")
         return prompts
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ConfigError if the environment can tell that it cannot score completions of the prompt."""
+        if isinstance(self._env, PromptChecker):
+            self._env.check_prompt(prompt)
 
     def score(self, calls: Sequence[Sequence[EnvRequest]], timeout_s: float) -> Scored:
         """Run `score_calls` in a worker process."""
@@ -176,8 +186,10 @@ class EnvWorker:
             set_random_state(state.random)
 
     def shutdown(self) -> None:
-        """Cancel running calls and close the event loop."""
+        """Cancel running calls, close the event loop and the environment."""
         self.loop.close()
+        if isinstance(self._env, ClosableEnv):
+            self._env.close()
 
     async def _call(self, call: Sequence[EnvRequest], timeout_s: float) -> list[Outcome]:
         timeout = asyncio.timeout(timeout_s)
@@ -211,6 +223,8 @@ def _checked(reply: Any) -> Outcome:
 
 def _normalized(reply: Any) -> Outcome:
     """The reply with Python numbers, or the failure."""
+    if isinstance(reply, SampleFailure):
+        return Failure("raised", "", reply.trace, reply.is_of_call, sentence=str(reply))
     if not isinstance(reply, EnvReply):
         return Failure("bad_reply", f"returned a {type(reply).__name__} instead of an EnvReply")
     if not isinstance(reply.reward, numbers.Real):

@@ -108,6 +108,13 @@ class EnvWorkerPool:
             what = f"did not return within {limit}" if error.timed_out else f"ended its worker: {error}"
             raise ConfigError(f"{self.name}.{method} {what}; fix it, or set data.file") from error
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ConfigError if the environment can tell that it cannot score completions of the prompt."""
+        try:
+            self._pool.submit(0, "check_prompt", prompt, timeout_s=self._start_timeout_s).result()
+        except ConfigError as error:  # one sentence, without notes about the worker
+            raise ConfigError(str(error)) from error
+
     def score(
         self, calls: Mapping[int, Calls], timeout_s: float, watch: Callable[[], None]
     ) -> dict[int, list[list[Outcome]] | LostWorkerError]:
@@ -207,6 +214,9 @@ class InProcessEnv:
 
     def validation_prompts(self) -> Sequence[Prompt] | None:
         return self._worker.validation_prompts()
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        self._worker.check_prompt(prompt)
 
     def score(
         self, calls: Mapping[int, Calls], timeout_s: float, watch: Callable[[], None]

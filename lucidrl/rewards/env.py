@@ -1,0 +1,219 @@
+"""RewardEnv: the environment of a run with `reward`; scores completions with functions and verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from lucidrl.data.datasets import Prompt
+from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, SampleFailure
+from lucidrl.errors import ConfigError, DataError, EnvironmentFailure
+from lucidrl.rewards.config import MEMORY_LIMIT_MB, TIMEOUT_S, RewardConfig, rewards_of, unique_names
+from lucidrl.rewards.functions import RewardFunction, import_reward, num_tokens
+from lucidrl.rewards.interfaces import Completion, ParseFailure, Verifier
+from lucidrl.rewards.pool import VerifierPool
+from lucidrl.rewards.worker import Verified
+
+_log = logging.getLogger(__name__)
+
+_FAILED = ("timeout", "crash", "parse_failure")
+_BAD_ROW = f"{DataError.__name__}: "
+"""How the detail of a crash begins if the row is the reason."""
+
+
+class _VerifierScorer(Protocol):
+    """A verifier, wherever it runs."""
+
+    async def score(self, batch: Sequence[EnvRequest]) -> Sequence[Verified]: ...
+
+    def verify(self, completion: Completion, row: Mapping[str, Any]) -> Verified:
+        """Verify one completion and wait for its outcome."""
+
+
+_Scorer = RewardFunction | _VerifierScorer
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of the reward."""
+
+    name: str
+    """In metrics."""
+    config: RewardConfig
+    scorer: _Scorer
+
+
+class RewardEnv:
+    """One turn; the reward is the weighted sum of all parts that apply to the sample.
+
+    Args:
+        rewards: as the setting `reward`.
+        functions: further reward functions, as objects, with weight 1.
+
+    Raises:
+        ConfigError: if a function or verifier does not exist or does not accept its `kwargs`.
+    """
+
+    def __init__(self, rewards: Any = (), functions: Sequence[Callable[..., Any]] = ()) -> None:
+        self._pools: list[VerifierPool] = []
+        parts: list[tuple[str, RewardConfig, _Scorer]] = []
+        try:
+            for config in rewards_of(rewards):
+                name, scorer = self._scorer_of(config)
+                parts.append((name, config, scorer))
+            for function in functions:
+                made = RewardFunction(function)
+                parts.append((made.name, RewardConfig(name=made.name), made))
+        except BaseException:
+            self.close()
+            raise
+        if not parts:
+            raise ConfigError("there is no reward; set reward=..., such as reward=my_rewards:exact")
+        names = unique_names([name for name, _, _ in parts])
+        self._parts = [_Part(name, config, scorer) for name, (_, config, scorer) in zip(names, parts, strict=True)]
+        for part in self._parts:
+            if isinstance(part.scorer, RewardFunction):
+                part.scorer.name = part.name
+        self._reported: set[str] = set()
+
+    def prompts(self) -> list[Prompt]:
+        """Rewards have no prompts; a run reads them from its data."""
+        names = ", ".join(part.name for part in self._parts)
+        problem = f"reward={names} scores completions of your prompts, but the run has none"
+        raise ConfigError(f"{problem}; set data.file")
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ConfigError if a parameter of a function has no column, or a verifier cannot use the columns."""
+        for part in self._parts:
+            if isinstance(part.scorer, RewardFunction):
+                part.scorer.check(prompt.info)
+            elif (found := part.scorer.verify(Completion("", 0), prompt.info)).detail.startswith(_BAD_ROW):
+                problem = found.detail.removeprefix(_BAD_ROW)
+                raise ConfigError(f"verifier {part.name} cannot use the row of prompt {prompt.prompt_id!r}: {problem}")
+
+    async def step(self, batch: Sequence[EnvRequest]) -> list[EnvReply | SampleFailure]:
+        # Verifiers in pools first: they go on in their processes while functions run here.
+        in_order = sorted(self._parts, key=lambda part: isinstance(part.scorer, RewardFunction))
+        scores = dict(
+            zip(
+                [part.name for part in in_order],
+                await asyncio.gather(*(part.scorer.score(batch) for part in in_order)),
+                strict=True,
+            )
+        )
+        return [
+            self._combined(request, {name: of_part[row] for name, of_part in scores.items()})
+            for row, request in enumerate(batch)
+        ]
+
+    def close(self) -> None:
+        """End the processes of verifiers; may be called twice."""
+        for pool in self._pools:
+            pool.shutdown()
+
+    def _scorer_of(self, config: RewardConfig) -> tuple[str, _Scorer]:
+        if config.is_function:
+            function = import_reward(config.name, config.kwargs)
+            return function.name, function
+        verifiers: Any = importlib.import_module("lucidrl.rewards.verifiers")
+        make = partial(verifiers.make_verifier, config.name, config.kwargs)
+        entry = verifiers.VERIFIERS.get(config.name)
+        if entry is None or not entry.runs_in_pool:
+            return config.name, _InlineVerifier(make())
+        pool = VerifierPool(
+            config.name,
+            make,
+            timeout_s=config.timeout_s or TIMEOUT_S,
+            num_workers=config.num_workers,
+            memory_limit_mb=config.memory_limit_mb or MEMORY_LIMIT_MB,
+        )
+        self._pools.append(pool)
+        return config.name, _PooledVerifier(pool)
+
+    def _combined(
+        self, request: EnvRequest, scores: Mapping[str, float | SampleFailure | Verified | None]
+    ) -> EnvReply | SampleFailure:
+        total, num_applied, is_dropped = 0.0, 0, False
+        metrics: dict[str, float] = {}
+        for part in self._parts:
+            key, score = f"reward/{part.name}", scores[part.name]
+            if isinstance(score, SampleFailure):
+                return score
+            if isinstance(score, Verified):
+                metrics |= {f"{key}/{outcome}": float(score.outcome == outcome) for outcome in _FAILED}
+                value = self._value_of(part, score, request)
+                is_dropped |= value is None
+            else:
+                metrics[f"{key}/not_applicable"] = float(score is None)
+                value = score
+            if value is not None:
+                total += part.config.weight * value
+                num_applied += 1
+                metrics[key] = value
+        if is_dropped:
+            metrics = {key: value for key, value in metrics.items() if key.count("/") > 1}
+            return EnvReply(0.0, metrics=metrics, is_dropped=True)
+        if not num_applied:
+            names = ", ".join(part.name for part in self._parts)
+            return SampleFailure(f"no reward applies, because all functions returned None: {names}")
+        return EnvReply(total, metrics=metrics)
+
+    def _value_of(self, part: _Part, verified: Verified, request: EnvRequest) -> float | None:
+        """The score of a verification; None to drop the sample."""
+        if verified.outcome == "scored":
+            return verified.score
+        setting: float | str = getattr(part.config, f"on_{verified.outcome}")
+        words = f"{verified.outcome.replace('_', ' ')} of verifier {part.name} ({verified.detail})"
+        if setting == "fail":
+            remedy = f"fix the reason, or set on_{verified.outcome} of this reward to a number or to drop"
+            raise EnvironmentFailure(f"{words} for sample {request.sample_id}; {remedy}")
+        if verified.outcome == "crash" and part.name not in self._reported:
+            self._reported.add(part.name)
+            text = "%s for sample %s; later ones are only counted, by the metric reward/%s/crash"
+            _log.warning(text, words, request.sample_id, part.name)
+        return None if isinstance(setting, str) else setting
+
+
+class _PooledVerifier:
+    """A verifier in processes that can be killed."""
+
+    def __init__(self, pool: VerifierPool) -> None:
+        self._pool = pool
+
+    async def score(self, batch: Sequence[EnvRequest]) -> list[Verified]:
+        return await self._pool.verify([(completion_of(request), request.info) for request in batch])
+
+    def verify(self, completion: Completion, row: Mapping[str, Any]) -> Verified:
+        return self._pool.submit(completion, row).result()
+
+
+class _InlineVerifier:
+    """A cheap verifier of ours, called directly."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+
+    async def score(self, batch: Sequence[EnvRequest]) -> list[Verified]:
+        return [self.verify(completion_of(request), request.info) for request in batch]
+
+    def verify(self, completion: Completion, row: Mapping[str, Any]) -> Verified:
+        try:
+            score = self._verifier(completion, row)
+        except ParseFailure as failure:
+            return Verified("parse_failure", detail=str(failure))
+        except Exception as error:
+            return Verified("crash", detail=f"{type(error).__name__}: {error}")
+        if not isinstance(score, numbers.Real) or not math.isfinite(score):
+            return Verified("crash", detail=f"returned {score!r} instead of a finite number")
+        return Verified("scored", float(score))
+
+
+def completion_of(request: EnvRequest) -> Completion:
+    return Completion(request.completion, num_tokens(request))

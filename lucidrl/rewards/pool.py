@@ -1,0 +1,197 @@
+"""VerifierPool: a verifier in processes that can be killed, for code that is CPU-heavy or meets hostile completions.
+
+One worker process imports the verifier, and forks the runners that execute it; see `lucidrl.rewards.worker`. It never
+imports torch, so it starts quickly and stays small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import math
+import os
+import pickle
+import queue
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Self
+
+from lucidrl.distributed.config import ClusterConfig
+from lucidrl.distributed.workers.interfaces import Arguments, Hosting
+from lucidrl.distributed.workers.pool import WorkerPool
+from lucidrl.distributed.workers.process import num_cores
+from lucidrl.errors import ConfigError, EnvironmentFailure, LostWorkerError
+from lucidrl.rewards.config import MEMORY_LIMIT_MB, TIMEOUT_S
+from lucidrl.rewards.interfaces import Completion, Verifier
+from lucidrl.rewards.runner import Limits
+from lucidrl.rewards.worker import Verified, VerifierWorker
+
+_MOST_ITEMS_PER_RUNNER = 64
+"""Of one call of the worker: a lost worker repeats at most one call."""
+_MOST_BYTES = 4 << 20
+"""Of one call, with one item more: a runner that is forked during the call keeps a copy of its items."""
+_SPARE_S = 1.0
+"""Time beyond its timeout that an item may take until its outcome is known."""
+_CALL_SPARE_S = 30.0
+_GATHERING_S = 0.005
+"""Wait for further items: those of a later call wait until all of this one have their outcomes."""
+_SHUTDOWN_TIMEOUT_S = 3.0
+_START_TIMEOUT_S = 60.0
+
+_Item = tuple[bytes, "Future[Verified]"]
+
+
+class VerifierPool:
+    """Runs a verifier; ready when the constructor returns.
+
+    Args:
+        name: of the verifier, in errors.
+        make: makes the verifier; must be picklable, and import what the verifier needs.
+        timeout_s: of one completion, from the start of its verification.
+        num_workers: completions verified at the same time; by default the number of cores.
+        memory_limit_mb: memory of one verification.
+        max_restarts: consecutive restarts of the worker process without outcomes in between.
+
+    Raises:
+        LucidError: if the verifier cannot be made.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Verifier],
+        *,
+        timeout_s: float = TIMEOUT_S,
+        num_workers: int | None = None,
+        memory_limit_mb: int = MEMORY_LIMIT_MB,
+        max_restarts: int = 3,
+    ) -> None:
+        self.name = name
+        self.num_workers = num_workers or num_cores()
+        self._timeout_s = timeout_s
+        self._items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        self._is_closed = False
+        limits = Limits(timeout_s, memory_limit_mb << 20)
+        hosting = Hosting(
+            role=f"verifier {name}",
+            name="verifier",
+            log_name="verifier",
+            start_method="spawn",  # the fork server of the program may have imported torch
+            imports_main=False,
+            uses_torch=False,
+        )
+        try:
+            self._pool = WorkerPool(
+                VerifierWorker,
+                [Arguments((make, self.num_workers, limits))],
+                cluster=ClusterConfig(num_threads=1, start_timeout_s=_START_TIMEOUT_S),
+                hosting=hosting,
+                max_restarts=max_restarts,
+            )
+        except ConfigError as error:  # one sentence, without notes about the worker
+            raise ConfigError(str(error)) from error.__cause__
+        atexit.register(self.shutdown)  # before that of the worker pool, which would wait for a busy worker
+        threading.Thread(target=self._work, name=f"verifier {name}", daemon=True).start()
+
+    @property
+    def num_restarts(self) -> int:
+        """Restarts of the worker process so far."""
+        return self._pool.num_restarts
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker; the runners are its children."""
+        return self._pool.workers[0].process.pids[0]
+
+    def submit(self, completion: Completion, row: Mapping[str, Any]) -> Future[Verified]:
+        """Verify a completion.
+
+        `Future.result` raises EnvironmentFailure if the worker process cannot be restarted, or was shut down.
+        """
+        future: Future[Verified] = Future()
+        item = pickle.dumps((completion, dict(row)), protocol=5)
+        with self._closing:
+            if self._is_closed:
+                raise EnvironmentFailure(f"verifier {self.name} was shut down; make another pool")
+            self._items.put((item, future))
+        return future
+
+    async def verify(self, items: Sequence[tuple[Completion, Mapping[str, Any]]]) -> list[Verified]:
+        """Verify completions with their rows; outcomes in their order."""
+        return await asyncio.gather(*[asyncio.wrap_future(self.submit(*item)) for item in items])
+
+    def modules(self) -> list[str]:
+        """Names of the modules that the worker process has imported."""
+        names: list[str] = self._pool.submit(0, "modules").result()
+        return names
+
+    def shutdown(self) -> None:
+        """End all processes, also in the middle of a verification; may be called twice."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._items.put(None)
+        atexit.unregister(self.shutdown)
+        with suppress(ProcessLookupError, IndexError):
+            os.kill(self.pid, signal.SIGTERM)  # it kills its runners and exits, also while it is busy
+        self._pool.shutdown(_SHUTDOWN_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    def _work(self) -> None:
+        """Collect waiting items into calls of the worker, one call after the other."""
+        while (first := self._items.get()) is not None:
+            chunk, size_bytes = [first], len(first[0])
+            with suppress(queue.Empty):
+                while len(chunk) < self.num_workers * _MOST_ITEMS_PER_RUNNER and size_bytes < _MOST_BYTES:
+                    if (item := self._items.get(timeout=_GATHERING_S)) is None:
+                        break
+                    chunk.append(item)
+                    size_bytes += len(item[0])
+            try:
+                outcomes = self._call([item for item, _ in chunk])
+            except Exception as error:
+                failure = EnvironmentFailure(f"verifier {self.name} cannot go on: {error}")
+                failure.__cause__ = error
+                for _, future in chunk:
+                    _resolve(future, failure)
+            else:
+                for (_, future), outcome in zip(chunk, outcomes, strict=True):
+                    _resolve(future, outcome)
+            del chunk, first
+            if self._is_closed:
+                break
+        with suppress(queue.Empty):
+            while item := self._items.get_nowait():
+                _resolve(item[1], EnvironmentFailure(f"verifier {self.name} was shut down"))
+
+    def _call(self, items: Sequence[bytes]) -> list[Verified]:
+        """Outcomes of the items; a worker that is lost is restarted and gets them again."""
+        rounds = math.ceil(len(items) / self.num_workers)
+        timeout_s = rounds * (self._timeout_s + _SPARE_S) + _CALL_SPARE_S
+        while True:
+            try:
+                found: list[Verified] = self._pool.submit(0, "verify", items, timeout_s=timeout_s).result()
+                self._pool.workers[0].succeeded()
+                return found
+            except LostWorkerError as loss:
+                if self._is_closed:
+                    raise EnvironmentFailure("it was shut down") from loss
+                self._pool.restart_lost()
+
+
+def _resolve(future: Future[Verified], result: Verified | EnvironmentFailure) -> None:
+    with suppress(Exception):  # its call was cancelled, as at the timeout of an environment
+        if isinstance(result, Verified):
+            future.set_result(result)
+        else:
+            future.set_exception(result)

@@ -1,0 +1,168 @@
+"""The runner: a forked process that verifies one completion after the other, until it is killed.
+
+Its parent, the `VerifierWorker`, sends pickled items and enforces the timeout. Replies are plain numbers and text: the
+parent never unpickles anything that a runner wrote.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import numbers
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+from contextlib import suppress
+from typing import NamedTuple, NoReturn
+
+from lucidrl.rewards.interfaces import ParseFailure, Verifier
+
+READY, SCORED, PARSE_FAILURE, CRASH = range(4)
+"""Kinds of replies; a runner sends READY once, when it waits for its first item."""
+HEADER = struct.Struct(">BBdH")
+"""Of a reply: its kind, whether the runner exits after it, the score, and the length of the text that follows."""
+SIZE = struct.Struct(">Q")
+"""Before an item: its size in bytes."""
+
+_MOST_TEXT_BYTES = 1000
+_MOST_ITEMS = 5000
+_MOST_GROWTH_BYTES = 256 << 20
+"""A runner that has grown this much exits after its item, so that memory stays flat."""
+LARGE_BYTES = 1 << 20
+"""After a larger item, free memory goes back to the kernel."""
+_PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Limits(NamedTuple):
+    """Limits of a runner, beside the timeout that its parent enforces."""
+
+    timeout_s: float
+    memory_bytes: int
+    """Address space beyond what the runner has at its start."""
+
+
+def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: int) -> NoReturn:
+    """Serve items in a process that was just forked; never returns."""
+    try:
+        _detach(connection, parent)
+        _set_limits(limits)
+        _serve(connection, verifier, limits)
+    finally:
+        os._exit(0)
+
+
+def _detach(connection: socket.socket, parent: int) -> None:
+    """Leave the terminal, the output and the open files of the parent, but die with it."""
+    os.setsid()  # a process group that can be killed as a whole
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None).prctl
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans below it stay its own until it dies
+    if os.getppid() != parent:
+        os._exit(0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(nothing, descriptor)
+    own = connection.fileno()
+    os.closerange(3, own)
+    os.closerange(own + 1, os.sysconf("SC_OPEN_MAX"))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _set_limits(limits: Limits) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        with open("/proc/self/statm") as file:
+            now_bytes = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now_bytes + limits.memory_bytes,) * 2)
+
+
+def _serve(connection: socket.socket, verifier: Verifier, limits: Limits) -> None:
+    pid, hard_cpu_limit = os.getpid(), resource.getrlimit(resource.RLIMIT_CPU)[1]
+    start_bytes = _peak_bytes()
+    _send(connection, READY)
+    for number in range(1, _MOST_ITEMS + 1):
+        item = _receive(connection)
+        if item is None:
+            return
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        # Binds the children of the runner too, each for itself.
+        cpu_limit = math.ceil(used.ru_utime + used.ru_stime + limits.timeout_s) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit, hard_cpu_limit))
+        kind, score, text = _verify(verifier, item)
+        if os.getpid() != pid:  # a child that the verifier forked came back from the call
+            return
+        if len(item) > LARGE_BYTES:
+            del item
+            trim_memory()
+        is_worn = number == _MOST_ITEMS or _peak_bytes() - start_bytes > _MOST_GROWTH_BYTES
+        is_last = is_worn or kind == CRASH or _has_children()
+        _send(connection, kind, is_last, score, text)
+        if is_last:
+            signal.pause()  # the parent kills this process and its children
+
+
+def _verify(verifier: Verifier, item: bytes) -> tuple[int, float, str]:
+    try:
+        completion, row = pickle.loads(item)
+        score = verifier(completion, row)
+        if not isinstance(score, numbers.Real):
+            return CRASH, 0.0, f"returned a {type(score).__name__} instead of a number"
+        number = float(score)
+        if not math.isfinite(number):
+            return CRASH, 0.0, f"returned {number} instead of a finite number"
+        return SCORED, number, ""
+    except ParseFailure as failure:
+        return PARSE_FAILURE, 0.0, str(failure)
+    except BaseException as error:  # SystemExit too
+        return CRASH, 0.0, f"{type(error).__name__}: {error}"
+
+
+def _send(connection: socket.socket, kind: int, is_last: bool = False, score: float = 0.0, text: str = "") -> None:
+    encoded = text.encode(errors="replace")[:_MOST_TEXT_BYTES]
+    connection.sendall(HEADER.pack(kind, is_last, score, len(encoded)) + encoded)
+
+
+def _receive(connection: socket.socket) -> bytes | None:
+    """The next item; None if the parent closed the connection."""
+    header = _read(connection, SIZE.size)
+    return None if header is None else _read(connection, SIZE.unpack(header)[0])
+
+
+def _read(connection: socket.socket, size_bytes: int) -> bytes | None:
+    parts = []
+    while size_bytes:
+        part = b""
+        with suppress(OSError):
+            part = connection.recv(min(size_bytes, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        size_bytes -= len(part)
+    return b"".join(parts)
+
+
+def _has_children() -> bool:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def trim_memory() -> None:
+    """Return free memory of the heap to the kernel; the C library keeps it otherwise."""
+    with suppress(AttributeError, OSError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process had at a time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)

@@ -1,0 +1,298 @@
+"""VerifierWorker: imports a verifier once, and runs it in forked processes that it can kill within milliseconds.
+
+A completion can make a verifier loop in native code, exhaust memory or end its process. Each of these costs one runner,
+and is the outcome of that completion alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lucidrl.rewards.interfaces import Verifier
+from lucidrl.rewards.runner import (
+    CRASH,
+    HEADER,
+    LARGE_BYTES,
+    PARSE_FAILURE,
+    PR_SET_CHILD_SUBREAPER,
+    READY,
+    SCORED,
+    SIZE,
+    Limits,
+    run,
+    trim_memory,
+)
+
+VerifierOutcome = Literal["scored", "timeout", "crash", "parse_failure"]
+
+_KINDS: dict[int, VerifierOutcome] = {SCORED: "scored", PARSE_FAILURE: "parse_failure", CRASH: "crash"}
+_POLL_S = 0.25
+"""Longest time between two checks whether the parent still runs."""
+_START_TIMEOUT_S = 10.0
+_ORPHANS_TIMEOUT_S = 1.0
+_MOST_BYTES_AHEAD = 1 << 15
+"""A busy runner gets its next item ahead only if the socket surely holds it."""
+_LEAST_WAITING = 4
+"""Items per runner that wait while runners get one ahead: the last items go to runners that are idle."""
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What came of verifying one completion."""
+
+    outcome: VerifierOutcome
+    score: float = math.nan
+    """If the outcome is `scored`."""
+    detail: str = ""
+    """The reason of any other outcome."""
+    seconds: float = 0.0
+    """From the start of its verification to the outcome."""
+
+
+class _Runner:
+    """A forked process that verifies items, seen from its parent."""
+
+    def __init__(self, verifier: Verifier, limits: Limits) -> None:
+        self._limits = limits
+        parent = os.getpid()
+        self.connection, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            run(theirs, verifier, limits, parent)
+        theirs.close()
+        self.connection.settimeout(limits.timeout_s)
+        self.is_ready = False
+        self.items: deque[int] = deque()
+        """Numbers of the items it was sent, the current one first."""
+        self._since = time.monotonic()
+        self._received = b""
+
+    @property
+    def until(self) -> float:
+        """When its current item, or its start, times out."""
+        if not self.is_ready:
+            return self._since + _START_TIMEOUT_S
+        return self._since + self._limits.timeout_s if self.items else math.inf
+
+    def seconds(self) -> float:
+        """Since its current item started."""
+        return time.monotonic() - self._since
+
+    def takes(self, item: bytes, limit: int) -> bool:
+        """Whether the item can be sent without waiting for the runner, which then has at most `limit` items."""
+        return self.is_ready and len(self.items) < limit and (not self.items or len(item) <= _MOST_BYTES_AHEAD)
+
+    def send(self, number: int, item: bytes) -> None:
+        """Send an item; a runner that has exited is noticed when its reply is read."""
+        if not self.items:
+            self._since = time.monotonic()
+        self.items.append(number)
+        with suppress(OSError):  # also if it does not read within the timeout, which has then passed
+            self.connection.sendall(SIZE.pack(len(item)) + item)
+
+    def replies(self) -> list[tuple[int, bool, float, str]] | None:
+        """New replies; None if the runner has exited or must be killed."""
+        try:
+            new = self.connection.recv(1 << 16)
+        except OSError:
+            new = b""
+        if not new:
+            return None
+        self._received += new
+        replies: list[tuple[int, bool, float, str]] = []
+        while len(self._received) >= HEADER.size:
+            kind, is_last, score, num_bytes = HEADER.unpack_from(self._received)
+            end = HEADER.size + num_bytes
+            if len(self._received) < end:
+                break
+            text = self._received[HEADER.size : end].decode(errors="replace")
+            self._received = self._received[end:]
+            if kind == READY:
+                self.is_ready = True
+                self._since = time.monotonic()
+            elif kind not in _KINDS or len(replies) == len(self.items):  # another process wrote to the connection
+                return None
+            else:
+                replies.append((kind, bool(is_last), score, text))
+        return replies
+
+    def next_starts(self) -> None:
+        """The runner replied and goes on with its next item, if it has one."""
+        self._since = time.monotonic()
+
+    def kill(self) -> str:
+        """Kill it with its process group; returns how it ended."""
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError, PermissionError):
+                kill(self.pid, signal.SIGKILL)
+        self.connection.close()
+        _, status = os.waitpid(self.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        return f"its process exited with code {code}" if code >= 0 else f"its process was killed by signal {-code}"
+
+
+class VerifierWorker:
+    """Verifies items in several runners at a time.
+
+    Args:
+        make: makes the verifier, and imports what it needs.
+        num_runners: processes that verify at the same time.
+    """
+
+    def __init__(self, make: Callable[[], Verifier], num_runners: int, limits: Limits) -> None:
+        gc.disable()  # the imports are faster without it
+        try:
+            self._verifier = make()
+        finally:
+            gc.enable()
+        self._num_runners = num_runners
+        self._limits = limits
+        self._parent = os.getppid()
+        self._runners: dict[int, _Runner] = {}
+        self._selector = selectors.DefaultSelector()
+        self._end_with_parent()
+        gc.freeze()  # runners share the memory until they write to it
+        self._fork_missing()
+
+    def verify(self, items: Sequence[bytes]) -> list[Verified]:
+        """Outcomes in the order of the items, which are pickled pairs of a `Completion` and its row."""
+        waiting = deque(range(len(items)))
+        found: dict[int, Verified] = {}
+        while len(found) < len(items):
+            self._fork_missing()
+            self._send(items, waiting)
+            until = min(runner.until for runner in self._runners.values())
+            for key, _ in self._selector.select(min(max(0.0, until - time.monotonic()), _POLL_S)):
+                self._read(key.data, found, waiting)
+            for runner in list(self._runners.values()):
+                if time.monotonic() >= runner.until:
+                    self._expire(runner, found, waiting)
+            if os.getppid() != self._parent:  # it was killed
+                self._exit()
+        self._kill_orphans()
+        if sum(map(len, items)) > LARGE_BYTES:
+            trim_memory()
+        return [found[number] for number in range(len(items))]
+
+    def modules(self) -> list[str]:
+        """Names of the modules that this process has imported."""
+        return sorted(sys.modules)
+
+    def shutdown(self) -> None:
+        """Kill the runners and all that they started; may be called twice."""
+        for runner in list(self._runners.values()):
+            self._end(runner)
+        self._kill_orphans()
+
+    def _fork_missing(self) -> None:
+        while len(self._runners) < self._num_runners:
+            runner = _Runner(self._verifier, self._limits)
+            self._runners[runner.pid] = runner
+            self._selector.register(runner.connection, selectors.EVENT_READ, runner)
+
+    def _send(self, items: Sequence[bytes], waiting: deque[int]) -> None:
+        """Give every idle runner an item; if many wait, give busy runners one ahead, which saves them a wait."""
+        for limit in (1, 2):
+            for runner in self._runners.values():
+                is_worth_it = limit == 1 or len(waiting) > _LEAST_WAITING * self._num_runners
+                if waiting and is_worth_it and runner.takes(items[waiting[0]], limit):
+                    number = waiting.popleft()
+                    runner.send(number, items[number])
+
+    def _read(self, runner: _Runner, found: dict[int, Verified], waiting: deque[int]) -> None:
+        replies = runner.replies()
+        if replies is None:
+            was_ready, seconds = runner.is_ready, runner.seconds()
+            current, how = self._end(runner, waiting)
+            if current is not None:
+                found[current] = Verified("crash", detail=how, seconds=seconds)
+            elif not was_ready:
+                raise RuntimeError(f"a verifier's runner did not start: {how}")
+            return
+        for kind, is_last, score, text in replies:
+            outcome = _KINDS[kind]
+            score = score if outcome == "scored" else math.nan
+            found[runner.items.popleft()] = Verified(outcome, score, text, runner.seconds())
+            runner.next_starts()
+            if is_last:
+                current, _ = self._end(runner, waiting)
+                if current is not None:  # it was only sent ahead
+                    waiting.appendleft(current)
+                return
+
+    def _expire(self, runner: _Runner, found: dict[int, Verified], waiting: deque[int]) -> None:
+        if not runner.is_ready:
+            raise RuntimeError(f"a verifier's runner did not start within {_START_TIMEOUT_S:g} s")
+        current, _ = self._end(runner, waiting)
+        assert current is not None
+        detail = f"exceeded its timeout of {self._limits.timeout_s:g} s"
+        found[current] = Verified("timeout", detail=detail, seconds=runner.seconds())
+
+    def _end(self, runner: _Runner, waiting: deque[int] | None = None) -> tuple[int | None, str]:
+        """Kill a runner; returns its current item and how it ended. An item that it was sent ahead waits again."""
+        self._selector.unregister(runner.connection)
+        del self._runners[runner.pid]
+        how = runner.kill()
+        self._kill_orphans()
+        current = runner.items.popleft() if runner.items else None
+        if waiting is not None:
+            waiting.extendleft(reversed(runner.items))
+        return current, how
+
+    def _end_with_parent(self) -> None:
+        """Exit in order when the parent is killed: a plain SIGKILL would leave the children of runners behind."""
+        signal.signal(signal.SIGTERM, lambda *_: self._exit())
+        if sys.platform != "linux":
+            return
+        prctl, is_set = ctypes.CDLL(None).prctl, ctypes.c_int()
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # inherits what dead runners leave behind, and so can find it
+        prctl(_PR_GET_PDEATHSIG, ctypes.byref(is_set))
+        if is_set.value:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def _exit(self) -> Any:
+        """End at once, at any point of the code: all children count as orphans."""
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._runners = {}
+            self._kill_orphans()
+        finally:
+            os._exit(0)
+
+    def _kill_orphans(self) -> None:
+        """Kill processes that runners left behind, with their process groups."""
+        until = time.monotonic() + _ORPHANS_TIMEOUT_S
+        while (orphans := _child_pids() - self._runners.keys()) and time.monotonic() < until:
+            for pid in orphans:
+                with suppress(ProcessLookupError, PermissionError):
+                    group = os.getpgid(pid)
+                    os.kill(pid, signal.SIGKILL)
+                    if group != os.getpgrp():
+                        os.killpg(group, signal.SIGKILL)
+            for pid in orphans:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+
+
+def _child_pids() -> set[int]:
+    listed = Path(f"/proc/self/task/{os.getpid()}/children")
+    if listed.exists():
+        return set(map(int, listed.read_text().split()))
+    import psutil
+
+    return {child.pid for child in psutil.Process().children()}
