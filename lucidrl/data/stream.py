@@ -50,7 +50,7 @@ class Part(Generic[T]):
     def draw(self, skipped: Counter[Skip]) -> T:
         """The next item to train on; counts the rows skipped before it."""
         assert self.order is not None
-        for _ in range(self.order.size):
+        for _ in range(2 * self.order.size):  # a whole epoch, from anywhere in the one before
             row = self.order.at(self.cursor)
             self.cursor += 1
             item = self.items.read(row if self.rows is None else self.rows[row], Skip.TRAINING)

@@ -118,6 +118,12 @@ def test_filters_skip_rows_and_count_them_by_reason(opened):
     assert (survey.num_train, dict(survey.skipped)) == (30, {Skip.WHERE: 50, Skip.LENGTH: 20})
 
 
+def test_a_single_usable_row_is_found_in_every_epoch(opened):
+    dataset = opened(numbered(20), where={"answer": 7}, validation_fraction=0)
+    assert texts(dataset.take(30)) == ["6+1="] * 30
+    assert 29 * 20 < dataset.num_passed <= 30 * 20
+
+
 def test_a_limit_takes_the_same_rows_for_every_seed(opened):
     subsets = [sorted(texts(opened(numbered(200), seed=seed, limit=20).take(20))) for seed in (0, 7)]
     assert subsets[0] == subsets[1]
