@@ -44,7 +44,7 @@ class GRPO:
                 rollouts = self.collector.collect()
                 self.loop.saver.settle()
                 batch = self.prepare(rollouts, is_plotted=is_due(self.plot_mismatch_every, step))
-                result = self.policy.train(batch, loss_fn)
+                result = self.policy.train(batch, loss_fn, num_epochs=self.config.num_epochs)
                 self.collector.update_policy_weights_(version=step)
                 self.record(step, rollouts, batch, result)
         return self.loop.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -63,7 +64,7 @@ class TextRun(TrainingRun[C]):
         config = self.config
         policy = parts.stack.enter_context(
             Policy(
-                config.policy,
+                config.policy.with_total_steps(config.max_steps),
                 self._inputs.tokenizer,
                 cluster=config.cluster,
                 log_dir=parts.folder / LOGS_NAME,
@@ -141,6 +142,12 @@ class GRPORun(TextRun[GRPORunConfig]):
 
 class SFTRun(TextRun[SFTRunConfig]):
     """`lucidrl sft`"""
+
+    def resolve(self) -> SFTRunConfig:
+        if self.config.sft.epochs is not None:
+            num_examples = min(len(self._inputs.examples[0]), self.config.data.num_examples or sys.maxsize)
+            self.config = self.config.model_copy(update={"sft": self.config.sft.for_examples(num_examples)})
+        return self.config
 
     def _build(self, parts: RunParts) -> SFT:
         config, inputs = self.config, self._inputs

@@ -53,6 +53,7 @@ def launch(
         if resume is None:
             # Before the folder is created: a run that cannot start leaves no files.
             run.preflight()
+        config = run.resolve()
         folder = resume or create_run_folder(config)
         use_traces_folder(folder)
         with RunDisplay(config, folder, started=started) as display:
@@ -93,6 +94,7 @@ def check_run(algorithm: str, config_file: Path | None, preset: str | None, over
     config = new_settings(algorithm, config_file, preset, overrides)
     with _ready(config) as run:
         found = run.preflight()
+        config = run.resolve()
     console = Console()
     console.print(Syntax(redacted_text(config.to_yaml()), "yaml", background_color="default"))
     console.print(arithmetic_table(config))

@@ -72,6 +72,10 @@ class TrainingRun(ABC, Generic[C]):
     def preflight(self) -> Table:
         """Describe the run; raise LucidError for the first problem that would stop it."""
 
+    def resolve(self) -> C:
+        """Fill in the settings that depend on the data, such as steps from epochs; may read the data."""
+        return self.config
+
     @abstractmethod
     def _prepare(self, stack: ExitStack) -> None:
         """Read the inputs. Called before seeding, so random numbers that they draw do not change the run."""
@@ -91,9 +95,9 @@ class TrainingRun(ABC, Generic[C]):
     @contextmanager
     def loop(self, folder: Path, watcher: Watcher, resume: bool = False) -> Iterator[Algorithm]:
         """Yield the algorithm, restored from the newest checkpoint if `resume`; shut its parts down at the end."""
-        config = self.config
         with ExitStack() as stack:
             self._prepare(stack)
+            config = self.resolve()
             if config.num_threads is not None:
                 torch.set_num_threads(config.num_threads)
             seed_everything(config.seed)
