@@ -9,7 +9,9 @@ from typing import TypeVar
 
 from rich.table import Table
 
+from lucidrl.algorithms.config import AdvantageEstimator
 from lucidrl.algorithms.grpo import GRPO
+from lucidrl.algorithms.health import HealthMonitor, HealthSettings
 from lucidrl.algorithms.loop import TrainingLoop
 from lucidrl.algorithms.sft import SFT
 from lucidrl.algorithms.validation import ExampleValidator, PromptValidator, Validator
@@ -114,8 +116,10 @@ class TextRun(TrainingRun[C]):
         self._generators.append(parts.stack.enter_context(generator))
         return generator
 
-    def _loop(self, parts: RunParts, policy: Policy, validator: Validator | None) -> TrainingLoop:
-        return parts.loop(policy, validator, self._generators, self.config.tracking.print_samples_every)
+    def _loop(
+        self, parts: RunParts, policy: Policy, validator: Validator | None, health: HealthMonitor | None = None
+    ) -> TrainingLoop:
+        return parts.loop(policy, validator, self._generators, self.config.tracking.print_samples_every, health)
 
 
 class GRPORun(TextRun[GRPORunConfig]):
@@ -130,7 +134,7 @@ class GRPORun(TextRun[GRPORunConfig]):
         validator = PromptValidator(collector, held_out, config.validation.prompts_per_batch) if held_out else None
         return GRPO(
             config=config.grpo,
-            loop=self._loop(parts, policy, validator),
+            loop=self._loop(parts, policy, validator, HealthMonitor(_health_settings(config))),
             policy=policy,
             collector=collector,
             pad_id=self._inputs.tokenizer.pad_token_id,
@@ -138,6 +142,18 @@ class GRPORun(TextRun[GRPORunConfig]):
             dump_samples_every=config.tracking.dump_samples_every,
             plot_mismatch_every=config.tracking.plot_mismatch_every,
         )
+
+
+def _health_settings(config: GRPORunConfig) -> HealthSettings:
+    generation = config.policy.generation
+    return HealthSettings(
+        max_new_tokens=generation.max_new_tokens,
+        samples_per_prompt=config.collector.samples_per_prompt,
+        rows_per_step=config.rows_per_step,
+        temperature=generation.temperature,
+        entropy_coefficient=config.grpo.loss.entropy_coefficient,
+        has_group_baseline=config.grpo.advantages.estimator is not AdvantageEstimator.PLAIN,
+    )
 
 
 class SFTRun(TextRun[SFTRunConfig]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -84,23 +85,23 @@ def merge_layers(
     origins = Origins()
     try:
         read = [
-            (source, _read_yaml(layer) if isinstance(layer, Path) else OmegaConf.create(layer))
+            (source, OmegaConf.to_container(_read_yaml(layer), resolve=False) if isinstance(layer, Path) else layer)
             for source, layer in layers
         ]
-        for source, layer in [*read, (COMMAND_LINE, _read_overrides(overrides))]:
-            current, alias_of = _with_keys_for(aliases or {}, _with_current_names(layer), source)
+        for source, layer in [*read, (COMMAND_LINE, OmegaConf.to_container(_read_overrides(overrides), resolve=False))]:
+            settings: Any = deepcopy(layer)
+            _use_current_names(settings)
+            alias_of = _use_keys_for(aliases or {}, settings, source)
+            current = OmegaConf.create(settings)
             _remove_conflicts(merged, current)
             _remove_replaced(merged, current)
             merged = OmegaConf.merge(merged, current)
-            left = set(_leaves(OmegaConf.to_container(merged, resolve=False)))
-            new = {
-                key: replace(source, alias=alias_of.get(key, "")) for key in _leaves(OmegaConf.to_container(current))
-            }
-            origins = Origins({key: found for key, found in {**origins, **new}.items() if key in left})
+            origins.update({key: replace(source, alias=alias_of.get(key, "")) for key in _leaves(settings)})
         content: Any = OmegaConf.to_container(merged, resolve=resolve)
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration cannot be merged: {error}") from error
-    return Merged(content, origins)
+    kept = set(_leaves(content))
+    return Merged(content, Origins({key: source for key, source in origins.items() if key in kept}))
 
 
 def _read_yaml(path: Path) -> Any:
@@ -137,14 +138,11 @@ def _read_overrides(overrides: Sequence[str]) -> Any:
     return content
 
 
-def _with_current_names(layer: Any) -> Any:
+def _use_current_names(content: dict[str, Any]) -> None:
     """Replace old names before layers are merged, so that a later layer wins by either name."""
-    from omegaconf import OmegaConf
-
-    content: Any = OmegaConf.to_container(layer, resolve=False)
     for old, new in RENAMED.items():
         *parents, name = old.split(".")
-        section = content
+        section: Any = content
         for parent in parents:
             section = section.get(parent) if isinstance(section, dict) else None
         if isinstance(section, dict) and name in section:
@@ -153,18 +151,14 @@ def _with_current_names(layer: Any) -> Any:
                 _log.warning("the setting %s is now called %s; rename it", old, new)
             if new not in _leaves(content):
                 _set(content, new, value, old)
-    return OmegaConf.create(content)
 
 
-def _with_keys_for(aliases: Mapping[str, tuple[str, ...]], layer: Any, source: Source) -> tuple[Any, dict[str, str]]:
-    """Replace aliases by their keys; return the layer, and the alias of each key that had one.
+def _use_keys_for(aliases: Mapping[str, tuple[str, ...]], content: dict[str, Any], source: Source) -> dict[str, str]:
+    """Replace aliases by their keys; return the alias of each key that had one.
 
     Raises:
         ConfigError: the layer sets a key twice.
     """
-    from omegaconf import OmegaConf
-
-    content: Any = OmegaConf.to_container(layer, resolve=False)
     written = {key: key for key in _leaves(content)}
     alias_of: dict[str, str] = {}
     # An alias of several keys leaves out those that are set one by one.
@@ -177,7 +171,7 @@ def _with_keys_for(aliases: Mapping[str, tuple[str, ...]], layer: Any, source: S
         for key in keys:
             written[key] = alias_of[key] = alias
             _set(content, key, value, alias)
-    return OmegaConf.create(content), alias_of
+    return alias_of
 
 
 def _set(content: dict[str, Any], key: str, value: Any, alias: str) -> None:
