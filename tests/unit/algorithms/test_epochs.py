@@ -17,6 +17,7 @@ def test_epochs_reuse_the_batch_and_make_the_ratio_move(run):
     assert three.train_metric("reward") == one.train_metric("reward")
 
 
+@pytest.mark.slow
 def test_clipping_takes_effect_from_the_second_update_on(run):
     tight, _ = run("grpo", "tight", *SEVERAL, "epsilon=0.0001")
     assert max(tight.train_metric("clip_fraction/low") + tight.train_metric("clip_fraction/high")) > 0
@@ -24,6 +25,7 @@ def test_clipping_takes_effect_from_the_second_update_on(run):
     assert wide.train_metric("loss") != tight.train_metric("loss")
 
 
+@pytest.mark.slow
 def test_without_learning_every_epoch_is_on_policy(run):
     still, _ = run("grpo", "still", "grpo.num_epochs=2", "validation.num_prompts=0", "lr=1e-30", "grpo.max_steps=2")
     ratios = still.train_metric("ratio/min") + still.train_metric("ratio/max")

@@ -106,6 +106,7 @@ def test_a_run_that_cannot_learn_is_warned_of_in_log_and_folder(run, caplog):
     assert f"step 1: {records[1]['message']}" in caplog.text
 
 
+@pytest.mark.slow
 def test_rewards_and_entropy_of_a_step_are_recorded(run):
     folder, _ = run("grpo", "run", "validation.num_prompts=0", "max_steps=1", "temperature=2")
     rows = [orjson.loads(line) for line in (folder.path / "samples/step_1.jsonl").read_bytes().splitlines()]
@@ -121,7 +122,7 @@ def test_rewards_and_entropy_of_a_step_are_recorded(run):
     assert estimate == pytest.approx(entropy, rel=0.5)
 
 
-@pytest.mark.parametrize(("every", "dumped"), [(0, [1]), (3, [1, 3])])
+@pytest.mark.parametrize(("every", "dumped"), [(0, [1]), pytest.param(3, [1, 3], marks=pytest.mark.slow)])
 def test_samples_of_the_first_step_are_always_written(run, every, dumped):
     folder, _ = run("grpo", "run", f"tracking.dump_samples_every={every}", "validation.num_prompts=0")
     written = sorted(path.name for path in (folder.path / "samples").iterdir())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from lucidrl.errors import ConfigError
@@ -109,6 +112,13 @@ def test_every_alias_belongs_to_a_setting_and_is_not_one_itself():
     assert usable == ALIASES.keys()
     for schema in ALGORITHMS.values():
         assert not schema.model_fields.keys() & (ALIASES.keys() | CANDIDATES.keys())
+
+
+def test_the_page_lists_every_alias():
+    page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    table = page.partition("## Aliases")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == ALIASES.keys()
 
 
 @pytest.mark.parametrize(
