@@ -26,6 +26,8 @@ ALGORITHMS: dict[str, type[BaseRunConfig]] = {
     schema.algorithm: schema for schema in (GRPORunConfig, SFTRunConfig, PPORunConfig)
 }
 PRESETS = Path(__file__).with_name("presets")
+OWN_TASK = ("data", "reward", "python_inputs")
+"""Sections that only a task of the user sets; see `default_preset`."""
 
 _KEY_REFERENCE = re.compile(r"\$\{\s*(\.*)([\w.\[\]-]+)\s*\}")
 
@@ -88,7 +90,7 @@ def default_preset(algorithm: str, given: Mapping[str, Any]) -> str | None:
         return "cartpole" if name in (None, "CartPole-v1") else None
     if algorithm != "grpo":
         return None
-    has_own_data = any(key == "env.prompts_file" or key.split(".")[0] in ("data", "reward") for key in given)
+    has_own_data = any(key == "env.prompts_file" or key.split(".")[0] in OWN_TASK for key in given)
     is_arithmetic = name in (None, "arithmetic") and not has_own_data
     if given.get("policy.model_name", "embedded") in EMBEDDED_MODELS:
         return "demo" if is_arithmetic else "task-embedded"

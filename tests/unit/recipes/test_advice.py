@@ -89,6 +89,8 @@ def test_the_file_of_another_run_is_not_accused_of_its_defaults(tmp_path):
     assert messages("grpo", config_file=tmp_path / "config.yaml") == []
     assert advice(resumed_settings("grpo", tmp_path)) == []
     (tmp_path / "mine.yaml").write_text("grpo: {loss: {clip_high: 0.28}}\n")
+    (tmp_path / "config.yaml").write_text(dump_yaml(new_settings("grpo", tmp_path / "mine.yaml")))
+    assert advice(resumed_settings("grpo", tmp_path)) == []  # the run was warned at its start
     assert "clip_high=0.28 has no effect" in messages("grpo", config_file=tmp_path / "mine.yaml")[0]
 
 

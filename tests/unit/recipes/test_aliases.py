@@ -11,7 +11,7 @@ from lucidrl.errors import ConfigError
 from lucidrl.models.policy.config import SchedulerConfig
 from lucidrl.recipes.aliases import ALIASES, CANDIDATES
 from lucidrl.recipes.configs import GRPORunConfig, PPORunConfig, SFTRunConfig
-from lucidrl.recipes.settings import ALGORITHMS, new_settings, resumed_settings
+from lucidrl.recipes.settings import ALGORITHMS, default_preset, new_settings, resumed_settings
 from lucidrl.utils.config import aliases_of, load_config
 from lucidrl.utils.layers import Source
 
@@ -150,6 +150,13 @@ def test_an_own_environment_does_not_inherit_the_token_limit_of_the_demo(model):
     ]
     assert limits[0] <= 16
     assert min(limits[1:]) >= 64
+
+
+def test_rows_and_rewards_of_a_python_program_are_an_own_task():
+    model = {"policy.model_name": "/models/x"}
+    assert default_preset("grpo", model) == "chat"
+    for key in ("python_inputs", "data.file", "reward", "reward.name"):
+        assert default_preset("grpo", {**model, key: "x"}) == "task"
 
 
 def test_every_setting_knows_its_source(tmp_path):
