@@ -45,7 +45,9 @@ ConfigFile = Annotated[
 Preset = Annotated[
     str | None,
     typer.Option(
-        "--preset", help="Settings to start from: demo or chat (GRPO), cartpole or pendulum (PPO).", show_default=False
+        "--preset",
+        help="Settings to start from: demo, chat or task (GRPO), cartpole or pendulum (PPO).",
+        show_default=False,
     ),
 ]
 Resume = Annotated[
@@ -54,6 +56,8 @@ Resume = Annotated[
         "--resume", help="Run folder to continue from its newest checkpoint, with its settings.", show_default=False
     ),
 ]
+
+Explain = Annotated[bool, typer.Option("--explain", help="Print where every setting came from.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -64,7 +68,13 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 @app.command()
-def grpo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, resume: Resume = None) -> None:
+def grpo(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    resume: Resume = None,
+    explain: Explain = False,
+) -> None:
     """Train a language model with GRPO on an environment that scores its completions.
 
     Examples:
@@ -73,15 +83,22 @@ def grpo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset 
         lucidrl grpo policy.model_name=FOLDER env.name=my_module:MyEnv data.file=prompts.jsonl
         lucidrl grpo --resume runs/grpo/exp_001 grpo.max_steps=1000
 
-    The first trains the built-in tiny model on two-digit addition (preset `demo`). Any other model starts from the
-    preset `chat`, unless you name a preset or a config file. Settings in KEY=VALUE win over --config, which wins over
-    the preset. Ctrl-C finishes the step, saves and stops. `profile.steps=3:5` records steps 3 and 4 in `traces/`.
+    The first trains the built-in tiny model on two-digit addition (preset `demo`). Another model starts from the preset
+    `chat`, an own environment, dataset or reward from `task`, unless you name a preset or a config file. Settings in
+    KEY=VALUE win over --config, which wins over the preset. Ctrl-C finishes the step, saves and stops.
+    `profile.steps=3:5` records steps 3 and 4 in `traces/`.
     """
-    _launch("grpo", overrides, config, preset, resume)
+    _launch("grpo", overrides, config, preset, resume, explain)
 
 
 @app.command()
-def sft(overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, resume: Resume = None) -> None:
+def sft(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    resume: Resume = None,
+    explain: Explain = False,
+) -> None:
     """Fine-tune a language model on written examples (supervised fine-tuning).
 
     Examples:
@@ -92,11 +109,17 @@ def sft(overrides: Overrides = None, config: ConfigFile = None, preset: Preset =
     Each line of the file is {"messages": [...]} or {"prompt": "...", "completion": "..."}. Without `data.file` the
     examples are the environment's prompts with their reference answers.
     """
-    _launch("sft", overrides, config, preset, resume)
+    _launch("sft", overrides, config, preset, resume, explain)
 
 
 @app.command()
-def ppo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset = None, resume: Resume = None) -> None:
+def ppo(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    resume: Resume = None,
+    explain: Explain = False,
+) -> None:
     """Train a control policy with PPO on a gymnasium environment.
 
     Examples:
@@ -111,13 +134,15 @@ def ppo(overrides: Overrides = None, config: ConfigFile = None, preset: Preset =
     trains `ppo.num_epochs` epochs on them in minibatches of `ppo.minibatch_frames`. `policy.*` and `critic.*` set the
     two networks and their optimizers.
     """
-    _launch("ppo", overrides, config, preset, resume)
+    _launch("ppo", overrides, config, preset, resume, explain)
 
 
-def _launch(algorithm: str, overrides: Overrides, config: ConfigFile, preset: Preset, resume: Resume) -> None:
+def _launch(
+    algorithm: str, overrides: Overrides, config: ConfigFile, preset: Preset, resume: Resume, explain: bool
+) -> None:
     from lucidrl.recipes.run import launch
 
-    launch(algorithm, config, preset, overrides or [], resume)
+    launch(algorithm, config, preset, overrides or [], resume, explain)
 
 
 @app.command()
@@ -169,6 +194,7 @@ def check(
     config: ConfigFile = None,
     preset: Preset = None,
     algorithm: Annotated[str, typer.Option(help="Command to check: grpo, sft or ppo.")] = "grpo",
+    explain: Explain = False,
 ) -> None:
     """Check the settings of a run without starting it.
 
@@ -176,13 +202,14 @@ def check(
 
         lucidrl check policy.model_name=FOLDER collector.samples_per_prompt=16
         lucidrl check --algorithm ppo env.name=Acrobot-v1
+        lucidrl check --explain policy.model_name=FOLDER lr=1e-5
 
     Reads the model's config, tokenizer, environment and prompts, but loads no weights and writes nothing. Prints all
     settings, the batch sizes, and estimates of memory and checkpoint size.
     """
     from lucidrl.recipes.run import check_run
 
-    check_run(algorithm, config, preset, overrides or [])
+    check_run(algorithm, config, preset, overrides or [], explain)
 
 
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Look at a dataset before training.")

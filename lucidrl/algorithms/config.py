@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Annotated
 
@@ -32,6 +33,9 @@ class GRPOConfig(Config):
 
     max_steps: PositiveInt = 100
     """Steps of the run; each collects rollouts once and trains on them."""
+    num_epochs: PositiveInt = 1
+    """Optimizer epochs over the rollouts of a step. With more than one, the ratio compares with the policy that
+    collected them, and clipping takes effect."""
     loss: ClippedPGConfig = ClippedPGConfig()
     """The loss."""
     advantages: AdvantageConfig = AdvantageConfig()
@@ -47,9 +51,18 @@ class SFTConfig(Config):
     """Supervised fine-tuning."""
 
     max_steps: PositiveInt = 100
-    """Steps of the run."""
+    """Steps of the run; see also `epochs`."""
+    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Passes over the training examples; if set, it determines `max_steps`, rounded up."""
     examples_per_step: PositiveInt = 64
     """Examples per step."""
+
+    def for_examples(self, num_examples: int) -> SFTConfig:
+        """Return a copy whose `max_steps` follows from `epochs`, if they are set."""
+        if self.epochs is None:
+            return self
+        steps = math.ceil(self.epochs * num_examples / self.examples_per_step)
+        return self.model_copy(update={"max_steps": max(1, steps)})
 
 
 class PPOConfig(Config):

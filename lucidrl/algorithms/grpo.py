@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class GRPO:
     on_policy: bool
     """One optimizer step per batch, so no separate scoring pass is needed."""
     dump_samples_every: int = 0
-    """Write the samples of every n-th step; 0 = never."""
+    """Write the samples of the first and of every n-th step; 0 = of the first only."""
     plot_mismatch_every: int = 0
     """Plot the mismatch of generation and training at every n-th step; 0 = never."""
 
@@ -44,7 +45,7 @@ class GRPO:
                 rollouts = self.collector.collect()
                 self.loop.saver.settle()
                 batch = self.prepare(rollouts, is_plotted=is_due(self.plot_mismatch_every, step))
-                result = self.policy.train(batch, loss_fn)
+                result = self.policy.train(batch, loss_fn, num_epochs=self.config.num_epochs)
                 self.collector.update_policy_weights_(version=step)
                 self.record(step, rollouts, batch, result)
         return self.loop.step
@@ -89,16 +90,21 @@ class GRPO:
 
     def record(self, step: int, rollouts: Rollouts, batch: BatchedDataDict[Any], result: TrainResult) -> None:
         """Log the step, with samples and plots when due."""
+        rewards = rollouts.rewards[rollouts.is_valid]
         metrics = {
             **rollouts.metrics,
+            "reward_std": float(rewards.double().std(correction=0)),
+            "reward_min": float(rewards.min()),
+            "reward_max": float(rewards.max()),
+            "entropy_estimate": entropy_estimate(batch),
             **result.logged,
             "policy_version": float(rollouts.policy_version),
             "staleness": float(step - 1 - rollouts.policy_version),
         }
         self.loop.record(step, metrics, tokens=metrics["sampled_tokens"])
         logger = self.loop.logger
-        if is_due(self.dump_samples_every, step):
-            logger.log_batched_dict_as_jsonl(rollouts.to_samples(), f"samples/step_{step}.jsonl")
+        if step == 1 or is_due(self.dump_samples_every, step):
+            logger.log_samples(rollouts.to_samples(), step, "step")
         if is_due(self.plot_mismatch_every, step):
             columns = ("generation_logprobs", "prev_logprobs", "token_mask", "sample_mask")
             curves = {
@@ -116,3 +122,9 @@ class GRPO:
         self.collector.load_state_dict(state["collector"])
         self.collector.update_policy_weights_(version=state["step"])
         self.loop.load_state_dict(state)
+
+
+def entropy_estimate(batch: BatchedDataDict[Any]) -> float:
+    """Return the mean negative log-probability of the sampled tokens, an estimate of the entropy per token in nats."""
+    sampled = batch["generation_logprobs"][batch["token_mask"].bool()]
+    return float(-sampled.double().mean()) if len(sampled) else math.nan

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from lucidrl.algorithms.config import ValidationSchedule
+from lucidrl.algorithms.health import HealthMonitor
 from lucidrl.algorithms.interfaces import TrainedPolicy
 from lucidrl.algorithms.saver import Saver, processes_state, restore_processes
 from lucidrl.algorithms.validation import Validator
@@ -60,6 +61,8 @@ class TrainingLoop:
     """Workers to profile beside policy and driver, such as separate generators."""
     print_samples_every: int = 0
     """Show validation samples to the watcher at every n-th step; 0 = never."""
+    health: HealthMonitor | None = None
+    """Warns of a run that does not learn."""
     step: int = 0
     """The last completed step."""
     is_validation_skipped: bool = False
@@ -110,6 +113,9 @@ class TrainingLoop:
         rates = {f"{name}_per_s": amount / timings["step_s"] for name, amount in amounts.items()}
         self.logger.log_metrics({"train": {**metrics, **rates}, "time": timings}, step)
         self.watcher.on_step(step, {**metrics, **rates, **{f"time/{name}": value for name, value in timings.items()}})
+        for warning in self.health.observe(step, metrics) if self.health is not None else ():
+            _log.warning("step %d: %s", step, warning.message)
+            self.logger.log_warning(warning.name, warning.message, step)
 
     def _validate(self, stop: StopRequest) -> dict[str, float]:
         """Validate the step if due and not stopped; return the metrics."""
@@ -126,8 +132,7 @@ class TrainingLoop:
         self.saver.check_metric(found.metrics)
         self.watcher.on_validation(self.step, found.metrics)
         if found.rollouts is not None:
-            name = f"samples/validation_{self.step}.jsonl"
-            self.logger.log_batched_dict_as_jsonl(found.rollouts.to_samples(), name)
+            self.logger.log_samples(found.rollouts.to_samples(), self.step, "validation")
             if is_due(self.print_samples_every, self.step):
                 logs = [sample.log for sample in found.rollouts.samples]
                 self.watcher.on_samples(self.step, logs, found.rollouts.rewards.tolist())

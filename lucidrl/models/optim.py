@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from lucidrl.errors import ConfigError
-from lucidrl.models.policy.config import HALF_PRECISIONS, OptimizationConfig
+from lucidrl.models.policy.config import HALF_PRECISIONS, SCHEDULES, OptimizationConfig
 from lucidrl.utils.imports import import_object
 from lucidrl.utils.suggestions import check_arguments
 
@@ -104,7 +105,7 @@ class PolicyOptimizer:
             tensor.grad = None
 
     def schedule(self) -> None:
-        """Advance the learning-rate schedule; call it once per `train` call."""
+        """Advance the learning-rate schedule; call it once per step of the run."""
         if self._scheduler is not None:
             self._scheduler.step()
 
@@ -192,9 +193,41 @@ def _make_scheduler(optimizer: torch.optim.Optimizer, config: OptimizationConfig
     return torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, list(config.scheduler_milestones))
 
 
-def _make(name: str, kwargs: dict[str, Any], key: str, argument: object) -> Any:
+def schedule_factor(name: str, step: int, warmup_steps: int, total_steps: int | None, final_fraction: float) -> float:
+    """Return the factor of the learning rate after `step` steps.
+
+    It rises linearly and reaches 1 after `warmup_steps`. Then `constant` stays there; `linear` and `cosine` fall to
+    `final_fraction`, which they reach after `total_steps`, so the last step still learns.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if name == "constant" or total_steps is None:
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    left = 1 - progress if name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return final_fraction + (1 - final_fraction) * left
+
+
+def _named_schedule(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    *,
+    total_steps: int | None = None,
+    warmup_steps: int = 0,
+    final_fraction: float = 0.0,
+) -> torch.optim.lr_scheduler.LambdaLR:
+    if total_steps is None and name != "constant":
+        raise ValueError(f"{name} needs total_steps, the steps over which the learning rate falls")
+
+    def factor(step: int) -> float:
+        return schedule_factor(name, step, warmup_steps, total_steps, final_fraction)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _make(name: str, kwargs: dict[str, Any], key: str, argument: Any) -> Any:
     """Create an optimizer or scheduler; raise ConfigError if the import path or its arguments are invalid."""
-    factory = import_object(name, f"{key}.name")
+    factory = partial(_named_schedule, name) if name in SCHEDULES else import_object(name, f"{key}.name")
     if not callable(factory):
         raise ConfigError(
             f"{key}.name={name!r} is a {type(factory).__name__}; set the import path of a class, "

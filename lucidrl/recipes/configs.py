@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from abc import abstractmethod
+from typing import Any, Self
 
-from pydantic import Field, PositiveInt, PrivateAttr, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from lucidrl.algorithms.config import (
     ControlValidationConfig,
@@ -16,99 +14,19 @@ from lucidrl.algorithms.config import (
     PPOConfig,
     SFTConfig,
     ValidationConfig,
-    ValidationSchedule,
 )
-from lucidrl.checkpoint.config import CheckpointConfig, SFTCheckpointConfig
+from lucidrl.checkpoint.config import SFTCheckpointConfig
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.data.config import DataConfig
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
-from lucidrl.models.policy.config import EMBEDDED_MODELS, DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
-from lucidrl.recipes.profile import ProfileConfig
-from lucidrl.recipes.tracking import TextTrackingConfig, TrackingConfig
+from lucidrl.models.policy.config import DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
+from lucidrl.recipes.base_config import Arithmetic, BaseRunConfig, NumThreads
+from lucidrl.recipes.tracking import TextTrackingConfig
 from lucidrl.rewards.config import Rewards, task_title, with_reward_env
-from lucidrl.utils.config import Config, dump_yaml
+from lucidrl.utils.config import Config
 from lucidrl.utils.nsys import DRIVER, GENERATION, POLICY, worker_name
-
-NumThreads = Annotated[int, Field(ge=1, le=1024)]
-"""The upper bound catches typos: no machine has more cores."""
-
-
-class RunConfig(Config):
-    """Where a run writes its files."""
-
-    root: Path = Path("runs")
-    """Parent folder of all runs."""
-    name: str | None = None
-    """Folder of this run below `root`; default: the next free `exp_NNN` below `root/<algorithm>`."""
-
-
-Arithmetic = list[tuple[str, Any, str]]
-"""Rows of (quantity, value, settings that it comes from)."""
-
-
-class BaseRunConfig(Config, ABC):
-    """Settings of every run, and the facts about its algorithm that the command line uses."""
-
-    algorithm: ClassVar[str]
-    """Name of the command and of the algorithm's section of settings."""
-    run_class: ClassVar[str]
-    """Dotted path of its `TrainingRun`; imported at use, because the imports take seconds."""
-    validated_on: ClassVar[str] = "held-out"
-    """Label of validation results."""
-
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of the prompt order, of all sampling, and of the weights of an untrained model."""
-    num_threads: NumThreads | None = None
-    """CPU threads of torch in this process; default: torch decides. Results depend on it in the last bits."""
-    run: RunConfig = RunConfig()
-    """Where the run writes its files."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    """When checkpoints are written and which are kept."""
-    tracking: TrackingConfig = TrackingConfig()
-    """Metrics, samples and trackers."""
-    validation: ValidationSchedule = ValidationSchedule()
-    """When the policy is validated."""
-    profile: ProfileConfig = ProfileConfig()
-    """Which steps are profiled."""
-    _references: dict[str, Any] | None = PrivateAttr(default=None)
-    """Settings that refer to environment variables, as they were written."""
-
-    def with_references(self, references: dict[str, Any] | None) -> Self:
-        """Return a copy whose `to_yaml` writes these references instead of their values."""
-        copy = self.model_copy()
-        copy._references = references
-        return copy
-
-    def to_yaml(self) -> str:
-        """Return all settings as YAML; loading it gives an equal config."""
-        return dump_yaml(self, self._references)
-
-    @property
-    def worker_names(self) -> list[str]:
-        """Names of the run's processes in profiles."""
-        return [worker_name(POLICY, 0), DRIVER]
-
-    @classmethod
-    def default_preset(cls, overrides: Mapping[str, str]) -> str | None:
-        """Return the preset for a run without --preset and --config; `overrides` maps keys to unparsed values."""
-        return None
-
-    @property
-    def max_steps(self) -> int:
-        """Training steps of the run."""
-        steps: int = getattr(self, self.algorithm).max_steps
-        return steps
-
-    @property
-    @abstractmethod
-    def title(self) -> str:
-        """Model and data of the run, for people."""
-
-    @abstractmethod
-    def arithmetic(self) -> Arithmetic:
-        """Return the batch sizes and where they come from."""
 
 
 class TextRunConfig(BaseRunConfig):
@@ -156,9 +74,15 @@ class TextRunConfig(BaseRunConfig):
         return f"{self.policy.model_name} on {task_title(self)}"
 
     @property
+    def num_epochs(self) -> int:
+        """Optimizer epochs over the rows of a step."""
+        return 1
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps per step."""
-        return self.rows_per_step // (self.policy.train_global_batch_size or self.rows_per_step)
+        rows = self.rows_per_step
+        return self.num_epochs * (rows // (self.policy.train_global_batch_size or rows))
 
     @property
     def token_batching(self) -> tuple[str, SequencePackingConfig | DynamicBatchingConfig] | None:
@@ -171,12 +95,17 @@ class TextRunConfig(BaseRunConfig):
 
     def arithmetic(self) -> Arithmetic:
         policy, ranks = self.policy, self.cluster.num_workers
-        rows = self.rows_per_step // self.updates_per_step
+        rows = self.rows_per_step * self.num_epochs // self.updates_per_step
+        epochs = "grpo.num_epochs x " if self.num_epochs > 1 else ""
         table = [
             *self._row_factors(),
             ("rows per step", self.rows_per_step, "product of the above"),
             ("rows per optimizer step", rows, "policy.train_global_batch_size"),
-            ("optimizer steps per step", self.updates_per_step, "rows per step / rows per optimizer step"),
+            (
+                "optimizer steps per step",
+                self.updates_per_step,
+                f"{epochs}rows per step / rows per optimizer step",
+            ),
         ]
         if self.token_batching is None:
             table.append(("rows per micro-batch", policy.train_micro_batch_size, "policy.train_micro_batch_size"))
@@ -212,13 +141,6 @@ class GRPORunConfig(TextRunConfig):
     collector: TextCollectorConfig = TextCollectorConfig()
     """Samples per step."""
 
-    @classmethod
-    def default_preset(cls, overrides: Mapping[str, str]) -> str | None:
-        """`demo` is tuned for the embedded model, `chat` for any other, both on arithmetic; `reward` needs neither."""
-        if any(key.partition(".")[0] == "reward" for key in overrides):
-            return None
-        return "demo" if overrides.get("policy.model_name", "embedded") in EMBEDDED_MODELS else "chat"
-
     @model_validator(mode="after")
     def _can_generate(self) -> GRPORunConfig:
         if self.policy.dtensor_cfg.sequence_parallel and self.policy.generation.placement == "policy":
@@ -227,6 +149,10 @@ class GRPORunConfig(TextRunConfig):
                 "time; turn it off, or set policy.generation.placement=separate"
             )
         return self
+
+    @property
+    def num_epochs(self) -> int:
+        return self.grpo.num_epochs
 
     def _row_factors(self) -> Arithmetic:
         return [
@@ -301,11 +227,6 @@ class PPORunConfig(BaseRunConfig):
     """Frames per step."""
     validation: ControlValidationConfig = ControlValidationConfig()
     """Validation on episodes with greedy actions."""
-
-    @classmethod
-    def default_preset(cls, overrides: Mapping[str, str]) -> str | None:
-        """`cartpole` is for CartPole; another env starts from the defaults."""
-        return "cartpole" if overrides.get("env.name", "CartPole-v1") == "CartPole-v1" else None
 
     @property
     def title(self) -> str:

@@ -25,6 +25,7 @@ from lucidrl.envs.gym import GymEnv
 from lucidrl.envs.serial import SerialEnv
 from lucidrl.envs.specs import Bounded, OneHot, Unbounded
 from lucidrl.errors import ConfigError
+from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
 from lucidrl.models.control.interfaces import ActionSpace, ContinuousActions, DiscreteActions, ObservationSpace
 from lucidrl.models.control.policy import ControlPolicy
 from lucidrl.recipes.configs import ControlEnvConfig, PPORunConfig
@@ -58,7 +59,7 @@ class PPORun(TrainingRun[PPORunConfig]):
         config = self.config
         check_run_can_start(config)
         observations, actions = self._spaces
-        policy = ControlPolicy(observations, actions, config.policy, config.critic)
+        policy = ControlPolicy(observations, actions, *_networks(config))
         num_policy, num_critic = (sum(p.numel() for p in net.parameters()) for net in (policy.network, policy.critic))
         table = Table("env and networks", "", box=None, pad_edge=False)
         table.add_row("observation", f"{list(observations.shape)} numbers")
@@ -74,7 +75,7 @@ class PPORun(TrainingRun[PPORunConfig]):
 
     def _build(self, parts: RunParts) -> PPO:
         config, (env, tapes) = self.config, self._envs
-        policy = ControlPolicy(*self._spaces, config.policy, config.critic)
+        policy = ControlPolicy(*self._spaces, *_networks(config))
         collector = Collector(
             env,
             policy.network,
@@ -95,6 +96,11 @@ class PPORun(TrainingRun[PPORunConfig]):
     def close(self) -> None:
         if "_envs" in vars(self):
             self._envs[0].close()
+
+
+def _networks(config: PPORunConfig) -> tuple[ControlPolicyConfig, CriticConfig]:
+    steps = config.max_steps
+    return config.policy.with_total_steps(steps), config.critic.with_total_steps(steps)
 
 
 def make_envs(config: ControlEnvConfig, num_envs: int) -> tuple[EnvBase, list[EpisodeTape]]:

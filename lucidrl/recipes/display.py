@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import shlex
 import stat
@@ -22,6 +23,7 @@ from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.profile import TRACES_NAME
 from lucidrl.utils.logger import print_message_log_samples
+from lucidrl.utils.logger.fanout import WARNINGS_NAME
 
 SHOWN = {
     "reward": "reward {:.3f}",
@@ -127,6 +129,8 @@ class RunDisplay:
         elif last_step < self._max_steps:
             self.announce(f"stopped after step {last_step} of {self._max_steps}; the step is saved")
         self._show_validations()
+        for message in _warnings_in(self._folder):
+            self.announce(f"warning: {message}")
         if self._num_steps:
             self.console.print(self._phases())
         self.announce(f"run folder: {self._folder}")
@@ -179,6 +183,18 @@ class RunDisplay:
             resume.append(f"{algorithm}.max_steps={2 * last_step}")
         show = [["tensorboard", "--logdir", folder]] if (self._folder / "tensorboard").is_dir() else []
         return [*show, resume]
+
+
+def _warnings_in(folder: Path) -> list[str]:
+    """Return all warnings of the start, and the newest of each rule."""
+    try:
+        lines = (folder / WARNINGS_NAME).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    records = map(json.loads, lines)
+    # Those before the first step share their names, but not their messages.
+    newest = {record["name"] if record["step"] else record["message"]: record["message"] for record in records}
+    return list(newest.values())
 
 
 def _seconds_of_spans() -> dict[str, float]:

@@ -18,7 +18,7 @@ import orjson
 
 from lucidrl import __version__
 from lucidrl.errors import ConfigError
-from lucidrl.recipes.configs import BaseRunConfig, RunConfig
+from lucidrl.recipes.base_config import BaseRunConfig, RunConfig
 from lucidrl.utils.logger.folders import get_next_experiment_dir, write_private_text
 from lucidrl.utils.logger.redact import redacted, redacted_text
 

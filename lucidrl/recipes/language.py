@@ -8,7 +8,9 @@ from typing import TypeVar
 
 from rich.table import Table
 
+from lucidrl.algorithms.config import AdvantageEstimator
 from lucidrl.algorithms.grpo import GRPO
+from lucidrl.algorithms.health import HealthMonitor, HealthSettings
 from lucidrl.algorithms.loop import TrainingLoop
 from lucidrl.algorithms.sft import SFT
 from lucidrl.algorithms.validation import ExampleValidator, PromptValidator, Validator
@@ -63,7 +65,7 @@ class TextRun(TrainingRun[C]):
         config = self.config
         policy = parts.stack.enter_context(
             Policy(
-                config.policy,
+                config.policy.with_total_steps(config.max_steps),
                 self._inputs.tokenizer,
                 cluster=config.cluster,
                 log_dir=parts.folder / LOGS_NAME,
@@ -122,8 +124,10 @@ class TextRun(TrainingRun[C]):
         self._generators.append(parts.stack.enter_context(generator))
         return generator
 
-    def _loop(self, parts: RunParts, policy: Policy, validator: Validator | None) -> TrainingLoop:
-        return parts.loop(policy, validator, self._generators, self.config.tracking.print_samples_every)
+    def _loop(
+        self, parts: RunParts, policy: Policy, validator: Validator | None, health: HealthMonitor | None = None
+    ) -> TrainingLoop:
+        return parts.loop(policy, validator, self._generators, self.config.tracking.print_samples_every, health)
 
 
 class GRPORun(TextRun[GRPORunConfig]):
@@ -136,7 +140,7 @@ class GRPORun(TextRun[GRPORunConfig]):
         validator = self._prompt_validator(collector)
         return GRPO(
             config=config.grpo,
-            loop=self._loop(parts, policy, validator),
+            loop=self._loop(parts, policy, validator, HealthMonitor(_health_settings(config))),
             policy=policy,
             collector=collector,
             pad_id=self._inputs.tokenizer.pad_token_id,
@@ -146,8 +150,26 @@ class GRPORun(TextRun[GRPORunConfig]):
         )
 
 
+def _health_settings(config: GRPORunConfig) -> HealthSettings:
+    generation = config.policy.generation
+    return HealthSettings(
+        max_new_tokens=generation.max_new_tokens,
+        samples_per_prompt=config.collector.samples_per_prompt,
+        rows_per_step=config.rows_per_step,
+        temperature=generation.temperature,
+        entropy_coefficient=config.grpo.loss.entropy_coefficient,
+        has_group_baseline=config.grpo.advantages.estimator is not AdvantageEstimator.PLAIN,
+    )
+
+
 class SFTRun(TextRun[SFTRunConfig]):
     """`lucidrl sft`"""
+
+    def resolve(self) -> SFTRunConfig:
+        if self.config.sft.epochs is not None:
+            num_examples = self._inputs.examples.num_rows  # rows that are filtered or held out count too
+            self.config = self.config.model_copy(update={"sft": self.config.sft.for_examples(num_examples)})
+        return self.config
 
     def _build(self, parts: RunParts) -> SFT:
         config, inputs = self.config, self._inputs

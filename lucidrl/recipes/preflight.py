@@ -239,7 +239,7 @@ def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = 
     inputs = inputs or TextInputs(config)
     policy = config.policy
     check_placement(policy.generation, config.env, config.cluster)
-    PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy)
+    PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy.with_total_steps(config.max_steps))
     facts = inputs.facts
     layout = worker_class_of(policy).layout_of(policy, config.cluster.num_workers)
     if layout.tp > 1:

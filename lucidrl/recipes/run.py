@@ -17,11 +17,13 @@ from rich.syntax import Syntax
 from rich.table import Column, Table
 
 from lucidrl.errors import ConfigError, EnvironmentFailure
+from lucidrl.recipes.advice import CANNOT_LEARN, advice
 from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.display import RunDisplay
+from lucidrl.recipes.explain import explanation
 from lucidrl.recipes.folder import create_run_folder, driver_log, occupied
 from lucidrl.recipes.profile import profiling_as_configured, use_traces_folder
-from lucidrl.recipes.settings import new_settings, resumed_settings
+from lucidrl.recipes.settings import new_settings, preset_of, resumed_settings
 from lucidrl.utils.imports import import_object
 from lucidrl.utils.logger import configure_rich_logging
 from lucidrl.utils.logger.redact import redacted_text
@@ -33,9 +35,14 @@ if TYPE_CHECKING:
 
 
 def launch(
-    algorithm: str, config_file: Path | None, preset: str | None, overrides: list[str], resume: Path | None
+    algorithm: str,
+    config_file: Path | None,
+    preset: str | None,
+    overrides: list[str],
+    resume: Path | None,
+    explain: bool = False,
 ) -> None:
-    """Start or resume a run and show it on the terminal."""
+    """Start or resume a run and show it on the terminal; with `explain`, first the source of every setting."""
     started = time.perf_counter()
     if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
         raise ConfigError(
@@ -53,11 +60,16 @@ def launch(
         if resume is None:
             # Before the folder is created: a run that cannot start leaves no files.
             run.preflight()
+        config = run.resolve()
         folder = resume or create_run_folder(config)
         use_traces_folder(folder)
         with RunDisplay(config, folder, started=started) as display:
-            display.announce(f"{algorithm}: {config.title}, in {folder}")
+            display.announce(f"{algorithm}: {config.title} ({preset_of(config)}), in {folder}")
+            if explain:
+                display.console.print(explanation(config), soft_wrap=True)
             display.console.print(arithmetic_table(config))
+            for warning in advice(config):
+                display.announce(f"warning: {warning.message}")
             request = profile_request()
             if request is not None and request.steps.start > config.max_steps:
                 last = f"the last step, {config.max_steps}"
@@ -88,16 +100,33 @@ def train(config: BaseRunConfig, folder: Path, watcher: Watcher, resume: bool = 
         return loop.run()
 
 
-def check_run(algorithm: str, config_file: Path | None, preset: str | None, overrides: list[str]) -> None:
-    """Print settings, batch sizes and findings of the preflight; raise LucidError if the run cannot start."""
+def check_run(
+    algorithm: str, config_file: Path | None, preset: str | None, overrides: list[str], explain: bool = False
+) -> None:
+    """Print settings, batch sizes and findings of the preflight; raise LucidError if the run cannot start.
+
+    Args:
+        explain: print the settings as a table with their sources.
+    """
     config = new_settings(algorithm, config_file, preset, overrides)
     with _ready(config) as run:
         found = run.preflight()
+        config = run.resolve()
     console = Console()
-    console.print(Syntax(redacted_text(config.to_yaml()), "yaml", background_color="default"))
+    console.print(f"{algorithm}: {config.title} ({preset_of(config)})", markup=False, highlight=False, soft_wrap=True)
+    if explain:
+        console.print(explanation(config), soft_wrap=True)
+    else:
+        console.print(Syntax(redacted_text(config.to_yaml()), "yaml", background_color="default"))
     console.print(arithmetic_table(config))
     console.print(found)
-    console.print("[green]ok[/]: this run can start")
+    warnings = advice(config)
+    for warning in warnings:
+        console.print(f"warning: {warning.message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    if any(warning.name == CANNOT_LEARN for warning in warnings):
+        console.print("this run can start, but it will not learn as it is; see the warning", style="yellow")
+    else:
+        console.print("[green]ok[/]: this run can start")
 
 
 @contextmanager

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lucidrl.errors import ConfigError
+from lucidrl.models.policy.config import EMBEDDED_MODELS
 from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig
 from lucidrl.recipes.folder import run_config_path
-from lucidrl.utils.config import load_config, merged_settings
+from lucidrl.utils.config import aliases_of, load_config
+from lucidrl.utils.layers import Merged, Source, merge_layers
 from lucidrl.utils.logger.redact import secret_like_keys
 
 log = logging.getLogger(__name__)
@@ -24,14 +26,19 @@ ALGORITHMS: dict[str, type[BaseRunConfig]] = {
     schema.algorithm: schema for schema in (GRPORunConfig, SFTRunConfig, PPORunConfig)
 }
 PRESETS = Path(__file__).with_name("presets")
+OWN_TASK = ("data", "reward", "python_inputs")
+"""Sections that only a task of the user sets; see `default_preset`."""
 
 _KEY_REFERENCE = re.compile(r"\$\{\s*(\.*)([\w.\[\]-]+)\s*\}")
 
 
 def new_settings(
-    algorithm: str, config_file: Path | None = None, preset: str | None = None, overrides: Sequence[str] = ()
+    algorithm: str,
+    config_file: Path | dict[str, Any] | None = None,
+    preset: str | None = None,
+    overrides: Sequence[str] = (),
 ) -> BaseRunConfig:
-    """Return the settings of a new run: preset, then file, then overrides; later ones win.
+    """Return the settings of a new run: preset, then file (or its content), then overrides; later ones win.
 
     Raises:
         ConfigError: a file is unreadable, an override malformed or a value invalid; the message lists all of them.
@@ -39,11 +46,17 @@ def new_settings(
     if algorithm not in ALGORITHMS:
         raise ConfigError(f"--algorithm={algorithm} is unknown; choose one of {', '.join(ALGORITHMS)}")
     schema = ALGORITHMS[algorithm]
+    aliases = aliases_of(schema)
     if preset is None and config_file is None:
-        preset = schema.default_preset(dict(text.partition("=")[::2] for text in overrides))
-    named = [preset_path(preset)] if preset is not None else []
-    files = [config_file] if config_file is not None else []
-    return _validated(schema, merged_settings(*named, *files, overrides=overrides, resolve=False))
+        written = [text.partition("=")[::2] for text in overrides]
+        preset = default_preset(algorithm, {key: value for name, value in written for key in aliases.get(name, [name])})
+    layers: list[tuple[Source, Path | dict[str, Any]]] = []
+    if preset is not None:
+        layers.append((Source("preset", preset), preset_path(preset)))
+    if config_file is not None:
+        is_file = isinstance(config_file, Path)
+        layers.append((Source("file", str(config_file)) if is_file else Source("Python"), config_file))
+    return _validated(schema, merge_layers(layers, overrides, resolve=False, aliases=aliases))
 
 
 def resumed_settings(algorithm: str, folder: Path, overrides: Sequence[str] = ()) -> BaseRunConfig:
@@ -52,14 +65,45 @@ def resumed_settings(algorithm: str, folder: Path, overrides: Sequence[str] = ()
     Raises:
         ConfigError: the folder holds no run, or one of another algorithm.
     """
-    settings = merged_settings(run_config_path(folder), overrides=overrides, resolve=False)
-    found = [name for name in ALGORITHMS if name in settings]
+    own: tuple[Source, Path | dict[str, Any]] = (Source("run", str(folder)), run_config_path(folder))
+    found = [name for name in ALGORITHMS if name in merge_layers([own], resolve=False).content]
     if found and algorithm not in found:
         raise ConfigError(
             f"{folder} holds a run of {found[0]}, not of {algorithm}; resume it with "
             f"lucidrl {found[0]} --resume {folder}"
         )
-    return _validated(ALGORITHMS[algorithm], settings)
+    schema = ALGORITHMS[algorithm]
+    return _validated(schema, merge_layers([own], overrides, resolve=False, aliases=aliases_of(schema)))
+
+
+def default_preset(algorithm: str, given: Mapping[str, Any]) -> str | None:
+    """Return the preset of a run without --preset and --config; None means the defaults.
+
+    A preset that is tuned for a task applies to that task only: an own environment, dataset or reward never inherits,
+    for instance, the token limit of an arithmetic demo.
+
+    Args:
+        given: settings of the user by dotted key.
+    """
+    name = given.get("env.name")
+    if algorithm == "ppo":
+        return "cartpole" if name in (None, "CartPole-v1") else None
+    if algorithm != "grpo":
+        return None
+    has_own_data = any(key == "env.prompts_file" or key.split(".")[0] in OWN_TASK for key in given)
+    is_arithmetic = name in (None, "arithmetic") and not has_own_data
+    if given.get("policy.model_name", "embedded") in EMBEDDED_MODELS:
+        return "demo" if is_arithmetic else "task-embedded"
+    return "chat" if is_arithmetic else "task"
+
+
+def preset_of(config: BaseRunConfig) -> str:
+    """Say which preset the settings start from."""
+    sources = set(config.origins.values())
+    presets = sorted({source.name for source in sources if source.kind == "preset"})
+    if presets:
+        return f"preset {presets[0]}"
+    return "settings of the run" if any(source.kind == "run" for source in sources) else "no preset"
 
 
 def preset_path(name: str) -> Path:
@@ -70,7 +114,8 @@ def preset_path(name: str) -> Path:
     return known[name]
 
 
-def _validated(schema: type[BaseRunConfig], settings: dict[str, Any]) -> BaseRunConfig:
+def _validated(schema: type[BaseRunConfig], merged: Merged) -> BaseRunConfig:
+    settings = merged.content
     config = load_config(schema, settings)
     for key in secret_like_keys(settings):
         log.warning(
@@ -79,7 +124,7 @@ def _validated(schema: type[BaseRunConfig], settings: dict[str, Any]) -> BaseRun
             key,
             key,
         )
-    return config.with_references(environment_references(settings))
+    return config.with_origins(merged.origins, environment_references(settings))
 
 
 def environment_references(settings: dict[str, Any]) -> dict[str, Any] | None:

@@ -106,7 +106,8 @@ class TextTrackingConfig(TrackingConfig):
     """Trackers, monitoring and samples of a language-model run."""
 
     dump_samples_every: NonNegativeInt = 20
-    """Write all samples of every n-th step to `samples/`; 0 = never."""
+    """Write all samples of the first and of every n-th step to `samples/`, and as a table to W&B; 0 = of the first
+    step only."""
     print_samples_every: NonNegativeInt = 0
     """Print some validation samples at every n-th step, if that step is validated; 0 = never."""
     plot_mismatch_every: NonNegativeInt = 100

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from rich.table import Table
 
+from lucidrl.algorithms.health import HealthMonitor
 from lucidrl.algorithms.interfaces import Algorithm, TrainedPolicy
 from lucidrl.algorithms.loop import TrainingLoop, Watcher
 from lucidrl.algorithms.saver import Saver, checkpoint_size_bytes
@@ -19,6 +20,7 @@ from lucidrl.algorithms.validation import Validator
 from lucidrl.checkpoint.manager import Checkpoint, CheckpointManager
 from lucidrl.errors import CheckpointError
 from lucidrl.models.policy.config import OptimizationConfig
+from lucidrl.recipes.advice import advice
 from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.folder import CHECKPOINTS_NAME, check_can_create, update_run_config
 from lucidrl.utils.logger import Logger
@@ -47,6 +49,7 @@ class RunParts:
         validator: Validator | None,
         profiled: Sequence[ProfilablePolicy] = (),
         print_samples_every: int = 0,
+        health: HealthMonitor | None = None,
     ) -> TrainingLoop:
         """Return the training loop; the arguments are its fields."""
         return TrainingLoop(
@@ -59,6 +62,7 @@ class RunParts:
             validator=validator,
             profiled=profiled,
             print_samples_every=print_samples_every,
+            health=health,
         )
 
 
@@ -71,6 +75,10 @@ class TrainingRun(ABC, Generic[C]):
     @abstractmethod
     def preflight(self) -> Table:
         """Describe the run; raise LucidError for the first problem that would stop it."""
+
+    def resolve(self) -> C:
+        """Fill in the settings that depend on the data, such as steps from epochs; may read the data."""
+        return self.config
 
     @abstractmethod
     def _prepare(self, stack: ExitStack) -> None:
@@ -91,9 +99,9 @@ class TrainingRun(ABC, Generic[C]):
     @contextmanager
     def loop(self, folder: Path, watcher: Watcher, resume: bool = False) -> Iterator[Algorithm]:
         """Yield the algorithm, restored from the newest checkpoint if `resume`; shut its parts down at the end."""
-        config = self.config
         with ExitStack() as stack:
             self._prepare(stack)
+            config = self.resolve()
             if config.num_threads is not None:
                 torch.set_num_threads(config.num_threads)
             seed_everything(config.seed)
@@ -106,6 +114,8 @@ class TrainingRun(ABC, Generic[C]):
             logger = stack.enter_context(Logger(config.tracking.logger_config(folder, run_id)))
             if newest is None:
                 logger.log_hyperparams(config.model_dump(mode="json"))
+                for warning in advice(config):
+                    logger.log_warning(warning.name, warning.message, step=0)
             algorithm = self._build(RunParts(config, folder, watcher, manager, logger, stack))
             if newest is not None:
                 self._restore(algorithm, newest, watcher)

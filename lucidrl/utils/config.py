@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lucidrl.errors import ConfigError
-from lucidrl.utils.suggestions import unknown_key
-
-_log = logging.getLogger(__name__)
+from lucidrl.utils.layers import Source, merge_layers
+from lucidrl.utils.suggestions import NO_OTHER_NAMES, OtherNames, unknown_key
 
 
 class Config(BaseModel):
     """Base of all configuration: immutable, refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    other_names: ClassVar[OtherNames] = NO_OTHER_NAMES
+    """Aliases of its settings, and names that errors explain."""
 
 
 C = TypeVar("C", bound=Config)
 
-RENAMED = {
-    ("env", "deadline_s"): ("env", "timeout_s"),
-    ("env", "prompts_file"): ("data", "file"),
-    ("env", "validation_fraction"): ("data", "validation_fraction"),
-    ("data", "num_examples"): ("data", "limit"),
-}
-"""Old names of settings. A layer that uses one still works, with a warning."""
 _MAX_DEPTH = 10  # of nested configs, in case one contains itself
-_TEXT = re.compile(r"\s*(\d+\s*:\s*\d*\s*|\*.*|\{[{%].*|[^\[{\"'].*\{[{%].*)", re.DOTALL)
-"""Command-line values that YAML misreads: 3:5 as 185 (base 60), 3: as a mapping, `*policy*` as a reference, and a jinja
-template as a mapping."""
 
 
 def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequence[str] = ()) -> C:
@@ -53,25 +41,28 @@ def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequ
     Raises:
         ConfigError: for an unreadable file, a malformed override or invalid values; it lists all of them.
     """
-    return validate(schema, merged_settings(*layers, overrides=overrides))
+    return validate(schema, merged_settings(*layers, overrides=overrides, schema=schema))
 
 
 def merged_settings(
-    *layers: Path | dict[str, Any], overrides: Sequence[str] = (), resolve: bool = True
+    *layers: Path | dict[str, Any],
+    overrides: Sequence[str] = (),
+    resolve: bool = True,
+    schema: type[Config] | None = None,
 ) -> dict[str, Any]:
-    """Layers and overrides merged into one mapping, as `load_config` validates it; optionally keep `${...}`."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    """Layers and overrides merged into one mapping, as `load_config` validates it; optionally keep `${...}`.
 
-    merged: Any = OmegaConf.create({})
-    try:
-        for layer in layers:
-            merged = _merged(merged, _read_yaml(layer) if isinstance(layer, Path) else OmegaConf.create(layer))
-        merged = _merged(merged, _read_overrides(overrides))
-        content: Any = OmegaConf.to_container(merged, resolve=resolve)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"the configuration cannot be merged: {error}") from error
-    return content
+    Args:
+        schema: its aliases are replaced by their keys; by default there are none.
+    """
+    sourced = [(Source("file", str(layer)) if isinstance(layer, Path) else Source("Python"), layer) for layer in layers]
+    aliases = None if schema is None else aliases_of(schema)
+    return merge_layers(sourced, overrides, resolve, aliases).content
+
+
+def aliases_of(schema: type[Config]) -> dict[str, tuple[str, ...]]:
+    """Return the aliases of a schema's settings: name → the keys that it sets."""
+    return schema.other_names.aliases_in(_all_paths(schema))
 
 
 def validate(schema: type[C], content: Any, at: str = "") -> C:
@@ -85,7 +76,8 @@ def validate(schema: type[C], content: Any, at: str = "") -> C:
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        lines = [complaint(problem, _all_paths(schema), f"{at}." if at else "") for problem in error.errors()]
+        paths, prefix = list(_all_paths(schema)), f"{at}." if at else ""
+        lines = [complaint(problem, paths, prefix, schema.other_names) for problem in error.errors()]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -113,96 +105,23 @@ def _with_references(content: Any, unresolved: Any) -> Any:
     return content
 
 
-def _read_yaml(path: Path) -> Any:
-    import yaml
-    from omegaconf import OmegaConf
-
-    if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist; pass the path of a YAML file to --config")
-    try:
-        content = OmegaConf.load(path)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {error}") from error
-    if not OmegaConf.is_dict(content):
-        raise ConfigError(f"config file {path} holds a list or a bare value; its top level must be a mapping")
-    return content
-
-
-def _read_overrides(overrides: Sequence[str]) -> Any:
-    import yaml
-    from omegaconf import OmegaConf
-
-    content: Any = OmegaConf.create({})
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip() or key.startswith("-"):
-            raise ConfigError(f"override {text!r} is not of the form key=value, such as grpo.max_steps=50")
-        if _TEXT.fullmatch(value):
-            text = f"{key}={json.dumps(value)}"
-        try:
-            content = OmegaConf.merge(content, OmegaConf.from_dotlist([text]))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"override {text!r} is not valid YAML; quote the value: {key}='\"...\"'") from error
-    return content
-
-
-def _merged(base: Any, layer: Any) -> Any:
-    from omegaconf import OmegaConf
-
-    layer = _with_current_names(layer)
-    _remove_conflicts(base, layer)
-    return OmegaConf.merge(base, layer)
-
-
-def _with_current_names(layer: Any) -> Any:
-    """Replace old names before layers are merged, so that a later layer wins by either name."""
-    from omegaconf import OmegaConf
-
-    content: Any = OmegaConf.to_container(layer, resolve=False)
-    for (section, old), (new_section, new) in RENAMED.items():
-        settings = content.get(section)
-        if not isinstance(settings, dict) or old not in settings:
-            continue
-        value = settings.pop(old)
-        if value is not None:
-            _log.warning("the setting %s.%s is now called %s.%s; rename it", section, old, new_section, new)
-        target = content.setdefault(new_section, {})
-        # Version 0.1.0 wrote data.validation_fraction also for runs without data.file, which did not use it.
-        is_unused = new == "validation_fraction" and target.get("file") is None
-        target[new] = value if is_unused else target.get(new, value)
-    return OmegaConf.create(content)
-
-
-def _remove_conflicts(base: Any, layer: Any) -> None:
-    """Remove from `base` what cannot be merged: lists where `layer` has a mapping (or the reverse), the `kwargs` of
-    another `name`, and the environment if `layer` sets `reward`."""
-    from omegaconf import OmegaConf
-
-    if not (OmegaConf.is_dict(base) and OmegaConf.is_dict(layer)):
-        return
-    if "kwargs" in base and "name" in base and layer.get("name", base.name) != base.name:
-        del base["kwargs"]
-    if "reward" in layer and OmegaConf.is_dict(base.get("env")):  # it replaces the environment
-        for key in ("name", "kwargs"):
-            base["env"].pop(key, None)
-    for key in layer.keys() & base.keys():
-        if OmegaConf.is_config(base[key]) and OmegaConf.is_list(base[key]) != OmegaConf.is_list(layer[key]):
-            del base[key]
-        else:
-            _remove_conflicts(base[key], layer[key])
-
-
-def complaint(problem: Any, all_paths: Iterable[Sequence[str]], prefix: str = "") -> str:
+def complaint(
+    problem: Any,
+    all_paths: Iterable[Sequence[str]],
+    prefix: str = "",
+    other_names: OtherNames = NO_OTHER_NAMES,
+) -> str:
     """The sentence for one of pydantic's errors.
 
     Args:
         all_paths: paths of all known keys, for suggestions.
         prefix: goes before every key.
+        other_names: names of the keys in other libraries, for suggestions.
     """
     path = [str(part) for part in problem["loc"]]
     key = prefix + ".".join(path) if path else prefix.rstrip(".") or "the configuration"
     if problem["type"] == "extra_forbidden":
-        return unknown_key(path, all_paths, prefix)
+        return unknown_key(path, all_paths, prefix, other_names)
     if problem["type"] == "missing":
         return f"{key} is required but not set; add {key}=..."
     rule = problem["msg"].removeprefix("Value error, ")

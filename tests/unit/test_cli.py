@@ -307,6 +307,47 @@ def test_check_loads_no_weights_and_prints_arithmetic_and_memory(lucidrl, workpl
     assert not (workplace / "runs").exists()
 
 
+def test_check_says_the_preset_the_sources_and_what_is_wrong(lucidrl, workplace):
+    overrides = [*SMALL, "num_generations=1", "lr=1e-5", "epsilon=0.3"]
+    code, output, errors = lucidrl("check", "--explain", *(text for text in overrides if "samples_per" not in text))
+    assert (code, errors) == (0, "")
+    assert output.startswith("grpo: embedded on arithmetic (preset demo)\n")
+    lines = [line.split() for line in output.splitlines()]
+    assert ["policy.optimizer.kwargs.lr=1e-05", "#", "command", "line", "(as", "lr)"] in lines
+    assert ["policy.generation.temperature=1.5", "#", "preset", "demo"] in lines
+    assert ["policy.generation.top_k=0", "#", "default"] in lines
+    assert "warning: this run cannot learn from rewards: with collector.samples_per_prompt=1" in output
+    assert "grpo.loss.clip_high=0.3 (as epsilon) have no effect" in output
+    assert "this run can start, but it will not learn as it is" in output
+    assert "ok: this run can start" not in output
+
+
+@pytest.mark.slow
+def test_a_run_says_its_preset_first_and_its_warnings_at_start_and_end(lucidrl, workplace):
+    code, output, errors = lucidrl("grpo", "--explain", *SMALL, "run.name=run", "max_tokens=1", "epsilon=0.3")
+    assert code == 0, errors
+    assert output.startswith("grpo: embedded on arithmetic (preset demo), in runs/run\n")
+    assert "policy.generation.max_new_tokens=1" in output
+    start, _, summary = output.partition("summary")
+    for part in (start, summary):
+        assert "warning: grpo.loss.clip_low=0.3 (as epsilon) and grpo.loss.clip_high=0.3 (as epsilon) have" in part
+    assert "truncated at policy.generation.max_new_tokens=1 or" in summary
+    code, output, errors = lucidrl("grpo", "--resume", "runs/run", "max_steps=3")
+    assert code == 0, errors
+    assert output.startswith("grpo: embedded on arithmetic (settings of the run), in runs/run\n")
+
+
+@pytest.mark.slow
+def test_an_sft_run_says_the_steps_of_its_epochs(lucidrl, workplace):
+    small = ["env.kwargs.max_operand=9", "data.num_examples=20", "sft.examples_per_step=8", "validation.num_prompts=0"]
+    code, output, errors = lucidrl("sft", *small, "epochs=1", "run.name=run")
+    assert code == 0, errors
+    assert "step 3/3" in output
+    code, output, errors = lucidrl("sft", "--resume", "runs/run", "epochs=2")
+    assert code == 0, errors
+    assert "step 5/5" in output
+
+
 def test_check_of_a_control_run_prints_arithmetic_spaces_and_parameters(lucidrl, workplace):
     code, output, errors = lucidrl("check", "--algorithm", "ppo", "--preset", "pendulum", "ppo.max_steps=3")
     assert (code, errors) == (0, "")

@@ -115,6 +115,9 @@ def _check_command(words: list[str]) -> None:
     if hasattr(command, "commands"):  # a group, such as `lucidrl data show`
         command, *rest = command.commands[rest[0]], *rest[1:]
     options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+    flags = {
+        option for parameter in command.params if getattr(parameter, "is_flag", False) for option in parameter.opts
+    }
     arguments: list[str] = []
     values: dict[str, str] = {}
     rest = rest[: rest.index("<")] if "<" in rest else rest
@@ -122,7 +125,7 @@ def _check_command(words: list[str]) -> None:
         word = rest.pop(0)
         if word.startswith("--"):
             assert word in options, f"lucidrl {name} has no option {word}"
-            values[word] = rest.pop(0)
+            values[word] = "" if word in flags else rest.pop(0)
         else:
             arguments.append(word)
     if name == "generate":

@@ -44,16 +44,34 @@ class OptimizerConfig(Config):
         return kwargs
 
 
+SCHEDULES = ("constant", "cosine", "linear")
+"""Learning-rate schedules by name; see `lucidrl.models.optim.schedule_factor`."""
+
+
 class SchedulerConfig(Config):
-    """Any torch learning-rate scheduler, by import path; it advances once per `train` call."""
+    """A learning-rate schedule; it advances once per step of the run."""
 
     name: str
-    """Import path of the scheduler class, such as torch.optim.lr_scheduler.LinearLR."""
+    """constant, cosine or linear, or the import path of a torch scheduler, such as
+    torch.optim.lr_scheduler.LinearLR."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Its arguments, without the optimizer."""
+    """Its arguments, without the optimizer. Those of a named schedule are `warmup_steps`, `total_steps` (default: the
+    steps of the run) and `final_fraction` (of the learning rate, at the end; default 0)."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if "." not in name and name not in SCHEDULES:
+            raise ValueError(
+                f"{name!r} is not a schedule; choose {', '.join(SCHEDULES)}, or the import path of a torch scheduler "
+                "such as torch.optim.lr_scheduler.LinearLR"
+            )
+        return name
 
 
 def _as_list(value: Any) -> Any:
+    if isinstance(value, str):
+        value = {"name": value}
     return [value] if isinstance(value, dict | SchedulerConfig) else value
 
 
@@ -66,9 +84,12 @@ class OptimizationConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
     scheduler: Annotated[tuple[SchedulerConfig, ...], BeforeValidator(_as_list)] = ()
-    """One learning-rate scheduler, or several that run one after another; see `scheduler_milestones`."""
+    """How the learning rate changes: `cosine` or `linear` (down to 0 at the end of the run), `constant`, or one or
+    several torch schedulers that run one after another; see `scheduler_milestones`."""
     scheduler_milestones: tuple[NonNegativeInt, ...] = ()
-    """Numbers of `train` calls after which the next scheduler starts; one fewer than there are schedulers."""
+    """Numbers of steps after which the next scheduler starts; one fewer than there are schedulers."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly; for the schedules cosine, linear and constant."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this norm; null turns clipping off."""
     max_nonfinite_steps: PositiveInt = 5
@@ -83,7 +104,25 @@ class OptimizationConfig(Config):
                 f"{len(self.scheduler)} schedulers need {expected} scheduler_milestones, "
                 f"not {len(self.scheduler_milestones)}; list the steps after which the next scheduler starts"
             )
+        if self.warmup_steps and any(entry.name not in SCHEDULES for entry in self.scheduler):
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} is for the schedules {', '.join(SCHEDULES)}, but scheduler lists "
+                "torch schedulers; set scheduler=cosine, for instance, or put the warm-up into the list"
+            )
         return self
+
+    def with_total_steps(self, total_steps: int) -> Self:
+        """Return a copy whose named schedules end with the run, unless they set their own end."""
+        entries = self.scheduler or ([SchedulerConfig(name="constant")] if self.warmup_steps else [])
+        spelled_out = tuple(
+            entry.model_copy(
+                update={"kwargs": {"total_steps": total_steps, "warmup_steps": self.warmup_steps, **entry.kwargs}}
+            )
+            if entry.name in SCHEDULES
+            else entry
+            for entry in entries
+        )
+        return self.model_copy(update={"scheduler": spelled_out})
 
 
 class TokenBudgetConfig(Config):

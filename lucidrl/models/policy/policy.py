@@ -89,9 +89,16 @@ class Policy:
         device = "GPU" if self.places[0].device.startswith("GPU") else "CPU"  # the workers': the driver may have none
         self._layout_name = f"{worker_class.__name__} {self.layout} on {device}"
 
-    def train(self, data: BatchedDataDict[Any], loss_fn: LossFunction, eval_mode: bool = False) -> TrainResult:
-        """Make one pass over the rows; see `PolicyWorker.train`. With `eval_mode`, they are one global batch."""
+    def train(
+        self, data: BatchedDataDict[Any], loss_fn: LossFunction, eval_mode: bool = False, num_epochs: int = 1
+    ) -> TrainResult:
+        """Pass over the rows `num_epochs` times, in the same order; see `PolicyWorker.train`.
+
+        With `eval_mode`, the rows are one global batch. The metrics are those of all epochs together.
+        """
         gbs = data.size if eval_mode else self._gbs or data.size
+        if num_epochs > 1:
+            data = BatchedDataDict.from_batches([data] * num_epochs)
         self.is_ahead |= not eval_mode
         with span("train"):
             shards = self._shards(data, gbs)

@@ -14,13 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from lucidrl.errors import ConfigError
 from lucidrl.utils.logger.backends import TRACKERS, check_trackers, make_monitor, tracker_makers
 from lucidrl.utils.logger.background import BackgroundWriter
 from lucidrl.utils.logger.config import LoggerConfig, validated
 from lucidrl.utils.logger.folders import path_inside
 from lucidrl.utils.logger.interface import DrawnFigure, LoggerInterface
-from lucidrl.utils.logger.jsonl import JsonlLogger, write_rows
+from lucidrl.utils.logger.jsonl import JsonlLogger, text_columns, write_rows
 from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.logger.token_error import token_error_figure
 from lucidrl.utils.logger.values import PlainMetrics, WarnOnce, described, frozen, metric_name, plain_metrics
@@ -33,8 +35,10 @@ _MOST_WAITING_RECORDS = 10_000
 _MOST_WAITING_LINES, _MAX_WAIT_S = 1000, 0.002
 _MOST_WAITING_BATCHES = 16  # of rows or curves, which may be many megabytes each
 _FINISH_TIMEOUT_S = 10.0
+WARNINGS_NAME = "warnings.jsonl"
+"""File in the run folder: one JSON object per warning, with its step, name and message."""
 _OWN_NAMES = frozenset(
-    {"metrics.jsonl", "hyperparams.json", "config.yaml", "run.lock", "checkpoints", "plots", *TRACKERS}
+    {"metrics.jsonl", WARNINGS_NAME, "hyperparams.json", "config.yaml", "run.lock", "checkpoints", "plots", *TRACKERS}
 )  # of a run folder, beside rows
 
 
@@ -139,6 +143,32 @@ class Logger(LoggerInterface):
                     write_rows(batch, path, warn_once)
                 except Exception as error:
                     raise RuntimeError(f"{filename}: {described(error)}") from error
+
+            if not self._is_finished():
+                self._batches.put(write)
+
+    def log_samples(self, samples: Mapping[str, Any], step: int, name: str) -> None:
+        """Write samples to `samples/<name>_<step>.jsonl`, and as the table `samples/<name>` to trackers with tables.
+
+        Args:
+            samples: equally long columns, among them `messages`; the table splits these into prompt and completion.
+        """
+        self.log_batched_dict_as_jsonl(samples, f"samples/{name}_{step}.jsonl")
+        with self._guarded(f"samples of {name}", step):
+            table = text_columns(samples)
+            self._each(lambda backend: backend.log_table(table, step, f"samples/{name}"), step)
+
+    def log_warning(self, name: str, message: str, step: int) -> None:
+        """Append a line to `warnings.jsonl`: the step, the name of the warning, and its message."""
+        with self._guarded(f"warning {name}", step):
+            line = orjson.dumps(
+                {"step": step, "time": time.time(), "name": name, "message": message}, option=orjson.OPT_APPEND_NEWLINE
+            )
+            path = self._log_dir / WARNINGS_NAME
+
+            def write(_: None) -> None:
+                with path.open("ab") as file:
+                    file.write(line)
 
             if not self._is_finished():
                 self._batches.put(write)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lucidrl.utils.logger.redact import redacted
@@ -37,6 +37,9 @@ class LoggerInterface(ABC):
 
     def log_plot(self, figure: Any, step: int, name: str) -> None:  # noqa: B027 - optional by design
         """Record a matplotlib figure; a back end without images ignores it."""
+
+    def log_table(self, columns: Mapping[str, Sequence[Any]], step: int, name: str) -> None:  # noqa: B027
+        """Record a table of equally long columns of texts and numbers; a back end without tables ignores it."""
 
     def finish(self) -> None:  # noqa: B027 - optional by design
         """Write pending records and close; may be called twice."""

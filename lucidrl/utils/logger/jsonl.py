@@ -135,6 +135,34 @@ def write_rows(batch: Mapping[str, Any], path: Path, warn_once: WarnOnce) -> Non
         file.writelines(row_lines(batch, warn_once))
 
 
+def text_columns(samples: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Columns of texts and numbers for a table; `messages` become the columns `prompt` and `completion`.
+
+    The completion begins with the first assistant message and includes later turns.
+    """
+    columns: dict[str, list[Any]] = {}
+    for name, column in samples.items():
+        if name == "messages":
+            halves = [_prompt_and_completion(messages) for messages in column]
+            columns |= {"prompt": [half[0] for half in halves], "completion": [half[1] for half in halves]}
+        else:
+            columns[name] = [value if isinstance(value, bool | int | float | str) else str(value) for value in column]
+    return columns
+
+
+def _prompt_and_completion(messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """A single message is its text; several have their roles before them."""
+    start = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+
+    def text(part: Sequence[Mapping[str, Any]]) -> str:
+        contents = [str(message["content"]) for message in part]
+        if len(part) <= 1:
+            return "".join(contents)
+        return "\n".join(f"{message['role']}: {content}" for message, content in zip(part, contents, strict=True))
+
+    return text(messages[:start]), text(messages[start:])
+
+
 def row_lines(batch: Mapping[str, Any], warn_once: WarnOnce) -> Iterator[bytes]:
     """One JSON line per row, with its fields and its index as `idx`.
 

@@ -11,8 +11,9 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -36,10 +37,11 @@ _STEP = "step"
 _OWN_KEYS = ("log_code", "log_diffs")  # of `WandbConfig`; all others are arguments of `wandb.init`
 _EXIT_GRACE_S = 2
 _INIT_TIMEOUT_S = 30
+_MOST_TABLE_ROWS = 256
 
 
 class WandbLogger(Tracker):
-    """Sends scalars, histograms (of lists), the nested configuration and figures to a run of Weights & Biases.
+    """Sends scalars, histograms (of lists), the nested configuration, figures and tables to a run of Weights & Biases.
 
     Plots against the records' field `step` (or step metric), because W&B's own counter drops steps that repeat or go
     back. If the server cannot be reached, the run stays on disk for `wandb sync`.
@@ -117,6 +119,13 @@ class WandbLogger(Tracker):
 
         picture = Image.open(io.BytesIO(png))
         self.run.log({name: wandb.Image(picture), _STEP: step})
+
+    def log_table(self, columns: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
+        """Log the first rows as a `wandb.Table`; with every step, W&B shows the newest."""
+        import wandb
+
+        rows = [list(row) for row in islice(zip(*columns.values(), strict=True), _MOST_TABLE_ROWS)]
+        self.run.log({name: wandb.Table(columns=list(columns), data=rows), _STEP: step})
 
     def finish(self) -> None:
         self.run.finish()

@@ -9,7 +9,6 @@ import pytest
 
 from lucidrl.errors import ConfigError
 from lucidrl.recipes import run
-from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.folder import create_run_folder, update_run_config
 from lucidrl.recipes.settings import environment_references, new_settings, resumed_settings
 from lucidrl.utils import nsys
@@ -25,7 +24,7 @@ def token(monkeypatch):
 def test_the_profile_of_a_preset_counts(tmp_path, monkeypatch, is_default):
     (tmp_path / "recording.yaml").write_text("profile: {steps: '2:4', workers: driver}\n")
     monkeypatch.setattr("lucidrl.recipes.settings.PRESETS", tmp_path)
-    monkeypatch.setattr(GRPORunConfig, "default_preset", lambda overrides: "recording")
+    monkeypatch.setattr("lucidrl.recipes.settings.default_preset", lambda algorithm, given: "recording")
     with run._ready(new_settings("grpo", preset=None if is_default else "recording")):
         request = nsys.profile_request()
         assert request is not None

@@ -21,6 +21,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.tracking import TrackingConfig, WandbTracking
+from lucidrl.utils.logger import Logger
 from lucidrl.utils.logger.config import WandbConfig
 from lucidrl.utils.logger.wandb import WandbLogger, _init_arguments
 
@@ -422,3 +423,27 @@ WandbLogger({}, log_dir=sys.argv[1])
     assert "ConfigError: W&B refuses the run (No API key configured" in output
     assert "WANDB_API_KEY" in output
     assert "tracking.wandb.mode=offline" in output
+
+
+def test_samples_are_tables(folder):
+    logger = Logger({"log_dir": str(folder.parent), "wandb_enabled": True, "wandb": {"mode": "offline"}})
+    samples = {
+        "sample": ["a#0", "a#1"],
+        "messages": [
+            [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}],
+            [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user", "assistant")],
+        ],
+        "reward": [1.0, 0.0],
+        "truncated": [False, True],
+    }
+    logger.log_samples(samples, 1, "step")
+    logger.finish()
+    (folder.parent / "samples/step_1.jsonl").read_text()
+    [table] = (folder.parent / "wandb").glob("**/media/table/samples/*.table.json")
+    assert json.loads(table.read_text()) == {
+        "columns": ["sample", "prompt", "completion", "reward", "truncated"],
+        "data": [
+            ["a#0", "1+1=", "2", 1.0, False],
+            ["a#1", "system: s\nuser: u", "assistant: a\nuser: u\nassistant: a", 0.0, True],
+        ],
+    }

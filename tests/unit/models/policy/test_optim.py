@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from lucidrl.errors import ConfigError, TrainingError
@@ -260,6 +261,42 @@ def test_several_schedulers_follow_each_other_at_their_milestones():
     decay = {"name": "torch.optim.lr_scheduler.ExponentialLR", "kwargs": {"gamma": 0.5}}
     config = sgd(1.0, scheduler=[warm_up, constant, decay], scheduler_milestones=[2, 4])
     assert learning_rates(config, 7) == pytest.approx([0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({"scheduler": "linear"}, [1, 0.75, 0.5, 0.25, 0]),
+        ({"scheduler": "cosine"}, [1, 0.853553, 0.5, 0.146447, 0]),
+        ({"scheduler": "constant"}, [1, 1, 1, 1, 1]),
+        ({"scheduler": "linear", "warmup_steps": 2}, [1 / 3, 2 / 3, 1, 0.5, 0]),
+        ({"scheduler": "cosine", "warmup_steps": 1}, [0.5, 1, 0.75, 0.25, 0]),
+        ({"warmup_steps": 3}, [0.25, 0.5, 0.75, 1, 1]),
+        ({"scheduler": "linear", "warmup_steps": 9}, [0.1, 0.2, 0.3, 0.4, 0.5]),
+        ({"scheduler": {"name": "linear", "kwargs": {"final_fraction": 0.5}}}, [1, 0.875, 0.75, 0.625, 0.5]),
+        ({"scheduler": {"name": "linear", "kwargs": {"total_steps": 2}}}, [1, 0.5, 0, 0, 0]),
+    ],
+)
+def test_a_schedule_by_name_ends_with_the_run(settings, rates):
+    config = sgd(1.0, **settings).with_total_steps(4)
+    assert learning_rates(config, 5) == pytest.approx(rates, abs=1e-6)
+
+
+def test_a_schedule_by_name_needs_an_end_and_known_arguments():
+    with pytest.raises(ConfigError, match="cosine needs total_steps"):
+        PolicyOptimizer(parameters_of([1.0]), sgd(1.0, scheduler="cosine"))
+    wrong = sgd(1.0, scheduler={"name": "cosine", "kwargs": {"warmup": 3}})
+    with pytest.raises(ConfigError, match=r"kwargs\.warmup; did you mean policy\.scheduler\.kwargs\.warmup_steps"):
+        PolicyOptimizer(parameters_of([1.0]), wrong.with_total_steps(4))
+    for settings, said in (
+        ({"scheduler": "cosin"}, "'cosin' is not a schedule; choose constant, cosine, linear"),
+        (
+            {"scheduler": "torch.optim.lr_scheduler.LinearLR", "warmup_steps": 3},
+            "is for the schedules constant, cosine",
+        ),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            sgd(1.0, **settings)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,190 @@
+"""What is wrong with valid settings: runs that cannot learn, and settings without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lucidrl.algorithms.config import AdvantageEstimator
+from lucidrl.algorithms.health import RunWarning
+from lucidrl.recipes.base_config import BaseRunConfig
+from lucidrl.recipes.configs import GRPORunConfig, PPORunConfig, SFTRunConfig, TextRunConfig
+
+CANNOT_LEARN, NO_EFFECT = "cannot_learn", "no_effect"
+
+_ON_POLICY = (
+    "with one optimizer step per step the ratio is always 1; set grpo.num_epochs=2, or policy.train_global_batch_size "
+    "below the rows per step"
+)
+
+
+def advice(config: BaseRunConfig) -> list[RunWarning]:
+    """Return what a user should know before the run starts. Only settings that the user set can be without effect."""
+    learning = [RunWarning(CANNOT_LEARN, message) for message in _cannot_learn(config)]
+    return learning + [RunWarning(NO_EFFECT, message) for message in _without_effect(config)]
+
+
+def _cannot_learn(config: BaseRunConfig) -> Iterator[str]:
+    if isinstance(config, GRPORunConfig):
+        estimator, count = config.grpo.advantages.estimator, config.collector.samples_per_prompt
+        if count == 1 and estimator is not AdvantageEstimator.PLAIN:
+            yield (
+                "this run cannot learn from rewards: with collector.samples_per_prompt=1, "
+                f"grpo.advantages.estimator={estimator} compares each sample with itself, and every advantage is 0; "
+                "set collector.samples_per_prompt=8, or grpo.advantages.estimator=plain"
+            )
+        elif config.rows_per_step == 1:
+            yield (
+                "this run cannot learn from rewards: the only sample of a step is compared with itself, and its "
+                "advantage is 0; raise collector.prompts_per_step"
+            )
+        if config.policy.generation.top_k == 1 and count > 1:
+            yield (
+                "this run cannot learn from rewards: with policy.generation.top_k=1 all samples of a prompt are equal; "
+                "set policy.generation.top_k=0"
+            )
+    roles = ("policy", "critic") if isinstance(config, PPORunConfig) else ("policy",)
+    has_known_length = not (isinstance(config, SFTRunConfig) and config.sft.epochs is not None)
+    for role in roles:
+        warmup_steps = getattr(config, role).warmup_steps
+        if has_known_length and warmup_steps >= config.max_steps:
+            yield (
+                f"the learning rate never reaches its value: {role}.warmup_steps={warmup_steps} is not less than "
+                f"{config.algorithm}.max_steps={config.max_steps}; change one of them"
+            )
+
+
+def _without_effect(config: BaseRunConfig) -> Iterator[str]:
+    defaults = type(config)()
+    for keys, reason_of in _UNUSED:
+        reason = reason_of(config)
+        named = [key for key in _expanded(config, keys) if reason and _is_set(config, defaults, key)]
+        if named:
+            shown = " and ".join(_shown(config, key) for key in named)
+            yield f"{shown} {'have' if len(named) > 1 else 'has'} no effect: {reason}"
+
+
+Reason = Callable[[Any], str | None]
+
+
+def _if(schema: type, condition: Callable[[Any], bool], reason: str) -> Reason:
+    return lambda config: reason if isinstance(config, schema) and condition(config) else None
+
+
+_UNUSED: list[tuple[tuple[str, ...], Reason]] = [
+    (
+        ("grpo.loss.clip_low", "grpo.loss.clip_high", "grpo.loss.dual_clip"),
+        _if(GRPORunConfig, lambda config: config.updates_per_step == 1, _ON_POLICY),
+    ),
+    (
+        ("grpo.loss.kl_estimator",),
+        _if(
+            GRPORunConfig,
+            lambda config: config.grpo.loss.kl_coefficient == 0,
+            "grpo.loss.kl_coefficient is 0; raise it for a KL penalty",
+        ),
+    ),
+    (
+        ("grpo.loss.importance_cap",),
+        _if(
+            GRPORunConfig,
+            lambda config: config.grpo.loss.importance_correction == "none",
+            "grpo.loss.importance_correction is none; set it to truncate or mask",
+        ),
+    ),
+    (
+        ("ppo.clip",),
+        _if(
+            PPORunConfig,
+            lambda config: config.ppo.num_epochs * config.collector.frames_per_batch == config.ppo.minibatch_frames,
+            "with one optimizer step per step the ratio is always 1; raise ppo.num_epochs, or lower "
+            "ppo.minibatch_frames",
+        ),
+    ),
+    (
+        ("policy.train_micro_batch_size", "policy.logprob_batch_size"),
+        _if(
+            TextRunConfig,
+            lambda config: config.token_batching is not None,
+            "token budgets fill the micro-batches; set policy.sequence_packing.enabled=false, or change its "
+            "train_mb_tokens and logprob_mb_tokens instead",
+        ),
+    ),
+    *(
+        (
+            (f"policy.{name}.*",),
+            _if(
+                TextRunConfig,
+                lambda config, name=name: not getattr(config.policy, name).enabled,  # type: ignore[misc]
+                f"policy.{name}.enabled is false",
+            ),
+        )
+        for name in ("dynamic_batching", "sequence_packing")
+    ),
+    (
+        tuple(f"policy.generation.{name}" for name in ("num_workers", "refit", "refit_bucket_mb", "verify_refit")),
+        _if(
+            TextRunConfig,
+            lambda config: config.policy.generation.placement == "policy",
+            "the policy itself generates; set policy.generation.placement=separate",
+        ),
+    ),
+    *(
+        (
+            (f"tracking.{name}.*",),
+            _if(
+                BaseRunConfig,
+                lambda config, name=name: not getattr(config.tracking, name).enabled,  # type: ignore[misc]
+                f"tracking.{name}.enabled is false",
+            ),
+        )
+        for name in ("wandb", "mlflow", "trackio")
+    ),
+    (
+        ("tracking.monitor_interval_s",),
+        _if(BaseRunConfig, lambda config: not config.tracking.monitor, "tracking.monitor is false"),
+    ),
+    (
+        ("validation.every", "validation.prompts_per_batch"),
+        _if(TextRunConfig, lambda config: config.validation.num_prompts == 0, "validation.num_prompts is 0"),
+    ),
+    (
+        ("validation.every", "validation.max_episode_frames"),
+        _if(PPORunConfig, lambda config: config.validation.num_episodes == 0, "validation.num_episodes is 0"),
+    ),
+    (
+        ("sft.max_steps",),
+        _if(SFTRunConfig, lambda config: config.sft.epochs is not None, "sft.epochs sets the length; remove one"),
+    ),
+]
+"""(Keys, reason why they have no effect or None); `section.*` means all keys of a section but `enabled`."""
+
+
+def _expanded(config: BaseRunConfig, keys: tuple[str, ...]) -> Iterator[str]:
+    for key in keys:
+        if key.endswith(".*"):
+            section = key.removesuffix("*")
+            yield from (name for name in config.origins if name.startswith(section) and name != f"{section}enabled")
+        else:
+            yield key
+
+
+def _is_set(config: BaseRunConfig, defaults: BaseRunConfig, key: str) -> bool:
+    """Whether the user set the key; in a file, which may be that of another run, to another value than the default."""
+    source = config.origins.of(key)
+    if source is None or source.kind in ("preset", "run"):
+        return False
+    return source.kind == "command line" or value_at(config, key) != value_at(defaults, key)
+
+
+def _shown(config: BaseRunConfig, key: str) -> str:
+    source = config.origins.of(key)
+    alias = f" (as {source.alias})" if source is not None and source.alias else ""
+    return f"{key}={value_at(config, key)}{alias}"
+
+
+def value_at(config: Any, key: str) -> Any:
+    """Return the value of a dotted key."""
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else getattr(config, part, None)
+    return config
