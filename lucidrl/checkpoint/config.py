@@ -26,3 +26,12 @@ class CheckpointConfig(Config):
     """Whether a larger or a smaller metric is better."""
     background: bool = True
     """Write while training continues; needs host memory for one copy of weights and optimizer."""
+
+
+class SFTCheckpointConfig(CheckpointConfig):
+    """Checkpoints of supervised fine-tuning; the best one has the lowest held-out loss."""
+
+    metric: str | None = "loss"
+    """Validation metric that selects the best checkpoint, which is kept too; null keeps none."""
+    mode: Literal["max", "min"] = "min"
+    """Whether a higher or a lower value of the metric is better."""

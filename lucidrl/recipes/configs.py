@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, PositiveInt, PrivateAttr, model_validator
 
@@ -18,7 +18,7 @@ from lucidrl.algorithms.config import (
     ValidationConfig,
     ValidationSchedule,
 )
-from lucidrl.checkpoint.config import CheckpointConfig
+from lucidrl.checkpoint.config import CheckpointConfig, SFTCheckpointConfig
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.config import EnvConfig
@@ -40,15 +40,6 @@ class RunConfig(Config):
     """Parent folder of all runs."""
     name: str | None = None
     """Folder of this run below `root`; default: the next free `exp_NNN` below `root/<algorithm>`."""
-
-
-class SFTCheckpointConfig(CheckpointConfig):
-    """Checkpoints of supervised fine-tuning; the best one has the lowest held-out loss."""
-
-    metric: str | None = "loss"
-    """Validation metric that selects the best checkpoint, which is kept too; null keeps none."""
-    mode: Literal["max", "min"] = "min"
-    """Whether a higher or a lower value of the metric is better."""
 
 
 Arithmetic = list[tuple[str, Any, str]]
@@ -131,6 +122,9 @@ class TextRunConfig(BaseRunConfig):
     """Validation on held-out prompts."""
     tracking: TextTrackingConfig = TextTrackingConfig()
     """Metrics, samples and trackers."""
+    python_inputs: dict[str, str] = Field(default_factory=dict)
+    """What a Python program passed to its trainer as objects instead of settings, such as rows or reward functions; the
+    trainer writes this, and only a trainer can resume such a run."""
 
     @property
     def worker_names(self) -> list[str]:

@@ -29,9 +29,12 @@ _KEY_REFERENCE = re.compile(r"\$\{\s*(\.*)([\w.\[\]-]+)\s*\}")
 
 
 def new_settings(
-    algorithm: str, config_file: Path | None = None, preset: str | None = None, overrides: Sequence[str] = ()
+    algorithm: str,
+    config_file: Path | dict[str, Any] | None = None,
+    preset: str | None = None,
+    overrides: Sequence[str] = (),
 ) -> BaseRunConfig:
-    """Return the settings of a new run: preset, then file, then overrides; later ones win.
+    """Return the settings of a new run: preset, then file (or its content), then overrides; later ones win.
 
     Raises:
         ConfigError: a file is unreadable, an override malformed or a value invalid; the message lists all of them.

@@ -19,6 +19,7 @@ from lucidrl.algorithms.validation import Validator
 from lucidrl.checkpoint.manager import Checkpoint, CheckpointManager
 from lucidrl.errors import CheckpointError
 from lucidrl.models.policy.config import OptimizationConfig
+from lucidrl.recipes.callbacks import Callbacks, WatcherWithCallbacks
 from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.folder import CHECKPOINTS_NAME, check_can_create, update_run_config
 from lucidrl.utils.logger import Logger
@@ -36,6 +37,7 @@ class RunParts:
     config: BaseRunConfig
     folder: Path
     watcher: Watcher
+    callbacks: Callbacks
     manager: CheckpointManager
     logger: Logger
     stack: ExitStack
@@ -52,13 +54,16 @@ class RunParts:
         return TrainingLoop(
             max_steps=self.config.max_steps,
             policy=policy,
-            saver=Saver(self.manager, self.config.checkpoint, policy, self.watcher.announce),
+            saver=Saver(
+                self.manager, self.config.checkpoint, policy, self.watcher.announce, on_save=self.callbacks.on_save
+            ),
             logger=self.logger,
-            watcher=self.watcher,
+            watcher=WatcherWithCallbacks(self.watcher, self.callbacks),
             validation=self.config.validation,
             validator=validator,
             profiled=profiled,
             print_samples_every=print_samples_every,
+            should_stop=lambda: self.callbacks.is_stop_requested,
         )
 
 
@@ -89,12 +94,15 @@ class TrainingRun(ABC, Generic[C]):
         """Release the inputs; may be called twice."""
 
     @contextmanager
-    def loop(self, folder: Path, watcher: Watcher, resume: bool = False) -> Iterator[Algorithm]:
+    def loop(
+        self, folder: Path, watcher: Watcher, resume: bool = False, callbacks: Callbacks | None = None
+    ) -> Iterator[Algorithm]:
         """Yield the algorithm, restored from the newest checkpoint if `resume`; shut its parts down at the end."""
         config = self.config
         with ExitStack() as stack:
             self._prepare(stack)
             if config.num_threads is not None:
+                stack.callback(torch.set_num_threads, torch.get_num_threads())  # for the rest of a Python program
                 torch.set_num_threads(config.num_threads)
             seed_everything(config.seed)
             checkpoint = config.checkpoint
@@ -106,7 +114,7 @@ class TrainingRun(ABC, Generic[C]):
             logger = stack.enter_context(Logger(config.tracking.logger_config(folder, run_id)))
             if newest is None:
                 logger.log_hyperparams(config.model_dump(mode="json"))
-            algorithm = self._build(RunParts(config, folder, watcher, manager, logger, stack))
+            algorithm = self._build(RunParts(config, folder, watcher, callbacks or Callbacks(), manager, logger, stack))
             if newest is not None:
                 self._restore(algorithm, newest, watcher)
                 # Only now, so that a refused resume changes nothing.
