@@ -84,7 +84,6 @@ def test_grpo_in_python_trains_and_saves(capsys, tmp_path):
     assert accuracy.startswith("accuracy after 2 steps: 0.")
     assert completion.startswith("12+30 is ")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.model_type == "llama"
-    assert undocumented({name for line in recorded_lines(tmp_path / "grpo/exp_001") for name in line}) == set()
 
 
 @needs_data_and_rewards
