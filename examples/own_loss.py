@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from grpo_in_python import train
+from grpo_from_parts import train
 
 from lucidrl.losses.interfaces import LossType, TokenOutputs, valid_token_mask
 from lucidrl.losses.reductions import Max, Mean, Metrics, Sum

@@ -3,8 +3,26 @@
 Importing this package loads nothing heavy; torch and the rest are imported by the modules that use them.
 """
 
+from typing import TYPE_CHECKING
+
 from lucidrl.profiling.gate import set_profiling_enabled
+from lucidrl.utils.imports import names_imported_at_use
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "set_profiling_enabled"]
+__all__ = [
+    "Callback",
+    "GRPOTrainer",
+    "PPOTrainer",
+    "SFTTrainer",
+    "StopTraining",
+    "TrainingResult",
+    "__version__",
+    "set_profiling_enabled",
+]
+
+if TYPE_CHECKING:
+    from lucidrl.trainers import Callback, GRPOTrainer, PPOTrainer, SFTTrainer, StopTraining, TrainingResult
+else:
+    _AT_USE = ("Callback", "GRPOTrainer", "PPOTrainer", "SFTTrainer", "StopTraining", "TrainingResult")
+    __getattr__ = names_imported_at_use(__name__, dict.fromkeys(_AT_USE, "lucidrl.trainers"))

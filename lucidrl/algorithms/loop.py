@@ -63,6 +63,8 @@ class TrainingLoop:
     """Show validation samples to the watcher at every n-th step; 0 = never."""
     health: HealthMonitor | None = None
     """Warns of a run that does not learn."""
+    should_stop: Callable[[], bool] = lambda: False
+    """Called between steps; true stops the run as a signal does."""
     step: int = 0
     """The last completed step."""
     is_validation_skipped: bool = False
@@ -79,7 +81,7 @@ class TrainingLoop:
         self._clock = StepClock()
         with (
             self.saver,
-            StopRequest(self.watcher.announce) as stop,
+            StopRequest(self.watcher.announce, should_stop=self.should_stop) as stop,
             step_profiles(self.policy, *self.profiled) as begin_profile,
         ):
             yield self._steps(state_dict, stop, begin_profile)
@@ -171,12 +173,23 @@ class StopRequest:
 
     Args:
         what_follows: announced with the name of the first signal.
+        should_stop: another source of the request.
     """
 
-    def __init__(self, announce: Callable[[str], None], what_follows: str = FINISHING):
-        self._announce, self._what_follows = announce, what_follows
+    def __init__(
+        self,
+        announce: Callable[[str], None],
+        what_follows: str = FINISHING,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._announce, self._what_follows, self._should_stop = announce, what_follows, should_stop
         self._previous: dict[int, Any] = {}
-        self.is_set = False
+        self._is_signalled = False
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the run is to stop."""
+        return self._is_signalled or self._should_stop()
 
     def __enter__(self) -> StopRequest:
         with suppress(ValueError):
@@ -191,9 +204,9 @@ class StopRequest:
         self._previous.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.is_set:
+        if self._is_signalled:
             raise KeyboardInterrupt
-        self.is_set = True
+        self._is_signalled = True
         # Python raises if the signal interrupts a write to the same stream; after SIGHUP the terminal may be closed.
         with suppress(RuntimeError, OSError):
             self._announce(f"{signal.Signals(number).name}: {self._what_follows}")

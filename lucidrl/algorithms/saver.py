@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,6 +32,7 @@ class Saver:
 
     Args:
         announce: called with a line for every committed checkpoint.
+        on_save: called with the step and the folder of every committed checkpoint.
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class Saver:
         config: CheckpointConfig,
         policy: TrainedPolicy,
         announce: Callable[[str], None],
+        on_save: Callable[[int, Path], None] = lambda step, folder: None,
     ) -> None:
         self.manager = manager
-        self._config, self._policy, self._announce = config, policy, announce
+        self._config, self._policy, self._announce, self._on_save = config, policy, announce, on_save
         self._pending: PendingCheckpoint | None = None
 
     def check_metric(self, metrics: Mapping[str, float]) -> None:
@@ -108,6 +111,7 @@ class Saver:
                 pending.discard()
                 raise
         self._announce(f"saved step {pending.step}")
+        self._on_save(pending.step, pending.target)
 
     def __enter__(self) -> Self:
         return self

@@ -51,12 +51,17 @@ class Checkpoint:
 
 
 class PendingCheckpoint:
-    """A checkpoint that is being written: a hidden folder to fill, then to commit or discard."""
+    """A checkpoint that is being written: a hidden folder to fill, then to commit or discard.
+
+    Attributes:
+        folder: the hidden folder.
+        target: the folder of the committed checkpoint.
+    """
 
     def __init__(self, step: int, root: Path, record: str, on_commit: Callable[[], None]) -> None:
         self.step = step
-        self._target, self._record, self._on_commit = root / f"step_{step}", record, on_commit
-        self.folder = make_hidden_folder(self._target)
+        self.target, self._record, self._on_commit = root / f"step_{step}", record, on_commit
+        self.folder = make_hidden_folder(self.target)
         self._lock = ExitStack()
         self._lock.enter_context(locked(self.folder))
 
@@ -69,14 +74,14 @@ class PendingCheckpoint:
         try:
             (self.folder / STATE_NAME).write_text(self._record)
             write_manifest(self.folder, digests)
-            put_in_place(self.folder, self._target)
+            put_in_place(self.folder, self.target)
         except BaseException as error:
             self.discard()
             if is_disk_full(error):
                 raise self.disk_full() from error
             if isinstance(error, OSError):
                 raise CheckpointError(
-                    f"cannot put {self._target} in place: {error}; check its folder (earlier checkpoints are unchanged)"
+                    f"cannot put {self.target} in place: {error}; check its folder (earlier checkpoints are unchanged)"
                 ) from error
             raise
         self._lock.close()
@@ -89,12 +94,12 @@ class PendingCheckpoint:
 
     def disk_full(self) -> CheckpointError:
         """The error for a full disk."""
-        steps = [path for path in self._target.parent.iterdir() if _STEP.fullmatch(path.name)]
+        steps = [path for path in self.target.parent.iterdir() if _STEP.fullmatch(path.name)]
         newest = max(steps, key=lambda path: int(path.name.removeprefix("step_")), default=None)
         if newest is None:
-            return disk_full(self._target, "the bytes needed are not known")
+            return disk_full(self.target, "the bytes needed are not known")
         size_bytes = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
-        return disk_full(self._target, f"{newest.name} takes {size_bytes} bytes")
+        return disk_full(self.target, f"{newest.name} takes {size_bytes} bytes")
 
 
 class CheckpointManager:

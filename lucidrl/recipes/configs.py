@@ -47,6 +47,9 @@ class TextRunConfig(BaseRunConfig):
     """Validation on held-out prompts."""
     tracking: TextTrackingConfig = TextTrackingConfig()
     """Metrics, samples and trackers."""
+    python_inputs: dict[str, str] = Field(default_factory=dict)
+    """What a Python program passed to its trainer as objects instead of settings, such as rows or reward functions; the
+    trainer writes this, and only a trainer can resume such a run."""
 
     _reward_env = model_validator(mode="before")(with_reward_env)
 

@@ -1,10 +1,11 @@
-"""Terminal output of a run: a progress line while it trains, a summary at the end."""
+"""Output of a run on a terminal or in a notebook: a progress line while it trains, a summary at the end."""
 
 from __future__ import annotations
 
 import errno
 import io
 import json
+import logging
 import os
 import shlex
 import stat
@@ -20,10 +21,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from lucidrl.data.interfaces import LLMMessageLogType
-from lucidrl.recipes.configs import BaseRunConfig
+from lucidrl.recipes.configs import BaseRunConfig, TextRunConfig
 from lucidrl.recipes.profile import TRACES_NAME
 from lucidrl.utils.logger import print_message_log_samples
 from lucidrl.utils.logger.fanout import WARNINGS_NAME
+
+log = logging.getLogger(__name__)
 
 SHOWN = {
     "reward": "reward {:.3f}",
@@ -42,12 +45,15 @@ UNLISTED_PHASES = frozenset({"rollout", "reward", "forward", "backward", "optimi
 """Spans that contain or are part of listed spans; the listed ones add up to the step."""
 BAR_WIDTH = 20
 """Width of the progress bar; a narrow terminal has none."""
+SECONDS_BETWEEN_UPDATES = 0.2
+"""Of the progress line in a notebook; each update is a message to the browser."""
 
 
 class RunDisplay:
-    """Shows a run on a terminal; if the output is not a terminal, prints about 20 progress lines.
+    """Shows a run on a terminal or in a notebook; elsewhere prints about 20 progress lines.
 
     Args:
+        console: where to print; a quiet one prints nothing, and announcements are logged.
         started: `time.perf_counter()` at the start of the run; default: now.
     """
 
@@ -55,6 +61,11 @@ class RunDisplay:
         self, config: BaseRunConfig, folder: Path, console: Console | None = None, started: float | None = None
     ):
         self.console = console or Console()
+        self._line = NotebookLine() if self.console.is_jupyter and not self.console.quiet else None
+        if self._line is not None:
+            # Plain text: rich would make a separate HTML output of every line.
+            self.console = Console(force_jupyter=False, force_terminal=False)
+        self._is_from_python = isinstance(config, TextRunConfig) and bool(config.python_inputs)
         self._algorithm, self._max_steps, self._validated_on = config.algorithm, config.max_steps, config.validated_on
         self._folder = folder
         self._validations: dict[int, dict[str, float]] = {}
@@ -75,7 +86,7 @@ class RunDisplay:
             TimeRemainingColumn(),
             console=self.console,
             expand=True,
-            disable=not self.console.is_terminal,
+            disable=self.console.quiet or not self.console.is_terminal,
         )
         self._task = self._progress.add_task("train", total=self._max_steps, metrics="")
 
@@ -88,6 +99,8 @@ class RunDisplay:
 
     def announce(self, message: str) -> None:
         """Print a line literally: no markup, and no line breaks in paths or commands."""
+        if self.console.quiet:
+            log.info("%s", message)
         self.console.print(message, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def on_loaded(self) -> None:
@@ -105,6 +118,8 @@ class RunDisplay:
         self.announce(f"step {step}: {self._validated_on} {shown}")
 
     def on_samples(self, step: int, message_logs: list[LLMMessageLogType], rewards: list[float]) -> None:
+        if self.console.quiet:
+            return
         print_message_log_samples(message_logs, rewards, num_samples=NUM_SAMPLES, step=step)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -115,9 +130,12 @@ class RunDisplay:
                 self._seconds_of_phase[phase] += value
         text = "  ".join(form.format(metrics[name]) for name, form in SHOWN.items() if name in metrics)
         self._progress.update(self._task, completed=step, metrics=text)
-        if not self.console.is_terminal and (step % max(1, self._max_steps // 20) == 0 or step == self._max_steps):
-            left_s = self._seconds_of_phase["step"] / self._num_steps * (self._max_steps - step)
-            self.announce(f"step {step}/{self._max_steps}  {text}  left {left_s:.0f} s")
+        left_s = self._seconds_of_phase["step"] / self._num_steps * (self._max_steps - step)
+        line = f"step {step}/{self._max_steps}  {text}  left {left_s:.0f} s"
+        if self._line is not None:
+            self._line.show(line, is_last=step == self._max_steps)
+        elif not self.console.is_terminal and (step % max(1, self._max_steps // 20) == 0 or step == self._max_steps):
+            self.announce(line)
 
     def summary(self, last_step: int, suggested: Sequence[list[str]] = ()) -> None:
         """Print the outcome, validation results, time by phase, the run folder and next commands, `suggested` first."""
@@ -141,6 +159,8 @@ class RunDisplay:
         self.announce("next:")
         for command in [*suggested, *self._next_commands(last_step)]:
             self.announce(f"  {shlex.join(command)}")
+        if self._is_from_python:
+            self.announce(f"  {self._algorithm.upper()}Trainer(...).train(resume={str(self._folder)!r})")
 
     def _show_validations(self) -> None:
         if len(self._validations) < 2:
@@ -182,7 +202,28 @@ class RunDisplay:
         if last_step >= self._max_steps:
             resume.append(f"{algorithm}.max_steps={2 * last_step}")
         show = [["tensorboard", "--logdir", folder]] if (self._folder / "tensorboard").is_dir() else []
-        return [*show, resume]
+        return show if self._is_from_python else [*show, resume]
+
+
+class NotebookLine:
+    """A line in the output of a notebook's cell that changes in place."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._shown_s = 0.0
+
+    def show(self, text: str, *, is_last: bool) -> None:
+        """Show the text instead of the previous one; a text that follows too soon is skipped unless it `is_last`."""
+        now = time.perf_counter()
+        if self._handle is not None and now - self._shown_s < SECONDS_BETWEEN_UPDATES and not is_last:
+            return
+        self._shown_s = now
+        if self._handle is None:
+            from IPython.display import display
+
+            self._handle = display({"text/plain": text}, raw=True, display_id=True)
+        else:
+            self._handle.update({"text/plain": text}, raw=True)
 
 
 def _warnings_in(folder: Path) -> list[str]:

@@ -163,7 +163,9 @@ def update_run_config(folder: Path, config: BaseRunConfig) -> None:
 
 def _taken(run: RunConfig) -> ConfigError:
     folder = run.root / (run.name or "")
-    return ConfigError(f"{folder} holds a run already; resume it with --resume, or choose another run.name")
+    return ConfigError(
+        f"{folder} holds a run already; resume it (--resume, in Python train(resume=...)), or choose another run.name"
+    )
 
 
 def _unwritable(root: Path, error: OSError) -> ConfigError:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from lucidrl.errors import ConfigError
 
 Rows = Sequence[Mapping[str, Any]]
 """Rows of a dataset: a list of dictionaries, a `datasets.Dataset`, or any other sequence of mappings."""
@@ -20,3 +23,37 @@ class PythonInputs:
     """Validation rows, used instead of `data.validation_file`."""
     rewards: Sequence[Callable[..., Any]] = ()
     """Reward functions, called in the driver; used beside those of `reward`."""
+
+    def described(self) -> dict[str, str]:
+        """Describe the objects by the trainer's argument that holds them; `python_inputs` of the settings."""
+        found = {}
+        if self.rows is not None:
+            found["dataset"] = f"{len(self.rows)} rows"
+        if self.validation_rows is not None:
+            found["validation_dataset"] = f"{len(self.validation_rows)} rows"
+        if self.rewards:
+            found["rewards"] = ", ".join(getattr(reward, "__name__", type(reward).__name__) for reward in self.rewards)
+        return found
+
+    def check(self, expected: Mapping[str, str], trainer: str, folder: Path | None) -> None:
+        """Raise ConfigError if a run needs other objects than these.
+
+        Args:
+            expected: `python_inputs` of its settings.
+            trainer: name of the class that passes objects to such a run.
+            folder: of the run to resume; None for a new run.
+        """
+        given = self.described()
+        call = f"train(resume={str(folder)!r})" if folder is not None else "train()"
+        if missing := [name for name in expected if name not in given]:
+            objects = "; ".join(f"{name}: {expected[name]}" for name in missing)
+            arguments = ", ".join(f"{name}=..." for name in expected)
+            raise ConfigError(
+                f"this run uses objects of a Python program ({objects}), which settings cannot hold; run it with "
+                f"{trainer}(..., {arguments}).{call}"
+            )
+        if surplus := [name for name in given if name not in expected]:
+            raise ConfigError(
+                f"{folder or 'the config'} names its own {' and '.join(surplus)}, so {trainer} cannot replace it with "
+                "objects of this program; leave it out, or start a new run"
+            )

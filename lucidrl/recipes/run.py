@@ -18,10 +18,12 @@ from rich.table import Column, Table
 
 from lucidrl.errors import ConfigError, EnvironmentFailure
 from lucidrl.recipes.advice import CANNOT_LEARN, advice
-from lucidrl.recipes.configs import BaseRunConfig
+from lucidrl.recipes.callbacks import Callbacks, TrainingResult
+from lucidrl.recipes.configs import BaseRunConfig, TextRunConfig
 from lucidrl.recipes.display import RunDisplay
 from lucidrl.recipes.explain import explanation
-from lucidrl.recipes.folder import create_run_folder, driver_log, occupied
+from lucidrl.recipes.folder import CHECKPOINTS_NAME, create_run_folder, driver_log, occupied
+from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.profile import profiling_as_configured, use_traces_folder
 from lucidrl.recipes.settings import new_settings, preset_of, resumed_settings
 from lucidrl.utils.imports import import_object
@@ -44,11 +46,6 @@ def launch(
 ) -> None:
     """Start or resume a run and show it on the terminal; with `explain`, first the source of every setting."""
     started = time.perf_counter()
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
-        raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set, as by torchrun, but this command starts its own ranks; "
-            "run it without torchrun and set cluster.num_workers=..."
-        )
     configure_rich_logging(level="WARNING", show_path=False)
     if resume is None:
         config = new_settings(algorithm, config_file, preset, overrides)
@@ -56,34 +53,67 @@ def launch(
         raise ConfigError("--resume uses the settings of the run; remove --config and --preset")
     else:
         config = resumed_settings(algorithm, resume, overrides)
-    with _ready(config) as run:
+    start(config, resume=resume, started=started, explain=explain)
+
+
+def start(
+    config: BaseRunConfig,
+    *,
+    resume: Path | None = None,
+    python: PythonInputs | None = None,
+    callbacks: Callbacks | None = None,
+    display: bool = True,
+    started: float | None = None,
+    explain: bool = False,
+) -> TrainingResult:
+    """Start or resume a run in its folder; the command line and the trainers come here.
+
+    Args:
+        resume: folder of the run to continue; None creates a new one.
+        python: data and reward functions that are no settings.
+        callbacks: called during the run, and hold its records.
+        display: show the run on the terminal or in the notebook; else it is only logged.
+        started: see `RunDisplay`.
+        explain: first show where every setting came from.
+    """
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set, as by torchrun, but a run starts its own ranks; "
+            "run it without torchrun and set cluster.num_workers=..."
+        )
+    callbacks = callbacks or Callbacks()
+    with _ready(config, python, resume) as run:
         if resume is None:
             # Before the folder is created: a run that cannot start leaves no files.
             run.preflight()
         config = run.resolve()
-        folder = resume or create_run_folder(config)
+        callbacks.run_folder = folder = resume or create_run_folder(config)
         use_traces_folder(folder)
-        with RunDisplay(config, folder, started=started) as display:
-            display.announce(f"{algorithm}: {config.title} ({preset_of(config)}), in {folder}")
+        console = None if display else Console(quiet=True)
+        with RunDisplay(config, folder, console, started=started) as shown:
+            shown.announce(f"{config.algorithm}: {_title(config)} ({preset_of(config)}), in {folder}")
             if explain:
-                display.console.print(explanation(config), soft_wrap=True)
-            display.console.print(arithmetic_table(config))
+                shown.console.print(explanation(config), soft_wrap=True)
+            shown.console.print(arithmetic_table(config))
             for warning in advice(config):
-                display.announce(f"warning: {warning.message}")
+                shown.announce(f"warning: {warning.message}")
             request = profile_request()
             if request is not None and request.steps.start > config.max_steps:
                 last = f"the last step, {config.max_steps}"
-                display.announce(f"no profile will be written: steps {request.steps} come after {last}")
+                shown.announce(f"no profile will be written: steps {request.steps} come after {last}")
             with occupied(folder), driver_log(folder):
-                last_step = _show_training(run, folder, display, resume is not None)
-        display.summary(last_step, run.next_commands(folder))
+                last_step = _show_training(run, folder, shown, resume is not None, callbacks)
+        shown.summary(last_step, run.next_commands(folder))
+    return callbacks.end(last_step, config.max_steps, lambda: _newest_checkpoint(folder))
 
 
-def _show_training(run: TrainingRun[Any], folder: Path, display: RunDisplay, resume: bool) -> int:
+def _show_training(
+    run: TrainingRun[Any], folder: Path, display: RunDisplay, resume: bool, callbacks: Callbacks | None = None
+) -> int:
     from lucidrl.algorithms.loop import StopRequest
 
     with ExitStack() as signals:
-        with run.loop(folder, display, resume) as loop:
+        with run.loop(folder, display, resume, callbacks) as loop:
             # After the parts are built, because Ray sets its own handlers, and until they are shut down.
             signals.enter_context(
                 StopRequest(display.announce, "shutting down, the run is saved; press again to stop at once")
@@ -92,6 +122,20 @@ def _show_training(run: TrainingRun[Any], folder: Path, display: RunDisplay, res
             last_step = loop.run()
             display.on_trained()
         return last_step
+
+
+def _title(config: BaseRunConfig) -> str:
+    if not isinstance(config, TextRunConfig) or not config.python_inputs:
+        return config.title
+    objects = ", ".join(f"{name} ({what})" for name, what in config.python_inputs.items())
+    return f"{config.policy.model_name} with {objects} from Python"
+
+
+def _newest_checkpoint(folder: Path) -> Path | None:
+    from lucidrl.checkpoint.manager import CheckpointManager
+
+    newest = CheckpointManager(folder / CHECKPOINTS_NAME).latest()
+    return newest.path if newest is not None else None
 
 
 def train(config: BaseRunConfig, folder: Path, watcher: Watcher, resume: bool = False) -> int:
@@ -130,16 +174,22 @@ def check_run(
 
 
 @contextmanager
-def _ready(config: BaseRunConfig) -> Iterator[TrainingRun[Any]]:
+def _ready(
+    config: BaseRunConfig, python: PythonInputs | None = None, resume: Path | None = None
+) -> Iterator[TrainingRun[Any]]:
     """Yield the run of these settings, with profiling configured; release its inputs at the end.
 
     Raises:
+        ConfigError: the settings need objects of a Python program that are not in `python`.
         EnvironmentFailure: user code raised SystemExit or another BaseException.
     """
+    if isinstance(config, TextRunConfig):
+        trainer = f"{config.algorithm.upper()}Trainer"
+        (python or PythonInputs()).check(config.python_inputs, trainer, resume)
     try:
         with profiling_as_configured(config.profile):
             check_patterns(config.worker_names)
-            with closing(_training_run(config)) as run:
+            with closing(_training_run(config, python)) as run:
                 yield run
     except (Exception, KeyboardInterrupt):
         raise
@@ -150,8 +200,9 @@ def _ready(config: BaseRunConfig) -> Iterator[TrainingRun[Any]]:
         ) from error
 
 
-def _training_run(config: BaseRunConfig) -> TrainingRun[Any]:
-    run: TrainingRun[Any] = import_object(config.run_class, "run_class")(config)
+def _training_run(config: BaseRunConfig, python: PythonInputs | None = None) -> TrainingRun[Any]:
+    inputs = (python,) if isinstance(config, TextRunConfig) else ()
+    run: TrainingRun[Any] = import_object(config.run_class, "run_class")(config, *inputs)
     return run
 
 

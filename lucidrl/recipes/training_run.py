@@ -21,6 +21,7 @@ from lucidrl.checkpoint.manager import Checkpoint, CheckpointManager
 from lucidrl.errors import CheckpointError
 from lucidrl.models.policy.config import OptimizationConfig
 from lucidrl.recipes.advice import advice
+from lucidrl.recipes.callbacks import Callbacks, WatcherWithCallbacks
 from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.folder import CHECKPOINTS_NAME, check_can_create, update_run_config
 from lucidrl.utils.logger import Logger
@@ -38,6 +39,7 @@ class RunParts:
     config: BaseRunConfig
     folder: Path
     watcher: Watcher
+    callbacks: Callbacks
     manager: CheckpointManager
     logger: Logger
     stack: ExitStack
@@ -55,14 +57,17 @@ class RunParts:
         return TrainingLoop(
             max_steps=self.config.max_steps,
             policy=policy,
-            saver=Saver(self.manager, self.config.checkpoint, policy, self.watcher.announce),
+            saver=Saver(
+                self.manager, self.config.checkpoint, policy, self.watcher.announce, on_save=self.callbacks.on_save
+            ),
             logger=self.logger,
-            watcher=self.watcher,
+            watcher=WatcherWithCallbacks(self.watcher, self.callbacks),
             validation=self.config.validation,
             validator=validator,
             profiled=profiled,
             print_samples_every=print_samples_every,
             health=health,
+            should_stop=lambda: self.callbacks.is_stop_requested,
         )
 
 
@@ -97,12 +102,15 @@ class TrainingRun(ABC, Generic[C]):
         """Release the inputs; may be called twice."""
 
     @contextmanager
-    def loop(self, folder: Path, watcher: Watcher, resume: bool = False) -> Iterator[Algorithm]:
+    def loop(
+        self, folder: Path, watcher: Watcher, resume: bool = False, callbacks: Callbacks | None = None
+    ) -> Iterator[Algorithm]:
         """Yield the algorithm, restored from the newest checkpoint if `resume`; shut its parts down at the end."""
         with ExitStack() as stack:
             self._prepare(stack)
             config = self.resolve()
             if config.num_threads is not None:
+                stack.callback(torch.set_num_threads, torch.get_num_threads())  # for the rest of a Python program
                 torch.set_num_threads(config.num_threads)
             seed_everything(config.seed)
             checkpoint = config.checkpoint
@@ -116,7 +124,7 @@ class TrainingRun(ABC, Generic[C]):
                 logger.log_hyperparams(config.model_dump(mode="json"))
                 for warning in advice(config):
                     logger.log_warning(warning.name, warning.message, step=0)
-            algorithm = self._build(RunParts(config, folder, watcher, manager, logger, stack))
+            algorithm = self._build(RunParts(config, folder, watcher, callbacks or Callbacks(), manager, logger, stack))
             if newest is not None:
                 self._restore(algorithm, newest, watcher)
                 # Only now, so that a refused resume changes nothing.

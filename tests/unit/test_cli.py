@@ -549,7 +549,7 @@ def test_a_signal_after_the_last_step_does_not_cut_the_shutdown_short(tmp_path, 
 
     class Run:
         @contextmanager
-        def loop(self, folder, watcher, resume):
+        def loop(self, folder, watcher, resume, callbacks):
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))  # as Ray does
             yield self
             os.kill(os.getpid(), number)
@@ -569,7 +569,7 @@ def test_a_signal_after_the_last_step_does_not_cut_the_shutdown_short(tmp_path, 
 def test_a_second_signal_ends_the_shutdown(tmp_path):
     class Run:
         @contextmanager
-        def loop(self, folder, watcher, resume):
+        def loop(self, folder, watcher, resume, callbacks):
             yield self
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from lucidrl.cli import app
@@ -17,6 +19,7 @@ from lucidrl.data.loading import load_prompts
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.losses.interfaces import TokenOutputs
 from tests.unit.test_pages import undocumented
+from tests.unit.test_trainers import needs_data_and_rewards
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -64,12 +67,35 @@ def test_the_command_line_trains_the_example_environment(monkeypatch, tmp_path, 
     assert undocumented({name for line in lines for name in line}) == set()
 
 
-def test_grpo_in_python_trains(capsys, sort_digits):
-    main = runpy.run_path(str(ROOT / "examples" / "grpo_in_python.py"))["main"]
+def test_grpo_from_parts_trains(capsys, sort_digits):
+    main = runpy.run_path(str(ROOT / "examples" / "grpo_from_parts.py"))["main"]
     main(["--steps", "2"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2"]
     assert any(float(line.rpartition(" ")[2]) > 0 for line in lines), "no gradient, so nothing was trained"
+
+
+@needs_data_and_rewards
+@pytest.mark.slow
+def test_grpo_in_python_trains_and_saves(capsys, tmp_path):
+    main = runpy.run_path(str(EXAMPLES / "grpo_in_python.py"))["main"]
+    main(["--steps", "2", "--output", str(tmp_path)])
+    *_, accuracy, completion = capsys.readouterr().out.splitlines()
+    assert accuracy.startswith("accuracy after 2 steps: 0.")
+    assert completion.startswith("12+30 is ")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.model_type == "llama"
+
+
+@needs_data_and_rewards
+@pytest.mark.slow
+def test_sft_then_grpo_then_plain_transformers(capsys, tmp_path):
+    main = runpy.run_path(str(EXAMPLES / "sft_then_grpo.py"))["main"]
+    main(["--sft-steps", "40", "--grpo-steps", "15", "--output", str(tmp_path)])
+    *_, rewards, completion = capsys.readouterr().out.splitlines()
+    before, after = map(float, re.findall(r"0\.\d+|1\.0+", rewards))
+    assert before > 0.3, "the supervised steps taught the form of the task"
+    assert after > before
+    assert re.fullmatch(r"sort 312= is \d{3}", completion)
 
 
 def test_own_tracker_prints_what_it_got(capsys, tmp_path):

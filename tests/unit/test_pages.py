@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import typer
 import yaml
@@ -189,6 +190,23 @@ def test_small_programs_of_the_pages_run(page, tmp_path, monkeypatch):
             exec(compile(code, page, "exec"), {"__name__": "page"})
             ran += 1
     assert ran
+
+
+# needs datasets and reward functions
+@pytest.mark.skipif(not {"data", "reward"} <= GRPORunConfig.model_fields.keys(), reason="needs datasets and rewards")
+@pytest.mark.slow
+def test_the_page_about_trainers_is_one_program_that_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(9) for b in range(9)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "train.parquet")
+    code = "\n".join(blocks(DOCS / "python.md", "python"))
+    small = {"path/to/model": "embedded", "max_steps=50": "max_steps=2", "=200": "=2", "=400": "=4"}
+    for written, instead in small.items():
+        assert written in code
+        code = code.replace(written, instead)
+    exec(compile(code, "python.md", "exec"), {"__name__": "page"})
+    assert Path("out/config.json").is_file()
+    assert Path("cartpole/model.safetensors").is_file()
 
 
 @pytest.mark.slow

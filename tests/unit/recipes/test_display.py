@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import re
 import shlex
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -143,3 +146,66 @@ def test_a_control_run_shows_its_episodes_and_suggests_only_what_it_can_do(folde
     assert "greedy reward: 9.400 at step 0, 500.000 at step 1\n" in text
     assert "lucidrl generate" not in text
     assert "held-out" not in text
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """The outputs of a notebook's cell: texts that changed in place, by their number."""
+    shown: list[list[str]] = []
+
+    class ZMQInteractiveShell:
+        pass
+
+    class Handle:
+        def __init__(self, number):
+            self._number = number
+
+        def update(self, data, raw):
+            shown[self._number].append(data["text/plain"])
+
+    def display(data, raw, display_id):
+        shown.append([data["text/plain"]])
+        return Handle(len(shown) - 1)
+
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    return shown
+
+
+def test_a_notebook_has_one_progress_line_that_changes(folder, notebook, capsys, monkeypatch):
+    monkeypatch.setattr("lucidrl.recipes.display.SECONDS_BETWEEN_UPDATES", 0)
+    with RunDisplay(grpo_of(300), folder) as display:
+        for step in range(1, 301):
+            display.on_step(step, STEP)
+    [line] = notebook
+    assert len(line) == 300
+    assert line[-1].startswith("step 300/300  reward 0.500")
+    display.announce("saved step 300")
+    assert capsys.readouterr().out == "saved step 300\n"
+
+
+def test_the_line_of_a_notebook_changes_only_now_and_then_and_at_the_end(folder, notebook):
+    with RunDisplay(grpo_of(300), folder) as display:
+        for step in range(1, 301):
+            display.on_step(step, STEP)
+    assert len(notebook[0]) < 100
+    assert notebook[0][-1].startswith("step 300/300")
+
+
+def test_a_quiet_display_shows_nothing(folder, notebook, capsys):
+    with RunDisplay(grpo_of(3), folder, Console(quiet=True)) as display:
+        display.on_validation(0, {"reward": 0.5})
+        display.on_samples(0, [[{"role": "user", "content": "hello"}]], [0.5])
+        display.on_step(1, STEP)
+    display.summary(1)
+    assert (notebook, capsys.readouterr().out) == ([], "")
+
+
+def test_a_run_with_objects_of_a_program_is_resumed_by_that_program(folder):
+    config = GRPORunConfig(grpo=GRPOConfig(max_steps=2), python_inputs={"dataset": "3 rows"})
+    console = Console(file=io.StringIO(), width=80)
+    RunDisplay(config, folder, console).summary(1)
+    assert f"  GRPOTrainer(...).train(resume={str(folder)!r})" in console.file.getvalue().splitlines()
+    assert "--resume" not in console.file.getvalue()

@@ -1,0 +1,181 @@
+"""The arguments of a trainer as settings: `key=value` as on the command line, and objects that no setting can hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from lucidrl.errors import ConfigError, DataError
+from lucidrl.recipes.configs import BaseRunConfig
+from lucidrl.recipes.inputs import PythonInputs, Rows
+from lucidrl.utils.config import merged_settings
+from lucidrl.utils.suggestions import closest
+
+OTHER_NAMES = {
+    "args": "config",
+    "epochs": "max_steps",
+    "eval_dataset": "validation_dataset",
+    "lr": "learning_rate",
+    "model_name": "model",
+    "output_dir": "output",
+    "reward": "rewards",
+    "reward_funcs": "rewards",
+    "steps": "max_steps",
+    "train_dataset": "dataset",
+}
+"""Names of our arguments in other libraries."""
+_CLEAR_SIMILARITY = 0.75
+_WORD = re.compile(r"[A-Za-z_/.][\w/.:-]*", re.ASCII)
+
+
+def unknown_argument(name: str, trainer: str, known: Sequence[str], schema: type[BaseRunConfig]) -> str:
+    """The complaint about an argument that a trainer does not have, with the argument or the setting that was meant."""
+    paths = {path[-1]: path for path in reversed(list(_setting_paths(schema)))}
+    other = OTHER_NAMES.get(name)
+    meant = other if other in known else closest(name, known, _CLEAR_SIMILARITY)
+    if meant is None and (setting := closest(name, paths, _CLEAR_SIMILARITY)):
+        nested = "..."
+        for key in reversed(paths[setting]):
+            nested = f"{{{key!r}: {nested}}}"
+        meant = f"config={nested}"
+    meant = meant or closest(name, known)
+    hint = f"did you mean {meant}?" if meant else f"its arguments are {', '.join(known)}; pass all settings in config"
+    return f"{trainer} has no argument {name}; {hint}"
+
+
+def _setting_paths(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, field in schema.model_fields.items():
+        yield (*above, name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _setting_paths(field.annotation, (*above, name))
+
+
+def split_inputs(arguments: Mapping[str, Any]) -> tuple[PythonInputs, dict[str, Any]]:
+    """Return the objects among the arguments, and the arguments that settings can hold.
+
+    Raises:
+        ConfigError, DataError: a value has the wrong type.
+    """
+    rest = {name: value for name, value in arguments.items() if value is not None}
+    rows = {name: _rows(name, rest.pop(name)) for name in ("dataset", "validation_dataset") if _is_rows(rest.get(name))}
+    rewards = rest.pop("rewards", [])
+    entries = rewards if isinstance(rewards, list | tuple) else [rewards]
+    for entry in entries:
+        if not (callable(entry) or isinstance(entry, str | Mapping)):
+            raise ConfigError(
+                f"rewards has {entry!r}; pass functions, names such as 'math' or 'my_rewards:exact', or a list of these"
+            )
+    if named := [entry for entry in entries if not callable(entry)]:
+        rest["rewards"] = named
+    functions = [entry for entry in entries if callable(entry)]
+    return PythonInputs(rows.get("dataset"), rows.get("validation_dataset"), functions), rest
+
+
+def _is_rows(dataset: Any) -> bool:
+    return dataset is not None and not isinstance(dataset, str | Path)
+
+
+def _rows(name: str, rows: Any) -> Rows:
+    """Return the rows, or raise DataError if they are no sequence of mappings."""
+    kind = type(rows).__name__
+    if isinstance(rows, Mapping):
+        keys = ", ".join(map(repr, rows))
+        raise DataError(f"{name} is a {kind}, not a sequence of rows; pass a list, or one of its values: {keys}")
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of pandas
+        raise DataError(f"{name} is a {kind}, not a sequence of rows; pass {name}=table.to_dict('records')")
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        raise DataError(f"{name} is a {kind}, which has no length; pass list(...) of it, or a file")
+    if len(rows) == 0:
+        raise DataError(f"{name} is empty; pass at least one row")
+    if not isinstance(rows[0], Mapping):
+        raise DataError(
+            f"the first row of {name} is a {type(rows[0]).__name__}; pass dictionaries, or the path of a file"
+        )
+    return rows
+
+
+def settings_of(arguments: Mapping[str, Any], keys: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the arguments as `key=value`; an argument that is None sets nothing.
+
+    Args:
+        keys: the settings of each argument.
+    """
+    return [
+        f"{key}={_as_yaml(value, name)}" for name, value in arguments.items() if value is not None for key in keys[name]
+    ]
+
+
+def config_layer(
+    config: BaseRunConfig | str | Path | Mapping[str, Any] | None, schema: type[BaseRunConfig], *, is_resumed: bool
+) -> tuple[Path | dict[str, Any] | None, list[str]]:
+    """Return the argument `config` as the file of `new_settings`, or as `key=value`.
+
+    A mapping changes single settings. A file or a config object is a whole: it replaces the default preset. A resumed
+    run has its own settings, and each kind changes only what it names.
+    """
+    if config is None:
+        return None, []
+    if isinstance(config, BaseRunConfig):
+        if not isinstance(config, schema):
+            raise ConfigError(f"config is a {type(config).__name__}; pass a {schema.__name__}")
+        layer: Path | dict[str, Any] = _fields_set(config, _unresolved(config))
+    elif isinstance(config, str | Path):
+        layer = Path(config)
+    elif isinstance(config, Mapping):
+        return None, _assignments(config)
+    else:
+        raise ConfigError(
+            f"config is a {type(config).__name__}; pass a mapping, a {schema.__name__} or the path of a YAML file"
+        )
+    return (None, _assignments(merged_settings(layer, resolve=False))) if is_resumed else (layer, [])
+
+
+def _unresolved(config: BaseRunConfig) -> dict[str, Any]:
+    """Return all settings, with references to environment variables."""
+    from omegaconf import OmegaConf
+
+    content: Any = OmegaConf.to_container(OmegaConf.create(config.to_yaml()), resolve=False)
+    return content
+
+
+def _fields_set(config: BaseModel, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of `content` that the program has set; the rest are defaults."""
+    chosen = {}
+    for name in config.model_fields_set:
+        value = getattr(config, name)
+        chosen[name] = _fields_set(value, content[name]) if isinstance(value, BaseModel) else content[name]
+    return chosen
+
+
+def _assignments(settings: Mapping[str, Any], above: str = "") -> list[str]:
+    """Return nested settings as `a.b=value`; keys that are no names stay in a value."""
+    found = []
+    for name, value in settings.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping) and value and all(re.fullmatch(r"\w+", str(inner)) for inner in value):
+            found += _assignments(value, f"{key}.")
+        else:
+            found.append(f"{key}={_as_yaml(value, f'config: {key}')}")
+    return found
+
+
+def _as_yaml(value: Any, name: str) -> str:
+    """Return text that YAML reads as the same value: a plain word, or JSON with the escapes of YAML."""
+    import yaml
+
+    def plain(other: Any) -> Any:
+        if isinstance(other, Path):
+            return str(other)
+        if isinstance(other, BaseModel):
+            return other.model_dump(mode="json")
+        raise ConfigError(f"{name}={other!r} is a {type(other).__name__}; pass text, a number, a list or a mapping")
+
+    if isinstance(value, str) and _WORD.fullmatch(value) and yaml.safe_load(value) == value:
+        return value  # as on the command line, where the choice of the default preset compares words
+    text = json.dumps(value, default=plain, ensure_ascii=False)
+    return re.sub(r"[^\x20-\x7e]", lambda found: f"\\U{ord(found[0]):08x}", text)

@@ -1,0 +1,350 @@
+"""Training from Python: `GRPOTrainer`, `SFTTrainer` and `PPOTrainer`.
+
+A trainer starts the same run as its command: the same settings, checks, run folder, display and checkpoints.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypedDict, Unpack
+
+from lucidrl.errors import CheckpointError, ConfigError
+from lucidrl.recipes.arguments import config_layer, settings_of, split_inputs, unknown_argument
+from lucidrl.recipes.callbacks import Callback, Callbacks, StopTraining, TrainingResult
+from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig
+from lucidrl.recipes.folder import CHECKPOINTS_NAME
+from lucidrl.recipes.inputs import Rows
+from lucidrl.recipes.run import start
+from lucidrl.recipes.settings import new_settings, resumed_settings
+
+__all__ = ["Callback", "GRPOTrainer", "PPOTrainer", "SFTTrainer", "StopTraining", "TrainingResult"]
+
+Dataset = str | Path | Rows
+"""A path or `hub:` id as in `data.file`, or rows: a list of dictionaries, a `datasets.Dataset`, or the like."""
+Reward = str | Mapping[str, Any] | Callable[..., Any]
+"""A function, or an entry of the setting `reward`: a name such as "math" or "my_rewards:exact", or a mapping."""
+Settings = BaseRunConfig | str | Path | Mapping[str, Any]
+"""A config object, the path of a YAML file, or a nested mapping of settings."""
+
+
+class RunOptions(TypedDict, total=False):
+    """Arguments of every trainer."""
+
+    learning_rate: float
+    """Learning rate of the optimizer (`policy.optimizer.kwargs.lr`)."""
+    max_steps: int
+    """Steps of the run."""
+    seed: int
+    """Seed of the data order and of all sampling."""
+    run_name: str
+    """Folder of the run below `output` (`run.name`); default: the next free `exp_NNN` below `output/<algorithm>`."""
+    output: str | Path
+    """Parent folder of runs (`run.root`); default: `runs`."""
+
+
+class GRPOOptions(RunOptions, total=False):
+    """Arguments of `GRPOTrainer`."""
+
+    validation_dataset: Dataset
+    """Held-out prompts; default: a part of `dataset`."""
+    prompt: str
+    """Column with the prompts (`data.prompt`)."""
+    answer: str
+    """Column with the reference answers (`data.answer`)."""
+
+
+class SFTOptions(RunOptions, total=False):
+    """Arguments of `SFTTrainer`."""
+
+    validation_dataset: Dataset
+    """Held-out examples; default: a part of `dataset`."""
+    prompt: str
+    """Column with the prompts (`data.prompt`)."""
+    completion: str
+    """Column with the completions to learn (`data.completion`)."""
+
+
+@dataclass(frozen=True)
+class _Common:
+    """Arguments that are no settings."""
+
+    config: Settings | None
+    preset: str | None
+    callbacks: Sequence[Callback]
+    display: bool
+
+
+RUN_SETTINGS = {"seed": ["seed"], "run_name": ["run.name"], "output": ["run.root"]}
+TEXT_SETTINGS = {
+    **RUN_SETTINGS,
+    "model": ["policy.model_name"],
+    "dataset": ["data.file"],
+    "validation_dataset": ["data.validation_file"],
+    "prompt": ["data.prompt"],
+    "learning_rate": ["policy.optimizer.kwargs.lr"],
+}
+
+
+class Trainer:
+    """What all trainers share.
+
+    Attributes:
+        config: the settings of the run.
+    """
+
+    _schema: ClassVar[type[BaseRunConfig]]
+    _settings: ClassVar[Mapping[str, Sequence[str]]]
+    """The settings of each argument."""
+
+    def __init__(self, arguments: Mapping[str, Any], common: _Common) -> None:
+        if unknown := [name for name in arguments if name not in self._settings]:
+            known, trainer = [*self._settings, *_Common.__annotations__], type(self).__name__
+            raise ConfigError("\n".join(unknown_argument(name, trainer, known, self._schema) for name in unknown))
+        self._common = common
+        self._python, arguments = split_inputs(arguments)
+        self._overrides = settings_of(arguments, self._settings)
+        self._callbacks = Callbacks(common.callbacks)
+        self._result: TrainingResult | None = None
+        file, changes = config_layer(common.config, self._schema, is_resumed=False)
+        objects = settings_of({"objects": self._python.described() or None}, {"objects": ["python_inputs"]})
+        overrides = [*changes, *self._overrides, *objects]
+        self.config = new_settings(self._schema.algorithm, file, common.preset, overrides)
+
+    @property
+    def run_folder(self) -> Path | None:
+        """Folder of the run; None until `train` has created it."""
+        return self._callbacks.run_folder
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One record per step that this trainer has trained: `step`, its metrics, and `validation/<name>` if validated.
+
+        The first record is the validation before step 1. `metrics.jsonl` of the run folder holds the steps of all
+        processes.
+        """
+        return self._callbacks.records
+
+    def train(self, resume: bool | str | Path = False) -> TrainingResult:
+        """Train until the last step, Ctrl-C, or a callback's `StopTraining`; return the outcome.
+
+        The first Ctrl-C finishes the step, saves it and returns; the second one raises KeyboardInterrupt. A second call
+        continues a run that was stopped.
+
+        Args:
+            resume: folder of a run to continue, with its settings changed by the arguments of this trainer; True
+                continues the run of this trainer, or the one called `run_name`.
+
+        Raises:
+            LucidError: the run cannot start or cannot continue.
+        """
+        folder = self._folder_to_resume(resume)
+        if folder is not None:
+            self.config = self._resumed_settings(folder)
+        if folder != self.run_folder:
+            self._callbacks = Callbacks(self._common.callbacks)
+        self._result = start(
+            self.config, resume=folder, python=self._python, callbacks=self._callbacks, display=self._common.display
+        )
+        return self._result
+
+    def save(self, folder: str | Path) -> None:
+        """Write the weights of the newest checkpoint as a Hugging Face folder, with the tokenizer.
+
+        An existing model folder is replaced.
+
+        Raises:
+            ConfigError: nothing is trained yet, or the folder holds other files.
+            CheckpointError: the run has no valid checkpoint.
+        """
+        from lucidrl.checkpoint.manager import CheckpointManager
+        from lucidrl.checkpoint.staging import make_hidden_folder, put_in_place
+
+        target, run_folder = Path(folder).absolute(), self._trained_folder("save")
+        if target.exists() and not (target.is_dir() and (_is_model(target) or not any(target.iterdir()))):
+            raise ConfigError(f"{folder} exists and is no model folder; choose a new or empty folder")
+        newest = CheckpointManager(run_folder / CHECKPOINTS_NAME).latest()
+        if newest is None:
+            raise CheckpointError(f"{run_folder} has no valid checkpoint; train with checkpoint.final=true")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            hidden = make_hidden_folder(target)
+            try:
+                shutil.copytree(newest.path / "policy", hidden, dirs_exist_ok=True)
+                put_in_place(hidden, target)
+            finally:
+                shutil.rmtree(hidden, ignore_errors=True)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be written ({error}); choose a writable folder") from error
+
+    def _trained_folder(self, method: str) -> Path:
+        if self.run_folder is None:
+            raise ConfigError(f"nothing is trained yet; call train() before {method}()")
+        return self.run_folder
+
+    def _folder_to_resume(self, resume: bool | str | Path) -> Path | None:
+        """Return the folder of the run to continue; None starts a new run."""
+        if not isinstance(resume, bool):
+            return Path(resume)
+        if self._result is not None and self._result.is_complete:
+            name, steps, folder = type(self).__name__, self._result.last_step, str(self.run_folder)
+            raise ConfigError(
+                f"the run in {folder} is complete, with {steps} steps; for more steps, "
+                f"{name}(..., max_steps={2 * steps}).train(resume={folder!r})"
+            )
+        if self.run_folder is not None or not resume:
+            return self.run_folder
+        if self.config.run.name is None:
+            raise ConfigError("resume=True needs a run: set run_name, or pass the folder as train(resume=FOLDER)")
+        return self.config.run.root / self.config.run.name
+
+    def _resumed_settings(self, folder: Path) -> BaseRunConfig:
+        """Return the settings of an earlier run, changed by the arguments; its preset is part of them."""
+        _, changes = config_layer(self._common.config, self._schema, is_resumed=True)
+        return resumed_settings(self._schema.algorithm, folder, [*changes, *self._overrides])
+
+
+class TextTrainer(Trainer):
+    """What the trainers of language models share."""
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        samples: int = 1,
+        temperature: float = 1.0,
+        max_new_tokens: int = 64,
+        seed: int = 0,
+    ) -> list[str]:
+        """Complete prompts with the newest checkpoint, as `lucidrl generate` does.
+
+        Args:
+            prompts: messages of a user.
+            samples: completions per prompt; 1 decodes greedily.
+
+        Returns:
+            The completions, `samples` per prompt, in the order of the prompts.
+        """
+        from lucidrl.recipes.generate import Sampling, completions
+
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        sampling = Sampling(samples, temperature, max_new_tokens, seed)
+        return list(completions(self._trained_folder("generate"), texts, sampling))
+
+
+class GRPOTrainer(TextTrainer):
+    """Trains a language model with GRPO; the same as `lucidrl grpo`.
+
+    Args:
+        model: a Hugging Face folder, or `embedded`.
+        rewards: functions that score completions, names of rewards, or a list of both; default: an environment scores
+            them (`env.name`).
+        dataset: prompts as a file or as rows; default: those of the environment.
+        config: more settings, or all: a nested mapping, a `GRPORunConfig` or the path of a YAML file. A mapping changes
+            single settings; the other two replace the default preset.
+        preset: settings to start from. Later ones win: preset, config, other arguments.
+        callbacks: called during the run.
+        display: show the run on the terminal or in the notebook; with False it is only logged.
+        options: see `GRPOOptions`.
+
+    Raises:
+        ConfigError: an argument or a setting is wrong; the message lists all of them.
+
+    Example:
+        >>> trainer = GRPOTrainer("path/to/model", rewards=[exact], dataset="train.parquet", prompt="question")
+        >>> trainer.train()
+        >>> trainer.save("out")
+    """
+
+    _schema = GRPORunConfig
+    _settings: ClassVar = {
+        **TEXT_SETTINGS,
+        "rewards": ["reward"],
+        "answer": ["data.answer"],
+        "max_steps": ["grpo.max_steps"],
+    }
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        rewards: Reward | Sequence[Reward] | None = None,
+        dataset: Dataset | None = None,
+        *,
+        config: Settings | None = None,
+        preset: str | None = None,
+        callbacks: Sequence[Callback] = (),
+        display: bool = True,
+        **options: Unpack[GRPOOptions],
+    ) -> None:
+        arguments = {"model": model, "rewards": rewards, "dataset": dataset, **options}
+        super().__init__(arguments, _Common(config, preset, callbacks, display))
+
+
+class SFTTrainer(TextTrainer):
+    """Fine-tunes a language model on written examples; the same as `lucidrl sft`.
+
+    Args:
+        model: a Hugging Face folder, or `embedded`.
+        dataset: examples as a file or as rows; default: the prompts of the environment with their answers.
+        config: see `GRPOTrainer`, with `SFTRunConfig`.
+        preset: see `GRPOTrainer`.
+        callbacks: see `GRPOTrainer`.
+        display: see `GRPOTrainer`.
+        options: see `SFTOptions`.
+    """
+
+    _schema = SFTRunConfig
+    _settings: ClassVar = {**TEXT_SETTINGS, "completion": ["data.completion"], "max_steps": ["sft.max_steps"]}
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        dataset: Dataset | None = None,
+        *,
+        config: Settings | None = None,
+        preset: str | None = None,
+        callbacks: Sequence[Callback] = (),
+        display: bool = True,
+        **options: Unpack[SFTOptions],
+    ) -> None:
+        arguments = {"model": model, "dataset": dataset, **options}
+        super().__init__(arguments, _Common(config, preset, callbacks, display))
+
+
+class PPOTrainer(Trainer):
+    """Trains a control policy with PPO; the same as `lucidrl ppo`. `learning_rate` is that of policy and critic.
+
+    Args:
+        env: id of a gymnasium environment; `module:Id` imports the module that registers it.
+        config: see `GRPOTrainer`, with `PPORunConfig`.
+        preset: see `GRPOTrainer`.
+        callbacks: see `GRPOTrainer`.
+        display: see `GRPOTrainer`.
+        options: see `RunOptions`.
+    """
+
+    _schema = PPORunConfig
+    _settings: ClassVar = {
+        **RUN_SETTINGS,
+        "env": ["env.name"],
+        "learning_rate": ["policy.optimizer.kwargs.lr", "critic.optimizer.kwargs.lr"],
+        "max_steps": ["ppo.max_steps"],
+    }
+
+    def __init__(
+        self,
+        env: str | None = None,
+        *,
+        config: Settings | None = None,
+        preset: str | None = None,
+        callbacks: Sequence[Callback] = (),
+        display: bool = True,
+        **options: Unpack[RunOptions],
+    ) -> None:
+        super().__init__({"env": env, **options}, _Common(config, preset, callbacks, display))
+
+
+def _is_model(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
