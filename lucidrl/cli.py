@@ -6,6 +6,7 @@ Commands import what they need when they run, so `--help` prints at once.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -122,10 +123,31 @@ def _launch(algorithm: str, overrides: Overrides, config: ConfigFile, preset: Pr
 
 @app.command()
 def generate(
-    source: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder (its newest checkpoint) or model folder.")],
-    prompts: Annotated[
-        list[str], typer.Argument(metavar="PROMPT", help="Prompts; `-` reads one per line from standard input.")
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="Run folder (its newest checkpoint), checkpoint, model folder or hub:ORG/NAME."
+        ),
     ],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT", help="Prompts; `-` reads one per line from standard input.", show_default=False
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of prompts: one per line or, with the suffix .jsonl, one object per line with `prompt` or "
+            "`messages`.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="With --file: write a JSONL file, each line with its `completion`.", show_default=False),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Talk with the model.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Completions per prompt; 1 decodes greedily, more sample.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per completion.")] = 64,
@@ -137,15 +159,50 @@ def generate(
 
         lucidrl generate runs/grpo/exp_001 "12+30=" "40+2="
         lucidrl generate runs/grpo/exp_001 - < prompts.txt
+        lucidrl generate runs/grpo/exp_001 --file prompts.jsonl --output completions.jsonl
+        lucidrl generate runs/grpo/exp_001@best --chat --max-new-tokens 256
 
-    Prints the completions in the order of the prompts. Empty lines of standard input are skipped. Write `--` before a
-    prompt that begins with a dash.
+    Prints the completions in the order of the prompts. Empty lines are skipped. Write `--` before a prompt that begins
+    with a dash. In a chat, `/reset` starts a new conversation, and `/exit` or Ctrl-D ends it.
     """
-    all_prompts = _with_standard_input(prompts)
-    from lucidrl.recipes.generate import Sampling, completions
+    given = [name for name, is_set in (("PROMPT", prompts), ("--file", file), ("--chat", chat)) if is_set]
+    if len(given) != 1:
+        raise ConfigError(f"{' and '.join(given) or 'no prompts'} given; write PROMPT ..., --file FILE or --chat")
+    if output is not None and file is None:
+        raise ConfigError("--output needs the prompts in a file; give it with --file")
+    if chat and samples > 1:
+        raise ConfigError(f"--samples {samples} does not apply to --chat, which has one reply per message; remove it")
+    all_prompts = _with_standard_input(prompts or [])
+    from lucidrl.recipes.generate import CHAT_HELP, Completer, Sampling, complete_file, completions
+    from lucidrl.recipes.generate import chat as talk
 
-    for completion in completions(source, all_prompts, Sampling(samples, temperature, max_new_tokens, seed)):
+    sampling = Sampling(samples, temperature, max_new_tokens, seed)
+    if chat:
+        completer = Completer(source, sampling)
+        if sys.stdin.isatty():
+            typer.echo(CHAT_HELP, err=True)
+        try:
+            talk(completer, _typed_lines(), typer.echo)
+        except (EOFError, KeyboardInterrupt):  # Ctrl-D or Ctrl-C
+            typer.echo()
+        return
+    found = (
+        completions(source, all_prompts, sampling) if file is None else complete_file(source, file, sampling, output)
+    )
+    for completion in found:
         typer.echo(completion)
+
+
+def _typed_lines() -> Iterator[str]:
+    """Lines of standard input; asks for them on a terminal, and then ends with EOFError."""
+    try:
+        while True:
+            line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
+            if not line and not sys.stdin.isatty():
+                return
+            yield line
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input is not valid UTF-8 ({error}); write text") from error
 
 
 def _with_standard_input(prompts: list[str]) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import orjson
 
 from lucidrl import __version__
+from lucidrl.checkpoint.config import CONFIG_NAME
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import BaseRunConfig, RunConfig
 from lucidrl.utils.logger.folders import get_next_experiment_dir, write_private_text
@@ -24,7 +25,7 @@ from lucidrl.utils.logger.redact import redacted, redacted_text
 
 log = logging.getLogger(__name__)
 
-CONFIG_NAME, CHECKPOINTS_NAME, LOGS_NAME, LOCK_NAME = "config.yaml", "checkpoints", "logs", "run.lock"
+LOGS_NAME, LOCK_NAME = "logs", "run.lock"
 DRIVER_LOG_NAME = "driver.log"
 _MAX_LOCK_BYTES = 4096
 _MAX_NAME_BYTES = 255

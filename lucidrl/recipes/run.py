@@ -50,6 +50,7 @@ def launch(
     else:
         config = resumed_settings(algorithm, resume, overrides)
     with _ready(config) as run:
+        config = run.config  # with the names of checkpoints and commits
         if resume is None:
             # Before the folder is created: a run that cannot start leaves no files.
             run.preflight()
@@ -92,7 +93,7 @@ def check_run(algorithm: str, config_file: Path | None, preset: str | None, over
     """Print settings, batch sizes and findings of the preflight; raise LucidError if the run cannot start."""
     config = new_settings(algorithm, config_file, preset, overrides)
     with _ready(config) as run:
-        found = run.preflight()
+        config, found = run.config, run.preflight()
     console = Console()
     console.print(Syntax(redacted_text(config.to_yaml()), "yaml", background_color="default"))
     console.print(arithmetic_table(config))
