@@ -1,4 +1,4 @@
-"""The command line: `lucidrl grpo`, `sft`, `ppo`, `generate`, `check`.
+"""The command line: `lucidrl grpo`, `sft`, `ppo`, `generate`, `play`, `check`, `clean`.
 
 Commands import what they need when they run, so `--help` prints at once.
 """
@@ -240,6 +240,45 @@ def check(
     from lucidrl.recipes.run import check_run
 
     check_run(algorithm, config, preset, overrides or [])
+
+
+@app.command()
+def clean(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="PATH", help="Run folders, or folders of runs; default: runs.", show_default=False),
+    ] = None,
+    optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--optimizer", help="Also free the optimizer state of finished runs; they cannot be resumed then."
+        ),
+    ] = False,
+    runs: Annotated[bool, typer.Option("--runs", help="Remove the named runs completely.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Free without asking.")] = False,
+) -> None:
+    """Show what runs take on disk, and free it.
+
+    Examples:
+
+        lucidrl clean
+        lucidrl clean runs/grpo --optimizer
+        lucidrl clean runs/grpo/exp_001 runs/grpo/exp_002 --runs --yes
+
+    Frees the checkpoints that are neither the newest nor the best of their run, after asking you. Without a terminal it
+    only shows them, unless you write --yes. A run that is running stays as it is, and so does everything that is no
+    file of a run. Links are not followed.
+    """
+    from lucidrl.recipes.clean import Free
+    from lucidrl.recipes.clean import clean as clean_runs
+
+    def confirm(question: str) -> bool:
+        if not yes and not sys.stdin.isatty():
+            typer.echo("nothing is freed without --yes")
+            return False
+        return yes or typer.confirm(question)
+
+    clean_runs(paths or [Path("runs")], Free(optimizer=optimizer, runs=runs), confirm=confirm)
 
 
 def main() -> None:

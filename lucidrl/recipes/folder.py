@@ -79,6 +79,23 @@ def occupied(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_occupied(folder: Path) -> bool:
+    """Whether a process works in the run folder; changes nothing."""
+    try:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:  # a link, or a file of another user
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _locked_file(path: Path) -> int:
     """Create or open the file and lock it; closing the descriptor releases the lock."""
     while True:
