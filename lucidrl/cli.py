@@ -221,6 +221,38 @@ def _with_standard_input(prompts: list[str]) -> list[str]:
 
 
 @app.command()
+def play(
+    source: Annotated[str, typer.Argument(metavar="RUN", help="Run folder of `lucidrl ppo` (its newest checkpoint).")],
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first episode; the others use the next ones.")] = 0,
+    max_frames: Annotated[int, typer.Option(min=1, help="Frames after which an episode is cut off.")] = 10_000,
+    video: Annotated[
+        Path | None, typer.Option(help="Record the episodes in this file, .mp4 or .gif.", show_default=False)
+    ] = None,
+) -> None:
+    """Play episodes with a trained control policy.
+
+    Examples:
+
+        lucidrl play runs/ppo/exp_001
+        lucidrl play runs/ppo/exp_001@best --episodes 1 --video episode.mp4
+
+    The policy takes its likeliest action in every frame. Prints the return of each episode, which is the sum of its
+    rewards, and their mean.
+    """
+    from lucidrl.recipes.play import play as played
+
+    returns: list[float] = []
+    for number, episode in enumerate(played(source, episodes, seed, max_frames, video), 1):
+        returns.append(episode.reward)
+        cut = ", cut off" if episode.is_cut else ""
+        typer.echo(f"episode {number}: return {episode.reward:.2f}, {episode.length} frames{cut}")
+    typer.echo(f"mean return of {len(returns)} episodes: {sum(returns) / len(returns):.2f}")
+    if video is not None:
+        typer.echo(f"video: {video}")
+
+
+@app.command()
 def check(
     overrides: Overrides = None,
     config: ConfigFile = None,

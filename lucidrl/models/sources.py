@@ -41,20 +41,28 @@ def model_folder(name: str, key: str = MODEL_KEY) -> Path:
     """
     if is_hub_id(name):
         return downloaded(name, "model") / parse_hub_id(name).path
-    path, which = _split(name)
-    folder = Path(path).expanduser()
-    if which is None and (folder / "config.json").is_file():
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
         return folder
-    if (folder / CONFIG_NAME).is_file():
-        return _weights(_checkpoint_of_run(folder, which or NEWEST), folder)
-    if which is None and (folder / MANIFEST_NAME).is_file() and (folder / STATE_NAME).is_file():
-        return _weights(CheckpointManager(folder.parent).load(folder), folder)
+    if (checkpoint := find_checkpoint(name)) is not None:
+        return _weights(checkpoint, name)
     found = "has no config.json" if folder.is_dir() else "does not exist"
     offer = f"write hub:{name} to download it from the hub, or " if looks_like_an_id(name) else ""
     raise ConfigError(
         f"{key}={name!r}: that folder {found}; {offer}give a Hugging Face model folder, a run folder, a checkpoint, "
         f"or one of {', '.join(EMBEDDED_MODELS)}"
     )
+
+
+def find_checkpoint(name: str) -> Checkpoint | None:
+    """The verified checkpoint of a run, RUN@best or a checkpoint folder; None if the name is none of these."""
+    path, which = _split(name)
+    folder = Path(path).expanduser()
+    if (folder / CONFIG_NAME).is_file():
+        return _checkpoint_of_run(folder, which or NEWEST)
+    if which is None and (folder / MANIFEST_NAME).is_file() and (folder / STATE_NAME).is_file():
+        return CheckpointManager(folder.parent).load(folder)
+    return None
 
 
 def resolved_name(name: str, key: str = MODEL_KEY) -> str:
@@ -109,7 +117,7 @@ def _checkpoint_of_run(run: Path, which: str) -> Checkpoint:
     return best
 
 
-def _weights(checkpoint: Checkpoint, source: Path) -> Path:
+def _weights(checkpoint: Checkpoint, source: str) -> Path:
     folder = checkpoint.path / WEIGHTS
     if not (folder / "config.json").is_file():
         raise ConfigError(

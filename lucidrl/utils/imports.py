@@ -44,7 +44,7 @@ def import_user_module(module_name: str) -> ModuleType:
             raise ConfigError(f"module {module_name} needs {error.name}, which is not installed") from error
         raise ConfigError(
             f"there is no module {module_name} in {os.getcwd()} or among the installed packages; "
-            "write the environment's name as module:Name"
+            "write the setting as module:Name"
         ) from error
     except (Exception, SystemExit) as error:  # of a script without `if __name__ == "__main__":`
         raise ConfigError(f"module {module_name} fails when imported, with {type(error).__name__}: {error}") from error

@@ -113,6 +113,7 @@ def _check_command(words: list[str]) -> None:
     name, *rest = words
     command = COMMANDS[name]
     options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+    flags = {option for parameter in command.params if getattr(parameter, "is_flag", False) for option in parameter.opts}
     arguments: list[str] = []
     values: dict[str, str] = {}
     rest = rest[: rest.index("<")] if "<" in rest else rest
@@ -120,11 +121,15 @@ def _check_command(words: list[str]) -> None:
         word = rest.pop(0)
         if word.startswith("--"):
             assert word in options, f"lucidrl {name} has no option {word}"
-            values[word] = rest.pop(0)
+            values[word] = "" if word in flags else rest.pop(0)
         else:
             arguments.append(word)
     if name == "generate":
-        assert len(arguments) >= 2, f"lucidrl generate {arguments} needs a run and a prompt"
+        assert arguments, "lucidrl generate needs a run"
+        has_prompts = [len(arguments) > 1, "--file" in values, "--chat" in values]
+        assert has_prompts.count(True) == 1, f"lucidrl generate {arguments} needs prompts of one kind"
+        return
+    if name in ("play", "clean"):
         return
     assert all("=" in argument for argument in arguments), arguments
     schema = SCHEMAS[values.get("--algorithm", name if name != "check" else "grpo")]
