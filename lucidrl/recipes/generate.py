@@ -74,7 +74,7 @@ class Completer:
         waiting = iter(prompts)
         while batch := list(islice(waiting, PROMPTS_AT_ONCE)):
             rows = [render_prompt(self.tokenizer, messages) for messages in batch for _ in range(self._samples)]
-            texts = self.tokenizer.batch_decode(self.sampled_ids(rows), skip_special_tokens=True)
+            texts = [self.text_of(ids) for ids in self.sampled_ids(rows)]
             for first in range(0, len(texts), self._samples):
                 yield texts[first : first + self._samples]
 
@@ -87,6 +87,10 @@ class Completer:
         output = self._generator.generate(data, greedy=self._samples == 1).to("cpu")
         ends = output["unpadded_sequence_lengths"].tolist()
         return [row[start:end] for row, start, end in zip(output["output_ids"], lengths.tolist(), ends, strict=True)]
+
+    def text_of(self, ids: torch.Tensor) -> str:
+        """The text that ids stand for, without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 class Chat:
@@ -110,7 +114,7 @@ class Chat:
         ids = render_next_turn(tokenizer, self._log, turn) if self._log else render_prompt(tokenizer, turn)
         log = [*self._log, *with_tokens(turn, ids)]
         [sampled] = self._completer.sampled_ids([torch.cat([message["token_ids"] for message in log]).tolist()])
-        content = tokenizer.decode(sampled, skip_special_tokens=True)
+        content = self._completer.text_of(sampled)
         self._log = [*log, {"role": "assistant", "content": content, "token_ids": sampled}]
         return content
 

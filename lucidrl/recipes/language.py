@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.table import Table
 
@@ -36,7 +36,8 @@ class TextRun(TrainingRun[C]):
     """A run of a language model."""
 
     def __init__(self, config: C, python: PythonInputs | None = None) -> None:
-        super().__init__(config.model_copy(update={"policy": with_resolved_names(config.policy)}))
+        resolved: Any = config.model_copy(update={"policy": with_resolved_names(config.policy)})
+        super().__init__(resolved)
         self._inputs = TextInputs(self.config, python)
         self._generators: list[SeparateGenerator] = []
         """Generators in separate processes."""

@@ -111,7 +111,7 @@ def _recorded(env: gymnasium.Env, video: Path) -> Iterator[gymnasium.Env]:
         options = {"fps": fps, "macro_block_size": 2}
     with ExitStack() as stack:
         try:
-            writer = stack.enter_context(imageio.get_writer(video, mode="I", **options))
+            writer: Any = stack.enter_context(imageio.get_writer(video, mode="I", **options))
         except Exception as error:  # of the package, or of ffmpeg
             raise ConfigError(f"--video {video} cannot be written ({error}); choose another file") from error
 
