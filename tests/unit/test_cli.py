@@ -265,7 +265,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(lucidrl, workplace,
     assert not left or "model_without_weights" in str(arguments)
 
 
-@pytest.mark.parametrize("command", ["grpo", "sft", "ppo", "generate", "check"])
+@pytest.mark.parametrize("command", ["grpo", "sft", "ppo", "generate", "play", "check", "clean"])
 def test_help_shows_an_example(lucidrl, command):
     code, output, _ = lucidrl(command, "--help")
     assert code == 0
