@@ -1,4 +1,4 @@
-"""The command line: `lucidrl grpo`, `sft`, `ppo`, `generate`, `check`.
+"""The command line: `lucidrl grpo`, `sft`, `ppo`, `generate`, `play`, `check`, `clean`.
 
 Commands import what they need when they run, so `--help` prints at once.
 """
@@ -6,6 +6,7 @@ Commands import what they need when they run, so `--help` prints at once.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -147,10 +148,31 @@ def _launch(
 
 @app.command()
 def generate(
-    source: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder (its newest checkpoint) or model folder.")],
-    prompts: Annotated[
-        list[str], typer.Argument(metavar="PROMPT", help="Prompts; `-` reads one per line from standard input.")
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="Run folder (its newest checkpoint), checkpoint, model folder or hub:ORG/NAME."
+        ),
     ],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT", help="Prompts; `-` reads one per line from standard input.", show_default=False
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of prompts: one per line or, with the suffix .jsonl, one object per line with `prompt` or "
+            "`messages`.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="With --file: write a JSONL file, each line with its `completion`.", show_default=False),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Talk with the model.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Completions per prompt; 1 decodes greedily, more sample.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per completion.")] = 64,
@@ -162,15 +184,50 @@ def generate(
 
         lucidrl generate runs/grpo/exp_001 "12+30=" "40+2="
         lucidrl generate runs/grpo/exp_001 - < prompts.txt
+        lucidrl generate runs/grpo/exp_001 --file prompts.jsonl --output completions.jsonl
+        lucidrl generate runs/grpo/exp_001@best --chat --max-new-tokens 256
 
-    Prints the completions in the order of the prompts. Empty lines of standard input are skipped. Write `--` before a
-    prompt that begins with a dash.
+    Prints the completions in the order of the prompts. Empty lines are skipped. Write `--` before a prompt that begins
+    with a dash. In a chat, `/reset` starts a new conversation, and `/exit` or Ctrl-D ends it.
     """
-    all_prompts = _with_standard_input(prompts)
-    from lucidrl.recipes.generate import Sampling, completions
+    given = [name for name, is_set in (("PROMPT", prompts), ("--file", file), ("--chat", chat)) if is_set]
+    if len(given) != 1:
+        raise ConfigError(f"{' and '.join(given) or 'no prompts'} given; write PROMPT ..., --file FILE or --chat")
+    if output is not None and file is None:
+        raise ConfigError("--output needs the prompts in a file; give it with --file")
+    if chat and samples > 1:
+        raise ConfigError(f"--samples {samples} does not apply to --chat, which has one reply per message; remove it")
+    all_prompts = _with_standard_input(prompts or [])
+    from lucidrl.recipes.generate import CHAT_HELP, Completer, Sampling, complete_file, completions
+    from lucidrl.recipes.generate import chat as talk
 
-    for completion in completions(source, all_prompts, Sampling(samples, temperature, max_new_tokens, seed)):
+    sampling = Sampling(samples, temperature, max_new_tokens, seed)
+    if chat:
+        completer = Completer(source, sampling)
+        if sys.stdin.isatty():
+            typer.echo(CHAT_HELP, err=True)
+        try:
+            talk(completer, _typed_lines(), typer.echo)
+        except (EOFError, KeyboardInterrupt):  # Ctrl-D or Ctrl-C
+            typer.echo()
+        return
+    found = (
+        completions(source, all_prompts, sampling) if file is None else complete_file(source, file, sampling, output)
+    )
+    for completion in found:
         typer.echo(completion)
+
+
+def _typed_lines() -> Iterator[str]:
+    """Lines of standard input; asks for them on a terminal, and then ends with EOFError."""
+    try:
+        while True:
+            line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
+            if not line and not sys.stdin.isatty():
+                return
+            yield line
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input is not valid UTF-8 ({error}); write text") from error
 
 
 def _with_standard_input(prompts: list[str]) -> list[str]:
@@ -186,6 +243,38 @@ def _with_standard_input(prompts: list[str]) -> list[str]:
     if not lines:
         raise DataError("standard input has no prompts; write one per line")
     return [line for prompt in prompts for line in (lines if prompt == "-" else [prompt])]
+
+
+@app.command()
+def play(
+    source: Annotated[str, typer.Argument(metavar="RUN", help="Run folder of `lucidrl ppo` (its newest checkpoint).")],
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first episode; the others use the next ones.")] = 0,
+    max_frames: Annotated[int, typer.Option(min=1, help="Frames after which an episode is cut off.")] = 10_000,
+    video: Annotated[
+        Path | None, typer.Option(help="Record the episodes in this file, .mp4 or .gif.", show_default=False)
+    ] = None,
+) -> None:
+    """Play episodes with a trained control policy.
+
+    Examples:
+
+        lucidrl play runs/ppo/exp_001
+        lucidrl play runs/ppo/exp_001@best --episodes 1 --video episode.mp4
+
+    The policy takes its likeliest action in every frame. Prints the return of each episode, which is the sum of its
+    rewards, and their mean.
+    """
+    from lucidrl.recipes.play import play as played
+
+    returns: list[float] = []
+    for number, episode in enumerate(played(source, episodes, seed, max_frames, video), 1):
+        returns.append(episode.reward)
+        cut = ", cut off" if episode.is_cut else ""
+        typer.echo(f"episode {number}: return {episode.reward:.2f}, {episode.length} frames{cut}")
+    typer.echo(f"mean return of {len(returns)} episodes: {sum(returns) / len(returns):.2f}")
+    if video is not None:
+        typer.echo(f"video: {video}")
 
 
 @app.command()
@@ -237,6 +326,45 @@ def show(
 
     has_file = "=" not in settings[0]
     show_data(settings[0] if has_file else None, settings[has_file:], num_rows=rows, algorithm=algorithm)
+
+
+@app.command()
+def clean(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="PATH", help="Run folders, or folders of runs; default: runs.", show_default=False),
+    ] = None,
+    optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--optimizer", help="Also free the optimizer state of finished runs; they cannot be resumed then."
+        ),
+    ] = False,
+    runs: Annotated[bool, typer.Option("--runs", help="Remove the named runs completely.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Free without asking.")] = False,
+) -> None:
+    """Show what runs take on disk, and free it.
+
+    Examples:
+
+        lucidrl clean
+        lucidrl clean runs/grpo --optimizer
+        lucidrl clean runs/grpo/exp_001 runs/grpo/exp_002 --runs --yes
+
+    Frees the checkpoints that are neither the newest nor the best of their run, after asking you. Without a terminal it
+    only shows them, unless you write --yes. A run that is running stays as it is, and so does everything that is no
+    file of a run. Links are not followed.
+    """
+    from lucidrl.recipes.clean import Free
+    from lucidrl.recipes.clean import clean as clean_runs
+
+    def confirm(question: str) -> bool:
+        if not yes and not sys.stdin.isatty():
+            typer.echo("nothing is freed without --yes")
+            return False
+        return yes or typer.confirm(question)
+
+    clean_runs(paths or [Path("runs")], Free(optimizer=optimizer, runs=runs), confirm=confirm)
 
 
 def main() -> None:

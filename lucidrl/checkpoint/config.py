@@ -8,6 +8,9 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from lucidrl.utils.config import Config
 
+CONFIG_NAME, CHECKPOINTS_NAME = "config.yaml", "checkpoints"
+"""Settings and checkpoints in a run folder."""
+
 
 class CheckpointConfig(Config):
     """When checkpoints are saved, what they contain, and which are kept."""

@@ -188,7 +188,8 @@ class CheckpointManager:
             raise CheckpointError(f"{self.root} has no valid checkpoint to resume from; start a new run")
         if newest.weights_only:
             raise CheckpointError(
-                f"{newest.path} was saved with checkpoint.weights_only=true: it has no optimizer, so no run can be "
+                f"{newest.path} was saved with checkpoint.weights_only=true, or freed by lucidrl clean --optimizer: it "
+                "has no optimizer, so no run can be "
                 f"resumed from it; start a new run, of a language model with policy.model_name={newest.path / 'policy'}"
             )
         return newest
@@ -196,6 +197,12 @@ class CheckpointManager:
     def best(self) -> Checkpoint | None:
         """The valid checkpoint with the best metric, or None; the newest of equal ones, never a NaN."""
         return self._first_valid(self.root / f"step_{step}" for step in self._ranked(self._metrics_by_step()))
+
+    def superseded(self) -> list[Path]:
+        """Folders of checkpoints that are neither the newest nor the best, oldest first; verifies no files."""
+        metrics_by_step = self._metrics_by_step()
+        keep = {*list(metrics_by_step)[-1:], *self._ranked(metrics_by_step)[:1]}
+        return [self.root / f"step_{step}" for step in metrics_by_step if step not in keep]
 
     def load(self, which: Path | str | int) -> Checkpoint:
         """Verify and open the checkpoint of a step of this run, or the one at a path.

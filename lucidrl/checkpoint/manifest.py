@@ -83,6 +83,14 @@ def is_as_listed(folder: Path) -> bool:
     return present == set(_read_manifest(folder))
 
 
+def listed_files(folder: Path) -> dict[PurePosixPath, FileDigest]:
+    """The files of a manifest, by path relative to `folder`; does not check them."""
+    return {
+        PurePosixPath(name): FileDigest(entry["size_bytes"], entry["sha256"])
+        for name, entry in _read_manifest(folder).items()
+    }
+
+
 def read_json(folder: Path, name: str) -> Any:
     """The content of an untrusted JSON file.
 

@@ -23,9 +23,15 @@ log = logging.getLogger(__name__)
 
 
 class ReplayBuffer(Protocol):
-    """Anything that takes batches."""
+    """Stores batches of collectors, and draws batches for training; TorchRL's replay buffers are of this form."""
 
-    def extend(self, data: Any) -> Any: ...
+    def extend(self, data: Any) -> Any:
+        """Store the entries of a batch along its first dim; collectors call it."""
+        ...
+
+    def sample(self, batch_size: int) -> Any:
+        """Draw stored entries; the training loop calls it."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,11 @@ class CollectorOptions:
     def __post_init__(self) -> None:
         if self.frames_per_batch < 1:
             raise ConfigError(f"frames_per_batch={self.frames_per_batch} makes no batch; give at least 1")
+        if self.replay_buffer is not None and not callable(getattr(self.replay_buffer, "extend", None)):
+            raise ConfigError(
+                f"replay_buffer={self.replay_buffer!r:.60} has no method extend, with which collectors store batches; "
+                "give an object with extend(batch) and sample(batch_size)"
+            )
         if self.total_frames < -1 or self.total_frames == 0:
             raise ConfigError(f"total_frames={self.total_frames} collects nothing; give at least 1, or -1 for no limit")
 

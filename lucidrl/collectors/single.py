@@ -56,7 +56,7 @@ class Collector(LocalCollector):
         reset_at_each_iter: begin new episodes with each batch.
         exploration_type: how a probabilistic policy acts; by default it samples.
         postproc: called with each batch; returns the batch to yield.
-        replay_buffer: extended with each batch.
+        replay_buffer: object with `extend`, which stores each batch, and `sample`; see `ReplayBuffer`.
         seed: as for `set_seed`.
         post_collect_hook: called with each batch as collected.
         first_trajectory, trajectory_stride: of the trajectory numbers.

@@ -38,6 +38,7 @@ from lucidrl.models.model_checks import (
     describe_mismatch,
 )
 from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig, Precision
+from lucidrl.models.sources import model_folder
 
 logger = logging.getLogger(__name__)
 
@@ -261,15 +262,3 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     declared = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(int(token) for token in [*ids, tokenizer.eos_token_id] if token is not None)
-
-
-def model_folder(model_name: str) -> Path:
-    """The folder of a model on disk, which has a config.json."""
-    folder = Path(model_name).expanduser()
-    if not (folder / "config.json").is_file():
-        found = "has no config.json" if folder.is_dir() else "does not exist"
-        raise ConfigError(
-            f"policy.model_name={model_name!r}: that folder {found}; give a Hugging Face model folder on disk, "
-            f"or one of {', '.join(EMBEDDED_MODELS)}"
-        )
-    return folder

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,6 +94,9 @@ class PPORun(TrainingRun[PPORunConfig]):
             episodes=EpisodeCounter(config.env.num_envs),
         )
 
+    def next_commands(self, folder: Path) -> list[list[str]]:
+        return [["lucidrl", "play", str(folder)]]
+
     def close(self) -> None:
         if "_envs" in vars(self):
             self._envs[0].close()
@@ -105,11 +109,11 @@ def _networks(config: PPORunConfig) -> tuple[ControlPolicyConfig, CriticConfig]:
 
 def make_envs(config: ControlEnvConfig, num_envs: int) -> tuple[EnvBase, list[EpisodeTape]]:
     """Return envs that step together, and the tapes that replay their episodes after a resume."""
-    tapes = [EpisodeTape(_gymnasium_env(config)) for _ in range(num_envs)]
+    tapes = [EpisodeTape(gymnasium_env(config)) for _ in range(num_envs)]
     return SerialEnv(num_envs, [partial(GymEnv, tape.taped_env()) for tape in tapes]), tapes
 
 
-def _gymnasium_env(config: ControlEnvConfig) -> gymnasium.Env:
+def gymnasium_env(config: ControlEnvConfig) -> gymnasium.Env:
     import gymnasium
 
     module_name, colon, _ = config.name.partition(":")
@@ -152,7 +156,7 @@ def spaces_of(env: EnvBase, name: str) -> tuple[ObservationSpace, ActionSpace]:
 def _validator(config: PPORunConfig, policy: ControlPolicy, stack: ExitStack) -> EpisodeValidator | None:
     if config.validation.num_episodes == 0:
         return None
-    env = SerialEnv(config.validation.num_episodes, lambda: GymEnv(_gymnasium_env(config.env)))
+    env = SerialEnv(config.validation.num_episodes, lambda: GymEnv(gymnasium_env(config.env)))
     stack.callback(env.close)
     return EpisodeValidator(env, policy.greedy, policy.device, VALIDATION_SEED, config.validation.max_episode_frames)
 

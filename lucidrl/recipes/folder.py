@@ -17,6 +17,7 @@ from pathlib import Path
 import orjson
 
 from lucidrl import __version__
+from lucidrl.checkpoint.config import CONFIG_NAME
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.base_config import BaseRunConfig, RunConfig
 from lucidrl.utils.logger.folders import get_next_experiment_dir, write_private_text
@@ -24,7 +25,7 @@ from lucidrl.utils.logger.redact import redacted, redacted_text
 
 log = logging.getLogger(__name__)
 
-CONFIG_NAME, CHECKPOINTS_NAME, LOGS_NAME, LOCK_NAME = "config.yaml", "checkpoints", "logs", "run.lock"
+LOGS_NAME, LOCK_NAME = "logs", "run.lock"
 DRIVER_LOG_NAME = "driver.log"
 _MAX_LOCK_BYTES = 4096
 _MAX_NAME_BYTES = 255
@@ -76,6 +77,23 @@ def occupied(folder: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def is_occupied(folder: Path) -> bool:
+    """Whether a process works in the run folder; changes nothing."""
+    try:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:  # a link, or a file of another user
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _locked_file(path: Path) -> int:

@@ -1,29 +1,37 @@
-"""`lucidrl generate`: complete prompts with a trained model."""
+"""`lucidrl generate`: complete prompts with a trained model, from the command line, a file, or in a chat."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import orjson
 import torch
 
-from lucidrl.checkpoint.manager import CheckpointManager
-from lucidrl.data.messages import render_prompt
+from lucidrl.data.interfaces import LLMMessageLogType
+from lucidrl.data.messages import render_next_turn, render_prompt, with_tokens
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.errors import CheckpointError, ConfigError
+from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.interfaces import GenerationDatumSpec
 from lucidrl.models.loading import load_model, load_tokenizer
 from lucidrl.models.logprobs import LogprobModel
-from lucidrl.models.policy.policy import WEIGHTS
-from lucidrl.recipes.folder import CHECKPOINTS_NAME, CONFIG_NAME
+from lucidrl.models.sources import resolved_name
 from lucidrl.recipes.preflight import silence_progress_bars
 from lucidrl.utils.device import default_device
 
 PROMPTS_AT_ONCE = 64
 """Prompts per generated batch; completions are printed batch by batch."""
+OBJECT_SUFFIXES = (".jsonl", ".json", ".ndjson")
+"""Files with one JSON object per line; others have one prompt per line."""
+RESET, EXIT = "/reset", "/exit"
+CHAT_HELP = f"write a message; {RESET} starts a new conversation, {EXIT} or Ctrl-D ends the chat"
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -36,40 +44,184 @@ class Sampling:
     seed: int = 0
 
 
-def completions(source: Path, prompts: Sequence[str], sampling: Sampling) -> Iterator[str]:
-    """Yield `samples` completions per prompt, in order, by a model folder or the newest checkpoint of a run."""
-    silence_progress_bars()
-    name = str(_model_folder(source))
-    tokenizer = load_tokenizer(name)
-    model = LogprobModel(load_model(name, torch.float32), sampling.temperature).to(default_device())
-    config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature)
-    generator = BuiltinGenerator(model, tokenizer, config, seed=sampling.seed)
-    for first in range(0, len(prompts), PROMPTS_AT_ONCE):
-        rows = [
-            torch.tensor(render_prompt(tokenizer, [{"role": "user", "content": prompt}]))
-            for prompt in prompts[first : first + PROMPTS_AT_ONCE]
-            for _ in range(sampling.samples)
-        ]
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt of a file or of the command line."""
+
+    messages: Messages
+    record: Mapping[str, Any]
+    """All that the file says about it; the output repeats it."""
+
+
+class Completer:
+    """A model that completes prompts.
+
+    Args:
+        source: a name of `lucidrl.models.sources`, such as a run folder.
+    """
+
+    def __init__(self, source: str | Path, sampling: Sampling) -> None:
+        silence_progress_bars()
+        name = resolved_name(str(source), "RUN")
+        self.tokenizer = load_tokenizer(name)
+        model = LogprobModel(load_model(name, torch.float32), sampling.temperature).to(default_device())
+        config = GenerationConfig(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature)
+        self._generator = BuiltinGenerator(model, self.tokenizer, config, seed=sampling.seed)
+        self._samples = sampling.samples
+
+    def complete(self, prompts: Iterable[Messages]) -> Iterator[list[str]]:
+        """Yield the completions of each prompt, in order."""
+        waiting = iter(prompts)
+        while batch := list(islice(waiting, PROMPTS_AT_ONCE)):
+            rows = [render_prompt(self.tokenizer, messages) for messages in batch for _ in range(self._samples)]
+            texts = [self.text_of(ids) for ids in self.sampled_ids(rows)]
+            for first in range(0, len(texts), self._samples):
+                yield texts[first : first + self._samples]
+
+    def sampled_ids(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """The ids that the model writes after the ids of prompts."""
+        rows = [torch.tensor(ids) for ids in prompts]
         lengths = torch.tensor([len(row) for row in rows])
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=int(tokenizer.pad_token_id))
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=int(self.tokenizer.pad_token_id))
         data: BatchedDataDict[GenerationDatumSpec] = BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
-        output = generator.generate(data, greedy=sampling.samples == 1).to("cpu")
+        output = self._generator.generate(data, greedy=self._samples == 1).to("cpu")
         ends = output["unpadded_sequence_lengths"].tolist()
-        written = [row[start:end] for row, start, end in zip(output["output_ids"], lengths.tolist(), ends, strict=True)]
-        yield from tokenizer.batch_decode(written, skip_special_tokens=True)
+        return [row[start:end] for row, start, end in zip(output["output_ids"], lengths.tolist(), ends, strict=True)]
+
+    def text_of(self, ids: torch.Tensor) -> str:
+        """The text that ids stand for, without special tokens."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def _model_folder(source: Path) -> Path:
-    if (source / "config.json").is_file():
-        return source
-    if not (source / CONFIG_NAME).is_file():
-        raise ConfigError(f"{source} is neither a run folder nor a model folder; choose one, such as runs/grpo/exp_001")
-    checkpoint = CheckpointManager(source / CHECKPOINTS_NAME).latest()
-    if checkpoint is None:
-        raise CheckpointError(f"{source} holds no valid checkpoint yet; wait until the run saves one")
-    if not (checkpoint.path / WEIGHTS / "config.json").is_file():
-        raise ConfigError(
-            f"{source} holds no language model; choose a run of lucidrl grpo or sft (docs/control.md shows how to run "
-            "a trained control policy)"
-        )
-    return checkpoint.path / WEIGHTS
+class Chat:
+    """A conversation with a model; the tokens that it sampled stay as they are in its history."""
+
+    def __init__(self, completer: Completer) -> None:
+        self._completer = completer
+        self._log: LLMMessageLogType = []
+
+    def reset(self) -> None:
+        """Begin a new conversation."""
+        self._log = []
+
+    def reply(self, text: str) -> str:
+        """The model's reply to a message; if it cannot reply, the history is as before.
+
+        Raises:
+            DataError: the conversation is longer than the context of the model.
+        """
+        tokenizer, turn = self._completer.tokenizer, [{"role": "user", "content": text}]
+        ids = render_next_turn(tokenizer, self._log, turn) if self._log else render_prompt(tokenizer, turn)
+        log = [*self._log, *with_tokens(turn, ids)]
+        [sampled] = self._completer.sampled_ids([torch.cat([message["token_ids"] for message in log]).tolist()])
+        content = self._completer.text_of(sampled)
+        self._log = [*log, {"role": "assistant", "content": content, "token_ids": sampled}]
+        return content
+
+
+def completions(source: str | Path, prompts: Iterable[str], sampling: Sampling) -> Iterator[str]:
+    """Yield `samples` completions per prompt, in order."""
+    completer = Completer(source, sampling)
+    for texts in completer.complete([{"role": "user", "content": prompt}] for prompt in prompts):
+        yield from texts
+
+
+def complete_file(source: str | Path, file: Path, sampling: Sampling, output: Path | None) -> Iterator[str]:
+    """Yield the completions of a file's prompts; with `output`, write them there as JSON lines instead.
+
+    A line of the output repeats its prompt's line, with the key `completion` added.
+
+    Raises:
+        DataError: a prompt is malformed, or the file has none; before the model is loaded.
+        ConfigError: the output exists already, or cannot be written.
+    """
+    if output is not None:
+        _check_is_new(output)
+    if not sum(1 for _ in read_prompts(file)):
+        raise DataError(f"{file} has no prompts; write one per line")
+    completer = Completer(source, sampling)
+    found = zip(read_prompts(file), completer.complete(row.messages for row in read_prompts(file)), strict=True)
+    if output is None:
+        for _, texts in found:
+            yield from texts
+        return
+    try:
+        with output.open("xb") as written:
+            for row, texts in found:
+                for text in texts:
+                    written.write(orjson.dumps({**row.record, "completion": text}) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be written ({error}); choose another file") from error
+
+
+def read_prompts(file: Path) -> Iterator[PromptRow]:
+    """The prompts of a file: one per line, or one JSON object per line with the key `prompt` or `messages`.
+
+    Raises:
+        DataError: names file, line and reason.
+    """
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                text = line.rstrip("\r\n")
+                if text.strip():
+                    place = f"{file}:{number}"
+                    is_object = file.suffix in OBJECT_SUFFIXES
+                    yield _parsed(text, place) if is_object else PromptRow(_asked(text), {"prompt": text})
+    except OSError as error:
+        raise DataError(f"--file {file} cannot be read ({error}); give a text or JSONL file with prompts") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not valid UTF-8 ({error}); write the prompts as text") from error
+
+
+def chat(completer: Completer, messages: Iterable[str], write: Callable[[str], None]) -> None:
+    """Reply to messages until `/exit` or their end; `/reset` begins a new conversation."""
+    conversation = Chat(completer)
+    for message in messages:
+        text = message.strip()
+        if text == EXIT:
+            return
+        if text == RESET:
+            conversation.reset()
+            write("(new conversation)")
+        elif text.startswith("/"):
+            write(f"({text.split()[0]} is unknown: {CHAT_HELP})")
+        elif text:
+            try:
+                write(conversation.reply(text))
+            except DataError as error:
+                write(f"({error}; {RESET} starts a new conversation)")
+
+
+def _parsed(line: str, place: str) -> PromptRow:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{place}: not valid JSON ({error}); write one JSON object per line") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: holds a {type(record).__name__}; write one JSON object per line")
+    prompt = record.get("messages", record.get("prompt"))
+    if isinstance(prompt, str) and prompt:
+        return PromptRow(_asked(prompt), record)
+    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+        if prompt[-1]["role"] == "assistant":
+            raise DataError(f"{place}: ends with a message of the assistant; end with one of the user")
+        return PromptRow(prompt, record)
+    raise DataError(
+        f'{place}: has no prompt; write {{"prompt": "text"}} or {{"messages": [{{"role": "user", "content": "text"}}]}}'
+    )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def _asked(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
+
+
+def _check_is_new(output: Path) -> None:
+    if output.exists():
+        raise ConfigError(f"--output {output} exists already; choose another file, or remove it")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output {output}: the folder {output.parent} does not exist; create it first")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.table import Table
 
@@ -23,6 +23,7 @@ from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.generation.interfaces import GenerationInterface
 from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.policy import Policy
+from lucidrl.models.sources import with_resolved_names
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
 from lucidrl.recipes.folder import LOGS_NAME
 from lucidrl.recipes.inputs import PythonInputs
@@ -37,8 +38,9 @@ class TextRun(TrainingRun[C]):
     """A run of a language model."""
 
     def __init__(self, config: C, python: PythonInputs | None = None) -> None:
-        super().__init__(config)
-        self._inputs = TextInputs(config, python)
+        resolved: Any = config.model_copy(update={"policy": with_resolved_names(config.policy)})
+        super().__init__(resolved)
+        self._inputs = TextInputs(self.config, python)
         self._generators: list[SeparateGenerator] = []
         """Generators in separate processes."""
 

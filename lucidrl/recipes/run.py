@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Column, Table
 
+from lucidrl.checkpoint.config import CHECKPOINTS_NAME
 from lucidrl.errors import ConfigError, EnvironmentFailure
 from lucidrl.recipes.advice import CANNOT_LEARN, advice
 from lucidrl.recipes.callbacks import Callbacks, TrainingResult
 from lucidrl.recipes.configs import BaseRunConfig, TextRunConfig
 from lucidrl.recipes.display import RunDisplay
 from lucidrl.recipes.explain import explanation
-from lucidrl.recipes.folder import CHECKPOINTS_NAME, create_run_folder, driver_log, occupied
+from lucidrl.recipes.folder import create_run_folder, driver_log, occupied
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.profile import profiling_as_configured, use_traces_folder
 from lucidrl.recipes.settings import new_settings, preset_of, resumed_settings

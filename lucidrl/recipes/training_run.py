@@ -17,13 +17,14 @@ from lucidrl.algorithms.interfaces import Algorithm, TrainedPolicy
 from lucidrl.algorithms.loop import TrainingLoop, Watcher
 from lucidrl.algorithms.saver import Saver, checkpoint_size_bytes
 from lucidrl.algorithms.validation import Validator
+from lucidrl.checkpoint.config import CHECKPOINTS_NAME
 from lucidrl.checkpoint.manager import Checkpoint, CheckpointManager
 from lucidrl.errors import CheckpointError
 from lucidrl.models.policy.config import OptimizationConfig
 from lucidrl.recipes.advice import advice
 from lucidrl.recipes.callbacks import Callbacks, WatcherWithCallbacks
 from lucidrl.recipes.configs import BaseRunConfig
-from lucidrl.recipes.folder import CHECKPOINTS_NAME, check_can_create, update_run_config
+from lucidrl.recipes.folder import check_can_create, update_run_config
 from lucidrl.utils.logger import Logger
 from lucidrl.utils.logger.backends import check_trackers
 from lucidrl.utils.nsys import ProfilablePolicy, profile_request

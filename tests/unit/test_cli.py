@@ -19,7 +19,6 @@ from rich.console import Console
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from lucidrl import cli
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.models.embedded import embedded_config, embedded_tokenizer
 from lucidrl.recipes.configs import GRPORunConfig
@@ -110,25 +109,6 @@ class Exiting(Idle):
 for env in (Several, Switches, Failing, Exiting):
     gymnasium.register(f"{env.__name__}-v0", env)
 """
-
-
-@pytest.fixture
-def lucidrl(monkeypatch, capfd):
-    """Runs a command in this process; returns its exit code, output and errors."""
-    monkeypatch.setattr("lucidrl.recipes.run.configure_rich_logging", lambda **options: None)
-
-    def call(*arguments: object, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["lucidrl", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        capfd.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, *capfd.readouterr()
-
-    return call
 
 
 @pytest.fixture
@@ -244,7 +224,25 @@ MISTAKES = {
     "argument of the environment": (["grpo", "env.kwargs.max_operan=3"], ["did you mean env.kwargs.max_operand?"]),
     "resume of no run": (["grpo", "--resume", "taken"], ["taken is not a run folder", "config.yaml"]),
     "resume with a preset": (["grpo", "--resume", "taken", "--preset", "demo"], ["remove --config and --preset"]),
-    "generate from no run": (["generate", "taken", "1+1="], ["taken is neither a run folder nor a model folder"]),
+    "generate from no run": (
+        ["generate", "taken", "1+1="],
+        ["RUN='taken': that folder has no config.json", "a run folder"],
+    ),
+    "generate without any prompts": (["generate", "taken/run"], ["no prompts given; write PROMPT", "--file", "--chat"]),
+    "generate from two sources": (["generate", "taken/run", "1+1=", "--chat"], ["PROMPT and --chat given; write"]),
+    "generate to a file without one": (["generate", "taken/run", "1+1=", "--output", "x.jsonl"], ["--output needs"]),
+    "chat with samples": (["generate", "taken/run", "--chat", "--samples", "3"], ["--samples 3 does not apply"]),
+    "hub id without the prefix": (
+        ["grpo", "policy.model_name=org/name"],
+        ["'org/name': that folder does not exist; write hub:org/name to download"],
+    ),
+    "hub id that is none": (["grpo", "policy.model_name=hub:name"], ["'hub:name' is not a name on the hub"]),
+    "code of the hub": (
+        ["grpo", "policy.model_name=hub:org/name", "policy.trust_remote_code=true"],
+        ["policy.trust_remote_code=true does not apply to policy.model_name=hub:org/name"],
+    ),
+    "run without a checkpoint": (["grpo", "policy.model_name=taken/run"], ["taken/run holds no valid checkpoint yet"]),
+    "run with an unknown checkpoint": (["grpo", "policy.model_name=taken/run@last"], ["taken/run@best or taken/run@n"]),
     "generate before a checkpoint": (["generate", "taken/run", "1+1="], ["taken/run holds no valid checkpoint yet"]),
     "check of an unknown algorithm": (["check", "--algorithm", "ppp"], ["--algorithm=ppp", "grpo, sft, ppo"]),
     "unknown control env": (["ppo", "env.name=CartPol-v1"], ["'CartPol-v1'", "CartPole"]),
@@ -280,7 +278,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(lucidrl, workplace,
     assert not left or "model_without_weights" in str(arguments)
 
 
-@pytest.mark.parametrize("command", ["grpo", "sft", "ppo", "generate", "check"])
+@pytest.mark.parametrize("command", ["grpo", "sft", "ppo", "generate", "play", "check", "clean"])
 def test_help_shows_an_example(lucidrl, command):
     code, output, _ = lucidrl(command, "--help")
     assert code == 0

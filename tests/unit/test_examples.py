@@ -184,6 +184,16 @@ def test_collectors_collect_with_every_version(capfd, examples_on_path):
     ]
 
 
+@pytest.mark.slow
+def test_a_dqn_learns_from_a_replay_buffer(capfd, examples_on_path):
+    main = runpy.run_path(str(EXAMPLES / "dqn_replay_buffer.py"))["main"]
+    main(["--frames", "12000"])
+    returns = [float(line.rpartition(" ")[2]) for line in capfd.readouterr().out.splitlines()]
+    assert max(returns) > 5 * returns[0]
+    main(["--frames", "3000", "--workers", "2"])
+    assert capfd.readouterr().out.startswith("  2560 frames: ")
+
+
 def recorded_lines(run: str | Path) -> list[dict]:
     return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lucidrl.models.policy.config import OptimizationConfig, OptimizerConfig
 
@@ -23,16 +23,27 @@ class NetworkOptimizerConfig(OptimizerConfig):
 class NetworkConfig(OptimizationConfig):
     """A network with its own optimizer."""
 
+    network: str | None = None
+    """Your own network, as `module:function`. The function gets the shapes of an observation and of an action, and
+    returns a torch module for observations `[N, ...]`. Default: fully connected layers."""
+    network_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of that function."""
     hidden_sizes: tuple[PositiveInt, ...] = (64, 64)
-    """Units of each hidden layer."""
+    """Units of each hidden layer; not used with `network`."""
     activation: Activation = "tanh"
-    """Activation after each hidden layer."""
+    """Activation after each hidden layer; not used with `network`."""
     precision: Literal["float32", "float64"] = "float32"
     """Precision of the network's computations."""
     optimizer: NetworkOptimizerConfig = NetworkOptimizerConfig()
     """The optimizer."""
     max_grad_norm: PositiveFloat | None = 0.5
     """Clip gradients to this norm; null turns clipping off."""
+
+    @model_validator(mode="after")
+    def _arguments_have_a_network(self) -> Self:
+        if self.network_kwargs and self.network is None:
+            raise ValueError("network_kwargs are arguments of your own network; set network=module:function too")
+        return self
 
 
 class ControlPolicyConfig(NetworkConfig):

@@ -16,6 +16,7 @@ from torch.nn.functional import log_softmax, one_hot
 from lucidrl.errors import TrainingError
 from lucidrl.models.control.config import Activation, ControlPolicyConfig, CriticConfig, NetworkConfig
 from lucidrl.models.control.interfaces import ActionSpace, ContinuousActions, DiscreteActions, ObservationSpace
+from lucidrl.models.control.own_network import own_network
 
 _HALF_LOG_2_PI = 0.5 * math.log(2 * math.pi)
 
@@ -167,7 +168,11 @@ class PolicyNetwork(nn.Module):
     def __init__(self, observations: ObservationSpace, actions: ActionSpace, config: ControlPolicyConfig):
         super().__init__()
         self.head = action_head(actions, config.initial_std)
-        self.body = MLP(observations, self.head.num_inputs, config, FIRST_POLICY_GAIN)
+        self.body: nn.Module = (
+            own_network(config, "policy", observations, actions, self.head.num_inputs)
+            if config.network is not None
+            else MLP(observations, self.head.num_inputs, config, FIRST_POLICY_GAIN)
+        )
 
     @torch.no_grad()
     def forward(self, observation: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -201,9 +206,13 @@ class GreedyPolicy(nn.Module):
 class CriticNetwork(nn.Module):
     """Estimates the value of observations [B, ...] as [B]."""
 
-    def __init__(self, observations: ObservationSpace, config: CriticConfig):
+    def __init__(self, observations: ObservationSpace, actions: ActionSpace, config: CriticConfig):
         super().__init__()
-        self.body = MLP(observations, 1, config, FIRST_CRITIC_GAIN)
+        self.body: nn.Module = (
+            own_network(config, "critic", observations, actions, 1)
+            if config.network is not None
+            else MLP(observations, 1, config, FIRST_CRITIC_GAIN)
+        )
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         return self.body(observation).squeeze(-1)

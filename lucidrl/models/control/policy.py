@@ -19,6 +19,7 @@ from lucidrl.losses.interfaces import FrameLoss, FrameOutputs, Frames
 from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig, NetworkConfig
 from lucidrl.models.control.interfaces import ActionSpace, ControlTrainResult, ObservationSpace
 from lucidrl.models.control.networks import CriticNetwork, GreedyPolicy, PolicyNetwork
+from lucidrl.models.control.own_network import check_share_nothing
 from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.profiling.recording import Recording
 from lucidrl.profiling.spans import span
@@ -67,8 +68,8 @@ class Role:
         text = json.dumps(structure, indent=1, allow_nan=False) + "\n"
         return sets, {folder / OPTIMIZERS / f"{self.name}.json": text.encode()}
 
-    def read(self, folder: Path) -> dict[str, Any]:
-        """Read and check a saved state for `load`.
+    def read_weights(self, folder: Path) -> Mapping[str, torch.Tensor]:
+        """Read and check saved weights.
 
         Raises:
             CheckpointError: names the file and the reason.
@@ -80,8 +81,17 @@ class Role:
             if shape != saved:
                 raise CheckpointError(
                     f"{folder / self.name} is of another network: {name} should have shape {shape}, found {saved}; "
-                    f"resume with the env and the {self.name}.hidden_sizes it was saved with"
+                    f"use the env, {self.name}.network and {self.name}.hidden_sizes it was saved with"
                 )
+        return weights
+
+    def read(self, folder: Path) -> dict[str, Any]:
+        """Read and check a saved state for `load`.
+
+        Raises:
+            CheckpointError: names the file and the reason.
+        """
+        weights = self.read_weights(folder)
         tensors = {name: tensor.clone() for name, tensor in open_tensors(folder / OPTIMIZERS, self.name).items()}
         optimizer = unflatten_state(tensors, read_json(folder / OPTIMIZERS, f"{self.name}.json"))
         found, expected = (_kind(state) for state in (optimizer, self.optimizer.state_dict()))
@@ -115,7 +125,8 @@ class ControlPolicy(Recorded):
         """Samples actions for collectors; always has the newest weights."""
         self.greedy = GreedyPolicy(self.network)
         """Acts without sampling."""
-        self.critic = CriticNetwork(observations, critic).to(self.device)
+        self.critic = CriticNetwork(observations, actions, critic).to(self.device)
+        check_share_nothing(self.network, self.critic)
         self._roles = [Role("policy", self.network, policy), Role("critic", self.critic, critic)]
         self._writer = CheckpointWriter(0, 1, None, pin_memory=self.device.type == "cuda")
 
@@ -172,6 +183,12 @@ class ControlPolicy(Recorded):
         saved = [(role, role.read(folder)) for role in self._roles]
         for role, state in saved:
             role.load(state)
+
+    def load_weights(self, folder: Path) -> None:
+        """Load the networks of a checkpoint folder, which needs no optimizers."""
+        saved = [(role, role.read_weights(folder)) for role in self._roles]
+        for role, weights in saved:
+            role.network.load_state_dict(weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the layout, and the state beside weights and optimizers, as plain values.

@@ -23,11 +23,12 @@ from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
 from lucidrl.models.policy.interfaces import TrainResult
 from lucidrl.models.policy.worker import PolicyWorker
+from lucidrl.models.sources import WEIGHTS
 from lucidrl.profiling.spans import span
 from lucidrl.utils.config import validate
 from lucidrl.utils.nsys import POLICY, profile_request
 
-WEIGHTS, OPTIMIZER = "policy", "optimizer"
+OPTIMIZER = "optimizer"
 """Folders of a checkpoint; the first is a complete Hugging Face model with tokenizer."""
 
 

@@ -208,6 +208,26 @@ def test_a_resume_with_other_envs_or_networks_is_refused(ppo, tmp_path):
     assert (tmp_path / "run/hyperparams.json").read_bytes() == settings
 
 
+def test_own_networks_train_and_resume_bit_exactly(ppo, tmp_path, monkeypatch):
+    (tmp_path / "ppo_test_nets.py").write_text(
+        "from torch import nn\n"
+        "def actor(observation_shape, action_shape, width):\n"
+        "    first, last = nn.Linear(observation_shape[0], width), nn.Linear(width, action_shape[0])\n"
+        "    return nn.Sequential(first, nn.ReLU(), last)\n"
+        "def critic(observation_shape, action_shape):\n"
+        "    return nn.Linear(observation_shape[0], 1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ["policy.network=ppo_test_nets:actor", "policy.network_kwargs={width: 5}"]
+    own.append("critic.network=ppo_test_nets:critic")
+    whole, _ = ppo("whole", *own)
+    ppo("run", *own, interrupt_at=2)
+    resumed, _ = ppo("run", *own, resume=True)
+    assert metrics(resumed.path) == metrics(whole.path)
+    saved = [(path / "checkpoints/step_4/policy/model.safetensors").read_bytes() for path in (whole.path, resumed.path)]
+    assert saved[0] == saved[1]
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "num_actions"),
     [("CartPole-v1", (4,), 2), ("FrozenLake-v1", (16,), 4), ("MountainCarContinuous-v0", (2,), None)],

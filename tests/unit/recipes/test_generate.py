@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 
+import orjson
 import pytest
 
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.errors import CheckpointError, ConfigError, DataError
 from lucidrl.models.embedded import embedded_model, embedded_tokenizer
 from lucidrl.models.loading import load_tokenizer
-from lucidrl.recipes.generate import Sampling, completions
+from lucidrl.recipes.generate import CHAT_HELP, Completer, Sampling, chat, complete_file, completions
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_a_prompt_longer_than_the_context_is_refused(model_folder):
 
 
 def test_a_folder_of_anything_else_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="neither a run folder nor a model folder"):
+    with pytest.raises(ConfigError, match=r"that folder has no config\.json; give .* a run folder"):
         complete(tmp_path, "1+1=")
 
 
@@ -74,3 +75,85 @@ def test_a_changed_bit_in_a_checkpoint_is_found_when_its_model_is_loaded_by_path
     weights.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"policy/model\.safetensors: its content does not match its SHA-256"):
         complete(policy, "2+3=")
+
+
+def test_a_file_of_lines_or_objects_is_completed_in_order(model_folder, tmp_path):
+    lines, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    lines.write_text("2+3=\n\n40+2=\n")
+    rows = [{"prompt": "2+3=", "id": 1}, {"messages": [{"role": "user", "content": "40+2="}], "answer": "42"}]
+    objects.write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    expected = complete(model_folder, "2+3=", "40+2=")
+    sampling = Sampling(max_new_tokens=4)
+    assert list(complete_file(model_folder, lines, sampling, None)) == expected
+    output = tmp_path / "completions.jsonl"
+    assert list(complete_file(model_folder, objects, sampling, output)) == []
+    written = [orjson.loads(line) for line in output.read_bytes().splitlines()]
+    assert written == [{**row, "completion": text} for row, text in zip(rows, expected, strict=True)]
+    with pytest.raises(ConfigError, match="exists already; choose another file"):
+        list(complete_file(model_folder, objects, sampling, output))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", b'{"prompt": "1"}\n{"prompt": 3}\n', r"a\.jsonl:2: has no prompt; write"),
+        ("a.jsonl", b'{"prompt": "1"}\n{"text": "x"}\n', r"a\.jsonl:2: has no prompt"),
+        ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', r"a\.jsonl:1: has no prompt"),
+        ("a.jsonl", b'{"messages": [{"role": "assistant", "content": "x"}]}\n', "ends with a message of the assistant"),
+        ("a.jsonl", b"plain\n", r"a\.jsonl:1: not valid JSON"),
+        ("a.jsonl", b"[1]\n", r"a\.jsonl:1: holds a list"),
+        ("a.txt", b"\n \n", r"a\.txt has no prompts"),
+        ("a.txt", b"\xff\xfe\n", "not valid UTF-8"),
+        ("a.txt", None, r"a\.txt cannot be read"),
+    ],
+)
+def test_a_file_without_usable_prompts_is_refused_before_the_model_is_loaded(tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        list(complete_file(tmp_path / "no model", tmp_path / name, Sampling(), None))
+
+
+@pytest.fixture(scope="module")
+def chat_model(model_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(model_folder, folder)
+    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}a:{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def chatted(folder, *messages):
+    written = []
+    chat(Completer(folder, Sampling(max_new_tokens=4)), messages, written.append)
+    return written
+
+
+def test_a_chat_remembers_until_it_is_reset(chat_model, monkeypatch):
+    seen = []
+    sampled_ids = Completer.sampled_ids
+
+    def recorded(self, prompts):
+        seen.append(self.tokenizer.decode(prompts[0]))
+        return sampled_ids(self, prompts)
+
+    monkeypatch.setattr(Completer, "sampled_ids", recorded)
+    first, second, note, third = chatted(chat_model, "2+3=\n", "\n", "40+2=", "/reset", "2+3=", "/exit", "never")
+    assert (third, note) == (first, "(new conversation)")
+    assert second is not None
+    assert len(seen) == 3
+    assert seen[0] == seen[2] == "u:2+3=\na:"
+    assert seen[1].startswith(f"u:2+3=\na:{first}")
+    assert seen[1].endswith("u:40+2=\na:")
+
+
+def test_a_chat_goes_on_after_a_message_that_is_too_long(chat_model):
+    too_long, first = chatted(chat_model, "x" * 600, "2+3=")
+    assert "tokens" in too_long
+    assert too_long.endswith("/reset starts a new conversation)")
+    assert [first] == chatted(chat_model, "2+3=")
+
+
+def test_a_chat_explains_its_commands(chat_model):
+    assert chatted(chat_model, "/help") == [f"(/help is unknown: {CHAT_HELP})"]
