@@ -3,7 +3,7 @@
 The file is written twice: with row groups of 100,000 rows, and with a single row group. Each run is a process that
 checks the data, trains a few steps on the embedded model, shuffled, and reports its peak of anonymous memory (RssAnon):
 memory that belongs to the process alone, unlike mapped files, which the kernel may drop. Then a run that stops halfway
-and is resumed must end with the weights and samples of an unbroken one, to the bit.
+and is resumed must end with the weights and samples of an uninterrupted run, bit for bit.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def main() -> None:
             rows.append((f"{options.rows:,} rows, {title}", *cells, times))
             claims += [
                 Claim(f"anonymous memory above a small file: {title}", 300, above, at_most=True, unit="MB"),
-                Claim(f"resumed run equals an unbroken one to the bit: {title}", 1, float(is_equal), unit=""),
+                Claim(f"resumed run is bit-identical to an uninterrupted run: {title}", 1, float(is_equal), unit=""),
             ]
     print_table(rows, ("dataset", "on disk", "above", "peak", "opened"))
     report(claims, options.json)

@@ -1,4 +1,4 @@
-"""The command line: `lucidrl grpo`, `sft`, `ppo`, `generate`, `play`, `check`, `clean`.
+"""The command line: `lucidrl grpo`, `sft`, `ppo`, `generate`, `play`, `check`, `data show`, `clean`.
 
 Commands import what they need when they run, so `--help` prints at once.
 """
@@ -6,14 +6,13 @@ Commands import what they need when they run, so `--help` prints at once.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lucidrl import __version__
-from lucidrl.errors import ConfigError, DataError, LucidError
+from lucidrl.errors import ConfigError, LucidError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,11 +52,8 @@ Preset = Annotated[
 ]
 Resume = Annotated[
     Path | None,
-    typer.Option(
-        "--resume", help="Run folder to continue from its newest checkpoint, with its settings.", show_default=False
-    ),
+    typer.Option("--resume", help="Run folder to continue, with its settings.", show_default=False),
 ]
-
 Explain = Annotated[bool, typer.Option("--explain", help="Print where every setting came from.")]
 
 
@@ -81,7 +77,7 @@ def grpo(
     Examples:
 
         lucidrl grpo
-        lucidrl grpo policy.model_name=FOLDER env.name=my_module:MyEnv data.file=prompts.jsonl
+        lucidrl grpo policy.model_name=FOLDER data.file=prompts.jsonl reward=my_rewards:exact
         lucidrl grpo --resume runs/grpo/exp_001 grpo.max_steps=1000
 
     The first trains the built-in tiny model on two-digit addition (preset `demo`). Another model starts from the preset
@@ -197,52 +193,17 @@ def generate(
         raise ConfigError("--output needs the prompts in a file; give it with --file")
     if chat and samples > 1:
         raise ConfigError(f"--samples {samples} does not apply to --chat, which has one reply per message; remove it")
-    all_prompts = _with_standard_input(prompts or [])
-    from lucidrl.recipes.generate import CHAT_HELP, Completer, Sampling, complete_file, completions
-    from lucidrl.recipes.generate import chat as talk
+    from lucidrl.recipes.generate import Sampling, chat_on_terminal, complete_file, completions, with_standard_input
 
     sampling = Sampling(samples, temperature, max_new_tokens, seed)
     if chat:
-        completer = Completer(source, sampling)
-        if sys.stdin.isatty():
-            typer.echo(CHAT_HELP, err=True)
-        try:
-            talk(completer, _typed_lines(), typer.echo)
-        except (EOFError, KeyboardInterrupt):  # Ctrl-D or Ctrl-C
-            typer.echo()
-        return
-    found = (
-        completions(source, all_prompts, sampling) if file is None else complete_file(source, file, sampling, output)
-    )
-    for completion in found:
+        return chat_on_terminal(source, sampling)
+    own_prompts = with_standard_input(prompts or [])
+    for completion in (
+        complete_file(source, file, sampling, output) if file else completions(source, own_prompts, sampling)
+    ):
         typer.echo(completion)
-
-
-def _typed_lines() -> Iterator[str]:
-    """Lines of standard input; asks for them on a terminal, and then ends with EOFError."""
-    try:
-        while True:
-            line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
-            if not line and not sys.stdin.isatty():
-                return
-            yield line
-    except UnicodeDecodeError as error:
-        raise DataError(f"standard input is not valid UTF-8 ({error}); write text") from error
-
-
-def _with_standard_input(prompts: list[str]) -> list[str]:
-    """Replace `-` with the lines of standard input."""
-    if prompts.count("-") > 1:
-        raise ConfigError("the prompt - occurs twice, but standard input can be read only once; write - once")
-    if "-" not in prompts:
-        return prompts
-    try:
-        lines = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
-    except UnicodeDecodeError as error:
-        raise DataError(f"standard input is not valid UTF-8 ({error}); write one prompt per line as text") from error
-    if not lines:
-        raise DataError("standard input has no prompts; write one per line")
-    return [line for prompt in prompts for line in (lines if prompt == "-" else [prompt])]
+    return None
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -10,6 +11,7 @@ from typing import Any
 
 import orjson
 import torch
+import typer
 
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.data.messages import render_next_turn, render_prompt, with_tokens
@@ -225,3 +227,41 @@ def _check_is_new(output: Path) -> None:
         raise ConfigError(f"--output {output} exists already; choose another file, or remove it")
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: the folder {output.parent} does not exist; create it first")
+
+
+def chat_on_terminal(source: str, sampling: Sampling) -> None:
+    """Chat by standard input and output, until Ctrl-D, Ctrl-C or the end of a pipe."""
+    completer = Completer(source, sampling)
+    if sys.stdin.isatty():
+        typer.echo(CHAT_HELP, err=True)
+    try:
+        chat(completer, _typed_lines(), typer.echo)
+    except (EOFError, KeyboardInterrupt):  # Ctrl-D or Ctrl-C
+        typer.echo()
+
+
+def _typed_lines() -> Iterator[str]:
+    """Lines of standard input; asks for them on a terminal, and then ends with EOFError."""
+    try:
+        while True:
+            line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
+            if not line and not sys.stdin.isatty():
+                return
+            yield line
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input is not valid UTF-8 ({error}); write text") from error
+
+
+def with_standard_input(prompts: list[str]) -> list[str]:
+    """Replace `-` with the lines of standard input."""
+    if prompts.count("-") > 1:
+        raise ConfigError("the prompt - occurs twice, but standard input can be read only once; write - once")
+    if "-" not in prompts:
+        return prompts
+    try:
+        lines = [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input is not valid UTF-8 ({error}); write one prompt per line as text") from error
+    if not lines:
+        raise DataError("standard input has no prompts; write one per line")
+    return [line for prompt in prompts for line in (lines if prompt == "-" else [prompt])]

@@ -250,7 +250,7 @@ def test_the_page_on_control_shows_a_program_that_plays_a_trained_policy(ppo, mo
     (tmp_path / "exp").rename(folder)
     (folder / "config.yaml").write_text(dump_yaml(load_config(PPORunConfig, SMALL)))
     monkeypatch.chdir(tmp_path)
-    [program] = re.findall(r"```python\n(.*?)```", CONTROL_PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    _, program = re.findall(r"```python\n(.*?)```", CONTROL_PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     exec(program, {})
     assert float(capsys.readouterr().out.removeprefix("reward ")) >= 1
 

@@ -264,7 +264,7 @@ def test_there_is_nothing_to_resume_before_the_first_checkpoint(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "sft"])
-def test_a_run_on_a_filtered_mixture_resumes_to_the_bit(run, tmp_path, algorithm):
+def test_a_run_on_a_filtered_mixture_resumes_bit_identical(run, tmp_path, algorithm):
     rows = [{"question": f"{n}+1=", "answer": n + 1, "completion": str(n + 1), "level": n % 3} for n in range(60)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = ["question,answer,completion,level", *(f"{n}+2=,{n + 2},{n + 2},1" for n in range(30))]

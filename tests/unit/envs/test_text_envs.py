@@ -3,7 +3,8 @@ from decimal import Decimal
 
 import pytest
 
-from lucidrl.data.datasets import split
+from lucidrl.data.config import DataConfig
+from lucidrl.data.loading import dataset_of_prompts
 from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv, last_number
 from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
 from lucidrl.envs.text.interfaces import EnvRequest
@@ -68,7 +69,9 @@ def test_too_many_problems_are_sampled_reproducibly():
 
 
 def test_held_out_pairs_are_unseen_in_either_order():
-    train, validation = split(ArithmeticEnv(ArithmeticConfig(max_operand=20)).prompts(), 0.1)
+    prompts = ArithmeticEnv(ArithmeticConfig(max_operand=20)).prompts()
+    dataset = dataset_of_prompts(prompts, DataConfig(validation_fraction=0.1), seed=0)
+    train, validation = dataset.take(2 * len(prompts)), dataset.held_out(len(prompts))
 
     def pairs(prompts):
         return {frozenset(prompt.prompt_id.split("+")) for prompt in prompts}

@@ -115,13 +115,15 @@ def test_verifiers_in_a_pool_work_while_functions_run():
 
 
 def test_a_pooled_verifier_times_out_and_close_ends_its_processes():
+    before = set(psutil.Process().children())
     env = RewardEnv({**POOLED, "on_timeout": -1})
     late, crashed, scored = step(env, "native", "exit", "ab")
     assert (late.reward, crashed.reward, scored.reward) == (-1.0, 0.0, 2.0)
     assert (late.metrics["reward/pooled/timeout"], crashed.metrics["reward/pooled/crash"]) == (1.0, 1.0)
     env.close()
     env.close()
-    assert not [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+    started = set(psutil.Process().children()) - before
+    assert not [child for child in started if "spawn_main" in " ".join(child.cmdline())]
 
 
 def test_columns_are_checked_with_a_prompt_before_any_completion():

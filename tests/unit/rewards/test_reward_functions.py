@@ -170,9 +170,9 @@ def test_a_function_that_raises_fails_only_its_sample_and_keeps_its_traceback(er
 
 def test_a_failure_of_the_environment_passes_through():
     def stop(completion):
-        raise EnvironmentFailure("the judge is offline")
+        raise EnvironmentFailure("the grader is offline")
 
-    with pytest.raises(EnvironmentFailure, match="the judge is offline"):
+    with pytest.raises(EnvironmentFailure, match="the grader is offline"):
         scores(stop, requests("4"))
 
 

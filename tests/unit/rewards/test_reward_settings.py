@@ -29,7 +29,7 @@ def test_a_name_a_mapping_and_a_list_mean_the_same():
 
 @pytest.mark.parametrize("config_class", [GRPORunConfig, SFTRunConfig])
 def test_a_run_with_reward_uses_its_environment_and_says_so(config_class):
-    config = load_config(config_class, {}, overrides=["reward=my_rewards:exact", "env.prompts_file=p.jsonl"])
+    config = load_config(config_class, {}, overrides=["reward=my_rewards:exact", "data.file=p.jsonl"])
     assert config.env.name == REWARD_ENV
     assert config.env.is_isolated
     assert config.title == "embedded on p.jsonl with reward my_rewards:exact"
@@ -37,7 +37,7 @@ def test_a_run_with_reward_uses_its_environment_and_says_so(config_class):
 
 def test_settings_of_a_reward_come_back_from_yaml(tmp_path, monkeypatch):
     monkeypatch.setenv("TOKEN_OF_TEST", "s3cret")
-    settings = ["reward={name: 'my:judge', weight: 0.5, kwargs: {token: '${oc.env:TOKEN_OF_TEST}'}}"]
+    settings = ["reward={name: 'my:grader', weight: 0.5, kwargs: {token: '${oc.env:TOKEN_OF_TEST}'}}"]
     config = new_settings("grpo", overrides=settings)
     assert config.reward[0].kwargs == {"token": "s3cret"}
     (tmp_path / "config.yaml").write_text(config.to_yaml())
@@ -91,9 +91,9 @@ def new_inputs(overrides: list[str], *rewards) -> TextInputs:
 
 
 def test_functions_of_a_program_score_in_the_driver(prompts_file):
-    inputs = new_inputs([f"env.prompts_file={prompts_file}"], lambda completion, answer: 1.0)
+    inputs = new_inputs([f"data.file={prompts_file}"], lambda completion, answer: 1.0)
     inputs.check_rewards()
-    wrong = new_inputs([f"env.prompts_file={prompts_file}"], lambda completion, solution: 1.0)
+    wrong = new_inputs([f"data.file={prompts_file}"], lambda completion, solution: 1.0)
     with pytest.raises(ConfigError, match="the parameter solution, but the columns are answer"):
         wrong.check_rewards()
     for each in (inputs, wrong):
@@ -105,7 +105,7 @@ def test_functions_of_a_program_score_in_the_driver(prompts_file):
     [("env.num_workers=2", "needs reward functions by name"), ("env.name=my:Env", "one source of rewards")],
 )
 def test_functions_of_a_program_need_the_driver(prompts_file, override, complaint):
-    inputs = new_inputs([f"env.prompts_file={prompts_file}", override], lambda completion: 1.0)
+    inputs = new_inputs([f"data.file={prompts_file}", override], lambda completion: 1.0)
     with pytest.raises(ConfigError, match=complaint):
         inputs.check_rewards()
 
@@ -121,7 +121,7 @@ def test_rewards_without_data_are_refused_in_one_sentence():
 def test_columns_are_checked_in_the_worker_process(prompts_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "user_rewards.py").write_text("def exact(completion, solution): return 1.0\n")
-    inputs = new_inputs([f"env.prompts_file={prompts_file}", "reward=user_rewards:exact"])
+    inputs = new_inputs([f"data.file={prompts_file}", "reward=user_rewards:exact"])
     with pytest.raises(ConfigError) as refused:
         inputs.check_rewards()
     assert str(refused.value).startswith("reward exact has the parameter solution, but the columns are answer")

@@ -146,7 +146,7 @@ def test_a_missing_package_is_one_sentence(monkeypatch):
         env_of("chain_sum")
 
 
-def test_two_entries_of_one_dataset_are_told_apart():
+def test_two_entries_of_one_dataset_have_different_ids():
     env = env_of("gcd", {"name": "gcd", "config": {"min_numbers": 3, "max_numbers": 3}})
     assert {prompt.prompt_id.partition("-")[0] for prompt in env.prompts()} == {"gcd_1", "gcd_2"}
 
