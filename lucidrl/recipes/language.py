@@ -169,8 +169,10 @@ class SFTRun(TextRun[SFTRunConfig]):
 
     def resolve(self) -> SFTRunConfig:
         if self.config.sft.epochs is not None:
-            num_examples = self._inputs.examples.num_rows  # rows that are filtered or held out count too
-            self.config = self.config.model_copy(update={"sft": self.config.sft.for_examples(num_examples)})
+            survey, limit = self._inputs.survey, self.config.data.limit
+            num_examples = round(survey.num_train * survey.num_rows / survey.num_checked)  # exact if all were checked
+            sft = self.config.sft.for_examples(num_examples if limit is None else min(num_examples, limit))
+            self.config = self.config.model_copy(update={"sft": sft})
         return self.config
 
     def _build(self, parts: RunParts) -> SFT:

@@ -19,7 +19,6 @@ from lucidrl.data.loading import load_prompts
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.losses.interfaces import TokenOutputs
 from tests.unit.test_pages import undocumented
-from tests.unit.test_trainers import needs_data_and_rewards
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -75,7 +74,6 @@ def test_grpo_from_parts_trains(capsys, sort_digits):
     assert any(float(line.rpartition(" ")[2]) > 0 for line in lines), "no gradient, so nothing was trained"
 
 
-@needs_data_and_rewards
 @pytest.mark.slow
 def test_grpo_in_python_trains_and_saves(capsys, tmp_path):
     main = runpy.run_path(str(EXAMPLES / "grpo_in_python.py"))["main"]
@@ -86,7 +84,6 @@ def test_grpo_in_python_trains_and_saves(capsys, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.model_type == "llama"
 
 
-@needs_data_and_rewards
 @pytest.mark.slow
 def test_sft_then_grpo_then_plain_transformers(capsys, tmp_path):
     main = runpy.run_path(str(EXAMPLES / "sft_then_grpo.py"))["main"]

@@ -192,8 +192,6 @@ def test_small_programs_of_the_pages_run(page, tmp_path, monkeypatch):
     assert ran
 
 
-# needs datasets and reward functions
-@pytest.mark.skipif(not {"data", "reward"} <= GRPORunConfig.model_fields.keys(), reason="needs datasets and rewards")
 @pytest.mark.slow
 def test_the_page_about_trainers_is_one_program_that_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

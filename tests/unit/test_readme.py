@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import lucidrl
 from lucidrl.models.embedded import embedded_model, embedded_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +20,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
 [REWARD] = [code for code in PROGRAMS if code.startswith("def exact")]
 SMALL = ["collector={prompts_per_step: 2, samples_per_prompt: 2}", "grpo.max_steps=1", "validation.num_prompts=2"]
-needs_trainers = pytest.mark.skipif(not hasattr(lucidrl, "GRPOTrainer"), reason="needs the trainers in Python")
 
 
 @pytest.fixture
@@ -60,7 +58,6 @@ def workplace(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-@needs_trainers
 def test_the_program_in_python_runs_as_written(workplace):
     [program] = [code for code in PROGRAMS if "GRPOTrainer" in code]
     assert "max_steps=200" in program
@@ -70,7 +67,6 @@ def test_the_program_in_python_runs_as_written(workplace):
 
 
 @pytest.mark.slow
-@needs_trainers
 def test_the_command_runs_as_written(workplace):
     [command] = re.findall(r"^lucidrl grpo policy.model_name=FOLDER .*reward=\S+$", README, flags=re.MULTILINE)
     program, *words = shlex.split(command.replace("FOLDER", "path/to/model"))

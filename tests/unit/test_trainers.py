@@ -29,10 +29,6 @@ from lucidrl.recipes.folder import create_run_folder
 from lucidrl.recipes.settings import new_settings, resumed_settings
 from lucidrl.utils.config import dump_yaml
 
-# needs datasets and reward functions
-needs_data_and_rewards = pytest.mark.skipif(
-    not {"data", "reward"} <= GRPORunConfig.model_fields.keys(), reason="needs datasets and reward functions"
-)
 QUIET = {"tracking": {"tensorboard": False, "monitor": False}, "num_threads": 1}
 GRPO = QUIET | {
     "env": {"name": "arithmetic", "kwargs": {"max_operand": 9}},
@@ -411,7 +407,6 @@ def test_sft_reads_a_file(tmp_path):
     assert trainer.config.python_inputs == {}
 
 
-@needs_data_and_rewards
 @pytest.mark.slow
 def test_rows_and_functions_train_and_resume(tmp_path):
     config = QUIET | {"collector": {"prompts_per_step": 2, "samples_per_prompt": 2}, "validation": {"num_prompts": 2}}
@@ -425,7 +420,6 @@ def test_rows_and_functions_train_and_resume(tmp_path):
     assert {json.loads(line)["messages"][0]["content"] for line in samples} <= {row["question"] for row in ROWS}
 
 
-@needs_data_and_rewards
 @pytest.mark.slow
 def test_a_datasets_dataset_and_a_parquet_file_are_the_same_rows(tmp_path):
     datasets = pytest.importorskip("datasets")
@@ -438,7 +432,6 @@ def test_a_datasets_dataset_and_a_parquet_file_are_the_same_rows(tmp_path):
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-@needs_data_and_rewards
 @pytest.mark.slow
 def test_functions_and_names_are_added_up(tmp_path):
     def long_enough(completion: str, **row: object) -> float:
@@ -453,7 +446,6 @@ def test_functions_and_names_are_added_up(tmp_path):
     assert sum("exact" in name for name in metrics) >= 1
 
 
-@needs_data_and_rewards
 @pytest.mark.slow
 def test_sft_trains_on_rows(tmp_path):
     config = QUIET | {"sft": {"examples_per_step": 4}, "validation": {"num_prompts": 2}}
@@ -462,7 +454,6 @@ def test_sft_trains_on_rows(tmp_path):
     assert SFTTrainer("embedded", ROWS, **columns, **options).train().metrics["nll"] > 0
 
 
-@needs_data_and_rewards
 @pytest.mark.slow
 def test_a_missing_column_and_a_failing_function_are_one_sentence(tmp_path):
     def broken(completion: str, **row: object) -> float:

@@ -52,3 +52,9 @@ def test_epochs_of_examples_become_steps(run):
     half, last_step = run("sft", "half", *settings)
     assert last_step == 2
     assert half.train_metric("lr") == pytest.approx([0.001, 0.0005])
+
+
+def test_held_out_examples_do_not_lengthen_an_epoch(run):
+    arithmetic = ("env.kwargs.max_operand=9", "data.validation_fraction=0.5")  # about 50 of 100 examples to train on
+    _, last_step = run("sft", "run", "sft.epochs=1", "sft.examples_per_step=8", *arithmetic)
+    assert 4 <= last_step <= 9
