@@ -23,7 +23,7 @@ class WeightedFile(Config):
     """One of several files."""
 
     file: File
-    """Path of a file or folder, or hub:ORG/NAME."""
+    """Path of a file or folder, or `hub:ORG/NAME`."""
     weight: PositiveFloat = 1.0
     """Share of the rows drawn from this file, relative to the weights of the others."""
 
@@ -38,7 +38,7 @@ class DataConfig(Config):
 
     file: File | tuple[WeightedFile, ...] | None = None
     """JSONL, JSON, CSV, TSV or Parquet file, a folder of them, a pattern such as data/train-*.parquet, a folder that
-    `datasets.save_to_disk` wrote, hub:ORG/NAME[@REVISION][/PATH], or a list of {file: ..., weight: ...}. Default: the
+    `datasets.save_to_disk` wrote, `hub:ORG/NAME[@REVISION][/PATH]`, or a list of {file: ..., weight: ...}. Default: the
     prompts of the environment; for SFT each is completed with the `answer` of its info."""
     prompt: str | None = None
     """Column of the prompt: text, or a list of chat messages; default: `prompt` or `messages`."""
