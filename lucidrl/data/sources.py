@@ -7,15 +7,15 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Protocol
 
 from lucidrl.data.arrow_rows import is_saved_dataset, open_arrow, open_parquet, open_saved_dataset
+from lucidrl.data.config import DataConfig
 from lucidrl.data.csv_rows import CsvFile
 from lucidrl.data.json_rows import JsonLines, open_json
 from lucidrl.errors import DataError
-
-HUB = "hub:"
+from lucidrl.utils.hub import downloaded, is_hub_id, parse_hub_id, pinned
 
 
 class RowSource(Protocol):
@@ -122,11 +122,11 @@ def open_source(file: str) -> RowSource:
 
 
 def _opened(file: str) -> RowSource:
-    if file.startswith(HUB):
+    if is_hub_id(file):
         return _of_hub(file)
     path = Path(file)
     if path.is_dir():
-        return open_saved_dataset(path) if is_saved_dataset(path) else _joined(file, _training_files(path))
+        return _of_folder(file, path)
     if path.is_file():
         return _of_kind(path)
     if glob.has_magic(file):
@@ -136,13 +136,30 @@ def _opened(file: str) -> RowSource:
 
 def _of_hub(file: str) -> RowSource:
     """Rows of a downloaded dataset: of the files that its pattern selects, or of all training files."""
-    from lucidrl.utils.hub import downloaded
+    folder, path = downloaded(file, "dataset"), parse_hub_id(file).path
+    if (folder / path).is_dir():
+        return _of_folder(file, folder / path)
+    return _joined(file, sorted(found for found in folder.glob(path) if found.is_file()))
 
-    folder = Path(downloaded(file, "dataset"))
-    pattern = "/".join(PurePosixPath(file.removeprefix(HUB)).parts[2:])
-    if pattern:
-        return _joined(file, sorted(path for path in folder.glob(pattern) if path.is_file()))
-    return open_saved_dataset(folder) if is_saved_dataset(folder) else _joined(file, _training_files(folder))
+
+def with_pinned_names(config: DataConfig) -> DataConfig:
+    """Return settings whose names on the hub have a commit, so that a resumed run reads the same rows."""
+
+    def name(file: str) -> str:
+        return pinned(file, "dataset") if is_hub_id(file) else file
+
+    pins: dict[str, Any] = {}
+    if isinstance(config.file, str):
+        pins["file"] = name(config.file)
+    elif config.file is not None:
+        pins["file"] = tuple(entry.model_copy(update={"file": name(entry.file)}) for entry in config.file)
+    if config.validation_file is not None:
+        pins["validation_file"] = name(config.validation_file)
+    return config.model_copy(update=pins)
+
+
+def _of_folder(name: str, folder: Path) -> RowSource:
+    return open_saved_dataset(folder) if is_saved_dataset(folder) else _joined(name, _training_files(folder))
 
 
 def _training_files(folder: Path) -> list[Path]:

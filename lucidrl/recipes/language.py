@@ -16,6 +16,7 @@ from lucidrl.algorithms.sft import SFT
 from lucidrl.algorithms.validation import ExampleValidator, PromptValidator, Validator
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.text import TextCollector
+from lucidrl.data.sources import with_pinned_names
 from lucidrl.distributed.workers.ray_cluster import connected
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import ConfigError
@@ -38,7 +39,8 @@ class TextRun(TrainingRun[C]):
     """A run of a language model."""
 
     def __init__(self, config: C, python: PythonInputs | None = None) -> None:
-        resolved: Any = config.model_copy(update={"policy": with_resolved_names(config.policy)})
+        names = {"policy": with_resolved_names(config.policy), "data": with_pinned_names(config.data)}
+        resolved: Any = config.model_copy(update=names)
         super().__init__(resolved)
         self._inputs = TextInputs(self.config, python)
         self._generators: list[SeparateGenerator] = []

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 
 import pytest
 
+from lucidrl.data.config import DataConfig
 from lucidrl.data.csv_rows import CsvFile
 from lucidrl.data.json_rows import LONGEST_ROW_BYTES
-from lucidrl.data.sources import PythonRows, open_source
+from lucidrl.data.sources import PythonRows, open_source, with_pinned_names
 from lucidrl.errors import DataError
+from tests.hub import COMMIT, served_hub, use_hub
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -150,14 +151,18 @@ def test_a_folder_or_pattern_joins_its_files(shards):
         open_source(str(shards / "none-*"))
 
 
-def test_a_dataset_of_the_hub_is_read_from_its_folder(shards, monkeypatch):
-    asked = []
-    hub = ModuleType("lucidrl.utils.hub")
-    hub.downloaded = lambda name, kind: asked.append((name, kind)) or shards
-    monkeypatch.setitem(sys.modules, "lucidrl.utils.hub", hub)
-    assert rows_of(open_source("hub:me/sums@v1")) == ROWS[:2]
-    assert rows_of(open_source("hub:me/sums@v1/data/test-*")) == ROWS[5:6]
-    assert asked == [("hub:me/sums@v1", "dataset"), ("hub:me/sums@v1/data/test-*", "dataset")]
+def test_a_dataset_of_the_hub_is_downloaded_and_pinned(shards, monkeypatch, tmp_path):
+    with served_hub() as hub:
+        hub.add("datasets/me/sums", {f"data/{path.name}": path.read_bytes() for path in (shards / "data").iterdir()})
+        use_hub(monkeypatch, hub.url, tmp_path / "cache")
+        assert rows_of(open_source("hub:me/sums@v1")) == ROWS[:2]
+        assert rows_of(open_source("hub:me/sums/data")) == ROWS[:2]
+        assert rows_of(open_source("hub:me/sums@v1/data/test-*")) == ROWS[5:6]
+        several = DataConfig(file=["hub:me/sums", "own.jsonl"], validation_file="hub:me/sums/data/test-*")
+        names = with_pinned_names(several)
+    assert [entry.file for entry in names.files] == [f"hub:me/sums@{COMMIT}", "own.jsonl"]
+    assert names.validation_file == f"hub:me/sums@{COMMIT}/data/test-*"
+    assert rows_of(open_source(names.files[0].file)) == ROWS[:2]  # the hub is closed
 
 
 @pytest.mark.parametrize(
