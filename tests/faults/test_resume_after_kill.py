@@ -104,7 +104,8 @@ def assert_equal_after_a_kill(algorithm: str, folder: Path, kill_at: str, steps:
     assert resumed["step"] == str(2 * steps)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
 def test_killed_between_two_micro_batches_of_a_step(tmp_path, algorithm):
     assert_equal_after_a_kill(algorithm, tmp_path, f"loss:{3 * MICRO_BATCHES + 2}", 3)
 

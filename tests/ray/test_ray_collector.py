@@ -84,6 +84,7 @@ def test_an_update_is_put_once_for_all_workers(shared, monkeypatch):
     assert sum(size > 4 * 20_000 for size in sizes) == 3  # the rest are the requests themselves
 
 
+@pytest.mark.slow
 def test_weights_are_never_torn_by_a_publisher_that_never_rests(shared):
     policy, stop = Policy(), threading.Event()
     shared.update_policy_weights_(policy, version=0)

@@ -184,6 +184,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
         ppo(tmp_path, Recorder({2: lambda: [press_ctrl_c(), press_ctrl_c()]})).train()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path):
     whole = ppo(tmp_path, run_name="whole").train()
     cut = ppo(tmp_path, Recorder({1: stop}), run_name="cut").train()
@@ -361,6 +362,7 @@ def test_objects_of_the_wrong_kind_are_refused(arguments, complaint):
         GRPOTrainer(**arguments)
 
 
+@pytest.mark.slow
 def test_the_settings_say_what_python_passed_and_the_command_line_refuses_to_resume(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = GRPOTrainer(

@@ -32,6 +32,7 @@ def test_without_learning_every_epoch_is_on_policy(run):
     assert ratios == pytest.approx([1.0] * 4, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_epochs_and_a_schedule_is_bit_identical(run):
     settings = (*SEVERAL, "policy.scheduler=cosine", "policy.warmup_steps=1", "policy.train_global_batch_size=8")
     whole, _ = run("grpo", "whole", *settings)

@@ -15,6 +15,7 @@ from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.collectors.text import TextCollector
 from lucidrl.errors import CheckpointError, EnvironmentFailure
 from tests.faults.records import digests, metrics
+from tests.tiers import slow_except
 
 DRAWING = (
     "env.name=tests.faults.drawing:DrawingEnv",
@@ -71,7 +72,7 @@ def test_a_stopped_and_resumed_run_is_bit_identical_to_an_uninterrupted_run(run,
     assert changes_said(broken) == []
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("steps", slow_except([1, 2, 4], 2))
 def test_grpo_that_died_after_a_checkpoint_ends_as_an_uninterrupted_run_even_within_an_epoch(run, steps):
     settings = (*DRAWING, f"grpo.max_steps={2 * steps}", f"checkpoint.every={steps}", "policy.train_micro_batch_size=3")
     settings = (*settings, "policy.sequence_packing.enabled=false", "collector.samples_per_prompt=2")
@@ -84,7 +85,7 @@ def test_grpo_that_died_after_a_checkpoint_ends_as_an_uninterrupted_run_even_wit
     assert min(whole.train_metric("grad_norm")) > 0
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", slow_except([1, 3], 3))
 def test_sft_that_died_after_a_checkpoint_uses_the_same_examples_in_the_same_order(run, orders, steps):
     settings = (*DRAWING, f"sft.max_steps={2 * steps}", f"checkpoint.every={steps}", "sft.examples_per_step=7")
     whole, _ = run("sft", "whole", *settings)

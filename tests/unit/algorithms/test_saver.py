@@ -17,6 +17,7 @@ from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.loading import model_facts
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
+from tests.tiers import slow_except
 
 
 class HeldBack:
@@ -163,7 +164,7 @@ def test_an_interrupted_run_does_not_wait(held):
     held.allowed.set()
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+@pytest.mark.parametrize("algorithm", slow_except(["grpo", "sft"], "grpo"))
 def test_a_run_reports_every_checkpoint_that_is_there_and_each_is_that_of_a_run_that_waited(run, algorithm):
     settings = ("checkpoint.every=1", "checkpoint.keep_last=9")
     folder, _ = run(algorithm, "background", *settings)

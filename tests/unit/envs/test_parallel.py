@@ -22,6 +22,7 @@ from lucidrl.envs.processes import EnvProcess, wait_any
 from lucidrl.envs.specs import Bounded, Composite, Unbounded
 from lucidrl.envs.transforms import Compose, RewardSum, StepCounter, TransformedEnv
 from lucidrl.errors import ConfigError, EnvironmentFailure
+from tests.tiers import slow_except
 from tests.unit.envs.faulty import Faulty
 from tests.unit.envs.toys import Countdown, Walk
 
@@ -99,7 +100,7 @@ def test_parallel_is_bit_identical_to_serial(factory):
             assert_same(*records)
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+@pytest.mark.parametrize("start_method", slow_except(["spawn", "fork"], "fork"))
 def test_every_start_method_has_the_same_result(start_method):
     serial = SerialEnv(2, cartpole)
     with ParallelEnv(2, cartpole, num_processes=1, start_method=start_method) as parallel:

@@ -87,6 +87,7 @@ def test_unarmed_methods_are_the_functions_that_were_written(env_class):
         assert not hasattr(env_class.__dict__[name], "__wrapped__")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensordicts", "arrays"])
 def test_every_way_to_act_is_a_range_of_the_env_that_is_never_in_itself(traces, name):
     counts = counts_of(traces / f"{name}.json")
@@ -95,6 +96,7 @@ def test_every_way_to_act_is_a_range_of_the_env_that_is_never_in_itself(traces, 
     assert nesting_of(traces / f"{name}.json") == set()
 
 
+@pytest.mark.slow
 def test_gymnasium_calls_have_their_own_ranges(traces):
     assert nesting_of(traces / "gym.json") == {
         ("EnvBase.reset", "GymEnv._reset"),
@@ -103,6 +105,7 @@ def test_gymnasium_calls_have_their_own_ranges(traces):
     }
 
 
+@pytest.mark.slow
 def test_envs_of_a_serial_env_are_directly_in_it(traces):
     assert nesting_of(traces / "serial.json") == {
         ("EnvBase.reset", "SerialEnv._reset"),
@@ -114,6 +117,7 @@ def test_envs_of_a_serial_env_are_directly_in_it(traces):
     assert counts_of(traces / "serial.json")["GymEnv._step"] == 2 * 2
 
 
+@pytest.mark.slow
 def test_a_parallel_env_has_separate_range_names(traces):
     assert nesting_of(traces / "parallel.json") == {
         ("EnvBase.reset", "ParallelEnv._reset"),
@@ -123,6 +127,7 @@ def test_a_parallel_env_has_separate_range_names(traces):
     assert "EnvBase.step_and_maybe_reset" not in counts_of(traces / "parallel.json")
 
 
+@pytest.mark.slow
 def test_several_transforms_are_one_range_around_the_env(traces):
     assert nesting_of(traces / "transformed.json") == {
         ("EnvBase.reset", "TransformedEnv._reset"),
@@ -131,6 +136,7 @@ def test_several_transforms_are_one_range_around_the_env(traces):
     }
 
 
+@pytest.mark.slow
 def test_a_batch_that_steps_and_resets_together_shows_both(traces):
     (both,) = [r for r in ranges_of(traces / "transformed_batch.json") if r.name == "EnvBase.step_and_maybe_reset"]
     assert [each.name for each in both.inner] == ["TransformedEnv._step", "TransformedEnv._reset"]
@@ -139,6 +145,7 @@ def test_a_batch_that_steps_and_resets_together_shows_both(traces):
     assert [each.name for each in reset.inner] == ["ParallelEnv._reset"]
 
 
+@pytest.mark.slow
 def test_a_rollout_holds_reset_policy_and_steps(traces):
     (rollout, *_) = ranges_of(traces / "rollout.json")
     assert rollout.name == "EnvBase.rollout"

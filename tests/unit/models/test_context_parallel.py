@@ -63,7 +63,7 @@ def run_split_model(folder: str, input_ids: torch.Tensor) -> Pass:
     return run_model(folder, input_ids, ContextParallel(dist.group.WORLD))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_split_rows_give_the_hidden_states_and_gradients_of_whole_rows(request, tiny_model, name, num_ranks):
     ranks = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[num_ranks])

@@ -234,6 +234,7 @@ def test_the_variable_can_be_set_for_the_whole_program(folder):
     assert run_program(code, folder, {"TORCHRL_PROFILING": "1"}) == "True\n"
 
 
+@pytest.mark.slow
 def test_armed_the_instrumentation_can_be_toggled_at_run_time(of_one_process, folder):
     assert counts_of(folder / "toggled.json") == {
         "EnvBase.reset": 1,
@@ -244,15 +245,18 @@ def test_armed_the_instrumentation_can_be_toggled_at_run_time(of_one_process, fo
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_toggle_is_that_of_the_calling_process_only(of_workers):
     assert of_workers["driver alone"] == [False, [True]]
 
 
+@pytest.mark.slow
 def test_the_toggle_reaches_workers_by_map_fn(of_workers):
     assert of_workers["mapped False"] == [False]
     assert of_workers["mapped True"] == [True]
 
 
+@pytest.mark.slow
 def test_every_worker_comes_up_with_profiling_enabled(of_workers):
     assert of_workers["at first"] == [True]
 
@@ -260,6 +264,7 @@ def test_every_worker_comes_up_with_profiling_enabled(of_workers):
 # ---- a trace from the driver
 
 
+@pytest.mark.slow
 def test_the_selected_workers_record_where_they_run_the_rollout(of_workers, folder):
     assert of_workers["after completion"] == ["worker_0.json", "worker_1.json"]
     pids = [read_trace(folder / "traces" / f"worker_{index}.json")["lucidrl"]["pid"] for index in (0, 1)]
@@ -268,11 +273,13 @@ def test_the_selected_workers_record_where_they_run_the_rollout(of_workers, fold
     assert driver not in pids
 
 
+@pytest.mark.slow
 def test_the_warm_up_is_discarded_and_the_rest_is_exported_on_completion(of_workers, folder):
     assert not of_workers["before completion"]
     assert [counts_of(folder / "traces" / f"worker_{index}.json")["Collector.rollout"] for index in (0, 1)] == [4, 4]
 
 
+@pytest.mark.slow
 def test_the_same_call_works_for_a_single_process(of_one_process, folder):
     num_hook_calls, is_hook_in_place, _ = of_one_process
     assert counts_of(folder / "single_0.json")["Collector.rollout"] == 4
@@ -280,6 +287,7 @@ def test_the_same_call_works_for_a_single_process(of_one_process, folder):
     assert is_hook_in_place
 
 
+@pytest.mark.slow
 def test_disabling_early_exports_the_trace_and_leaves_the_hook_in_place(of_workers, folder):
     assert 1 <= counts_of(folder / "early.json")["Collector.rollout"] <= 3
     assert of_workers["hook after disable"] == [True]
@@ -288,11 +296,13 @@ def test_disabling_early_exports_the_trace_and_leaves_the_hook_in_place(of_worke
 # ---- what gets instrumented
 
 
+@pytest.mark.slow
 def test_all_that_the_page_names_is_a_range(of_one_process, folder):
     found = counts_of(folder / "all.json") + counts_of(folder / "inference.json")
     assert NAMES - found.keys() == set()
 
 
+@pytest.mark.slow
 def test_a_typical_inference_rollout_has_the_documented_nesting(of_one_process, folder):
     _, rollout = [each for each in ranges_of(folder / "inference.json") if each.name == "Collector.rollout"]
     assert [each.name for each in rollout.inner] == ["Collector.policy", "EnvBase.step_and_maybe_reset"] * 10
@@ -302,6 +312,7 @@ def test_a_typical_inference_rollout_has_the_documented_nesting(of_one_process, 
     } <= nesting_of(folder / "inference.json")
 
 
+@pytest.mark.slow
 def test_no_range_is_directly_in_one_of_the_same_name(of_one_process, folder):
     names = ("collector_trace", "inference", "all")
     assert not [(a, b) for name in names for a, b in nesting_of(folder / f"{name}.json") if a == b]
@@ -310,12 +321,14 @@ def test_no_range_is_directly_in_one_of_the_same_name(of_one_process, folder):
 # ---- capturing a trace
 
 
+@pytest.mark.slow
 def test_any_profiler_of_torch_captures_the_ranges(of_one_process, folder):
     counts = counts_of(folder / "collector_trace.json")
     assert counts["Collector.rollout"] == 5
     assert counts["Collector.policy"] == counts["EnvBase.step_and_maybe_reset"] == 1000
 
 
+@pytest.mark.slow
 def test_ranges_are_complete_events_of_a_chrome_trace(of_one_process, folder):
     events = read_trace(folder / "collector_trace.json")["traceEvents"]
     (kind,) = {(e["ph"], e["cat"]) for e in events if e["name"] == "Collector.rollout"}
@@ -325,10 +338,12 @@ def test_ranges_are_complete_events_of_a_chrome_trace(of_one_process, folder):
 # ---- several processes, and the cost
 
 
+@pytest.mark.slow
 def test_processes_of_a_parallel_env_are_armed_as_the_parent(of_one_process, folder):
     assert [path.read_text() for path in folder.glob("armed_*")] == ["True", "True"]
 
 
+@pytest.mark.slow
 def test_set_a_push_and_a_pop_are_added_to_each_instrumented_method(of_one_process):
     *_, is_wrapped = of_one_process
     assert is_wrapped

@@ -148,6 +148,7 @@ def test_a_profiler_that_records_already_is_a_warning(traces, caplog):
     assert spans_of(spans) == ["train"]
 
 
+@pytest.mark.slow
 def test_another_thread_cannot_stop_it_and_does_not_crash(tmp_path):
     """In a separate process: that thread cannot end the profiler."""
     code = """

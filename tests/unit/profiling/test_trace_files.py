@@ -51,6 +51,7 @@ def test_the_anchor_converts_a_range_to_wall_clock_time(recording, tmp_path):
     assert before_ns - 1e6 < began_ns < after_ns + 1e6
 
 
+@pytest.mark.slow
 def test_a_full_disk_raises_and_keeps_the_older_trace(tmp_path):
     code = """if True:
         import pathlib, resource, torch

@@ -37,6 +37,7 @@ class Unwatched:
     def announce(self, message): ...
 
 
+@pytest.mark.slow
 def test_every_setting_of_a_tracker_is_one_of_the_logger(tmp_path):
     config = load_config(
         GRPORunConfig, overrides=[*ALL_TRACKERS, "tracking.wandb.name=a", "tracking.mlflow.run_name=b"]

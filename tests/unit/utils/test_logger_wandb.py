@@ -394,6 +394,7 @@ def test_a_server_that_does_not_reply_does_not_block_the_exit(tmp_path, silent_s
     assert time.monotonic() - begin < 80  # 8 s on an idle machine; wandb by itself would take more than 90 s
 
 
+@pytest.mark.slow
 def test_a_run_whose_server_cannot_be_reached_stays_on_disk(tmp_path):
     env = environment(tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="a" * 40, WANDB_INIT_TIMEOUT="1")
     command = [sys.executable, "-c", IN_A_THREAD, "online", str(tmp_path / "run" / "wandb"), "30"]
@@ -404,6 +405,7 @@ def test_a_run_whose_server_cannot_be_reached_stays_on_disk(tmp_path):
     assert any(record.HasField("history") for record in parsed(file.read_bytes()))
 
 
+@pytest.mark.slow
 def test_wandb_never_prompts_for_a_key_even_on_a_terminal(tmp_path):
     code = """
 import sys
