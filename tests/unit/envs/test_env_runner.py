@@ -141,7 +141,7 @@ def test_samples_are_retried_apart_from_their_neighbours(num_requests):
         ("1e308", r"reward -1e\+308, but rewards must be finite"),
         ("beyond float", "reward inf, but rewards must be finite"),
         ("text reward", "reward of type str"),
-        ("silent", "not done but"),
+        ("silent", "returned done=False without messages"),
     ],
 )
 def test_fail_names_environment_sample_turn_and_remedy(completion, complaint):

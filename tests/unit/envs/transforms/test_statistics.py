@@ -158,7 +158,7 @@ def test_variance_survives_values_far_from_zero():
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: ObservationNorm(1.0), "give both, or none"),
+        (lambda: ObservationNorm(1.0), "give both, or neither"),
         (lambda: ObservationNorm(0.0, 0.0), "of 'observation' must be finite"),
         (lambda: VecNorm(decay=0), "decay=0"),
         (lambda: VecNorm(eps=0), "eps=0"),
