@@ -215,7 +215,7 @@ def _members(
         raise ConfigError(f"num_envs={num_envs} needs an id, not an instance; join instances with SerialEnv")
     if from_pixels and env.render_mode != "rgb_array":
         raise ConfigError(
-            f"from_pixels needs an env made with render_mode='rgb_array', but this one has {env.render_mode!r}"
+            f"from_pixels needs an env made with render_mode='rgb_array'; the env has {env.render_mode!r}"
         )
     if kwargs:
         raise ConfigError(

@@ -94,7 +94,7 @@ def test_a_faulty_env_is_named_in_time_and_everything_ends(fault):
 
 @pytest.mark.parametrize(
     ("number", "step_timeout_s", "what"),
-    [(signal.SIGKILL, LONG_S, "killed by SIGKILL"), (signal.SIGSTOP, SHORT_S, "within 0.7 s")],
+    [(signal.SIGKILL, LONG_S, "killed by SIGKILL"), (signal.SIGSTOP, SHORT_S, "longer than step_timeout_s=0.7")],
     ids=["killed", "stopped"],
 )
 def test_a_process_that_is_killed_or_stopped_from_outside_is_reported(number, step_timeout_s, what):
@@ -119,7 +119,7 @@ def test_a_reset_that_fails_is_reported(fault, step_timeout_s):
     [
         (
             "import os; os._exit(3)",
-            r"env 1 \(never seeded\) failed in its start: the process of the env exited with code 3",
+            r"env 1 \(never seeded\) failed in its start: the process .* exited with code 3",
         ),
         (
             "import time; time.sleep(99)",

@@ -205,7 +205,7 @@ def _dataset(config: ReasoningDatasetConfig, key: str, seed: int, size: int) -> 
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
         remedy = 'pip install "lucidrl[reasoning]"'
-        raise ConfigError(f"env.name=reasoning_gym needs reasoning-gym; install it with {remedy}") from error
+        raise ConfigError(f"env.name=reasoning_gym needs reasoning-gym; {remedy}") from error
     known = sorted(DATASETS.keys() - {"composite"})
     if config.name not in known:
         close = closest(config.name, known)

@@ -106,7 +106,7 @@ def _drawn(mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Draw a random allowed index for every row of the mask [..., n]."""
     if not mask.any(-1).all():
         raise EnvironmentFailure(
-            f"the action mask {mask.astype(int).tolist()} allows no action; the env must end the episode when no action "
-            "is left"
+            f"the action mask {mask.astype(int).tolist()} allows no action; the env must end the episode when no "
+            "action is left"
         )
     return np.asarray(np.where(mask, rng.random(mask.shape), -1.0).argmax(-1))

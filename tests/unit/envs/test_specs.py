@@ -244,7 +244,7 @@ def test_a_composite_is_changed_by_path_and_its_clone_with_it_is_not(composite):
     assert clone != composite
     with pytest.raises(ConfigError, match="is below 'place'"):
         clone["place", "x"] = Unbounded()
-    with pytest.raises(KeyError, match="there is 'place'"):
+    with pytest.raises(KeyError, match="the specs are 'place'"):
         clone["foot"]
 
 

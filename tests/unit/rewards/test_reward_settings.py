@@ -65,7 +65,7 @@ def test_reward_starts_from_no_preset_and_replaces_the_environment_of_one():
         (["reward={name: math, on_crash: .nan}"], "reward.0.on_crash"),
         (
             ["reward={name: 'my:exact', timeout_s: 2}"],
-            "reward my:exact is a function, so timeout_s would have no effect",
+            "is a function, so timeout_s would have no effect",
         ),
         (["reward.weight=2"], "reward.0.name is required but not set"),
         (["reward=5"], "reward=5 is not valid"),
