@@ -233,7 +233,7 @@ def _warnings_in(folder: Path) -> list[str]:
     except FileNotFoundError:
         return []
     records = map(json.loads, lines)
-    # Warnings before the first step are told apart by message, because several share a name.
+    # Warnings before the first step are distinguished by message, because several share a name.
     newest = {record["name"] if record["step"] else record["message"]: record["message"] for record in records}
     return list(newest.values())
 

@@ -91,7 +91,7 @@ class PromptChecker(Protocol):
 
 @runtime_checkable
 class PromptSource(Protocol):
-    """An environment with prompts of its own; other environments need `data.file`."""
+    """An environment that has prompts; other environments need `data.file`."""
 
     def prompts(self) -> Sequence[Prompt]: ...
 
