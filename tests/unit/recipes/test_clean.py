@@ -136,7 +136,7 @@ def test_a_run_that_starts_before_the_answer_stays_as_it_is(root):
 def test_older_checkpoints_stay_if_the_newest_is_damaged(root):
     run = make_run(root / "exp_001", {10: 0.9, 20: 0.1, 40: 0.5})
     (run / "checkpoints/step_40/policy/model.safetensors").write_bytes(b"damage")
-    assert "exp_001 stays: its newest checkpoint is damaged" in cleaned(run)
+    assert "exp_001 stays: the newest checkpoint is damaged" in cleaned(run)
     assert len(steps_of(run)) == 3
 
 
