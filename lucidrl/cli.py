@@ -40,13 +40,13 @@ OVERRIDES_HELP = (
 )
 Overrides = Annotated[list[str] | None, typer.Argument(help=OVERRIDES_HELP, metavar="KEY=VALUE", show_default=False)]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="YAML file with settings; they win over the preset.", show_default=False)
+    Path | None, typer.Option("--config", help="YAML file whose settings override the preset.", show_default=False)
 ]
 Preset = Annotated[
     str | None,
     typer.Option(
         "--preset",
-        help="Settings to start from: demo, chat or task (GRPO), cartpole or pendulum (PPO).",
+        help="Preset to start from: demo, chat or task (GRPO), cartpole or pendulum (PPO).",
         show_default=False,
     ),
 ]
@@ -80,9 +80,9 @@ def grpo(
         lucidrl grpo policy.model_name=FOLDER data.file=prompts.jsonl reward=my_rewards:exact
         lucidrl grpo --resume runs/grpo/exp_001 grpo.max_steps=1000
 
-    The first trains the built-in tiny model on two-digit addition (preset `demo`). Another model starts from the preset
-    `chat`, an own environment, dataset or reward from `task`, unless you name a preset or a config file. Settings in
-    KEY=VALUE win over --config, which wins over the preset. Ctrl-C finishes the step, saves and stops.
+    The first trains the built-in tiny model on two-digit addition (preset `demo`). With another model, the
+    preset is `chat`; with your own environment, dataset or reward, it is `task`, unless you name a preset or a config
+    file. KEY=VALUE overrides --config, which overrides the preset. Ctrl-C finishes the step, saves it and stops.
     `profile.steps=3:5` records steps 3 and 4 in `traces/`.
     """
     _launch("grpo", overrides, config, preset, resume, explain)
@@ -190,7 +190,7 @@ def generate(
     if len(given) != 1:
         raise ConfigError(f"{' and '.join(given) or 'no prompts'} given; write PROMPT ..., --file FILE or --chat")
     if output is not None and file is None:
-        raise ConfigError("--output needs the prompts in a file; give it with --file")
+        raise ConfigError("--output needs prompts from a file; name the file with --file")
     if chat and samples > 1:
         raise ConfigError(f"--samples {samples} does not apply to --chat, which has one reply per message; remove it")
     from lucidrl.recipes.generate import Sampling, chat_on_terminal, complete_file, completions, with_standard_input
@@ -210,7 +210,7 @@ def generate(
 def play(
     source: Annotated[str, typer.Argument(metavar="RUN", help="Run folder of `lucidrl ppo` (its newest checkpoint).")],
     episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 5,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first episode; the others use the next ones.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first episode; the next episodes count up.")] = 0,
     max_frames: Annotated[int, typer.Option(min=1, help="Frames after which an episode is cut off.")] = 10_000,
     video: Annotated[
         Path | None, typer.Option(help="Record the episodes in this file, .mp4 or .gif.", show_default=False)
@@ -223,8 +223,8 @@ def play(
         lucidrl play runs/ppo/exp_001
         lucidrl play runs/ppo/exp_001@best --episodes 1 --video episode.mp4
 
-    The policy takes its likeliest action in every frame. Prints the return of each episode, which is the sum of its
-    rewards, and their mean.
+    The policy takes its likeliest action in every frame. Prints the return of each episode (the sum of its rewards) and
+    the mean return.
     """
     from lucidrl.recipes.play import play as played
 
@@ -298,13 +298,13 @@ def clean(
     optimizer: Annotated[
         bool,
         typer.Option(
-            "--optimizer", help="Also free the optimizer state of finished runs; they cannot be resumed then."
+            "--optimizer", help="Also free the optimizer state of finished runs, which then cannot be resumed."
         ),
     ] = False,
     runs: Annotated[bool, typer.Option("--runs", help="Remove the named runs completely.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Free without asking.")] = False,
 ) -> None:
-    """Show what runs take on disk, and free it.
+    """Show the disk space of runs, and free it.
 
     Examples:
 
@@ -313,15 +313,15 @@ def clean(
         lucidrl clean runs/grpo/exp_001 runs/grpo/exp_002 --runs --yes
 
     Frees the checkpoints that are neither the newest nor the best of their run, after asking you. Without a terminal it
-    only shows them, unless you write --yes. A run that is running stays as it is, and so does everything that is no
-    file of a run. Links are not followed.
+    only lists them, unless you write --yes. Runs that a process is working on, and files that no run wrote, are left
+    alone. Links are not followed.
     """
     from lucidrl.recipes.clean import Free
     from lucidrl.recipes.clean import clean as clean_runs
 
     def confirm(question: str) -> bool:
         if not yes and not sys.stdin.isatty():
-            typer.echo("nothing is freed without --yes")
+            typer.echo("nothing is freed: standard input is not a terminal; write --yes to free without asking")
             return False
         return yes or typer.confirm(question)
 
@@ -336,7 +336,7 @@ def main() -> None:
     try:
         app()
     except LucidError as error:
-        notes = "".join(f"\n({note})" for note in getattr(error, "__notes__", ()))  # for instance which rank raised
+        notes = "".join(f"\n({note})" for note in getattr(error, "__notes__", ()))  # such as the rank that raised
         typer.secho(f"error: {error}{notes}", fg="red", err=True)
         sys.exit(2)
     except SystemExit as end:

@@ -23,7 +23,7 @@ from lucidrl.recipes.settings import new_settings, resumed_settings
 __all__ = ["Callback", "GRPOTrainer", "PPOTrainer", "SFTTrainer", "StopTraining", "TrainingResult"]
 
 Dataset = str | Path | Rows
-"""A path or `hub:` id as in `data.file`, or rows: a list of dictionaries, a `datasets.Dataset`, or the like."""
+"""A path or `hub:` id as in `data.file`, or rows: a list of dictionaries, a `datasets.Dataset`, or another sequence."""
 Reward = str | Mapping[str, Any] | Callable[..., Any]
 """A function, or an entry of the setting `reward`: a name such as "math" or "my_rewards:exact", or a mapping."""
 Settings = BaseRunConfig | str | Path | Mapping[str, Any]
@@ -36,7 +36,7 @@ class RunOptions(TypedDict, total=False):
     learning_rate: float
     """Learning rate of the optimizer (`policy.optimizer.kwargs.lr`)."""
     max_steps: int
-    """Steps of the run."""
+    """Training steps of the run."""
     seed: int
     """Seed of the data order and of all sampling."""
     run_name: str
@@ -49,7 +49,7 @@ class GRPOOptions(RunOptions, total=False):
     """Arguments of `GRPOTrainer`."""
 
     validation_dataset: Dataset
-    """Held-out prompts; default: a part of `dataset`."""
+    """Validation prompts; default: `data.validation_fraction` of `dataset`."""
     prompt: str
     """Column with the prompts (`data.prompt`)."""
     answer: str
@@ -60,7 +60,7 @@ class SFTOptions(RunOptions, total=False):
     """Arguments of `SFTTrainer`."""
 
     validation_dataset: Dataset
-    """Held-out examples; default: a part of `dataset`."""
+    """Validation examples; default: `data.validation_fraction` of `dataset`."""
     prompt: str
     """Column with the prompts (`data.prompt`)."""
     completion: str
@@ -69,7 +69,7 @@ class SFTOptions(RunOptions, total=False):
 
 @dataclass(frozen=True)
 class _Common:
-    """Arguments that are no settings."""
+    """Arguments of every trainer that do not set a single setting."""
 
     config: Settings | None
     preset: str | None
@@ -89,7 +89,7 @@ TEXT_SETTINGS = {
 
 
 class Trainer:
-    """What all trainers share.
+    """Base class of all trainers.
 
     Attributes:
         config: the settings of the run.
@@ -97,7 +97,7 @@ class Trainer:
 
     _schema: ClassVar[type[BaseRunConfig]]
     _settings: ClassVar[Mapping[str, Sequence[str]]]
-    """The settings of each argument."""
+    """The settings that each argument sets."""
 
     def __init__(self, arguments: Mapping[str, Any], common: _Common) -> None:
         if unknown := [name for name in arguments if name not in self._settings]:
@@ -120,9 +120,9 @@ class Trainer:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One record per step that this trainer has trained: `step`, its metrics, and `validation/<name>` if validated.
+        """One record per step that this trainer has trained: `step`, the metrics, and `validation/<name>` if validated.
 
-        The first record is the validation before step 1. `metrics.jsonl` of the run folder holds the steps of all
+        The first record is the validation before step 1. `metrics.jsonl` in the run folder also has the steps of other
         processes.
         """
         return self._callbacks.records
@@ -134,8 +134,8 @@ class Trainer:
         continues a run that was stopped.
 
         Args:
-            resume: folder of a run to continue, with its settings changed by the arguments of this trainer; True
-                continues the run of this trainer, or the one called `run_name`.
+            resume: folder of a run to continue, with its settings, changed by the arguments of this trainer; True
+                continues the run of this trainer, or the run `run_name`.
 
         Raises:
             LucidError: the run cannot start or cannot continue.
@@ -164,7 +164,7 @@ class Trainer:
 
         target, run_folder = Path(folder).absolute(), self._trained_folder("save")
         if target.exists() and not (target.is_dir() and (_is_model(target) or not any(target.iterdir()))):
-            raise ConfigError(f"{folder} exists and is no model folder; choose a new or empty folder")
+            raise ConfigError(f"{folder} exists and is not a model folder; choose a new or empty folder")
         newest = CheckpointManager(run_folder / CHECKPOINTS_NAME).latest()
         if newest is None:
             raise CheckpointError(f"{run_folder} has no valid checkpoint; train with checkpoint.final=true")
@@ -191,7 +191,7 @@ class Trainer:
         if self._result is not None and self._result.is_complete:
             name, steps, folder = type(self).__name__, self._result.last_step, str(self.run_folder)
             raise ConfigError(
-                f"the run in {folder} is complete, with {steps} steps; for more steps, "
+                f"the run in {folder} is complete, with {steps} steps; to train more steps, call "
                 f"{name}(..., max_steps={2 * steps}).train(resume={folder!r})"
             )
         if self.run_folder is not None or not resume:
@@ -201,13 +201,13 @@ class Trainer:
         return self.config.run.root / self.config.run.name
 
     def _resumed_settings(self, folder: Path) -> BaseRunConfig:
-        """Return the settings of an earlier run, changed by the arguments; its preset is part of them."""
+        """Return the settings of an earlier run, changed by the arguments; `preset` is not applied again."""
         _, changes = config_layer(self._common.config, self._schema, is_resumed=True)
         return resumed_settings(self._schema.algorithm, folder, [*changes, *self._overrides])
 
 
 class TextTrainer(Trainer):
-    """What the trainers of language models share."""
+    """Base class of the trainers of language models."""
 
     def generate(
         self,
@@ -221,7 +221,7 @@ class TextTrainer(Trainer):
         """Complete prompts with the newest checkpoint, as `lucidrl generate` does.
 
         Args:
-            prompts: messages of a user.
+            prompts: user messages, one per conversation.
             samples: completions per prompt; 1 decodes greedily.
 
         Returns:
@@ -239,18 +239,18 @@ class GRPOTrainer(TextTrainer):
 
     Args:
         model: a Hugging Face folder, or `embedded`.
-        rewards: functions that score completions, names of rewards, or a list of both; default: an environment scores
-            them (`env.name`).
-        dataset: prompts as a file or as rows; default: those of the environment.
-        config: more settings, or all: a nested mapping, a `GRPORunConfig` or the path of a YAML file. A mapping changes
-            single settings; the other two replace the default preset.
-        preset: settings to start from. Later ones win: preset, config, other arguments.
+        rewards: functions that score completions, names of rewards, or a list of both; default: the environment
+            `env.name` scores them.
+        dataset: prompts as a file or as rows; default: the prompts of the environment.
+        config: other settings, as a nested mapping, a `GRPORunConfig` or the path of a YAML file. A mapping changes
+            single settings; a config object or file replaces the default preset.
+        preset: name of the preset to start from. `config` overrides the preset; other arguments override both.
         callbacks: called during the run.
         display: show the run on the terminal or in the notebook; with False it is only logged.
         options: see `GRPOOptions`.
 
     Raises:
-        ConfigError: an argument or a setting is wrong; the message lists all of them.
+        ConfigError: an argument or a setting is wrong; the message lists all errors.
 
     Example:
         >>> trainer = GRPOTrainer("path/to/model", rewards=[exact], dataset="train.parquet", prompt="question")
@@ -314,7 +314,7 @@ class SFTTrainer(TextTrainer):
 
 
 class PPOTrainer(Trainer):
-    """Trains a control policy with PPO; the same as `lucidrl ppo`. `learning_rate` is that of policy and critic.
+    """Trains a control policy with PPO; the same as `lucidrl ppo`. `learning_rate` sets that of policy and critic.
 
     Args:
         env: id of a gymnasium environment; `module:Id` imports the module that registers it.

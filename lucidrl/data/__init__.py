@@ -1,1 +1,1 @@
-"""Prompts, supervised examples, chat messages as token ids, and batches of them."""
+"""Prompts and supervised examples from datasets; chat messages as token ids, and batches of message logs."""

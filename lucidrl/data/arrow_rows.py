@@ -1,4 +1,4 @@
-"""Rows of Parquet files and of folders that `datasets.save_to_disk` wrote, read from memory-mapped Arrow files."""
+"""Read rows of Parquet files, Arrow files and `datasets.save_to_disk` folders through memory-mapped Arrow files."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _ROWS_PER_BATCH = 512
-"""Rows of a Parquet file in memory at once."""
+"""Rows of a Parquet file that are in memory at the same time while the file is copied."""
 
 
 class ArrowRows:
-    """Rows of memory-mapped record batches. Holds 8 bytes per batch, not per row.
+    """Rows of memory-mapped record batches. The index takes 8 bytes per record batch, not per row.
 
     Args:
-        read_batch: returns the batch of a number, without copying it.
-        lengths: rows of each batch.
+        read_batch: returns the record batch with this index, without copying it.
+        lengths: number of rows of each record batch.
     """
 
     def __init__(self, path: Path, read_batch: Callable[[int], pa.RecordBatch], lengths: list[int]) -> None:
@@ -58,18 +58,18 @@ class ArrowRows:
 def open_parquet(path: Path) -> ArrowRows:
     """Open a Parquet file for random access.
 
-    Parquet is compressed by column and cannot be read row by row, so the rows are written once to a temporary Arrow
-    file, a few hundred at a time. Its name is removed at once: the space is free again when the process ends, in any
-    way.
+    Parquet is compressed by column and cannot be read row by row, so all rows are copied to a temporary Arrow file, a
+    few hundred at a time. The temporary file is unlinked while it is open, so the system frees the space when the
+    process exits or is killed.
 
     Raises:
-        DataError: it is no Parquet file, or the temporary folder has too little space.
+        DataError: the file is not a Parquet file, or the temporary folder has too little space.
     """
     pa = _pyarrow(path)
     import pyarrow.parquet as parquet
 
     try:
-        # The file is mapped, and columns are decoded page by page, so that a large row group needs little memory.
+        # Memory-mapped and decoded page by page: a large row group needs little memory.
         file = parquet.ParquetFile(path, memory_map=True, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a valid Parquet file ({error}); write it again") from error
@@ -98,10 +98,11 @@ def open_parquet(path: Path) -> ArrowRows:
 
 
 def open_arrow(path: Path, *files: Path) -> ArrowRows:
-    """Open Arrow files, in the stream or file format, without copying them.
+    """Open Arrow files, in the stream or the file format, without copying them.
 
     Args:
-        files: parts of the dataset; by default `path` itself.
+        path: the dataset; names it in errors.
+        files: the files of the dataset, in order; by default `path` itself.
     """
     pa = _pyarrow(path)
     batches: list[Any] = []
@@ -132,7 +133,9 @@ def open_saved_dataset(folder: Path) -> ArrowRows:
     if (folder / "dataset_dict.json").is_file():
         splits = _json(folder / "dataset_dict.json").get("splits", [])
         if "train" not in splits:
-            raise DataError(f"{folder} has the splits {', '.join(splits)} but not train; give {folder}/SPLIT")
+            raise DataError(
+                f"{folder} has the splits {', '.join(splits)} but not train; name one of them, as {folder}/SPLIT"
+            )
         folder = folder / "train"
     names = [entry["filename"] for entry in _json(folder / "state.json").get("_data_files", [])]
     return open_arrow(folder, *(folder / name for name in names))

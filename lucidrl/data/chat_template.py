@@ -1,4 +1,4 @@
-"""Chat templates: checked under limits when a tokenizer is loaded, and rendered with clear errors."""
+"""Chat templates: check them in a limited process when a tokenizer is loaded, and render them with clear errors."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROBE_TIMEOUT_S = 120
-"""Upper bound on waiting for the probe on a busy machine; its own limit is CPU time."""
+"""Wall-clock timeout of the probe process, which also has a CPU time limit; generous for busy machines."""
 BROKEN = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-"""Errors of a template's code beside those of jinja."""
+"""Exceptions that the code of a template can raise, in addition to those of jinja."""
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Refuse a chat template that takes too long, too much memory or writes too much for a few short messages.
+    """Refuse a chat template that, for a few short messages, takes too long, needs too much memory or writes too much.
 
-    A separate process renders it once. This does not find a template that misbehaves only for certain messages.
+    A separate process renders the template once. A template that misbehaves only for other messages is not found.
 
     Raises:
-        ConfigError: names the file that holds the template.
+        ConfigError: the template exceeds a limit; the message names the file that holds the template.
     """
     if not tokenizer.chat_template:
         return
@@ -40,7 +40,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Non
     if excess := _excess(template, tuple(sorted(special_tokens.items()))):
         raise ConfigError(
             f"the chat template in {template_file(folder)} {excess} for three short messages; fix the template, "
-            "or remove it to have the messages joined"
+            "or remove it: the contents of messages are then joined without a template"
         )
 
 
@@ -61,7 +61,8 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappin
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in plain)
         raise DataError(
-            f"the tokenizer's chat template refuses messages of the roles {roles}: {error}; use roles it knows"
+            f"the tokenizer's chat template refuses messages of the roles {roles}: {error}; use roles that "
+            "the template supports"
         ) from error
 
 
@@ -73,7 +74,7 @@ def template_file(folder: Path) -> Path:
 
 @lru_cache(maxsize=16)
 def _excess(template: str, special_tokens: tuple[tuple[str, str], ...]) -> str | None:
-    """The limit that a template exceeds, if any."""
+    """Describe the limit that the template exceeds; None if it exceeds none."""
     command = [sys.executable, "-P", template_probe.__file__]
     content = json.dumps({"template": template, "special_tokens": dict(special_tokens)}).encode()
     try:

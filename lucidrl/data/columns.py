@@ -1,4 +1,4 @@
-"""From the columns of a row to a prompt or an example; errors name file, row, column and what was found."""
+"""Make a prompt or an example from the columns of a row; errors name file, row, column and the value found."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _LONGEST_SHOWN = 60
 
 
 class Columns:
-    """Reads prompts and examples from rows, as configured.
+    """Makes prompts and examples from rows, with the columns that the config names.
 
     Args:
-        prefix: goes before every id.
+        prefix: prepended to every id.
     """
 
     def __init__(self, config: DataConfig, prefix: str = "") -> None:
         self._config, self._prefix = config, prefix
 
     def is_selected(self, row: Mapping[str, Any], place: str) -> bool:
-        """Whether a row has the values of `data.where`."""
+        """Whether the row has the values that `data.where` asks for."""
         for column, wanted in self._config.where.items():
             found = self._value(row, column, place, "data.where")
             if not any(_equals(found, value) for value in (wanted if isinstance(wanted, tuple) else (wanted,))):
@@ -34,30 +34,32 @@ class Columns:
         return True
 
     def prompt(self, row: dict[str, Any], place: str, row_id: str) -> Prompt:
-        """The prompt of a row.
+        """Make the prompt of a row.
 
         Raises:
-            DataError: a column is missing, or holds something else than expected.
+            DataError: a column is missing, or holds a value of the wrong type.
         """
         messages = self._opening(row, place, strict=True)
         if messages[-1]["role"] == "assistant":
             raise DataError(
                 f"{place}: the last message has the role assistant; end the prompt with a message that the assistant "
-                "replies to, or train on it with lucidrl sft"
+                "replies to, or train on the whole conversation with lucidrl sft"
             )
         info = {column: value for column, value in row.items() if column not in _NOT_INFO}
         if self._config.answer is not None:
             info["answer"] = self._value(row, self._config.answer, place, "data.answer")
         stop_strings = row.get("stop_strings") or []
         if not isinstance(stop_strings, list) or not all(isinstance(text, str) and text for text in stop_strings):
-            raise DataError(f"{place}: stop_strings={stop_strings!r} is not valid; it must be a list of texts")
+            raise DataError(
+                f"{place}: stop_strings={stop_strings!r} is not valid; it must be a list of non-empty texts"
+            )
         return Prompt(self._id(row, place, row_id), messages, info, tuple(stop_strings), key_of(messages), place)
 
     def example(self, row: dict[str, Any], place: str, row_id: str) -> Example:
-        """The example of a row: chat messages, a prompt and a completion, a ShareGPT or an Alpaca row.
+        """Make the example of a row: chat messages, a prompt and a completion, a ShareGPT or an Alpaca row.
 
         Raises:
-            DataError: a column is missing, or holds something else than expected.
+            DataError: a column is missing, or holds a value of the wrong type.
         """
         completion = self._config.completion or "completion"
         if self._config.completion is not None or row.get(completion) is not None:
@@ -69,13 +71,13 @@ class Columns:
             messages = self._opening(row, place)
         if messages[-1]["role"] != "assistant":
             raise DataError(
-                f'{place}: needs "messages" of which the last is of the assistant, or "prompt" and "completion", but '
+                f'{place}: needs "messages" that end with an assistant message, or "prompt" and "completion", but '
                 f"has the columns {_listed(row)}; name the columns with data.prompt=... and data.completion=..."
             )
         return Example(f"{self._prefix}{row_id}", messages, key_of(messages), place)
 
     def _opening(self, row: Mapping[str, Any], place: str, strict: bool = False) -> tuple[ChatMessage, ...]:
-        """Messages of the prompt, with the system prompt; `strict` refuses messages with other keys."""
+        """Messages of the prompt, with the system prompt; `strict` refuses keys other than `role` and `content`."""
         config = self._config
         if config.template is not None:
             text = rendered(config.template, row, place)
@@ -114,7 +116,7 @@ _NOT_INFO = frozenset({"id", "prompt", "messages", "stop_strings"})
 
 
 def _as_messages(content: Any, role: str, place: str, column: str, strict: bool = False) -> tuple[ChatMessage, ...]:
-    """A text as one message of the role, or a list of messages."""
+    """Return a text as one message with this role; a list is checked and returned as messages."""
     if isinstance(content, str):
         return ({"role": role, "content": content},)
     if not isinstance(content, list):
@@ -128,7 +130,7 @@ def _as_messages(content: Any, role: str, place: str, column: str, strict: bool 
 
 
 def _message(message: Any, place: str, column: str, strict: bool) -> ChatMessage:
-    """A message without the keys that are empty; Arrow gives every message the keys of all."""
+    """Check a message; keys with the value None are ignored, because Arrow gives every message the keys of all."""
     kept = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
     role, text = kept.get("role"), kept.get("content")
     if not isinstance(role, str) or not isinstance(text, str) or (strict and len(kept) > 2):
@@ -140,7 +142,7 @@ def _message(message: Any, place: str, column: str, strict: bool) -> ChatMessage
 
 
 def _of_other_layout(row: Mapping[str, Any], place: str) -> tuple[ChatMessage, ...]:
-    """Messages of a ShareGPT row (`conversations`) or an Alpaca row (`instruction`, `input`, `output`); else none."""
+    """Messages of a ShareGPT row (`conversations`) or an Alpaca row (`instruction`, `input`, `output`); else ()."""
     if isinstance(turns := row.get("conversations"), list):
         return tuple(_turn(turn, place) for turn in turns)
     if not isinstance(row.get("instruction"), str) or "output" not in row:
@@ -158,14 +160,14 @@ def _turn(turn: Any, place: str) -> ChatMessage:
     if role is None or not isinstance(turn.get("value"), str):
         known = ", ".join(SHAREGPT_ROLES)
         raise DataError(
-            f"{place}: column 'conversations' holds {_shown(turn)}; each must be {{\"from\": one of {known}, "
+            f"{place}: column 'conversations' holds {_shown(turn)}; each entry must be {{\"from\": one of {known}, "
             '"value": text}'
         )
     return {"role": role, "content": turn["value"]}
 
 
 def _equals(found: Any, wanted: Any) -> bool:
-    """Whether a cell has a value; a CSV file has only texts."""
+    """Whether a cell has the wanted value; a text equals a number or bool that is written the same, as in CSV files."""
     return found == wanted or (isinstance(found, str) and not isinstance(wanted, str) and found == str(wanted))
 
 

@@ -1,4 +1,4 @@
-"""Settings of the data: files, columns, filters and the split."""
+"""Settings of datasets: files, columns, filters and the validation split."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Scalar = str | int | float | bool | None
 
 
 class WeightedFile(Config):
-    """One of several files."""
+    """A file of a mixture."""
 
     file: File
     """Path of a file or folder, or `hub:ORG/NAME`."""
     weight: PositiveFloat = 1.0
-    """Share of the rows drawn from this file, relative to the weights of the others."""
+    """Probability that a row is drawn from this file, relative to the weights of the other files."""
 
     @model_validator(mode="before")
     @classmethod
@@ -34,52 +34,53 @@ class WeightedFile(Config):
 
 
 class DataConfig(Config):
-    """Where prompts or examples come from, and which of their rows are used."""
+    """Where prompts or examples come from, and which rows are used."""
 
     file: File | tuple[WeightedFile, ...] | None = None
     """JSONL, JSON, CSV, TSV or Parquet file, a folder of them, a pattern such as data/train-*.parquet, a folder that
     `datasets.save_to_disk` wrote, `hub:ORG/NAME[@REVISION][/PATH]`, or a list of {file: ..., weight: ...}. Default: the
-    prompts of the environment; for SFT each is completed with the `answer` of its info."""
+    prompts of the environment; SFT completes each prompt with the `answer` in its `info`."""
     prompt: str | None = None
     """Column of the prompt: text, or a list of chat messages; default: `prompt` or `messages`."""
     answer: str | None = None
-    """Column of the reference answer, which reward functions get as `answer`; default: `answer`, if there is one."""
+    """Column of the reference answer, which reward functions get as `answer`; default: `answer`, if it exists."""
     completion: str | None = None
     """Column of the completion to learn (SFT): text, or a list of chat messages; default: `completion`."""
     template: str | None = Field(default=None, max_length=100_000)
-    """Jinja template of the user message, with the columns as variables: "Question: {{ question }}". It runs in a
-    sandbox."""
+    """Jinja template of the user message, with the columns as variables: "Question: {{ question }}". The template
+    runs in a sandbox."""
     system_prompt: str | None = None
-    """System message before each prompt; rows with their own system message keep it."""
+    """System message before each prompt; a row that has a system message keeps its own."""
     max_prompt_tokens: PositiveInt | None = None
-    """Skip rows with more tokens: of the prompt or, for SFT, of the whole example."""
+    """Skip rows whose prompt (for SFT: prompt and completion together) has more tokens than this."""
     where: dict[str, Scalar | tuple[Scalar, ...]] = Field(default_factory=dict)
-    """Use only rows whose columns have these values, such as {level: easy, source: [a, b]}; a list means any of it."""
+    """Use only rows whose columns have these values, such as {level: easy, source: [a, b]}; a list allows any of its
+    values."""
     limit: PositiveInt | None = None
-    """Train on this many rows only, the same ones in every run; default: on all."""
+    """Train on this many rows only, the same ones in every run; default: on all rows."""
     validation_file: File | None = None
     """File of validation rows; all rows of `file` are then used for training."""
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Fraction of the rows held out for validation, chosen by a stable hash of the messages. Not used with
+    """Fraction of the rows held out for validation, chosen by a stable hash of the messages; has no effect with
     `validation_file`."""
 
     @property
     def files(self) -> tuple[WeightedFile, ...]:
-        """All files with their weights; empty if the environment has the prompts."""
+        """All files with their weights; empty if the prompts come from the environment."""
         if self.file is None:
             return ()
         return (WeightedFile(file=self.file),) if isinstance(self.file, str) else self.file
 
     @property
     def title(self) -> str:
-        """The files, for people."""
+        """Names of the files, for display."""
         return " + ".join(PurePath(entry.file).name or entry.file for entry in self.files)
 
     @field_validator("file")
     @classmethod
     def _names_a_file(cls, file: Any) -> Any:
         if file == ():
-            raise ValueError("the list of files is empty; name at least one, or set it to null")
+            raise ValueError("the list of files is empty; name at least one file, or set data.file=null")
         return file
 
     @field_validator("template")

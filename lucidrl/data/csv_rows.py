@@ -1,4 +1,4 @@
-"""Rows of CSV files. Rows are read at use, by their place in the file; a quoted field may hold line breaks."""
+"""Rows of CSV files, read from disk when they are used; a quoted field may hold line breaks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lucidrl.errors import DataError
 
 
 class CsvFile:
-    """A CSV file whose first record names the columns; all values are texts. Holds 8 bytes per row."""
+    """A CSV file whose first record names the columns; all values are texts. The index takes 8 bytes per row."""
 
     def __init__(self, path: Path, delimiter: str = ",") -> None:
         self.name = str(path)
@@ -35,7 +35,7 @@ class CsvFile:
                 break
             if lines.offset - start > LONGEST_ROW_BYTES:
                 problem = f"has more than {LONGEST_ROW_BYTES} bytes"
-                raise DataError(f"{self._place_of_next()}: {problem}; split the row, or close its quotes")
+                raise DataError(f"{self._place_of_next()}: {problem}; split the row, or close the quotes in it")
             if not record:
                 continue
             if self._columns:
@@ -113,7 +113,7 @@ class _Lines:
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """Allow fields of the longest row; the limit of the csv module holds for the whole process."""
+    """Allow fields as long as the longest row; the csv module has one limit for the whole process, restored after."""
     before = csv.field_size_limit(LONGEST_ROW_BYTES)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Prompts to complete and examples to learn from."""
+"""Prompts, which the model completes, and examples, which it learns in supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ class Prompt:
     stop_strings: tuple[str, ...] = ()
     """Strings that end a completion of this prompt, beside the configured ones."""
     split_key: str | None = None
-    """Prompts with equal keys are on the same side of a split; by default the prompt's id."""
+    """Prompts with equal keys are all in training or all in validation; by default the prompt's id is the key."""
     place: str | None = None
-    """File and row that it was read from, if any."""
+    """File and row that the prompt was read from, if any."""
 
     @property
     def label(self) -> str:
-        """How errors name it."""
+        """How errors name the prompt."""
         return f"prompt {self.prompt_id!r}" + (f" ({self.place})" if self.place else "")
 
     @property
     def key(self) -> str:
-        """The split key."""
+        """The split key: `split_key`, or the id."""
         return self.split_key or self.prompt_id
 
 
 @dataclass(frozen=True)
 class Example:
-    """Messages to learn from; the last one is of the assistant."""
+    """Messages to learn from; the last one is an assistant message."""
 
     example_id: str
     messages: tuple[ChatMessage, ...]
     key: str
-    """Examples with equal keys are on the same side of a split."""
+    """Split key: examples with equal keys are all in training or all in validation."""
     place: str | None = None
-    """File and row that it was read from, if any."""
+    """File and row that the example was read from, if any."""
 
     @property
     def label(self) -> str:
-        """How errors name it."""
+        """How errors name the example."""
         return f"example {self.messages[0]['content'][:40]!r}" + (f" ({self.place})" if self.place else "")
 
 
 @contextmanager
 def naming(item: Prompt | Example) -> Iterator[None]:
-    """Name the prompt or example in errors of its data, such as one that the chat template refuses."""
+    """Context manager: a DataError raised inside it names the prompt or example, such as one the template refuses."""
     try:
         yield
     except DataError as error:
@@ -67,24 +67,25 @@ def naming(item: Prompt | Example) -> Iterator[None]:
 
 
 def key_of(messages: Sequence[ChatMessage]) -> str:
-    """The split key of messages."""
+    """A hash of the messages, used as split key."""
     return hashlib.sha256(orjson.dumps(messages, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def example_of(prompt: Prompt) -> Example:
-    """A prompt, completed by the `answer` of its info."""
+    """Make an example from a prompt and the `answer` in its `info`."""
     if "answer" not in prompt.info:
         raise DataError(
-            f"prompt {prompt.prompt_id!r} has no answer in its info to learn from; give data.file=... with examples"
+            f"prompt {prompt.prompt_id!r} has no answer in its info, so SFT cannot learn from it; set "
+            "data.file=... to a file of examples"
         )
     answer: ChatMessage = {"role": "assistant", "content": str(prompt.info["answer"])}
     return Example(prompt.prompt_id, (*prompt.messages, answer), prompt.key, prompt.place)
 
 
 def is_held_out(key: str, fraction: float) -> bool:
-    """Whether a split key belongs to the held-out `fraction`; the same on every machine and in every run.
+    """Whether a split key is held out for validation; the result is the same on every machine and in every run.
 
-    A larger fraction only adds keys.
+    A larger `fraction` holds out the same keys and more.
     """
     digest = hashlib.sha256(f"\0{key}".encode()).digest()
     return int.from_bytes(digest[:8]) < fraction * 2**64

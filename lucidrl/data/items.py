@@ -1,4 +1,4 @@
-"""Rows as prompts or examples: made at use, split and filtered one by one."""
+"""Make prompts or examples from rows when they are used; split and filter them one by one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Item(Protocol):
 
     @property
     def key(self) -> str:
-        """Items with equal keys are on the same side of a split."""
+        """Split key: items with equal keys are all in training or all in validation."""
         ...
 
     @property
     def label(self) -> str:
-        """How errors name it."""
+        """How errors name the item."""
         ...
 
 
@@ -30,7 +30,7 @@ T = TypeVar("T", bound=Item)
 
 
 class Skip(StrEnum):
-    """Why a row is not used."""
+    """Why a row is not used; `HELD_OUT` and `TRAINING` also name the two sides of the validation split."""
 
     HELD_OUT = "held out"
     TRAINING = "not held out"
@@ -40,28 +40,29 @@ class Skip(StrEnum):
 
 @dataclass
 class Items(Generic[T]):
-    """The rows of a source as prompts or examples; each is made at use, and none is kept."""
+    """The rows of a source as prompts or examples; an item is made when it is read, and not cached."""
 
     source: RowSource
     make: Callable[[Any, str, str], T]
-    """Makes the item of (row, place, id)."""
+    """Makes an item from (row, place, id)."""
     held_out_fraction: float = 0.0
-    """1: all rows are for validation."""
+    """Fraction of the rows held out for validation; 1 for a source of validation rows."""
     is_selected: Callable[[Any, str], bool] | None = None
-    """Whether a (row, place) passes `data.where`."""
+    """Whether `data.where` selects a (row, place); None selects all rows."""
     length: Callable[[T], int] | None = None
-    """Number of tokens of an item."""
+    """Returns the number of tokens of an item."""
     max_tokens: int | None = None
-    """Longer items are skipped."""
+    """Items with more tokens are skipped."""
     old_key: Callable[[int], str] | None = None
-    """Split key of a row in version 0.1.0, if it was another one."""
+    """Returns the split key that version 0.1.0 gave a row; None if it was the same key."""
     uses_old_key: bool = False
+    """Split by `old_key`, to resume a run of version 0.1.0."""
 
     def read(self, index: int, side: Skip) -> T | Skip:
-        """The item of a row, or why it is not used.
+        """Return the item of a row, or the reason why the row is not used.
 
         Args:
-            side: `TRAINING` or `HELD_OUT`; rows of the other side are skipped.
+            side: read rows of this side of the split, `TRAINING` or `HELD_OUT`; rows of the other side are skipped.
         """
         row, place = self.source.row(index), self.source.place(index)
         if self.is_selected is not None and not self.is_selected(row, place):
@@ -76,7 +77,7 @@ class Items(Generic[T]):
         return item
 
     def search(self, side: Skip, count: int, most_rows: int | None = None) -> Iterator[tuple[int, T]]:
-        """Up to `count` (row, item) of a side, in a fixed random order; reads at most `most_rows` rows."""
+        """Yield up to `count` (row, item) of a side, in a fixed random order; read at most `most_rows` rows."""
         order = KeyedOrder(len(self.source), seed=0)
         num_found = 0
         for position in range(min(len(self.source), most_rows or len(self.source))):
@@ -89,5 +90,5 @@ class Items(Generic[T]):
                 yield row, item
 
     def rows_of(self, side: Skip) -> list[int]:
-        """All rows of a side, in the order of the source."""
+        """Return all rows of a side, in the order of the source."""
         return [row for row in range(len(self.source)) if not isinstance(self.read(row, side), Skip)]

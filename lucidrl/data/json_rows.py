@@ -1,4 +1,4 @@
-"""Rows of JSON files: one object per line, or an array of objects. Rows are read at use, by their place in the file."""
+"""Rows of JSON files, read from disk when they are used: one object per line, or an array of objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import orjson
 from lucidrl.errors import DataError
 
 LONGEST_ROW_BYTES = 8 << 20
-"""Far above any context length; a longer row is a mistake or a file of another kind."""
+"""Far above any context length: a longer row is a mistake, or the file has another format."""
 OTHER_KINDS = {
     b"PAR1": "a Parquet file; rename it to .parquet",
     b"ARROW1": "an Arrow file; rename it to .arrow",
@@ -23,13 +23,13 @@ OTHER_KINDS = {
     b"\x28\xb5\x2f\xfd": "compressed with Zstandard; unpack it with unzstd",
     b"PK\x03\x04": "a ZIP archive; unpack it",
 }
-"""First bytes of other kinds of files, and how to use them."""
+"""First bytes of files in other formats, with the name of the format and the remedy."""
 _BOM = b"\xef\xbb\xbf"
 _TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[{}\[\]]', re.DOTALL)
 
 
 class JsonLines:
-    """A file with one JSON object per line; blank lines are skipped. Holds 8 bytes per row."""
+    """A file with one JSON object per line; blank lines are skipped. The index takes 8 bytes per row."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -38,7 +38,7 @@ class JsonLines:
         refuse_other_kinds(path, "JSON lines", self._file.read(16))
         self._file.seek(0)
         self._starts = array("q")
-        self._numbers: array[int] | None = None  # of lines, once they differ from those of rows
+        self._numbers: array[int] | None = None  # line numbers; None while line n is row n
         offset = number = 0
         while line := self._file.readline(LONGEST_ROW_BYTES + 1):
             number += 1
@@ -60,7 +60,7 @@ class JsonLines:
         return len(self._starts) - 1
 
     def content(self, index: int) -> bytes:
-        """The line without its end."""
+        """The bytes of the row's line, without the line break."""
         start, end = self._starts[index], self._starts[index + 1]
         found = os.pread(self._file.fileno(), end - start, start)
         return found.partition(b"\n")[0].rstrip(b"\r")  # blank lines may follow
@@ -82,7 +82,7 @@ class JsonLines:
 
 
 class JsonArray:
-    """A file that holds one array of JSON objects. Holds 16 bytes per row."""
+    """A file with one array of JSON objects. The index takes 16 bytes per row."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -126,10 +126,12 @@ class JsonArray:
             if depth <= 1:
                 end = token.end()
         if depth or self._content[end:].strip():
-            raise DataError(f"{self.name} is not valid JSON: it does not end with its array; write an array of objects")
+            raise DataError(
+                f"{self.name} is not valid JSON: the file does not end where its array ends; write one array of objects"
+            )
 
     def _check_element(self, depth: int, end: int, token: re.Match[bytes]) -> None:
-        """Refuse anything but objects in one array."""
+        """Raise DataError unless the token begins the file's only array or an object in it."""
         before = self._content[end : token.start()].strip()
         kind = token[0][:1]
         expected = b"[" if depth == 0 else b"{"
@@ -152,14 +154,14 @@ class JsonArray:
 
 
 def open_json(path: Path) -> JsonLines | JsonArray:
-    """A `.json` file: an array, or lines if it begins with an object."""
+    """Open a `.json` file: an array of objects, or one object per line if the file does not begin with `[`."""
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(_BOM).lstrip()
     return JsonArray(path) if start.startswith(b"[") else JsonLines(path)
 
 
 def refuse_other_kinds(path: Path, kind: str, start: bytes) -> None:
-    """Raise DataError if the first bytes are those of a file of another kind."""
+    """Raise DataError if the first bytes of a file show another format."""
     for magic, other in OTHER_KINDS.items():
         if start.startswith(magic):
             raise DataError(f"{path} must hold {kind}, but is {other}")
@@ -169,7 +171,7 @@ def parsed(content: bytes, place: str, remedy: str) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        DataError: for anything else, or a key that an object has twice.
+        DataError: the content is not a JSON object, or an object in it has a key twice.
     """
     try:
         record = orjson.loads(content)
@@ -185,7 +187,7 @@ def parsed(content: bytes, place: str, remedy: str) -> dict[str, Any]:
                 raise DataError(f"{place}: has the key {key!r} twice in one object; remove one of them")
             seen.add(key)
 
-    # orjson silently keeps the last of equal keys.
+    # Only to find duplicate keys: orjson silently keeps the last of them.
     try:
         json.loads(content, object_pairs_hook=without_duplicates, parse_int=float)
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""Makes datasets of prompts or examples from settings, Python rows or the prompts of an environment."""
+"""Make datasets of prompts or examples from files, Python rows or the prompts of an environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class PromptRows:
-    """The prompts of an environment, which are in memory already."""
+    """Prompts that an environment returned, as a row source."""
 
     def __init__(self, prompts: Sequence[Prompt], name: str = "the environment") -> None:
         self.name, self._prompts = name, prompts
@@ -46,12 +46,12 @@ def prompt_dataset(
     validation_rows: Rows | None = None,
     length: Callable[[Prompt], int] | None = None,
 ) -> Dataset[Prompt]:
-    """Prompts of `data.file`, or of Python rows.
+    """Make a dataset of prompts from `data.file` or from Python rows.
 
     Args:
-        rows: used instead of the files.
-        validation_rows: used instead of `data.validation_file`.
-        length: number of tokens of a prompt, for `data.max_prompt_tokens`.
+        rows: training rows, used instead of `data.file`.
+        validation_rows: validation rows, used instead of `data.validation_file`.
+        length: returns the number of tokens of a prompt, for `data.max_prompt_tokens`.
     """
     return _dataset(config, Columns.prompt, seed, rows, validation_rows, length)
 
@@ -64,7 +64,7 @@ def example_dataset(
     validation_rows: Rows | None = None,
     length: Callable[[Example], int] | None = None,
 ) -> Dataset[Example]:
-    """Examples of `data.file`, or of Python rows; see `prompt_dataset`."""
+    """Make a dataset of examples from `data.file` or from Python rows; see `prompt_dataset`."""
     return _dataset(config, Columns.example, seed, rows, validation_rows, length)
 
 
@@ -75,11 +75,12 @@ def dataset_of_prompts(
     seed: int,
     validation: Sequence[Prompt] | None = None,
 ) -> Dataset[Prompt]:
-    """Prompts that are in memory.
+    """Make a dataset of prompts that are in memory.
 
     Args:
-        config: its `limit` and, without `validation`, its `validation_fraction` apply; None holds nothing out.
-        validation: held-out prompts, if they are separate.
+        config: `limit` applies and, without `validation`, `validation_fraction`; the other settings have no effect.
+            None: use all prompts for training.
+        validation: separate validation prompts, if any.
     """
     return _dataset_in_memory(prompts, lambda prompt, place, row_id: prompt, config, seed, validation)
 
@@ -91,7 +92,7 @@ def dataset_of_answers(
     seed: int,
     validation: Sequence[Prompt] | None = None,
 ) -> Dataset[Example]:
-    """Prompts that are in memory as examples, completed with the `answer` of their info; see `dataset_of_prompts`."""
+    """Make a dataset of examples from prompts in memory and the `answer` in their `info`; see `dataset_of_prompts`."""
     return _dataset_in_memory(prompts, lambda prompt, place, row_id: example_of(prompt), config, seed, validation)
 
 
@@ -112,10 +113,10 @@ def _dataset_in_memory(
 
 
 def load_prompts(path: str | Path) -> list[Prompt]:
-    """All prompts of a file in memory, in its order.
+    """Read all prompts of a file, in the order of the file.
 
     Raises:
-        DataError: naming file and row.
+        DataError: a row is malformed; the message names file and row.
     """
     source, columns = open_source(str(path)), Columns(DataConfig())
     return [columns.prompt(source.row(row), source.place(row), source.row_id(row)) for row in range(len(source))]
@@ -150,7 +151,7 @@ def _dataset(
     fraction = config.validation_fraction if validation is None else 0.0
     if rows is not None:
         if not len(rows):
-            raise DataError("the dataset of the program has no rows; pass at least one")
+            raise DataError("the Python rows of the dataset are empty; pass at least one row")
         only = [part(PythonRows(rows), 1.0, fraction, "")]
         return Dataset(only, seed=seed, limit=config.limit, validation=validation)
     files = config.files

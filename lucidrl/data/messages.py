@@ -1,7 +1,7 @@
 """Token in, token out: messages become token ids, and sampled ids are never tokenised again.
 
-A tokenizer with a chat template renders messages by that template. One without (a base or embedded model) gets the
-joined contents, with the special tokens that it adds by itself.
+A tokenizer with a chat template renders messages by that template. A tokenizer without a chat template (of a base or
+embedded model) encodes the joined contents, with the special tokens that it adds by default.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lucidrl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Stands for the assistant's text while a template is rendered, which may change the text itself.
+# Placeholder for the assistant's text while a template is rendered: the template might change the text.
 _SENTINEL = "@@assistant-text@@"
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Ids of messages, generation prompt included."""
+    """Token ids of the messages, with the generation prompt."""
     _check_awaits_completion(messages)
     if not tokenizer.chat_template:
         return tokenizer.encode(_joined(messages))
@@ -37,7 +37,7 @@ def render_next_turn(
 ) -> list[int]:
     """Token ids of an environment's messages after an assistant message, with the generation prompt.
 
-    They start with the end-of-turn tokens of the assistant message, unless the model sampled these.
+    The ids start with the end-of-turn tokens of the assistant message, unless the model has sampled them.
     """
     _check_awaits_completion(messages)
     if not message_log or message_log[-1]["role"] != "assistant":
@@ -62,7 +62,7 @@ def with_tokens(messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int])
 def sampled_message(
     content: str, token_ids: torch.Tensor, generation_logprobs: torch.Tensor, policy_version: int
 ) -> dict[str, Any]:
-    """The log entry of a completion."""
+    """Make the message-log entry of a sampled completion."""
     return {
         "role": "assistant",
         "content": content,
@@ -73,10 +73,10 @@ def sampled_message(
 
 
 def supervised_example(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> LLMMessageLogType:
-    """The log of an example; the model learns the tokens of its assistant messages.
+    """Make the message log of an example; the model learns the tokens of its assistant messages.
 
-    Tokens are those of a rollout: the messages before the first assistant message are rendered by `render_prompt`,
-    later ones by `render_next_turn`, and an assistant message ends with the end-of-turn token.
+    The tokens are the same as in a rollout: `render_prompt` renders the messages before the first assistant message,
+    `render_next_turn` renders later ones, and an assistant message ends with the end-of-turn token.
     """
     if not messages or messages[-1]["role"] != "assistant":
         raise DataError("a supervised example must end with an assistant message, which the model learns; append one")
@@ -94,19 +94,21 @@ def supervised_example(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Ma
 
 
 def flatten_message_log(log: LLMMessageLogType, supervised: bool = False) -> dict[str, torch.Tensor]:
-    """Join the messages of a log to one sequence: `input_ids`, `token_mask` and, unless supervised,
-    `generation_logprobs` (0 on tokens that were not sampled).
+    """Concatenate the messages of a log into one sequence.
 
     Args:
-        log: assistant messages with tokens count for the loss.
-        supervised: whether assistant messages were written, not sampled, and so have no log-probabilities.
+        supervised: assistant messages come from a dataset, so they have no log-probabilities.
+
+    Returns:
+        `input_ids`, `token_mask` (1 on the tokens of assistant messages, which count for the loss) and, unless
+        supervised, `generation_logprobs` (0 on tokens that were not sampled).
 
     Raises:
-        DataError: for a log without tokens, or a sampled message whose log-probabilities are missing, not finite or
-            not one per token.
+        DataError: the log has no tokens, or the log-probabilities of a sampled message are missing, not finite or not
+            one per token.
     """
     if not sum(len(message["token_ids"]) for message in log):
-        raise DataError(f"a message log of {len(log)} messages has no tokens; render its prompt first")
+        raise DataError(f"a message log of {len(log)} messages has no tokens; add the token ids of its prompt first")
     masks, logprobs = [], []
     for index, message in enumerate(log):
         size = len(message["token_ids"])
@@ -124,13 +126,13 @@ def collate(
     supervised: bool = False,
     loss_multipliers: Sequence[float] | None = None,
 ) -> BatchedDataDict:
-    """Right-padded batch of message logs.
+    """Make a right-padded batch of message logs.
 
-    Columns: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` (the loss multipliers, 1 when not given) and,
+    Columns: `input_ids`, `input_lengths`, `token_mask`, `sample_mask` (the loss multipliers, by default 1) and,
     unless supervised, `generation_logprobs`.
     """
     if not logs:
-        raise DataError("a batch needs at least one message log, got none")
+        raise DataError("a batch needs at least one message log; pass one or more")
     flats = [flatten_message_log(log, supervised) for log in logs]
     multipliers = [1.0] * len(logs) if loss_multipliers is None else loss_multipliers
     if len(multipliers) != len(logs):
@@ -151,12 +153,12 @@ def _checked_logprobs(index: int, message: Mapping[str, Any]) -> torch.Tensor:
     if logprobs is None:
         raise DataError(
             f"message {index} is a completion of {size} tokens without generation_logprobs; "
-            "give one per token, or train supervised on written messages"
+            "give one log-probability per token, or set supervised=True for messages of a dataset"
         )
     if logprobs.shape != (size,):
         raise DataError(
             f"message {index} has {size} tokens but generation_logprobs of shape {tuple(logprobs.shape)}; "
-            "the generator must return one per sampled token"
+            "the generator must return one log-probability per sampled token"
         )
     if not torch.isfinite(logprobs).all():
         raise DataError(
@@ -187,7 +189,7 @@ def _completion_ids(tokenizer: PreTrainedTokenizerBase, history: LLMMessageLogTy
     if tokenizer.chat_template:
         prompt = apply_template(tokenizer, history, tokenize=False)
         before, _ = _around_completion(tokenizer, history, ())
-        # Some templates write more before the text than the generation prompt holds: the model must learn that too.
+        # Some templates write text between generation prompt and completion; the model must learn that text too.
         lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
         closing = _closing_ids(tokenizer, history)
     if not closing and eos_id is not None:
@@ -196,7 +198,7 @@ def _completion_ids(tokenizer: PreTrainedTokenizerBase, history: LLMMessageLogTy
 
 
 def _closing_ids(tokenizer: PreTrainedTokenizerBase, history: LLMMessageLogType) -> list[int]:
-    """Ids that end an assistant message, up to the end-of-turn token; empty if the template writes none."""
+    """Token ids after the text of an assistant message, up to the end-of-turn token; empty if there is none."""
     _, after = _around_completion(tokenizer, history, ())
     ids = tokenizer.encode(after, add_special_tokens=False)
     markers = [tokenizer.eos_token_id, *tokenizer.added_tokens_decoder]
@@ -208,7 +210,7 @@ def _around_completion(
     history: Sequence[Mapping[str, Any]],
     following: Sequence[Mapping[str, Any]],
 ) -> tuple[str, str]:
-    """Text that the template writes before and after an assistant message that `following` messages follow."""
+    """Render an assistant message between `history` and `following`; return the text before and the text after it."""
     messages = [*history, {"role": "assistant", "content": _SENTINEL}, *following]
     text = apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=bool(following))
     if text.count(_SENTINEL) != 1:

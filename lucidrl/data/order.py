@@ -1,4 +1,4 @@
-"""The random order of rows: a pure function of seed and position, so a checkpoint only stores the position."""
+"""The random order of rows: a pure function of seed and position, so a checkpoint stores only the position."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from lucidrl.errors import DataError
 
 _ROUNDS = 8
-_LEAST_BITS = 6  # of the permuted numbers: on fewer, the network mixes less well
+_LEAST_BITS = 6  # the Feistel network mixes numbers of fewer bits less well
 
 
 class Order(Protocol):
@@ -25,8 +25,8 @@ class Order(Protocol):
 class KeyedOrder:
     """Each epoch is a new pseudorandom permutation, computed position by position and never stored.
 
-    The permutation is a Feistel network over hashes, on a power of two that is not below the number of rows;
-    a result beyond the last row is permuted again ("cycle walking"). Random generators of libraries are not used: they
+    The permutation is a Feistel network over hashes, on a power of two that is at least the number of rows; a
+    result beyond the last row is permuted again ("cycle walking"). It uses no library random generator, because these
     may change between versions.
     """
 
@@ -60,7 +60,7 @@ class KeyedOrder:
 
 
 class SortedOrder:
-    """The order of version 0.1.0, to resume its runs: the rows of an epoch, sorted by a hash."""
+    """The order of version 0.1.0, to resume runs of that version: the rows of an epoch are sorted by a hash."""
 
     def __init__(self, size: int, seed: int) -> None:
         _check_size(size)
@@ -83,7 +83,7 @@ class SortedOrder:
 
 
 def choice(weights: list[float], seed: int, position: int) -> int:
-    """A pseudorandom index with probabilities in proportion to the weights; a pure function of seed and position."""
+    """Draw an index with probability proportional to its weight; a pure function of seed and position."""
     if len(weights) == 1:
         return 0
     digest = hashlib.blake2b(f"{seed}/choice/{position}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""Row sources: files, folders and Python sequences, read row by row at use."""
+"""Row sources: files, folders and Python sequences, from which rows are read one by one when they are used."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lucidrl.utils.hub import downloaded, is_hub_id, parse_hub_id, pinned
 
 
 class RowSource(Protocol):
-    """Rows with random access; none is kept in memory."""
+    """Rows with random access; a source does not keep them in memory."""
 
     name: str
-    """File or folder, for messages."""
+    """File or folder, for error messages."""
 
     def __len__(self) -> int: ...
 
@@ -30,12 +30,12 @@ class RowSource(Protocol):
         """The columns of a row.
 
         Raises:
-            DataError: names the row.
+            DataError: the row is malformed; the message names it.
         """
         ...
 
     def place(self, index: int) -> str:
-        """File and row, for messages."""
+        """File and row, for error messages."""
         ...
 
     def row_id(self, index: int) -> str:
@@ -52,11 +52,11 @@ OPENERS: dict[str, Callable[[Path], RowSource]] = {
     ".parquet": open_parquet,
     ".arrow": open_arrow,
 }
-"""Kinds of files by extension."""
+"""Functions that open a file, by extension."""
 
 
 class PythonRows:
-    """Rows of a Python program: a list of mappings or anything like it, such as a `datasets.Dataset`."""
+    """Rows of a Python program: a list of mappings or another sequence of them, such as a `datasets.Dataset`."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], name: str = "rows") -> None:
         self.name, self._rows = name, rows
@@ -99,7 +99,7 @@ class Concatenated:
 
     def row_id(self, index: int) -> str:
         number, offset = self._find(index)
-        return f"{number + 1}/{self._sources[number].row_id(offset)}"  # files of several folders may have one name
+        return f"{number + 1}/{self._sources[number].row_id(offset)}"  # files of several folders may have the same name
 
     def _find(self, index: int) -> tuple[int, int]:
         number = bisect_right(self._ends, index)
@@ -107,17 +107,17 @@ class Concatenated:
 
 
 def open_source(file: str) -> RowSource:
-    """Open a file, a folder, a pattern of files, or a dataset of the hub.
+    """Open a file, a folder, a pattern of files, or a dataset of the Hugging Face hub.
 
     Raises:
-        DataError: it does not exist, has an unknown kind, or has no rows.
+        DataError: the file does not exist, has an unknown extension, or has no rows.
     """
     try:
         source = _opened(file)
     except OSError as error:
         raise DataError(f"{file} cannot be read ({error.strerror or error}); check its path and permissions") from error
     if not len(source):
-        raise DataError(f"{file} has no rows; write at least one, in JSON lines one JSON object per line")
+        raise DataError(f"{file} has no rows; write at least one row; a JSONL file has one JSON object per line")
     return source
 
 
@@ -135,7 +135,7 @@ def _opened(file: str) -> RowSource:
 
 
 def _of_hub(file: str) -> RowSource:
-    """Rows of a downloaded dataset: of the files that its pattern selects, or of all training files."""
+    """Download a dataset; open the files that the path after ORG/NAME selects, or all training files."""
     folder, path = downloaded(file, "dataset"), parse_hub_id(file).path
     if (folder / path).is_dir():
         return _of_folder(file, folder / path)
@@ -163,7 +163,7 @@ def _of_folder(name: str, folder: Path) -> RowSource:
 
 
 def _training_files(folder: Path) -> list[Path]:
-    """Data files below a folder; only those named "train..." if there are some."""
+    """Data files below a folder; only those with a name or folder "train...", if there are any."""
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in OPENERS and path.is_file())
     data = [path for path in found if not path.name.startswith((".", "dataset_info"))]
     return [path for path in data if _names_training(path.relative_to(folder))] or data
@@ -175,7 +175,7 @@ def _names_training(path: Path) -> bool:
 
 def _joined(name: str, files: Sequence[Path]) -> RowSource:
     if not files:
-        raise DataError(f"{name} has no data files; the known kinds are {', '.join(OPENERS)}")
+        raise DataError(f"{name} has no data files; the known extensions are {', '.join(OPENERS)}")
     return _of_kind(files[0]) if len(files) == 1 else Concatenated(name, [_of_kind(path) for path in files])
 
 
@@ -183,8 +183,8 @@ def _of_kind(path: Path) -> RowSource:
     opener = OPENERS.get(path.suffix.lower())
     if opener is None:
         raise DataError(
-            f"{path} has the unknown extension {path.suffix or '(none)'}; the known kinds are {', '.join(OPENERS)}"
+            f"{path} has the unknown extension {path.suffix or '(none)'}; the known extensions are {', '.join(OPENERS)}"
         )
     if path.stat().st_size == 0:
-        raise DataError(f"{path} has no rows: it is empty; in JSON lines write one JSON object per line")
+        raise DataError(f"{path} has no rows, because it is empty; a JSONL file has one JSON object per line")
     return opener(path)

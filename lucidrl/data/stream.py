@@ -1,4 +1,4 @@
-"""Draws prompts or examples from datasets that may be larger than memory, in a random order that resumes exactly."""
+"""Draw prompts or examples from datasets larger than memory, in a random order that a resume continues exactly."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lucidrl.data.order import KeyedOrder, Order, SortedOrder, choice
 from lucidrl.errors import DataError
 
 MOST_SURVEYED = 20_000
-"""Rows that a survey reads at most, and a search for a few held-out rows."""
+"""Most rows that a survey reads; a search for held-out rows reads at least this many before it gives up."""
 
 
 @dataclass
 class Part(Generic[T]):
-    """One of the datasets of a mixture."""
+    """One dataset of a mixture, with its position."""
 
     items: Items[T]
     weight: float = 1.0
     cursor: int = 0
-    """Position in the order; skipped rows count."""
+    """Position in the order; skipped rows count too."""
     rows: Sequence[int] | None = None
-    """Rows to draw from; None: all."""
+    """Rows to draw from; None for all rows."""
     order: Order | None = None
 
     def start(self, seed: int, limit: int | None) -> None:
-        """Set the order, of a fixed subset if there is a limit."""
+        """Set the order of the rows; with a limit, of a fixed subset of the training rows."""
         source = self.items.source
         if limit is not None and limit < len(source):
             self.rows = array("q", [row for row, _ in self.items.search(Skip.TRAINING, limit)])
@@ -39,7 +39,7 @@ class Part(Generic[T]):
         self.order = KeyedOrder(len(source) if self.rows is None else len(self.rows), seed)
 
     def start_sorted(self, seed: int, limit: int | None) -> None:
-        """Split and order the rows as version 0.1.0 did, which read all of them."""
+        """Split and order the rows as version 0.1.0 did; this reads all rows."""
         self.items.uses_old_key = True
         rows = self.items.rows_of(Skip.TRAINING)
         if limit is not None and limit < len(rows):
@@ -48,9 +48,9 @@ class Part(Generic[T]):
         self.rows, self.order = array("q", rows), SortedOrder(len(rows), seed)
 
     def draw(self, skipped: Counter[Skip]) -> T:
-        """The next item to train on; counts the rows skipped before it."""
+        """Return the next item to train on; add the rows skipped before it to `skipped`, by reason."""
         assert self.order is not None
-        for _ in range(2 * self.order.size):  # a whole epoch, from anywhere in the one before
+        for _ in range(2 * self.order.size):  # covers one whole epoch, wherever the cursor is in the current one
             row = self.order.at(self.cursor)
             self.cursor += 1
             item = self.items.read(row if self.rows is None else self.rows[row], Skip.TRAINING)
@@ -69,19 +69,19 @@ class Part(Generic[T]):
 
 @dataclass
 class Survey:
-    """Findings about rows that were read without training on them."""
+    """What a survey found in the rows that it read."""
 
     num_rows: int = 0
     num_checked: int = 0
-    """All rows of a small dataset, evenly spread ones of a large one."""
+    """Rows that were read: all of a small dataset, evenly spread rows of a large one."""
     num_train: int = 0
     num_held_out: int = 0
     skipped: Counter[Skip] = field(default_factory=Counter)
     """Filtered rows by reason."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens of each item."""
+    """Number of tokens of each item."""
     longest: int = 0
-    """Tokens of the longest item."""
+    """Number of tokens of the longest item."""
     longest_label: str = ""
 
     @property
@@ -90,22 +90,22 @@ class Survey:
         return self.num_checked == self.num_rows
 
     def estimate(self, number: int) -> str:
-        """A number of checked rows as one of all rows, for people."""
+        """Scale a number of checked rows to all rows, as text: exact, or with "about"."""
         if self.is_complete:
             return f"{number:,}"
         return f"about {round(number * self.num_rows / self.num_checked):,}"
 
 
 class Dataset(Generic[T]):
-    """Prompts or examples of one or several datasets, a part of which is held out.
+    """Prompts or examples of one or several datasets, split into training and held-out (validation) items.
 
-    Training items come endlessly: each dataset in a random order, new for each epoch, and which dataset is next is
-    random by weight. All is a pure function of seed and cursors.
+    `take` draws training items without end. Each draw selects a dataset at random, by weight; every dataset has a
+    random order, which is new in each epoch. The items drawn depend on seed and cursors only.
 
     Args:
-        parts: datasets to train on, and to hold out from.
-        validation: datasets of held-out items, if they are separate.
-        limit: train on this many items only.
+        parts: datasets to train on; without `validation`, a fraction of each is held out.
+        validation: separate datasets of held-out items.
+        limit: train on this many items only, divided among `parts` by weight.
     """
 
     def __init__(
@@ -133,21 +133,21 @@ class Dataset(Generic[T]):
 
     @property
     def num_passed(self) -> int:
-        """Rows that `take` has passed, skipped ones included."""
+        """Rows that `take` has read, including skipped rows."""
         return sum(part.cursor for part in self._parts)
 
     @property
     def is_filtered(self) -> bool:
-        """Whether some rows may be neither trained on nor held out."""
+        """Whether filters may exclude rows from both training and validation."""
         return any(part.items.is_selected or part.items.max_tokens is not None for part in self._parts)
 
     @property
     def holds_out(self) -> bool:
-        """Whether a part is held out."""
+        """Whether any items are held out for validation."""
         return any(part.items.held_out_fraction > 0 for part in self._validation)
 
     def take(self, count: int) -> list[T]:
-        """The next items to train on."""
+        """Return the next `count` items to train on."""
         return [self._draw() for _ in range(count)]
 
     def _draw(self) -> T:
@@ -158,10 +158,10 @@ class Dataset(Generic[T]):
         return part.draw(self.skipped)
 
     def held_out(self, count: int) -> list[T]:
-        """Up to `count` held-out items, always the same.
+        """Return up to `count` held-out items, the same ones at every call.
 
         Raises:
-            DataError: there are none.
+            DataError: no item is held out, although a fraction or validation rows are configured.
         """
         if count not in self._held_out:
             self._held_out[count] = self._find_held_out(count)
@@ -181,13 +181,13 @@ class Dataset(Generic[T]):
             found += [item for _, item in items.search(Skip.HELD_OUT, share, most_rows)]
         if not found:
             raise DataError(
-                f"no row is left for validation; raise data.validation_fraction={self._fraction:g}, give "
-                "data.validation_file or more rows, or set the fraction to 0"
+                f"no row is left for validation; raise data.validation_fraction={self._fraction:g}, add rows, "
+                "set data.validation_file, or set data.validation_fraction=0 for no validation"
             )
         return found
 
     def _sorted_held_out(self, items: Items[T], count: int) -> list[T]:
-        """The choice of version 0.1.0."""
+        """Choose held-out items as version 0.1.0 did."""
         rows = items.rows_of(Skip.HELD_OUT)
         order = SortedOrder(max(1, len(rows)), seed=0)
         chosen = range(min(count, len(rows)))
@@ -196,13 +196,13 @@ class Dataset(Generic[T]):
         return [item for item in read if not isinstance(item, Skip)]
 
     def survey(self, length: Callable[[T], int], most_rows: int = MOST_SURVEYED) -> Survey:
-        """Read all rows, or `most_rows` evenly spread ones if there are more.
+        """Read and check all rows, or `most_rows` evenly spread rows of a larger dataset.
 
         Args:
-            length: number of tokens of an item.
+            length: returns the number of tokens of an item.
 
         Raises:
-            DataError: a row is malformed, an id occurs twice, or a side of the split is empty.
+            DataError: a row is malformed, an id occurs twice, or no row is left for training or for validation.
         """
         result = Survey(num_rows=sum(len(part.items.source) for part in self._all_parts))
         places: dict[str, str | None] = {}
@@ -221,7 +221,7 @@ class Dataset(Generic[T]):
         return result
 
     def spread(self, most_rows: int) -> Iterator[tuple[Skip, T | Skip]]:
-        """Evenly spread rows of all datasets: the side of each, with its item or why it is filtered."""
+        """Yield evenly spread rows of all datasets: (side of the split, item or the reason why it is filtered)."""
         num_rows = sum(len(part.items.source) for part in self._all_parts)
         for part in self._all_parts:
             size = len(part.items.source)
@@ -243,11 +243,11 @@ class Dataset(Generic[T]):
             return
         if sum(survey.skipped.values()) == survey.num_checked:
             dropped = ", ".join(f"{number} by {reason}" for reason, number in survey.skipped.items())
-            raise DataError(f"all of {survey.num_checked} rows are dropped ({dropped}); change these settings")
+            raise DataError(f"all {survey.num_checked} rows are dropped ({dropped}); change these settings")
         raise DataError(
             f"data.validation_fraction={self._fraction:g} splits {survey.num_train + survey.num_held_out} rows into "
-            f"{survey.num_train} for training and {survey.num_held_out} for validation; give more rows, or set the "
-            "fraction to 0"
+            f"{survey.num_train} for training and {survey.num_held_out} for validation; add rows, or set "
+            "data.validation_fraction=0 for no validation"
         )
 
     @property
@@ -255,17 +255,20 @@ class Dataset(Generic[T]):
         return max(part.items.held_out_fraction for part in self._validation)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in every dataset; nothing else changes."""
+        """Return the position in every dataset, which is the whole state."""
         if self._is_sorted:
             return {"position": self.num_passed}
         return {"cursors": [part.cursor for part in self._parts]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; one of version 0.1.0 continues in the order of that version."""
+        """Continue from a state; a state of version 0.1.0 continues in the order of that version."""
         self._is_sorted = "cursors" not in state
         cursors = [state["position"]] if self._is_sorted else state["cursors"]
         if len(cursors) != len(self._parts):
-            raise DataError(f"the run was saved with {len(cursors)} datasets, but data.file has {len(self._parts)}")
+            raise DataError(
+                f"the run was saved with {len(cursors)} datasets, but data.file has {len(self._parts)}; resume with "
+                "the data.file of the saved run"
+            )
         self._held_out.clear()
         for part, cursor, limit in zip(self._parts, cursors, self._limits, strict=True):
             part.cursor = cursor
@@ -282,5 +285,5 @@ def _check_new_id(item: Item, places: dict[str, str | None]) -> None:
 
 
 def _shares(count: int, weights: Sequence[float]) -> list[int]:
-    """A number split in proportion to weights, at least 1 each."""
+    """Divide `count` in proportion to the weights, rounded; each share is at least 1."""
     return [max(1, round(count * weight / sum(weights))) for weight in weights]

@@ -1,4 +1,4 @@
-"""The user's prompt template: jinja in a sandbox, with limits on what it writes."""
+"""`data.template`: a jinja template in a sandbox that limits the length of its output."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from lucidrl.errors import DataError
 
 LONGEST_TEXT = 1_000_000
-"""Characters of a rendered prompt."""
+"""Most characters of a rendered prompt."""
 BROKEN = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-"""Errors of a template's code beside those of jinja."""
+"""Exceptions that the code of a template can raise, in addition to those of jinja."""
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Refuses products and powers that would fill the memory."""
+    """A sandbox that also refuses products and powers whose result would fill the memory."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -38,7 +38,7 @@ def compiled(template: str) -> Template:
     """Compile a template.
 
     Raises:
-        ValueError: it is not valid jinja.
+        ValueError: the template is not valid jinja.
     """
     try:
         return _Sandbox(undefined=StrictUndefined, keep_trailing_newline=True).from_string(template)
@@ -52,7 +52,7 @@ def rendered(template: str, row: Mapping[str, Any], place: str) -> str:
     """Render the template with the columns of a row.
 
     Raises:
-        DataError: names the row and the reason.
+        DataError: the template fails for this row; the message names the row and the reason.
     """
     pieces, length = [], 0
     try:

@@ -1,7 +1,7 @@
-"""Script that renders a chat template once, in a separate process with limits; it imports little.
+"""Script that renders a chat template in a separate process with limits. It imports little, to start quickly.
 
-A template is code of the model's author. jinja's sandbox protects files and Python objects; the limits protect against
-endless loops and huge strings.
+A template is code that the author of the model wrote. jinja's sandbox protects files and Python objects; the limits
+protect against endless loops and huge strings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 CPU_LIMIT_S = 2
 MEMORY_LIMIT_MB = 1024
 LONGEST_TEXT = 1_000_000
-"""Characters that a template may write for messages of a few words."""
+"""Most characters that a template may write for messages of a few words."""
 TOO_LONG, OUT_OF_MEMORY = 3, 4
 """Exit codes."""
 USER, ASSISTANT = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}
@@ -27,7 +27,7 @@ MESSAGE_LISTS = ([USER], [{"role": "system", "content": "Be brief"}, USER], [USE
 
 
 class Generation(Extension):
-    """The `generation` tag, which marks assistant text and does not change it."""
+    """The jinja tag `generation` of transformers, which marks assistant text without changing it."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja declares it
 
@@ -37,7 +37,7 @@ class Generation(Extension):
 
 
 def render(template: str, special_tokens: dict[str, str]) -> None:
-    """Render some messages as transformers does; ignores errors of the template, which real rendering reports."""
+    """Render test messages as transformers does; errors of the template are ignored: its real use reports them."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )

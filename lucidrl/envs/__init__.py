@@ -1,4 +1,4 @@
-"""Environments: control tasks here, text in `lucidrl.envs.text`.
+"""Environments: those of control tasks are here, text environments are in `lucidrl.envs.text`.
 
 Names are imported at first use, so reading settings does not import torch.
 """

@@ -1,4 +1,4 @@
-"""The arrays that an environment writes into: allocated once, written in every step.
+"""The arrays that an env writes into: allocated once, written in every step.
 
 Shapes: B the env's batch size (none for a single env).
 """
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 Key = str | tuple[str, ...]
-"""Name of an entry; a tuple is the path to a nested one."""
+"""Name of an entry; a tuple of names is the path to a nested entry."""
 Arrays = dict[Key, np.ndarray]
 
 FLAGS = ("done", "terminated", "truncated")
@@ -21,14 +21,14 @@ FLAGS = ("done", "terminated", "truncated")
 
 @dataclass(slots=True, eq=False)
 class Frame:
-    """One moment of an env, after a reset or a step; all arrays are [*B, *shape] and of a fixed dtype.
+    """Observation, reward and flags of an env after a reset or a step; arrays are [*B, *shape] and of a fixed dtype.
 
-    A frame may be written many times. An env that works on parts of it, or that wraps another env, caches what it
-    derives from the frame in `derived`, under a unique key.
+    A frame may be written many times. An env that wraps other envs caches the views that it derives from a frame in
+    `derived`, under a unique key.
     """
 
     observation: Arrays
-    """All entries but reward and flags, by key."""
+    """All entries except reward and flags, by key."""
     reward: np.ndarray
     """[*B, 1] float32; undefined after a reset."""
     done: np.ndarray
@@ -49,24 +49,24 @@ class Frame:
 
     @classmethod
     def of(cls, arrays: Mapping[Key, np.ndarray]) -> Frame:
-        """The reverse of `arrays`."""
+        """Make a frame from all its arrays by key; the reverse of `arrays`."""
         rest = dict(arrays)
         reward, *flags = (rest.pop(name) for name in ("reward", *FLAGS))
         return cls(rest, reward, *flags)
 
     def map(self, function: Callable[[np.ndarray], np.ndarray]) -> Frame:
-        """A frame of other arrays, such as views of these."""
+        """A frame of the results of `function` for every array, such as views."""
         return Frame.of({key: function(array) for key, array in self.arrays().items()})
 
     def rows(self) -> list[Frame]:
-        """A view for each env of the first batch dim."""
+        """One view per index of the first batch dim."""
         if "rows" not in self.derived:
-            # The dots make a view of a single number too.
+            # The ellipsis makes a view even where plain indexing would return a number.
             self.derived["rows"] = [self.map(itemgetter((row, ...))) for row in range(len(self.reward))]
         return self.derived["rows"]
 
     def clear_flags(self, mask: np.ndarray | None = None) -> None:
-        """Set all flags to False, in the envs of the mask [*B] or in all."""
+        """Set all flags to False, in the envs of the mask [*B] or in all envs."""
         for flags in (self.done, self.terminated, self.truncated):
             if mask is None:
                 flags.fill(False)
@@ -80,7 +80,7 @@ def path_of(key: Key) -> tuple[str, ...]:
 
 
 def copy_rows(source: Arrays, target: Arrays, mask: np.ndarray | None = None) -> None:
-    """Copy the entries of `target`, in the envs of the mask [*B] or in all."""
+    """Copy the entries that `target` has from `source`, in the envs of the mask [*B] or in all envs."""
     for key, array in target.items():
         if mask is None:
             array[...] = source[key]

@@ -26,9 +26,9 @@ MAX_SEED = 2**32 - 1
 
 
 def check_seed(seed: int) -> None:
-    """Raise ConfigError if numpy could not use the seed."""
+    """Raise ConfigError for a seed that numpy does not accept."""
     if not 0 <= seed <= MAX_SEED:
-        raise ConfigError(f"seed={seed} is not between 0 and {MAX_SEED}")
+        raise ConfigError(f"seed={seed} is not between 0 and {MAX_SEED}; choose another seed")
 
 
 class EnvBase:
@@ -39,7 +39,7 @@ class EnvBase:
     - arrays: `_reset_into(out, mask)` and `_step_into(actions, out)` write into a `Frame`;
     - TensorDicts: `_reset(tensordict)` and `_step(tensordict)` return the new entries.
 
-    Both draw all randomness from the seed of `_set_seed`.
+    All randomness of the hooks must come from the seed that `_set_seed` receives.
 
         class Countdown(EnvBase):
             def __init__(self):
@@ -62,7 +62,7 @@ class EnvBase:
     """
 
     observation_spec: Composite
-    """All entries that the env returns but reward and flags."""
+    """Spec of all entries that the env returns, except reward and flags."""
     action_spec: Spec | Composite
     """Spec of the entry "action"."""
     num_seeds: int = 1
@@ -75,7 +75,7 @@ class EnvBase:
         flag = Categorical(2, (*self.batch_size, 1), torch.bool, self.device)
         self.done_spec = Composite(dict.fromkeys(FLAGS, flag), shape=self.batch_size)
         self.seed: int | None = None
-        """The seed last set."""
+        """The seed of the last `set_seed`; None before."""
         self.is_closed = False
         self._rng = np.random.default_rng()
         self._root: Arrays | None = None
@@ -91,11 +91,11 @@ class EnvBase:
 
     @profiled("EnvBase.reset")
     def reset(self, tensordict: TensorDictBase | None = None) -> TensorDict:
-        """Start new episodes; returns observation and flags.
+        """Start new episodes; return observation and flags.
 
         Args:
-            tensordict: if it has `_reset`, a [*B] or [*B, 1] bool mask, reset only these envs and copy the other rows
-                from it.
+            tensordict: if it has an entry `_reset`, a [*B] or [*B, 1] bool mask, reset only the envs of the mask; the
+                result has the rows of `tensordict` for the other envs.
         """
         mask = None if tensordict is None else tensordict.get("_reset", None)
         frame = self.new_frame()
@@ -121,10 +121,10 @@ class EnvBase:
 
     @profiled("EnvBase.step_and_maybe_reset")
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:
-        """Apply the action, and reset where an episode is done.
+        """Apply the action, and reset the envs whose episode is done.
 
         Returns:
-            The TensorDict with the final observations under "next", and the root of the next step.
+            The TensorDict with the step result under "next", and the root of the next step: the observation to act on.
         """
         return self._step_and_maybe_reset(tensordict)
 
@@ -138,18 +138,18 @@ class EnvBase:
         auto_reset: bool = True,
         tensordict: TensorDictBase | None = None,
     ) -> TensorDict:
-        """Step the env; returns [*B, T] frames, T at most `max_steps`.
+        """Step the env; return [*B, T] frames, with T at most `max_steps`.
 
         Args:
             policy: see `as_policy`; None acts at random.
-            break_when_any_done: stop at the first end of an episode; otherwise reset there.
-            auto_reset: start with a reset; otherwise with the root `tensordict`.
+            break_when_any_done: stop when the first episode ends; otherwise reset the env and continue.
+            auto_reset: start with a reset; otherwise continue from the root `tensordict`.
         """
         recorder = Recorder(self, at_least_one("max_steps", max_steps), "EnvBase.policy")
         if auto_reset:
             recorder.reset()
         elif tensordict is None:
-            raise ConfigError("auto_reset=False needs tensordict; give what reset() returned")
+            raise ConfigError("auto_reset=False needs tensordict=...; pass the TensorDict that reset() returned")
         else:
             self._set_root(tensordict)
             recorder.begin_with(arrays_of(tensordict, list(self.observation_leaves())))
@@ -157,7 +157,7 @@ class EnvBase:
         return recorder.take().to(self.device)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """A random action; with a TensorDict, written into it."""
+        """Return a random action; if `tensordict` is not None, write the action into it."""
         actions = self.new_actions()
         self.sample_actions(actions)
         drawn = tensordict_of(actions, self.batch_size, self.device)
@@ -168,7 +168,7 @@ class EnvBase:
         return self.step(self.rand_action(tensordict))
 
     def set_seed(self, seed: int) -> int:
-        """Seed the env from the next reset on; returns the first seed that it does not use."""
+        """Seed the env, effective from the next reset; return the first seed that the env does not use."""
         check_seed(seed)
         self.seed = seed
         self._rng = np.random.default_rng(seed)
@@ -213,29 +213,29 @@ class EnvBase:
         return {"action": self.action_spec}
 
     def sample_actions(self, out: Arrays) -> None:
-        """Random actions, decided by the env's seed."""
+        """Write random actions into `out`, drawn from the env's seed."""
         for key, spec in self.action_leaves().items():
             out[key][...] = spec.sample(self._rng)
 
     @profiled("EnvBase.reset")
     def reset_into(self, out: Frame, mask: np.ndarray | None = None) -> None:
-        """Reset the envs of the mask [*B], or all; other rows of `out` stay."""
+        """Reset the envs of the mask [*B], or all envs; other rows of `out` keep their values."""
         self._reset_and_clear(out, mask)
 
     @profiled("EnvBase.step")
     def step_into(self, actions: Arrays, out: Frame) -> None:
-        """Apply actions and write the whole frame."""
+        """Apply actions and write all entries of the frame `out`."""
         self._step_into(actions, out)
 
     @profiled("EnvBase.step_and_maybe_reset")
     def step_and_reset_into(self, actions: Arrays, next_: Frame, root: Frame) -> None:
-        """Step into `next_`; write the root of the next step into `root`, reset where done."""
+        """Write the step result into `next_`, and the observation to act on next into `root`: reset where done."""
         self._step_and_reset_into(actions, next_, root)
 
     # ---- hooks
 
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
-        """Start new episodes and write their observations, in the rows of the mask or in all."""
+        """Start new episodes and write their observations, in the rows of the mask or in all rows."""
         if mask is None:
             root = TensorDict({}, batch_size=self.batch_size, device=self.device)
         else:
@@ -263,19 +263,19 @@ class EnvBase:
             self._reset_into(root, next_.done[..., 0])
 
     def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The observation of new episodes; with `_reset` in the TensorDict, only its rows are read."""
+        """Return the observation of new episodes; if `tensordict` has the mask `_reset`, other rows are ignored."""
         frame = self.new_frame()
         self._reset_into(frame, None)
         return tensordict_of(frame.observation, self.batch_size, self.device)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Observation, reward and flags after the action; `truncated`, and `done` or `terminated`, are optional."""
+        """Return observation, reward and flags after the action; of the flags, `done` or `terminated` is required."""
         frame = self.new_frame()
         self._step_into(self._actions_of(tensordict), frame)
         return self._next_of(frame)
 
     def _set_seed(self, seed: int) -> None:
-        raise NotImplementedError(f"{type(self).__name__} does not implement _set_seed")
+        raise NotImplementedError(f"{type(self).__name__} does not implement _set_seed; define it")
 
     def _close(self) -> None: ...
 

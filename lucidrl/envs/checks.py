@@ -1,4 +1,4 @@
-"""A conformance test for environments: do they match their specs and the contract of EnvBase?"""
+"""A conformance test: does an env match its specs and the contract of EnvBase?"""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MOST_STEPS = 50
 
 
 def check_env_specs(env: EnvBase, seed: int = 0) -> None:
-    """Reset the env, step it at random, and compare all results with its specs and the contract of envs.
+    """Reset the env, step it with random actions, and compare all results with its specs and the contract of EnvBase.
 
-    Afterwards the env is seeded and within an episode: start with a reset.
+    Afterwards the env is seeded and in the middle of an episode, so reset it before use.
 
     Raises:
-        DataError: names the entry, the expected and the actual value, and what to fix.
+        DataError: a result is wrong; the message names the entry, both values, and what to fix.
         EnvironmentFailure: if the env raises, or an entry cannot be stored with the dtype and shape of its spec.
     """
     _check_specs(env)
@@ -51,7 +51,7 @@ def _check_specs(env: EnvBase) -> None:
 
 
 def _check_episode(env: EnvBase, seed: int) -> list[TensorDictBase]:
-    """Step from a seeded reset to the first end of an episode or the limit; returns the steps."""
+    """Step from a seeded reset until an episode ends, at most `_MOST_STEPS` times; return the steps."""
     if env.set_seed(seed) == seed:
         raise DataError(f"set_seed({seed}) returned {seed}; return the next unused seed")
     root = env.reset()
@@ -73,7 +73,7 @@ def _check_episode(env: EnvBase, seed: int) -> list[TensorDictBase]:
 
 
 def _check_seed_repeats(env: EnvBase, seed: int, steps: list[TensorDictBase]) -> None:
-    """The same seed repeats the same steps through `step_and_maybe_reset`."""
+    """Check that `step_and_maybe_reset` with the same seed repeats the steps."""
     env.set_seed(seed)
     root = env.reset()
     for number, expected in enumerate(steps):
@@ -98,7 +98,7 @@ def _check_partial_reset(env: EnvBase) -> None:
     _check_equal(result[~mask], masked[~mask], list(env.observation_leaves()), "in rows without reset", remedy)
     for name in FLAGS:
         if result[name][mask].any():
-            raise DataError(f"{name!r} is still True after a reset of that env; set it to False in the reset")
+            raise DataError(f"{name!r} is still True after a partial reset of that env; set it to False in the reset")
 
 
 def _check_root(env: EnvBase, root: TensorDictBase, call: str) -> None:
@@ -117,18 +117,20 @@ def _check_next(env: EnvBase, step: TensorDictBase, call: str) -> None:
     if not torch.equal(done, terminated | truncated):
         raise DataError(
             f"{call} returned 'done' {done.view(-1).tolist()} with terminated {terminated.view(-1).tolist()} and "
-            f"truncated {truncated.view(-1).tolist()}; it must be True where one of them is"
+            f"truncated {truncated.view(-1).tolist()}; done must be True where terminated or truncated is"
         )
 
 
 def _check_entries(
     tensordict: TensorDictBase, leaves: Mapping[Key, Spec], call: str, batch_size: torch.Size | None = None
 ) -> None:
-    """Check that every entry exists and is in its spec; with `batch_size`, that there is no other one."""
+    """Check that every entry exists and fits its spec; with `batch_size`, also that there are no other entries."""
     there = set(tensordict.keys(include_nested=True, leaves_only=True))
     for key in leaves:
         if key not in there:
-            raise DataError(f"{call} returned {_names(there)}, but not {key!r}, which is in the specs")
+            raise DataError(
+                f"{call} returned {_names(there)}, but not {key!r}, which is in the specs; return it or remove its spec"
+            )
     if batch_size is not None and (extra := there - set(leaves)):
         raise DataError(f"{call} returned {_names(extra)}, which is not in the specs; add a spec or remove it")
     if batch_size is not None and tensordict.batch_size != batch_size:
@@ -152,7 +154,9 @@ def _check_apart(earlier: TensorDictBase, later: TensorDictBase) -> None:
     for key in later.keys(include_nested=True, leaves_only=True):
         memory = later[key].untyped_storage()
         if memory.nbytes() and memory.data_ptr() == earlier[key].untyped_storage().data_ptr():
-            raise DataError(f"{key!r} of two steps shares memory, so the later overwrites it; return new tensors")
+            raise DataError(
+                f"{key!r} of two steps shares memory, so the later step overwrites the earlier one; return new tensors"
+            )
 
 
 def _root_of(env: EnvBase, next_: TensorDictBase) -> TensorDictBase:

@@ -15,13 +15,13 @@ EnvFactory = Callable[..., EnvBase]
 
 
 class EnvCreator:
-    """An env factory that can be pickled, made from any function: a lambda, a local one, one of a notebook.
+    """An env factory that can be pickled, made from any function: a lambda, a local function, a function of a notebook.
 
         EnvCreator(lambda: GymEnv("CartPole-v1"))
 
     Args:
         create_env_fn: makes an env.
-        create_env_kwargs: its arguments.
+        create_env_kwargs: arguments of `create_env_fn`.
     """
 
     def __init__(self, create_env_fn: EnvFactory, create_env_kwargs: Mapping[str, Any] | None = None):
@@ -44,7 +44,7 @@ def env_creators(
     create_env_fn: EnvFactory | Sequence[EnvFactory],
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
 ) -> list[EnvCreator]:
-    """A creator per env, from one factory or one per env, with arguments for all or per env."""
+    """Make one creator per env; factory and arguments are each one for all envs, or a list with one per env."""
     at_least_one("num_workers", num_workers)
     functions = _one_each(num_workers, "create_env_fn", create_env_fn)
     arguments = _one_each(num_workers, "create_env_kwargs", create_env_kwargs)
@@ -55,11 +55,12 @@ def make_env(creator: EnvCreator, index: int) -> EnvBase:
     """Call a factory.
 
     Args:
-        index: number of the env in errors.
+        index: index of the env, for errors.
 
     Raises:
-        EnvironmentFailure: if the factory raises; errors of ours pass with a note.
-        ConfigError: if it does not return an env.
+        EnvironmentFailure: if the factory raises an exception that is no LucidError.
+        LucidError: if the factory raises it; a note names the env.
+        ConfigError: if the factory does not return an env.
     """
     try:
         env = creator()

@@ -1,4 +1,4 @@
-"""Errors of environments that fail or return values outside their specs, and of their arguments."""
+"""Checks and error messages for env arguments, and for envs that fail or return values outside their specs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def env_failure(
     actions: Mapping[Key, np.ndarray] | None,
     reason: str | Exception,
 ) -> EnvironmentFailure:
-    """The error that names env, seed and action; the caller chains the cause.
+    """Make the error for an env that failed, which names env, seed and action; the caller chains the cause.
 
     Args:
         index: index of the env among several; None for a single one.
-        phase: such as "step" or "reset".
+        phase: what the env did, such as "step" or "reset".
         actions: actions of that env alone.
         reason: what the env did or raised.
     """
@@ -38,17 +38,19 @@ def env_failure(
 
 
 def at_least_one(name: str, value: int) -> int:
-    """The value of an argument; raises ConfigError if it is below 1."""
+    """Return the value of an argument; raise ConfigError if it is below 1."""
     if value < 1:
         raise ConfigError(f"{name}={value} must be at least 1")
     return int(value)
 
 
 def checked_array(what: Key, value: Any, expected: np.ndarray) -> np.ndarray:
-    """The value as an array with the shape and dtype of `expected`.
+    """Return the value as an array with the shape and dtype of `expected`.
+
+    Lists and Python numbers are cast to a dtype of the same kind.
 
     Raises:
-        EnvironmentFailure: for another shape or dtype. Lists and Python numbers are cast if the kind stays the same.
+        EnvironmentFailure: if shape or dtype differ.
     """
     array = np.asarray(value)
     if array.shape != expected.shape:

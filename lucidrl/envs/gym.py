@@ -26,22 +26,22 @@ _TAKEN_NAMES = {*FLAGS, "reward", "action", "next"}
 class GymEnv(EnvBase):
     """A gymnasium environment.
 
-    The keys of a Dict observation space become entries; any other space becomes the entry "observation". The parts of
-    a Tuple space are "0", "1", ... The parts of an action space are below "action". The first reset after `set_seed`
-    uses seed + i for env i.
+    The keys of a Dict observation space become entries; any other space becomes the entry "observation". The
+    elements of a Tuple space are named "0", "1", ... The entries of a nested action space are below "action". The first
+    reset after `set_seed` uses seed + i for env i.
 
         env = GymEnv("CartPole-v1", num_envs=4)
         env.rollout(100, break_when_any_done=False)  # TensorDict of [4, 100]
 
     Args:
-        env: id for `gymnasium.make`, or an instance, which is closed with this env.
+        env: id for `gymnasium.make`, or an instance, which `close` closes too.
         categorical_action_encoding: discrete actions and observations are integers; otherwise one-hot vectors.
         from_pixels: observe the rendered image as the entry "pixels", uint8 [height, width, colour].
-        pixels_only: leave out all other observations.
-        info_keys: entries of gymnasium's info to observe: specs by name, or names alone if the first reset has them.
-            Every step must have them; they are zero after a reset that does not.
+        pixels_only: with `from_pixels`, leave out all other observations.
+        info_keys: entries of gymnasium's info to observe: specs by name, or names alone if the first reset returns
+            them. Every step must return them; after a reset that does not, they are zero.
         num_envs: number of envs, for a batch size of [num_envs].
-        frame_skip: repeat every action so many times, or until the episode is done; rewards are summed.
+        frame_skip: repeat every action this many times, or until the episode is done; rewards are summed.
         device: device of the TensorDicts.
         kwargs: arguments of `gymnasium.make`.
 
@@ -136,7 +136,7 @@ class _Member:
 
         self.env = env
         self.next_seed: int | None = None
-        """Seed for the next reset only."""
+        """Seed of the next reset; later resets continue the env's generator."""
         action = codec_of("action", env.action_space, categorical)
         self.action_spec = action.spec
         self._read_action = action.read
@@ -199,7 +199,7 @@ class _Member:
 def _members(
     env: str | gymnasium.Env, num_envs: int | None, kwargs: dict[str, Any], from_pixels: bool
 ) -> list[gymnasium.Env]:
-    """Make the gymnasium environments, or check the given one."""
+    """Make the gymnasium environments, or check the instance `env`."""
     import gymnasium
 
     if isinstance(env, str):
@@ -208,13 +208,15 @@ def _members(
             options = {"disable_env_checker": True, **({"render_mode": "rgb_array"} if from_pixels else {}), **kwargs}
             return [gymnasium.make(env, **options) for _ in range(num_envs or 1)]
         except (gymnasium.error.Error, ImportError, TypeError) as error:
-            raise ConfigError(f"gymnasium cannot make {env!r}: {error}") from error
+            raise ConfigError(f"gymnasium cannot make {env!r}: {error}; check the id and its arguments") from error
     if not isinstance(env, gymnasium.Env):
         raise ConfigError(f"env is {env!r}; give a gymnasium id or an instance")
     if num_envs is not None:
         raise ConfigError(f"num_envs={num_envs} needs an id, not an instance; join instances with SerialEnv")
     if from_pixels and env.render_mode != "rgb_array":
-        raise ConfigError(f"from_pixels needs render_mode='rgb_array'; the env has {env.render_mode!r}")
+        raise ConfigError(
+            f"from_pixels needs an env made with render_mode='rgb_array'; the env has {env.render_mode!r}"
+        )
     if kwargs:
         raise ConfigError(
             f"{sorted(kwargs)} are arguments of gymnasium.make, which an existing env does not use; pass the "
@@ -243,11 +245,13 @@ def _info_spec(key: str, info: Mapping[str, Any]) -> Spec:
 
 
 def _merged(parts: list[Composite]) -> Composite:
-    """All entries; each name may occur once."""
+    """Merge the entries of several specs; raise ConfigError for a name that occurs twice or is reserved."""
     merged = Composite()
     for part in parts:
         for name, spec in part.items():
             if name in merged or name in _TAKEN_NAMES:
-                raise ConfigError(f"two entries have the name {name!r}; rename one in a wrapper of the env")
+                raise ConfigError(
+                    f"the entry name {name!r} is reserved or occurs twice; rename the entry in a wrapper of the env"
+                )
             merged[name] = spec
     return merged

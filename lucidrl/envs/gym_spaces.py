@@ -1,4 +1,4 @@
-"""Codecs between values of gymnasium spaces and arrays; made once per space, so a step only copies values."""
+"""Codecs that convert values of gymnasium spaces to arrays and back; made once per space, so a step only copies."""
 
 from __future__ import annotations
 
@@ -40,22 +40,23 @@ class Codec(ABC):
         """Write a value that an env returned.
 
         Raises:
-            EnvironmentFailure: if shape, dtype or choice do not fit the space.
+            EnvironmentFailure: if shape, dtype or value do not fit the space.
         """
 
     @abstractmethod
     def read(self, arrays: Mapping[Key, np.ndarray]) -> Any:
-        """Read a value for an env; it shares no memory with the arrays.
+        """Read a value to pass to an env; it shares no memory with the arrays.
 
         Raises:
-            DataError: if the arrays do not hold a choice of the space.
+            DataError: if the arrays hold no valid index or one-hot vector.
         """
 
 
 def codec_of(key: Key, space: Space, categorical: bool) -> Codec:
-    """The codec of the entry `key`; Dict and Tuple spaces have entries below it, with the key () at the top.
+    """Make the codec of a space.
 
     Args:
+        key: key of the entry; the entries of a Dict or Tuple space are below it. () is the top level.
         categorical: discrete values are indices; otherwise they are one-hot vectors.
 
     Raises:
@@ -84,7 +85,7 @@ def codec_of(key: Key, space: Space, categorical: bool) -> Codec:
 
 
 class _ArrayCodec(Codec):
-    """Arrays and numbers."""
+    """Codec of arrays and numbers, which are copied."""
 
     def __init__(self, key: Key, spec: Spec) -> None:
         self.spec = spec
@@ -110,7 +111,9 @@ class _IndexCodec(Codec):
     def read(self, arrays: Mapping[Key, np.ndarray]) -> int:
         index = int(arrays[self._key])
         if not 0 <= index < self._n:
-            raise DataError(f"{self._key!r} is {index}, but there are {self._n} choices; give 0 to {self._n - 1}")
+            raise DataError(
+                f"{self._key!r} is {index}, but has {self._n} discrete values; use an index from 0 to {self._n - 1}"
+            )
         return index + self._start
 
 
@@ -128,7 +131,7 @@ class _OneHotCodec(Codec):
     def read(self, arrays: Mapping[Key, np.ndarray]) -> int:
         values = arrays[self._key].tolist()
         try:
-            return values.index(1) + self._start  # faster than argmax, and raises if there is no one
+            return values.index(1) + self._start  # faster than argmax, and raises if no value is 1
         except ValueError:
             raise _no_one_hot(self._key, values) from None
 
@@ -144,12 +147,14 @@ class _MultiIndexCodec(Codec):
     def read(self, arrays: Mapping[Key, np.ndarray]) -> np.ndarray:
         indices = arrays[self._key]
         if (indices < 0).any() or (indices >= self._space.nvec).any():
-            raise DataError(f"{self._key!r} is {indices.tolist()}, but there are {self._space.nvec.tolist()} choices")
+            raise DataError(
+                f"{self._key!r} is {indices.tolist()}; every index must be from 0 to below {self._space.nvec.tolist()}"
+            )
         return (indices + self._space.start).astype(self._space.dtype)
 
 
 class _MultiOneHotCodec(Codec):
-    """A space of several dims becomes one flat vector."""
+    """Codec of MultiDiscrete as one-hot vectors; a space of several dims becomes one flat vector."""
 
     def __init__(self, key: Key, space: Any) -> None:
         counts = space.nvec.reshape(-1)
@@ -174,7 +179,7 @@ class _MultiOneHotCodec(Codec):
 
 
 class _NestedCodec(Codec):
-    """Values by name, or by place in a tuple."""
+    """Codec of Dict and Tuple spaces."""
 
     spec: Composite
 

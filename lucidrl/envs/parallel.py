@@ -1,4 +1,4 @@
-"""Several envs as one, stepped in worker processes."""
+"""ParallelEnv: a batch of envs that step in worker processes."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from lucidrl.errors import ConfigError, EnvironmentFailure
 from lucidrl.profiling.ranges import profiled
 
 _CLOSE_GRACE_S = 0.5
-"""How long processes may take to close their envs before they are killed."""
+"""Time that processes have to close their envs before they are killed."""
 
 
 class ParallelEnv(StackedEnv):
     """Envs that step in worker processes at the same time; env i is row i of every entry.
 
-    The results equal those of a `SerialEnv` of the same envs bit by bit.
+    The results are bit-identical to those of a `SerialEnv` of the same envs.
 
         with ParallelEnv(8, lambda: GymEnv("CartPole-v1")) as env:
             env.rollout(100)
 
     Args:
         num_workers: number of envs.
-        create_env_fn: makes an env, in its worker process; or a list with a function per env.
-        create_env_kwargs: arguments of the function; or a list per env.
-        num_processes: processes that share the envs; by default one per core, at most one per env.
-        start_method: how processes start. "forkserver" is fast and safe; "spawn" starts a new interpreter; "fork" is
-            the fastest, and unsafe in a program with threads.
+        create_env_fn: makes an env, called in the worker process; or a list with one function per env.
+        create_env_kwargs: arguments of the function; or a list with the arguments of each env.
+        num_processes: processes over which the envs are distributed; by default one per core, at most one per env.
+        start_method: how multiprocessing starts processes. "forkserver" is fast and safe; "spawn" starts a new
+            interpreter; "fork" is the fastest, and unsafe in a program with threads.
         step_timeout_s: timeout of every step and reset.
-        start_timeout_s: timeout of the start.
+        start_timeout_s: timeout of the start of the processes.
         device: device of the TensorDicts.
 
     Attributes:
-        processes: each runs a block of neighbouring envs; the blocks differ in size by at most one.
-        rows: shared memory with a row per env.
+        processes: worker processes; each runs a block of neighbouring envs, and block sizes differ by at most one.
+        rows: arrays in shared memory, with one row per env.
 
     Raises:
         ConfigError: if a factory does not return an env, or the specs of the envs differ.
-        EnvironmentFailure: here and in every call, if an env raises, or its process exits or times out; names index,
-            seed and action, and chains the traceback of the process. All processes have exited by then.
+        EnvironmentFailure: here and in every call, if an env raises, or its process exits or times out. The message
+            names index, seed and action, the cause is the traceback of the process, and all processes have exited.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class ParallelEnv(StackedEnv):
             raise
 
     def run(self, command: bytes, processes: Sequence[EnvProcess] | None = None) -> None:
-        """Run a command of `process_main` in all processes, or in some, and wait for it.
+        """Run a command of `process_main` in all processes, or in `processes`, and wait until they finish.
 
         Raises:
-            EnvironmentFailure: if one fails or the processes have exited before. All processes are killed.
+            EnvironmentFailure: if a process fails or has exited before; all processes are then killed.
         """
         if self._ended:
             raise EnvironmentFailure(f"the env processes have exited: {self._ended}; make another ParallelEnv")
@@ -118,7 +118,7 @@ class ParallelEnv(StackedEnv):
             self.kill(str(failure))
             raise
         except BaseException:  # such as Ctrl-C: the processes are in the middle of a step
-            self.kill("the driver was interrupted while they were busy")
+            self.kill("the driver was interrupted during a step or reset")
             raise
 
     def kill(self, reason: str) -> None:
@@ -128,7 +128,7 @@ class ParallelEnv(StackedEnv):
         self._ended = self._ended or reason
         self._end_processes()
 
-    # Separate ranges: a trace shows which time is waiting for processes.
+    # Separate profiling ranges: a trace then shows the time spent waiting for processes.
 
     @profiled("ParallelEnv.step_and_maybe_reset")
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDict]:

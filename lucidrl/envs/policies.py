@@ -1,4 +1,4 @@
-"""Adapters that let envs call a policy of any kind."""
+"""Adapters that let envs call TensorDict modules, other modules, and plain callables as policies."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ Tensors = Mapping[Key, torch.Tensor]
 
 @dataclass(frozen=True)
 class ArrayPolicy:
-    """A policy as envs call it."""
+    """A policy in the form that envs call."""
 
     in_keys: Sequence[Key]
-    """Entries of the root that it reads."""
+    """Entries of the root that the policy reads."""
     call: Callable[[Tensors], Tensors]
-    """Maps entries of the root, each [*B, ...], to actions by the env's action keys, and further outputs such as
-    log-probabilities and values."""
+    """Maps entries of the root, each [*B, ...], to actions under the env's action keys, and to further outputs such
+    as log-probabilities and values."""
 
     def __call__(self, observation: Tensors) -> Tensors:
         return self.call(observation)
 
 
 def as_policy(policy: Any, env: EnvBase, device: torch.device | None = None) -> ArrayPolicy:
-    """Adapt a policy.
+    """Convert a policy to an `ArrayPolicy`.
 
-    - A TensorDict module reads and writes a TensorDict; its `out_keys` are kept.
-    - Any other `nn.Module` is called with the observation, or with observations by the names of its parameters, and
-      returns the action, or a mapping that has it.
-    - Any other callable is called with a TensorDict, and returns one, or a mapping, or the action.
-    - None acts at random.
+    - A TensorDict module reads and writes a TensorDict; only its `out_keys` are recorded.
+    - Any other `nn.Module` is called with the observation, or with the observations that its parameters name, and
+      returns the action, or a mapping that contains the action.
+    - Any other callable is called with a TensorDict, and returns a TensorDict, a mapping, or the action.
+    - None draws random actions.
 
     Args:
-        device: where the policy computes; by default the CPU.
+        device: device of the policy; by default the CPU.
     """
     if policy is None:
         adapted = _at_random(env)
@@ -74,18 +74,18 @@ def check_is_tensor(key: Key, value: Any) -> None:
 
 
 def other_dtype(key: Key, dtype: torch.dtype, before: torch.dtype) -> DataError:
-    """The error for an output whose dtype changes."""
-    return DataError(f"the policy returned {key!r} as {dtype}, but as {before} before; keep one dtype")
+    """Make the error for an output whose dtype changes between steps."""
+    return DataError(f"the policy returned {key!r} as {dtype}, but as {before} in an earlier step; keep one dtype")
 
 
 def check_actions(env: EnvBase, taken: Arrays, given: Tensors, rows: Any = ...) -> None:
-    """Raise DataError for actions outside the action spec; checking the first ones of a policy is enough.
+    """Raise DataError for actions outside the action spec; callers check the first actions of a policy only.
 
-    Numbers beyond their bounds pass: the env clips them, as Gaussian policies rely on.
+    Numbers beyond their bounds are accepted: Gaussian policies rely on the env to clip them.
 
     Args:
-        taken: actions as the env gets them.
-        given: actions of the policy for those `rows`.
+        taken: actions after the cast to the env's dtype.
+        given: actions that the policy returned for `rows`.
     """
     for key, spec in env.action_leaves().items():
         action = given[key].cpu()
@@ -105,12 +105,12 @@ def _at_random(env: EnvBase) -> ArrayPolicy:
 
 
 def _on_tensordicts(policy: Callable[[TensorDictBase], Any], env: EnvBase, kept: set[Any] | None) -> ArrayPolicy:
-    """Calls with a TensorDict; keeps the outputs in `kept`, None for all new entries."""
+    """Wrap a policy that is called with a TensorDict; record the outputs in `kept`, or all new entries if None."""
     num_batch_dims, action_keys = len(env.batch_size), env.action_keys
 
     def call(observation: Tensors) -> Tensors:
         some = next(iter(observation.values()))
-        # A batch may have a part of the envs.
+        # The batch may consist of some of the envs.
         result = policy(tensordict_of(observation, some.shape[:num_batch_dims], some.device))
         if isinstance(result, TensorDictBase):
             entries = dict(result.items(include_nested=True, leaves_only=True))
@@ -133,7 +133,7 @@ def _on_observations(module: nn.Module, env: EnvBase) -> ArrayPolicy:
 
 
 def _inputs_of(module: nn.Module, keys: list[Key]) -> list[Key]:
-    """The observations to call a module with: the only one, or those that its parameters name."""
+    """Keys of the observations to call a module with: the only observation, or those that its parameters name."""
     parameters = inspect.signature(module.forward).parameters.values()
     plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     named = [p.name for p in plain if p.name in keys]

@@ -1,11 +1,11 @@
-"""The main function of an env process, a `SerialEnv` that steps on commands of the driver, and the memory they share.
+"""The main function of an env process: a `SerialEnv` that runs commands of the driver, with arrays in shared memory.
 
-A command and its reply are one byte each; everything else is in shared memory. A message with the error follows the
-reply `FAILED`, one with the specs of the envs follows the first `DONE`. A byte is never lost, and the socket orders
-memory: arrays written before it are visible after it. The memory is an unnamed file that the driver sends to the
-processes; the system frees it when the last of them exits.
+A command and its reply are one byte each on a socket; all other data is in shared memory. After the reply `FAILED`, the
+process sends a message with the error; after its first `DONE`, a message with the specs of the envs. The socket also
+orders memory: arrays written before a byte is sent are visible when it is received. The memory is an unnamed file,
+whose descriptor the driver sends to the processes; the system frees it when the last process exits.
 
-Driver and process spin briefly before they sleep if each has a core: waking up takes longer than many steps.
+If each has a core, driver and process spin briefly before they sleep: waking up takes longer than many steps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SEED = b"d"
 DONE, FAILED = b".", b"!"
 
 SPIN_S = 50e-6
-"""How long driver and process spin."""
+"""How long driver and process spin before they sleep."""
 _ALIGNMENT = 64
 
 
@@ -61,14 +61,16 @@ def serve(
     """Make the envs, send their specs, then run commands until the driver closes the connection.
 
     Args:
-        creators: an `EnvCreator` per env, by cloudpickle.
-        first_index: number of the first env.
-        environment: current variables of the driver; a fork server has older ones.
+        creators: one `EnvCreator` per env, pickled by cloudpickle.
+        first_index: index of the first env of this process.
+        num_all_envs: number of envs of all processes.
+        environment: the driver's current environment variables; a fork server has those of its start.
         die_with_starting_thread: see `end_with_driver`.
+        spin_s: see `wait_readable`.
     """
     leave_signals_to_driver()
     end_with_driver(die_with_starting_thread)
-    # The driver sends SIGUSR1 after a timeout and reads the stack in place of the reply.
+    # After a timeout the driver sends SIGUSR1, and reads the stack instead of the reply.
     faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=False)
     os.environ.clear()
     os.environ.update(environment)
@@ -77,7 +79,7 @@ def serve(
         try:
             factories = cloudpickle.loads(creators)
             envs = SerialEnv(len(factories), factories, first_index=first_index)
-            specs = cloudpickle.dumps(envs.specs_of_envs)  # a spec may be of a class of the main module
+            specs = cloudpickle.dumps(envs.specs_of_envs)  # the class of a spec may be in the main module
         except BaseException as error:  # SystemExit too: the driver reports it and kills this process
             _send(connection, FAILED, describe_error(error))
             return
@@ -118,16 +120,16 @@ def _send(connection: socket.socket, reply: bytes, content: Any) -> None:
 
 
 def wait_readable(poll: select.poll, timeout_s: float | None, spin_s: float) -> list[int]:
-    """Return descriptors of `poll` that can be read or were closed by the other end; none after the timeout.
+    """Wait for and return the descriptors of `poll` that are readable or closed by the peer; none after the timeout.
 
     Args:
-        spin_s: how long to spin before the process sleeps.
+        spin_s: how long to spin before sleeping.
     """
     ready = poll.poll(0)
     if not ready and timeout_s != 0:
         until = time.perf_counter() + spin_s
         while not ready and time.perf_counter() < until:
-            os.sched_yield()  # leave the core to others
+            os.sched_yield()  # let other processes use the core
             ready = poll.poll(0)
         if not ready:
             ready = poll.poll(None if timeout_s is None else timeout_s * 1000)
@@ -136,19 +138,19 @@ def wait_readable(poll: select.poll, timeout_s: float | None, spin_s: float) -> 
 
 @dataclass(frozen=True)
 class EnvRows:
-    """What driver and processes exchange in every step; each array has a row per env."""
+    """Arrays that driver and processes exchange in every step; each has one row per env."""
 
     actions: Arrays
     next: Frame
-    """Result of a step."""
+    """Step results."""
     root: Frame
-    """Input of the next action."""
+    """Observations that the next actions are for."""
     mask: np.ndarray
     """Envs to reset."""
     seeds: np.ndarray
     """int64: the first seed of each env."""
     active_row: np.ndarray
-    """int64: in the first row of a process, the row that it stepped or reset last."""
+    """int64: the first row of each process holds the row that the process stepped or reset last."""
 
     def part(self, rows: slice) -> EnvRows:
         """A view of some rows."""
@@ -177,7 +179,7 @@ def rows_like(env: StackedEnv, num_envs: int) -> EnvRows:
 
 
 def share(rows: EnvRows, connections: list[socket.socket]) -> EnvRows:
-    """The same arrays in shared memory, which the other ends of the connections get by `receive_shared`."""
+    """Allocate the arrays in shared memory and send it over the connections; the peers call `receive_shared`."""
     descriptor = _unnamed_file(sum(map(_size_bytes, rows.arrays())))
     try:
         for connection in connections:
@@ -203,7 +205,7 @@ def receive_shared(rows: EnvRows, connection: socket.socket) -> EnvRows:
 
 
 def _unnamed_file(size_bytes: int) -> int:
-    if sys.platform == "linux":  # not in /dev/shm, of which containers allow little
+    if sys.platform == "linux":  # not /dev/shm, which is small in containers
         descriptor = os.memfd_create("lucidrl-envs")
     else:
         with tempfile.TemporaryFile() as file:

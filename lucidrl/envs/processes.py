@@ -1,4 +1,4 @@
-"""The driver's side of an env process."""
+"""EnvProcess: the driver's handle of an env process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lucidrl.envs.serial import EnvSpecs
 from lucidrl.errors import LucidError
 
 PRELOAD = ("lucidrl.envs.process_main", "gymnasium")
-"""Slow imports that most env processes need."""
+"""Modules that are slow to import and that most env processes need."""
 
 _PHASES = {RESET: "reset", STEP: "step", STEP_AND_RESET: "step", SEED: "seeding"}
 _LIVENESS_POLL_S = 0.2
@@ -33,14 +33,14 @@ _STACK_TIMEOUT_S = 0.2
 
 
 class EnvProcess(ChildProcess):
-    """A process with the envs that `creators` make; they use the rows from `first_index` on of shared arrays.
+    """A process with the envs that `creators` make; they use the rows of the shared arrays from `first_index` on.
 
-    It runs one command at a time: its start, then what `start` sends. `wait_any` returns processes that are ready, and
-    `finish` completes their command.
+    The process runs one command at a time: first its start-up, then each command that `start` sends. `wait_any` returns
+    processes that are ready, and `finish` completes their command.
 
     Args:
-        num_all_envs: rows of the shared arrays.
-        start_timeout_s: timeout of the start.
+        num_all_envs: number of rows of the shared arrays.
+        start_timeout_s: timeout of the start-up.
         step_timeout_s: timeout of every other command.
         spin_s: how long driver and process spin before they sleep.
 
@@ -61,11 +61,11 @@ class EnvProcess(ChildProcess):
     ):
         self.rows = slice(first_index, first_index + len(creators))
         self.specs: list[EnvSpecs] = []
-        """Specs of its envs; set by the first `finish`."""
+        """Specs of the envs of this process; set by the first `finish`."""
         self.spin_s = spin_s
         self._step_timeout_s = step_timeout_s
         self.shared: EnvRows | None = None
-        """Its rows of the shared memory; set after the start."""
+        """The rows of this process in shared memory; set after the start-up."""
         self._is_seeded = False
         # Linux kills a process with the thread that started it; other threads of the driver may end before the driver.
         from_main_thread = start_method == "forkserver" or threading.current_thread() is threading.main_thread()
@@ -82,7 +82,7 @@ class EnvProcess(ChildProcess):
         self.connection.setblocking(False)
 
     def start(self, command: bytes) -> None:
-        """Send a command of `process_main`; does not wait."""
+        """Send a command of `process_main` without waiting for the reply."""
         assert self.shared is not None
         self.shared.active_row[0] = 0
         self._is_seeded = self._is_seeded or command == SEED
@@ -94,13 +94,13 @@ class EnvProcess(ChildProcess):
         """Complete the command of a process that `wait_any` returned.
 
         Raises:
-            EnvironmentFailure: if an env raised, the process exited or timed out. Errors of ours that a factory raised
-                keep their type.
+            EnvironmentFailure: if an env raised, or the process exited or timed out.
+            LucidError: if an env factory raised it.
         """
         try:
             reply = self.connection.recv(1)
         except BlockingIOError:
-            reply = None  # timed out, or exited while one of its child processes holds its connection open
+            reply = None  # timed out, or exited while a child of it keeps the connection open
         except OSError:
             reply = b""
         if reply == DONE:
@@ -116,10 +116,10 @@ class EnvProcess(ChildProcess):
     def _begin(self, phase: str, timeout_s: float) -> None:
         self._phase, self._timeout_s = phase, timeout_s
         self.expires_at = time.monotonic() + timeout_s
-        """When its command times out."""
+        """When the current command times out."""
 
     def _receive(self) -> Any:
-        """Return the message that follows a reply at once."""
+        """Receive the message that directly follows a reply."""
         self.connection.settimeout(_MESSAGE_TIMEOUT_S)
         try:
             return receive(self.connection).content()
@@ -137,18 +137,20 @@ class EnvProcess(ChildProcess):
 
     def _exited(self) -> LucidError:
         first, last = self.rows.start, self.rows.stop - 1
-        who = f"its process, which serves envs {first} to {last}," if last > first else "its process"
+        who = f"the process of envs {first} to {last}" if last > first else "the process of the env"
         return self._failure(f"{who} {self.how_it_ended().rstrip(',')}")
 
     def _timed_out(self) -> LucidError:
         setting = "start_timeout_s" if self._phase == "start" else "step_timeout_s"
-        failure = self._failure(f"it did not finish within {self._timeout_s:g} s; if it needs longer, raise {setting}")
+        failure = self._failure(
+            f"it took longer than {setting}={self._timeout_s:g}; raise the timeout if the env needs longer"
+        )
         if stack := self._stack():
-            failure.__cause__ = RemoteTraceback(f"It was at, innermost first:\n{stack}")
+            failure.__cause__ = RemoteTraceback(f"Stack of the process, innermost call first:\n{stack}")
         return failure
 
     def _failure(self, reason: str) -> LucidError:
-        """The failure of the active env, or of the first one during the start."""
+        """Make the error of the env that was active; during the start-up, of the first env."""
         first = self.rows.start
         if self.shared is None:
             return env_failure(first, None, self._phase, None, reason)
@@ -158,7 +160,7 @@ class EnvProcess(ChildProcess):
         return env_failure(first + row, seed, self._phase, actions if self._phase == "step" else None, reason)
 
     def _stack(self) -> str:
-        """The stack of a process that still runs; it sends the text in place of its reply."""
+        """Request the stack of a process that still runs; the process sends the text instead of its reply."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
         self.connection.settimeout(_STACK_TIMEOUT_S)
@@ -170,13 +172,13 @@ class EnvProcess(ChildProcess):
 
 
 def wait_any(processes: Sequence[EnvProcess]) -> list[EnvProcess]:
-    """Return processes that are ready to `finish`: done, exited or timed out. Waits for the first."""
+    """Wait for and return processes that are ready to `finish`: done, exited or timed out."""
     poll = select.poll()
     by_descriptor = {process.connection.fileno(): process for process in processes}
     for descriptor in by_descriptor:
         poll.register(descriptor, select.POLLIN)
     now = time.monotonic()
-    # In short waits: a child of an exited process may hold its connection open.
+    # Wait briefly, then check: an exited process may have a child that keeps the connection open.
     while True:
         remaining_s = min(process.expires_at for process in processes) - now
         if ready := wait_readable(poll, max(0.0, min(remaining_s, _LIVENESS_POLL_S)), processes[0].spin_s):

@@ -1,4 +1,4 @@
-"""The loop over frames: steps an env with a policy and records the frames.
+"""Recorder: steps an env with a policy and records the frames.
 
 Shapes: B the env's batch size, T time.
 """
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Records frames of an env; episodes continue from one record to the next.
+    """Records frames of an env; an episode continues from one call of `record` to the next.
 
-    The env always writes into the same two frames: they stay in the processor's cache, and an env derives other frames
+    The env always writes into the same two frames, so that they stay in the CPU cache and wrapping envs derive views
     from them only once. The policy gets copies, which it may keep.
 
     Args:
-        num_frames: initial capacity.
+        num_frames: initial capacity, in frames.
         policy_range: name of the profiling range around each call of the policy.
     """
 
@@ -41,20 +41,20 @@ class Recorder:
         self._make_room(num_frames)
 
     def reset(self) -> None:
-        """Start the next record with new episodes."""
+        """Start new episodes, from which the next `record` continues."""
         self.env.reset_into(self._root)
         self._is_started = True
 
     def begin_with(self, observation: Arrays) -> None:
-        """Start the next record with this observation, the current one of the env."""
+        """Set the current observation of the env, from which the next `record` continues."""
         copy_rows(observation, self._root.observation)
         self._is_started = True
 
     def record(self, policy: ArrayPolicy, num_frames: int, *, until_done: bool = False) -> int:
-        """Record up to `num_frames` steps; returns their number.
+        """Record up to `num_frames` steps; return their number.
 
         Args:
-            until_done: stop at the first end of an episode; otherwise reset there.
+            until_done: stop when the first episode ends; otherwise reset the env and continue.
         """
         if num_frames > self._num_frames:
             self._make_room(num_frames)
@@ -89,7 +89,7 @@ class Recorder:
         return self._length
 
     def take(self) -> TensorDict:
-        """The last record as [*B, T] in new memory: root, actions, outputs of the policy, and "next"."""
+        """Return the last recorded steps as [*B, T] in new memory: root, actions, outputs of the policy, and "next"."""
         batch = (*self.env.batch_size, self._length)
         entries: dict[Key, torch.Tensor] = {
             **{key: self._taken(stored) for key, stored in self._roots.items()},
@@ -127,12 +127,14 @@ class Recorder:
         stored[time] = quick_view(value)
 
     def _begin_output(self, key: Key, value: torch.Tensor) -> None:
-        """Allocate a new output of a record; earlier steps are zero."""
+        """Allocate the array of a new output; it is zero in earlier steps."""
         check_is_tensor(key, value)
         self._dtypes[key] = value.dtype
         if key in self._actions:
             return
         batch = self.env.batch_size
         if value.shape[: len(batch)] != batch:
-            raise DataError(f"the policy returned {key!r} of shape {list(value.shape)}; begin it with {list(batch)}")
+            raise DataError(
+                f"the policy returned {key!r} of shape {list(value.shape)}; it must begin with {list(batch)}"
+            )
         self._outputs[key] = quick_view(torch.zeros(self._num_frames, *value.shape, dtype=value.dtype))

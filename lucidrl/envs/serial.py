@@ -1,4 +1,4 @@
-"""Several envs as one: the base, and the one that steps them one after the other in this process."""
+"""Batches of envs: the base class, and SerialEnv, which steps its envs one after the other in this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EnvSpecs:
     def of(cls, env: EnvBase) -> Self:
         return cls(
             batch_size=env.batch_size,
-            observation_spec=env.observation_spec.to("cpu"),  # the devices of stacked envs may differ
+            observation_spec=env.observation_spec.to("cpu"),  # the envs of a batch may have different devices
             action_spec=env.action_spec.to("cpu"),
             reward_spec=env.reward_spec.to("cpu"),
             num_seeds=env.num_seeds,
@@ -42,10 +42,10 @@ class EnvSpecs:
 
 
 class StackedEnv(EnvBase):
-    """Envs with equal specs; env i is row i of every entry, and uses the seeds after those of env i - 1.
+    """A batch of envs with equal specs; env i is row i of every entry, and its seeds follow those of env i - 1.
 
     Args:
-        first_index: number of the first env in errors.
+        first_index: index of the first env in errors.
 
     Raises:
         ConfigError: if the specs of the envs differ.
@@ -62,15 +62,15 @@ class StackedEnv(EnvBase):
         *self._seed_offsets, self.num_seeds = itertools.accumulate((spec.num_seeds for spec in specs), initial=0)
 
     def seeds_of_envs(self, seed: int) -> list[int]:
-        """The first seed of each env for a `seed` of the whole."""
+        """The first seed of each env if the batch has this `seed`."""
         return [(seed + offset) % (MAX_SEED + 1) for offset in self._seed_offsets]
 
 
 def check_alike(specs: Sequence[EnvSpecs], name_of: Callable[[int], str]) -> None:
-    """Raise ConfigError if the specs of an env differ from those of the first; the number of seeds may differ.
+    """Raise ConfigError if the specs of an env differ from those of the first env; `num_seeds` may differ.
 
     Args:
-        name_of: names an env in errors, by its index.
+        name_of: returns the name of an env in errors, from its index.
     """
     names = [field.name for field in fields(EnvSpecs) if field.name != "num_seeds"]
     for index, other in enumerate(specs):
@@ -88,14 +88,14 @@ class SerialEnv(StackedEnv):
 
     Args:
         num_workers: number of envs.
-        create_env_fn: makes an env; or a list with a function per env.
-        create_env_kwargs: arguments of the function; or a list per env.
+        create_env_fn: makes an env; or a list with one function per env.
+        create_env_kwargs: arguments of the function; or a list with the arguments of each env.
         device: device of the TensorDicts.
-        first_index: number of the first env in errors, if a process runs a part of more envs.
+        first_index: index of the first env in errors; above 0 in a process that runs some envs of a larger batch.
 
     Raises:
         ConfigError: if a factory does not return an env, or the specs of the envs differ.
-        EnvironmentFailure: here and in every call, if an env raises; names its index, seed and action.
+        EnvironmentFailure: here and in every call, if an env raises; the message names index, seed and action.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class SerialEnv(StackedEnv):
             opened.pop_all()
         self._first_index = first_index
         self.active_row = np.zeros(1, np.int64)
-        """[1]: the row of the env that was called last; an env process puts shared memory here."""
+        """[1]: the row of the env that was called last; an env process replaces the array by one in shared memory."""
 
     @profiled("SerialEnv._reset")
     def _reset_into(self, out: Frame, mask: np.ndarray | None) -> None:
@@ -145,7 +145,7 @@ class SerialEnv(StackedEnv):
             env.set_seed(env_seed)
 
     def _close(self) -> None:
-        with ExitStack() as closing:  # closes the others if one raises
+        with ExitStack() as closing:  # closes all envs, even if closing one raises
             for env in self._envs:
                 closing.callback(env.close)
 

@@ -17,7 +17,7 @@ from lucidrl.errors import DataError, EnvironmentFailure
 def tensordict_of(
     entries: Mapping[Key, np.ndarray | torch.Tensor], batch_size: Sequence[int], device: torch.device | None
 ) -> TensorDict:
-    """A TensorDict of entries by key; on the CPU it shares their memory."""
+    """Make a TensorDict of entries by key; on the CPU its tensors share memory with the entries."""
     nested: dict[str, Any] = {}
     for key, value in entries.items():
         *parents, name = path_of(key)
@@ -29,10 +29,13 @@ def tensordict_of(
 
 
 def arrays_of(tensordict: TensorDictBase, keys: Sequence[Key], owner: str = "the TensorDict") -> Arrays:
-    """Entries as arrays; those of CPU tensors share their memory.
+    """Return entries as arrays; arrays of CPU tensors share memory with the tensors.
+
+    Args:
+        owner: name of the TensorDict's owner in errors.
 
     Raises:
-        DataError: if one is missing.
+        DataError: if an entry is missing.
     """
     arrays: Arrays = {}
     for key in keys:
@@ -45,20 +48,20 @@ def arrays_of(tensordict: TensorDictBase, keys: Sequence[Key], owner: str = "the
 
 
 def quick_view(tensor: torch.Tensor) -> Any:
-    """The values for fast access to a few rows: an array if numpy has the dtype. A view of CPU tensors, else a copy."""
+    """Return the values for fast indexing: as an array, except bfloat16. CPU tensors are not copied."""
     if tensor.requires_grad or not tensor.is_cpu:
         tensor = tensor.detach().cpu()
     return tensor if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def checked_entries(result: TensorDictBase, expected: Mapping[Key, np.ndarray], env_name: str) -> Arrays:
-    """Entries that an env returned, each with the shape and dtype of the expected array."""
+    """Return entries of an env's result as arrays; raise if shape or dtype differ from the expected array."""
     arrays = arrays_of(result, list(expected), env_name)
     return {key: checked_array(key, arrays[key], array) for key, array in expected.items()}
 
 
 def write_step(result: TensorDictBase, out: Frame, env_name: str) -> None:
-    """Write the step result of a TensorDict env, with the flags that it leaves out.
+    """Write the step result of a TensorDict env into `out`; fill in the done flags that the env did not return.
 
     Raises:
         EnvironmentFailure: if an entry does not fit its spec, or a reward is not finite.
@@ -66,7 +69,9 @@ def write_step(result: TensorDictBase, out: Frame, env_name: str) -> None:
     """
     given = [name for name in FLAGS if result.get(name, None) is not None]
     if not set(given) & {"done", "terminated"}:
-        raise EnvironmentFailure(f"{env_name} returned neither 'done' nor 'terminated' from a step; return one")
+        raise EnvironmentFailure(
+            f"{env_name} returned neither 'done' nor 'terminated' from a step; return at least one of them"
+        )
     expected: Arrays = {**out.observation, "reward": out.reward}
     expected |= {name: getattr(out, name) for name in given}
     for key, array in checked_entries(result, expected, env_name).items():

@@ -1,4 +1,4 @@
-"""What is wrong with valid settings: runs that cannot learn, and settings without effect."""
+"""Warnings about valid settings: runs that cannot learn, and settings without effect."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lucidrl.recipes.configs import GRPORunConfig, PPORunConfig, SFTRunConfig, T
 CANNOT_LEARN, NO_EFFECT = "cannot_learn", "no_effect"
 
 _ON_POLICY = (
-    "with one optimizer step per step the ratio is always 1; set grpo.num_epochs=2, or policy.train_global_batch_size "
-    "below the rows per step"
+    "with one optimizer step per training step the ratio is always 1; set grpo.num_epochs=2, or "
+    "policy.train_global_batch_size below the rows per step"
 )
 
 
 def advice(config: BaseRunConfig) -> list[RunWarning]:
-    """Return what a user should know before the run starts. Only settings that the user set can be without effect."""
+    """Return warnings to show before the run starts. Defaults and presets are not reported as without effect."""
     learning = [RunWarning(CANNOT_LEARN, message) for message in _cannot_learn(config)]
     return learning + [RunWarning(NO_EFFECT, message) for message in _without_effect(config)]
 
@@ -97,7 +97,7 @@ _UNUSED: list[tuple[tuple[str, ...], Reason]] = [
         _if(
             PPORunConfig,
             lambda config: config.ppo.num_epochs * config.collector.frames_per_batch == config.ppo.minibatch_frames,
-            "with one optimizer step per step the ratio is always 1; raise ppo.num_epochs, or lower "
+            "with one optimizer step per training step the ratio is always 1; raise ppo.num_epochs, or lower "
             "ppo.minibatch_frames",
         ),
     ),
@@ -157,7 +157,7 @@ _UNUSED: list[tuple[tuple[str, ...], Reason]] = [
         _if(SFTRunConfig, lambda config: config.sft.epochs is not None, "sft.epochs sets the length; remove one"),
     ),
 ]
-"""(Keys, reason why they have no effect or None); `section.*` means all keys of a section but `enabled`."""
+"""(Keys, function that returns why they have no effect, or None); `section.*` means all its keys except `enabled`."""
 
 
 def _expanded(config: BaseRunConfig, keys: tuple[str, ...]) -> Iterator[str]:
@@ -170,7 +170,7 @@ def _expanded(config: BaseRunConfig, keys: tuple[str, ...]) -> Iterator[str]:
 
 
 def _is_set(config: BaseRunConfig, defaults: BaseRunConfig, key: str) -> bool:
-    """Whether the user set the key; in a file, which may be that of another run, to another value than the default."""
+    """Whether the user set the key; a key in a file, which may be of another run, must differ from the default."""
     source = config.origins.of(key)
     if source is None or source.kind in ("preset", "run"):
         return False

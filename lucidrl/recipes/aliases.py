@@ -1,4 +1,4 @@
-"""Names that users of other libraries know: aliases of our settings, and names with several meanings."""
+"""Names from other libraries: aliases of settings, and names that are refused with a list of candidates."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "save_steps": ("checkpoint.every",),
     "eval_steps": ("validation.every",),
 }
-"""Alias → the settings that it sets, as far as the run has them: `lr` sets the rate of the policy and, in a control
-run, of the critic. An alias is written without a section."""
+"""Alias → the settings that it sets; settings that the run does not have are left out. `lr` sets the learning rate of
+the policy and, in a control run, of the critic. An alias is written without a section."""
 
 _BATCH = {
     "collector.prompts_per_step": "prompts per step",
@@ -48,13 +48,13 @@ _BATCH = {
     "collector.frames_per_batch": "frames per step",
     "policy.train_global_batch_size": "rows per optimizer step",
     "ppo.minibatch_frames": "frames per optimizer step",
-    "policy.train_micro_batch_size": "rows per micro-batch, which changes memory and speed only",
+    "policy.train_micro_batch_size": "rows per micro-batch; it changes only memory and speed",
 }
 _FOLDER = {"run.root": "parent folder of all runs", "run.name": "folder of this run below run.root"}
 _EPOCHS = {
     "grpo.num_epochs": "optimizer epochs per batch",
-    "ppo.num_epochs": "epochs over the frames of a step",
-    **dict.fromkeys(_STEPS, "steps of the run"),
+    "ppo.num_epochs": "optimizer epochs over the frames of a training step",
+    **dict.fromkeys(_STEPS, "training steps of the run"),
 }
 
 CANDIDATES: dict[str, dict[str, str]] = {
@@ -67,7 +67,7 @@ CANDIDATES: dict[str, dict[str, str]] = {
     "epochs": _EPOCHS,
     "num_epochs": _EPOCHS | {"sft.epochs": "passes over the examples"},
     "num_train_epochs": _EPOCHS,
-    "total_timesteps": {"ppo.max_steps": "steps of the run, each of collector.frames_per_batch frames"},
+    "total_timesteps": {"ppo.max_steps": "training steps of the run, each with collector.frames_per_batch frames"},
     "n_steps": {"collector.frames_per_batch": "frames per step, over all environments"},
     "output_dir": _FOLDER,
     "logging_steps": {"tracking.dump_samples_every": "steps between two dumps of samples; metrics are always written"},
@@ -78,6 +78,6 @@ CANDIDATES: dict[str, dict[str, str]] = {
     "max_prompt_length": {"data.max_prompt_tokens": "drop longer prompts"},
     "num_gpus": {"cluster.num_workers": "ranks of the policy"},
 }
-"""Names that are no aliases, because they have several meanings or another form here: name → {setting: meaning}."""
+"""Names that are not aliases, because their meaning or their values differ: name → {setting: meaning}."""
 
 OTHER_NAMES = OtherNames(ALIASES, CANDIDATES)

@@ -1,4 +1,4 @@
-"""The arguments of a trainer as settings: `key=value` as on the command line, and objects that no setting can hold."""
+"""Convert the arguments of a trainer to settings (`key=value`) and to objects that settings cannot hold."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ OTHER_NAMES = {
     "steps": "max_steps",
     "train_dataset": "dataset",
 }
-"""Names of our arguments in other libraries."""
+"""Name of an argument in other libraries → name of the trainer's argument."""
 _CLEAR_SIMILARITY = 0.75
 _WORD = re.compile(r"[A-Za-z_/.][\w/.:-]*", re.ASCII)
 
 
 def unknown_argument(name: str, trainer: str, known: Sequence[str], schema: type[BaseRunConfig]) -> str:
-    """The complaint about an argument that a trainer does not have, with the argument or the setting that was meant."""
+    """The error message for an argument that a trainer does not have; suggests the closest argument or setting."""
     paths = {path[-1]: path for path in reversed(list(_setting_paths(schema)))}
     other = OTHER_NAMES.get(name)
     meant = other if other in known else closest(name, known, _CLEAR_SIMILARITY)
@@ -56,7 +56,7 @@ def _setting_paths(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iter
 
 
 def split_inputs(arguments: Mapping[str, Any]) -> tuple[PythonInputs, dict[str, Any]]:
-    """Return the objects among the arguments, and the arguments that settings can hold.
+    """Split the arguments into Python objects (rows, functions) and arguments that settings can hold.
 
     Raises:
         ConfigError, DataError: a value has the wrong type.
@@ -81,15 +81,19 @@ def _is_rows(dataset: Any) -> bool:
 
 
 def _rows(name: str, rows: Any) -> Rows:
-    """Return the rows, or raise DataError if they are no sequence of mappings."""
+    """Return the rows; raise DataError unless they are a sequence of mappings."""
     kind = type(rows).__name__
     if isinstance(rows, Mapping):
         keys = ", ".join(map(repr, rows))
-        raise DataError(f"{name} is a {kind}, not a sequence of rows; pass a list, or one of its values: {keys}")
+        raise DataError(
+            f"{name} is a {kind}, not a sequence of rows; pass a list, or the rows under one of its keys: {keys}"
+        )
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of pandas
         raise DataError(f"{name} is a {kind}, not a sequence of rows; pass {name}=table.to_dict('records')")
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
-        raise DataError(f"{name} is a {kind}, which has no length; pass list(...) of it, or a file")
+        raise DataError(
+            f"{name} is a {kind}, which has no length or no index; pass list({name}), or the path of a file"
+        )
     if len(rows) == 0:
         raise DataError(f"{name} is empty; pass at least one row")
     if not isinstance(rows[0], Mapping):
@@ -103,7 +107,7 @@ def settings_of(arguments: Mapping[str, Any], keys: Mapping[str, Sequence[str]])
     """Return the arguments as `key=value`; an argument that is None sets nothing.
 
     Args:
-        keys: the settings of each argument.
+        keys: the settings that each argument sets.
     """
     return [
         f"{key}={_as_yaml(value, name)}" for name, value in arguments.items() if value is not None for key in keys[name]
@@ -113,10 +117,10 @@ def settings_of(arguments: Mapping[str, Any], keys: Mapping[str, Sequence[str]])
 def config_layer(
     config: BaseRunConfig | str | Path | Mapping[str, Any] | None, schema: type[BaseRunConfig], *, is_resumed: bool
 ) -> tuple[Path | dict[str, Any] | None, list[str]]:
-    """Return the argument `config` as the file of `new_settings`, or as `key=value`.
+    """Convert the argument `config` to (`config_file` of `new_settings`, overrides `key=value`); one of them is empty.
 
-    A mapping changes single settings. A file or a config object is a whole: it replaces the default preset. A resumed
-    run has its own settings, and each kind changes only what it names.
+    A mapping changes single settings. A file or a config object is complete: it replaces the default preset. For a
+    resumed run, all of them change only the settings that they name.
     """
     if config is None:
         return None, []
@@ -136,7 +140,7 @@ def config_layer(
 
 
 def _unresolved(config: BaseRunConfig) -> dict[str, Any]:
-    """Return all settings, with references to environment variables."""
+    """Return all settings; references to environment variables stay unresolved."""
     from omegaconf import OmegaConf
 
     content: Any = OmegaConf.to_container(OmegaConf.create(config.to_yaml()), resolve=False)
@@ -144,7 +148,7 @@ def _unresolved(config: BaseRunConfig) -> dict[str, Any]:
 
 
 def _fields_set(config: BaseModel, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of `content` that the program has set; the rest are defaults."""
+    """Return the settings in `content` that the program has set explicitly."""
     chosen = {}
     for name in config.model_fields_set:
         value = getattr(config, name)
@@ -153,7 +157,7 @@ def _fields_set(config: BaseModel, content: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _assignments(settings: Mapping[str, Any], above: str = "") -> list[str]:
-    """Return nested settings as `a.b=value`; keys that are no names stay in a value."""
+    """Return nested settings as `a.b=value`; a mapping with keys that are not plain names becomes one value."""
     found = []
     for name, value in settings.items():
         key = f"{above}{name}"
@@ -176,6 +180,6 @@ def _as_yaml(value: Any, name: str) -> str:
         raise ConfigError(f"{name}={other!r} is a {type(other).__name__}; pass text, a number, a list or a mapping")
 
     if isinstance(value, str) and _WORD.fullmatch(value) and yaml.safe_load(value) == value:
-        return value  # as on the command line, where the choice of the default preset compares words
+        return value  # unquoted, because `default_preset` compares the text
     text = json.dumps(value, default=plain, ensure_ascii=False)
     return re.sub(r"[^\x20-\x7e]", lambda found: f"\\U{ord(found[0]):08x}", text)

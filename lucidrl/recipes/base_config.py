@@ -31,7 +31,7 @@ class RunConfig(Config):
 
 
 Arithmetic = list[tuple[str, Any, str]]
-"""Rows of (quantity, value, settings that it comes from)."""
+"""Rows of (quantity, value, settings that determine the value)."""
 
 
 class BaseRunConfig(Config, ABC):
@@ -48,7 +48,7 @@ class BaseRunConfig(Config, ABC):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the prompt order, of all sampling, and of the weights of an untrained model."""
     num_threads: NumThreads | None = None
-    """CPU threads of torch in this process; default: torch decides. Results depend on it in the last bits."""
+    """CPU threads of torch in this process; default: torch decides. The number changes results in the last bits."""
     run: RunConfig = RunConfig()
     """Where the run writes its files."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -60,13 +60,13 @@ class BaseRunConfig(Config, ABC):
     profile: ProfileConfig = ProfileConfig()
     """Which steps are profiled."""
     _references: dict[str, Any] | None = PrivateAttr(default=None)
-    """Settings that refer to environment variables, as they were written."""
+    """Settings that refer to environment variables, unresolved."""
 
     _origins: Origins = PrivateAttr(default_factory=Origins)
 
     def with_origins(self, origins: Origins, references: dict[str, Any] | None) -> Self:
-        """Return a copy that knows the sources of its settings, and whose `to_yaml` writes these references instead of
-        their values."""
+        """Return a copy with the sources of its settings; its `to_yaml` writes `references` to environment variables
+        instead of their values."""
         copy = self.model_copy()
         copy._origins, copy._references = origins, references
         return copy
@@ -82,7 +82,7 @@ class BaseRunConfig(Config, ABC):
 
     @property
     def worker_names(self) -> list[str]:
-        """Names of the run's processes in profiles."""
+        """Names of the run's processes, as profiles and `profile.workers` use them."""
         return [worker_name(POLICY, 0), DRIVER]
 
     @property
@@ -94,7 +94,7 @@ class BaseRunConfig(Config, ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """Model and data of the run, for people."""
+        """Model and data of the run, for display."""
 
     @abstractmethod
     def arithmetic(self) -> Arithmetic:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class StopTraining(Exception):  # noqa: N818 - a request, not a mistake
-    """Raise it in a callback to stop the run after the current step, which is saved."""
+    """Raise this exception in a callback to stop the run after the current step, which is saved."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class TrainingResult:
     last_step: int
     """The last completed step."""
     is_complete: bool
-    """Whether that is the last step of the run; false after Ctrl-C or `StopTraining`."""
+    """Whether all steps of the run are done; False after Ctrl-C or `StopTraining`."""
     metrics: dict[str, float]
-    """Metrics of the last completed step; those of the last validation as `validation/<name>`."""
+    """Metrics of the last completed step, and of the last validation as `validation/<name>`."""
     run_folder: Path
     """Folder with settings, metrics, samples and checkpoints."""
     checkpoint: Path | None
@@ -38,9 +38,9 @@ class TrainingResult:
 
 
 class Callback:
-    """Base class of callbacks; override what you need.
+    """Base class of callbacks; override the methods that you need.
 
-    The driver calls them between its own work, so a slow callback slows the run down. An exception stops the run.
+    The driver waits for each call, so a slow callback slows the run down. An exception stops the run.
 
     Example:
         >>> class StopWhenSolved(Callback):
@@ -50,23 +50,23 @@ class Callback:
     """
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
-        """After every step, with its metrics, such as `reward`, `loss` or `time/step_s`."""
+        """Called after every step with its metrics, such as `reward`, `loss` or `time/step_s`."""
 
     def on_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """After every validation; step 0 is the validation before the first step."""
+        """Called after every validation; step 0 is the validation before the first step."""
 
     def on_save(self, step: int, folder: Path) -> None:
-        """After every checkpoint is complete, with its folder."""
+        """Called after every checkpoint is complete, with its folder."""
 
     def on_end(self, result: TrainingResult) -> None:
-        """After the last step or an early stop; not after an error."""
+        """Called after the last step or an early stop; not after an error."""
 
 
 class Callbacks:
-    """The callbacks of a run, called in their order, and the records of its steps.
+    """Calls the callbacks of a run in the order of the list, and records the metrics of its steps.
 
     Raises:
-        ConfigError: an entry is no `Callback`.
+        ConfigError: an entry is not a `Callback`.
     """
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
@@ -86,7 +86,7 @@ class Callbacks:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """One record per step, oldest first: `step`, its metrics, and those of its validation."""
+        """One record per step, oldest first: `step`, the metrics of the step, and of its validation if any."""
         return [self._records[step] for step in sorted(self._records)]
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -106,7 +106,7 @@ class Callbacks:
         """Report the end of the run.
 
         Args:
-            saved: finds the newest checkpoint, if none was saved since the start.
+            saved: returns the newest checkpoint of the run folder; called if this process saved none.
         """
         assert self.run_folder is not None
         self.is_stop_requested = False  # a later `train` continues
@@ -134,7 +134,7 @@ class Callbacks:
 
 
 class WatcherWithCallbacks:
-    """Passes all that a watcher observes to callbacks too."""
+    """A watcher that passes its calls to another watcher and to the callbacks."""
 
     def __init__(self, watcher: Watcher, callbacks: Callbacks) -> None:
         self._watcher, self._callbacks = watcher, callbacks

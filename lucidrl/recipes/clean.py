@@ -1,6 +1,6 @@
-"""`lucidrl clean`: show what runs take on disk, and free it.
+"""`lucidrl clean`: show the disk space of runs, and free it.
 
-Only what a run wrote is removed: folders that are no run, links, and other files in a run folder stay.
+Only files that a run wrote are removed. Folders that are not runs, links, and other files in a run folder stay.
 """
 
 from __future__ import annotations
@@ -26,10 +26,20 @@ from lucidrl.recipes.settings import ALGORITHMS
 
 OPTIMIZER = "optimizer"
 SAMPLES_NAME = "samples"
-LOG_NAMES = ("metrics.jsonl", "hyperparams.json", "tensorboard", "wandb", "mlflow", "trackio", "plots", "report.html")
+LOG_NAMES = (
+    "metrics.jsonl",
+    "hyperparams.json",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
+    "plots",
+    "warnings.jsonl",
+    "report.html",
+)
 """Metrics and the files of trackers, counted as logs."""
 WRITTEN = (CHECKPOINTS_NAME, TRACES_NAME, SAMPLES_NAME, LOGS_NAME, *LOG_NAMES, LOCK_NAME, CONFIG_NAME)
-"""All that a run writes, config.yaml last: until it is removed, the folder is a run."""
+"""Files and folders that a run writes; config.yaml is last, because it marks the folder as a run until removed."""
 MOST_LEVELS = 4
 """Levels of folders below a root in which runs are searched."""
 KEEP_ALL = 2**31
@@ -64,7 +74,7 @@ class Run:
         return is_occupied(self.folder)
 
     def manager(self) -> CheckpointManager:
-        """The checkpoints; it prunes none by itself."""
+        """A manager of the run's checkpoints that never prunes."""
         defaults, own = CheckpointConfig(), self.settings.get("checkpoint") or {}
         metric, mode = own.get("metric", defaults.metric), own.get("mode", defaults.mode)
         return CheckpointManager(self.folder / CHECKPOINTS_NAME, keep_last=KEEP_ALL, metric=metric, mode=mode)
@@ -90,11 +100,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is freed of one run."""
+    """What to free in one run."""
 
     run: Run
     items: dict[Path, int]
-    """Folders that are removed, with their bytes."""
+    """Folders to remove, with their sizes in bytes."""
     note: str = ""
 
     @property
@@ -103,7 +113,7 @@ class Plan:
 
 
 def clean(paths: Sequence[Path], free: Free, *, confirm: Callable[[str], bool], console: Console | None = None) -> None:
-    """Print what the runs below `paths` take, and free what `free` says if `confirm` agrees.
+    """Print the disk space of the runs below `paths`; free what `free` selects if `confirm` returns True.
 
     Raises:
         ConfigError: a path holds no run or is a link.
@@ -111,7 +121,10 @@ def clean(paths: Sequence[Path], free: Free, *, confirm: Callable[[str], bool], 
     console = console or Console()
     runs = list(find_runs(paths))
     if free.runs and (others := [path for path in paths if path not in {run.folder for run in runs}]):
-        raise ConfigError(f"--runs removes whole runs, but {others[0]} is no run folder; name the runs, as in its list")
+        raise ConfigError(
+            f"--runs removes whole runs, but {others[0]} is not a run folder; name the run folders that lucidrl clean "
+            f"{others[0]} lists"
+        )
     needed = {other: run for run in runs for other in _started_from(run)}
     plans = [_plan(run, free, needed) for run in runs]
     console.print(_table(plans))
@@ -135,9 +148,9 @@ def find_runs(paths: Iterable[Path]) -> Iterator[Run]:
     seen: set[Path] = set()
     for path in paths:
         if path.is_symlink():
-            raise ConfigError(f"{path} is a link, which is not followed; give the folder itself")
+            raise ConfigError(f"{path} is a link, and links are not followed; give the folder itself")
         if not path.is_dir():
-            raise ConfigError(f"{path} is no folder; give a run folder, or a folder of runs such as runs")
+            raise ConfigError(f"{path} is not a folder; give a run folder, or a folder of runs such as runs")
         found = list(_runs_below(path, MOST_LEVELS))
         if not found:
             raise ConfigError(f"{path} holds no run; give a run folder, or a folder of runs such as runs")
@@ -148,7 +161,7 @@ def find_runs(paths: Iterable[Path]) -> Iterator[Run]:
 
 
 def size_bytes(path: Path) -> int:
-    """Bytes of a file or of all files below a folder; links count nothing."""
+    """Size in bytes of a file, or of all files below a folder; links count 0."""
     if path.is_symlink():
         return 0
     if not path.is_dir():
@@ -165,7 +178,7 @@ def _runs_below(folder: Path, levels: int) -> Iterator[Run]:
 
 
 def _settings_of(folder: Path) -> dict[str, Any] | None:
-    """The settings of a run; None if the folder is none: many programs write a config.yaml."""
+    """The settings of a run; None if the folder is not a run. A config.yaml alone may be of another program."""
     path = folder / CONFIG_NAME
     if path.is_symlink() or not path.is_file():
         return None
@@ -211,7 +224,7 @@ def _plan(run: Run, free: Free, needed: dict[Path, Run]) -> Plan:
 
 
 def _carry_out(plan: Plan, free: Free, console: Console) -> int:
-    """Free what is planned, unless a process works in the run; returns the freed bytes."""
+    """Free what is planned, unless a process works in the run folder; return the freed bytes."""
     run, before = plan.run, size_bytes(plan.run.folder)
     try:
         with occupied(run.folder):
@@ -234,7 +247,7 @@ def _remove_parts(run: Run, items: Iterable[Path]) -> None:
     manager = run.manager()
     newest = manager.latest()
     if newest is None or newest.step != max(_steps(run.folder)):
-        raise CheckpointError("its newest checkpoint is damaged, so the older ones may be needed")
+        raise CheckpointError("the newest checkpoint is damaged, so the older ones may be needed")
     for path in items:
         if path.name == OPTIMIZER:
             remove_part(manager, path.parent, OPTIMIZER)

@@ -1,4 +1,4 @@
-"""Settings of whole runs, and the batch arithmetic between their parts."""
+"""Settings of whole runs, and the batch sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ class TextRunConfig(BaseRunConfig):
     cluster: ClusterConfig = ClusterConfig()
     """Worker processes and the Ray cluster."""
     env: EnvConfig = EnvConfig()
-    """The environment: rewards, and prompts unless `data.file` has them."""
+    """The environment: it scores completions, and has the prompts unless `data.file` is set."""
     data: DataConfig = DataConfig()
     """Prompts or examples: files, columns, filters and the split."""
     reward: Rewards = ()
-    """Reward functions and verifiers that score completions of your data, instead of `env.name`: `module:function` of
-    yours, a verifier such as `math`, a mapping with `name`, `weight`, `kwargs` and more, or a list of these."""
+    """Reward functions and verifiers that score completions of your data, instead of `env.name`: the import path of a
+    function, `module:function`; a verifier such as `math`; a mapping with `name`, `weight`, `kwargs` and more; or a
+    list of these."""
     validation: ValidationConfig = ValidationConfig()
     """Validation on held-out prompts."""
     tracking: TextTrackingConfig = TextTrackingConfig()
     """Metrics, samples and trackers."""
     python_inputs: dict[str, str] = Field(default_factory=dict)
-    """What a Python program passed to its trainer as objects instead of settings, such as rows or reward functions; the
-    trainer writes this, and only a trainer can resume such a run."""
+    """Description of the objects that a Python program passed to its trainer, such as rows or reward functions. The
+    trainer writes this setting, and only a trainer can resume such a run."""
 
     _reward_env = model_validator(mode="before")(with_reward_env)
 
@@ -69,7 +70,7 @@ class TextRunConfig(BaseRunConfig):
 
     @property
     def rows_per_step(self) -> int:
-        """Samples that a step trains on."""
+        """Samples that a training step trains on."""
         return math.prod(value for _, value, _ in self._row_factors())
 
     @property
@@ -78,18 +79,18 @@ class TextRunConfig(BaseRunConfig):
 
     @property
     def num_epochs(self) -> int:
-        """Optimizer epochs over the rows of a step."""
+        """Optimizer epochs over the rows of a training step."""
         return 1
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps per step."""
+        """Optimizer steps per training step."""
         rows = self.rows_per_step
         return self.num_epochs * (rows // (self.policy.train_global_batch_size or rows))
 
     @property
     def token_batching(self) -> tuple[str, SequencePackingConfig | DynamicBatchingConfig] | None:
-        """The enabled batching by tokens, after its key; None if micro-batches have a fixed number of rows."""
+        """(Key, settings) of the enabled batching by tokens; None if micro-batches have a fixed number of rows."""
         for name in ("sequence_packing", "dynamic_batching"):
             batching = getattr(self.policy, name)
             if batching.enabled:
@@ -105,7 +106,7 @@ class TextRunConfig(BaseRunConfig):
             ("rows per step", self.rows_per_step, "product of the above"),
             ("rows per optimizer step", rows, "policy.train_global_batch_size"),
             (
-                "optimizer steps per step",
+                "optimizer steps per training step",
                 self.updates_per_step,
                 f"{epochs}rows per step / rows per optimizer step",
             ),
@@ -129,7 +130,7 @@ class TextRunConfig(BaseRunConfig):
             raise ValueError(
                 f"{rows} rows per step ({factors}) do not split into "
                 f"policy.train_global_batch_size={global_batch}; make the rows a multiple of it, or leave it unset for "
-                "one optimizer step per step"
+                "one optimizer step per training step"
             )
         return self
 
@@ -199,14 +200,14 @@ class ControlEnvConfig(Config):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of `gymnasium.make`."""
     num_envs: PositiveInt = 8
-    """Environments stepped together in this process, one after the other."""
+    """Number of environments; they step in this process, one after the other."""
 
 
 class FrameCollectorConfig(Config):
     """Frames per step."""
 
     frames_per_batch: PositiveInt = 2048
-    """Frames per step, over all environments."""
+    """Frames per training step, over all environments."""
 
 
 class PPORunConfig(BaseRunConfig):
@@ -216,8 +217,8 @@ class PPORunConfig(BaseRunConfig):
     run_class = "lucidrl.recipes.control.PPORun"
     validated_on = "greedy"
     num_threads: NumThreads | None = 1
-    """CPU threads of torch; null lets torch decide. Small networks are fastest with one. Results depend on it in the
-    last bits."""
+    """CPU threads of torch; null lets torch decide. Small networks are fastest with one thread. The number changes
+    results in the last bits."""
     ppo: PPOConfig = PPOConfig()
     """The algorithm."""
     policy: ControlPolicyConfig = ControlPolicyConfig()
@@ -242,7 +243,11 @@ class PPORunConfig(BaseRunConfig):
             ("frames per step", frames, "collector.frames_per_batch"),
             ("frames per env", frames // self.env.num_envs, "frames per step / env.num_envs"),
             ("frames per optimizer step", minibatch, "ppo.minibatch_frames"),
-            ("optimizer steps per step", num_updates, "ppo.num_epochs x frames per step / ppo.minibatch_frames"),
+            (
+                "optimizer steps per training step",
+                num_updates,
+                "ppo.num_epochs x frames per step / ppo.minibatch_frames",
+            ),
             ("frames per run", frames * self.ppo.max_steps, "frames per step x ppo.max_steps"),
         ]
 

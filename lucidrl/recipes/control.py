@@ -1,7 +1,7 @@
 """Runs of control policies: create envs, networks, collector and algorithm from the settings.
 
-A resume continues unfinished episodes by replay: it restores the env's random generator as of the last reset and
-repeats the actions since. An env that draws from its own generator only ends up in the same state, bit for bit.
+A resume continues unfinished episodes by replay: it restores the env's random generator to its state at the last reset
+and repeats the actions since then. An env that draws only from its own generator reaches the same state, bit for bit.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PPORun(TrainingRun[PPORunConfig]):
             policy.network,
             frames_per_batch=config.collector.frames_per_batch,
             policy_device=policy.device,
-            # Far from the seeds of other runs: the envs use consecutive seeds.
+            # A hash, so that runs with close seeds do not share env seeds, which are consecutive.
             seed=int(np.random.SeedSequence(config.seed).generate_state(1)[0]),
         )
         return PPO(
@@ -123,7 +123,9 @@ def gymnasium_env(config: ControlEnvConfig) -> gymnasium.Env:
         # Our own checks replace gymnasium's checker and cost less.
         return gymnasium.make(config.name, **{"disable_env_checker": True, **config.kwargs})
     except (gymnasium.error.Error, ImportError, TypeError) as error:
-        raise ConfigError(f"gymnasium cannot create env.name={config.name!r}: {error}") from error
+        raise ConfigError(
+            f"gymnasium cannot create env.name={config.name!r}: {error}; check id and env.kwargs"
+        ) from error
     except Exception as error:  # raised by the env's own code
         raise ConfigError(
             f"env.name={config.name!r} cannot be created with env.kwargs={config.kwargs}: "
@@ -175,7 +177,7 @@ class EpisodeTape:
         self._seed: int | None = None
         """The last seed passed to `reset`."""
         self._generator: Mapping[str, Any] | None = None
-        """State of the env's random generator before the last reset; None after a reset with a seed, or without one."""
+        """State of the env's random generator before the last reset; None if that reset had a seed or none happened."""
         self._actions: list[np.ndarray] = []
         self._observation: Any = None
         self._resumed: Mapping[str, Any] | None = None
@@ -239,7 +241,7 @@ class EpisodeTape:
 
 
 def _generator_state(env: gymnasium.Env) -> Any:
-    """As plain values; None if `np_random` is not a `numpy.random.Generator`."""
+    """State of the env's generator as plain values; None if `np_random` is not a `numpy.random.Generator`."""
     generator = env.unwrapped.np_random
     return _plain(generator.bit_generator.state) if isinstance(generator, np.random.Generator) else None
 

@@ -1,4 +1,4 @@
-"""`lucidrl data show`: the first rendered prompts of a dataset, their lengths, and which rows are dropped."""
+"""`lucidrl data show`: print the first rendered prompts of a dataset, their lengths, and which rows are dropped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lucidrl.utils.config import load_config
 _NUM_BINS = 10
 _BAR_WIDTH = 40
 _LONGEST_SHOWN = 20_000
-"""Characters of one shown prompt."""
+"""Most characters of a printed prompt."""
 
 
 def show_data(file: str | None, overrides: Sequence[str], *, num_rows: int = 3, algorithm: str = "grpo") -> None:
@@ -30,18 +30,18 @@ def show_data(file: str | None, overrides: Sequence[str], *, num_rows: int = 3, 
 
     Args:
         file: `data.file`; None if the overrides set it.
-        num_rows: rendered rows to print.
+        num_rows: number of rendered rows to print.
         algorithm: `grpo` shows prompts, `sft` examples.
 
     Raises:
-        LucidError: the first problem of settings, file or rows.
+        LucidError: settings, file or rows are invalid; names the first problem.
     """
     schemas: dict[str, Any] = {"grpo": GRPORunConfig, "sft": SFTRunConfig}
     if algorithm not in schemas:
         raise ConfigError(f"--algorithm={algorithm} has no dataset; choose grpo or sft")
     config = load_config(schemas[algorithm], {"data": {"file": file}} if file else {}, overrides=overrides)
     if config.data.file is None:
-        raise ConfigError("there is no file to show; give its path, such as lucidrl data show train.parquet")
+        raise ConfigError("no file is named; give its path, such as lucidrl data show train.parquet")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with closing(TextInputs(config)) as inputs:
         _show_first(console, inputs, inputs.rows, num_rows)
@@ -65,13 +65,13 @@ def _show_first(console: Console, inputs: TextInputs, dataset: Dataset[Any], num
 
 
 def _printable(text: str, longest: int = _LONGEST_SHOWN) -> str:
-    """The text without characters that would change the terminal."""
+    """The text with control characters escaped, cut to `longest` characters."""
     cut = text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in cut)
 
 
 def _rows_table(inputs: TextInputs, config: GRPORunConfig | SFTRunConfig) -> Table:
-    """How many rows are used, held out and dropped, and by which setting."""
+    """Table of the rows that are used, held out and dropped, with the setting that decides."""
     survey = inputs.survey
     table = Table("rows", "", "", box=None, pad_edge=False)
     table.add_row("in the files", f"{survey.num_rows:,}", "")

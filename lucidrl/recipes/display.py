@@ -42,18 +42,18 @@ HEADLINES = ("accuracy", "reward", "loss")
 NUM_SAMPLES = 3
 """Samples to print per validation."""
 UNLISTED_PHASES = frozenset({"rollout", "reward", "forward", "backward", "optimizer", "logprobs", "reference"})
-"""Spans that contain or are part of listed spans; the listed ones add up to the step."""
+"""Spans that are left out of the time table, because they contain or are part of listed spans."""
 BAR_WIDTH = 20
-"""Width of the progress bar; a narrow terminal has none."""
+"""Width of the progress bar, which is left out on a narrow terminal."""
 SECONDS_BETWEEN_UPDATES = 0.2
-"""Of the progress line in a notebook; each update is a message to the browser."""
+"""Shortest time between updates of the progress line in a notebook; each update is a message to the browser."""
 
 
 class RunDisplay:
     """Shows a run on a terminal or in a notebook; elsewhere prints about 20 progress lines.
 
     Args:
-        console: where to print; a quiet one prints nothing, and announcements are logged.
+        console: where to print; with a quiet console nothing is printed, and announcements are logged.
         started: `time.perf_counter()` at the start of the run; default: now.
     """
 
@@ -104,12 +104,12 @@ class RunDisplay:
         self.console.print(message, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def on_loaded(self) -> None:
-        """Loading ends here and training begins."""
+        """Called when loading ends and training begins."""
         self._loaded = time.perf_counter()
         self._seconds_before = _seconds_of_spans()
 
     def on_trained(self) -> None:
-        """Training ends here and shutdown begins."""
+        """Called when training ends and shutdown begins."""
         self._trained = time.perf_counter()
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -172,7 +172,7 @@ class RunDisplay:
                 self.announce(f"{self._validated_on} {name}: {before:.3f} at step {first}, {after:.3f} at step {last}")
 
     def _phases(self) -> Table:
-        """Return the rows of the time table: top-level rows sum to the total, indented rows to `steps`."""
+        """Return the time table: top-level rows sum to the total, indented rows to `steps`."""
         now = time.perf_counter()
         whole = now - self._start
         phases = dict(self._seconds_of_phase)
@@ -206,14 +206,14 @@ class RunDisplay:
 
 
 class NotebookLine:
-    """A line in the output of a notebook's cell that changes in place."""
+    """A line in the output of a notebook cell that is updated in place."""
 
     def __init__(self) -> None:
         self._handle: Any = None
         self._shown_s = 0.0
 
     def show(self, text: str, *, is_last: bool) -> None:
-        """Show the text instead of the previous one; a text that follows too soon is skipped unless it `is_last`."""
+        """Replace the shown text; a call too soon after the last update is skipped, unless `is_last`."""
         now = time.perf_counter()
         if self._handle is not None and now - self._shown_s < SECONDS_BETWEEN_UPDATES and not is_last:
             return
@@ -227,13 +227,13 @@ class NotebookLine:
 
 
 def _warnings_in(folder: Path) -> list[str]:
-    """Return all warnings of the start, and the newest of each rule."""
+    """Return all warnings from the start of the run, and the newest later warning of each rule."""
     try:
         lines = (folder / WARNINGS_NAME).read_bytes().splitlines()
     except FileNotFoundError:
         return []
     records = map(json.loads, lines)
-    # Those before the first step share their names, but not their messages.
+    # Warnings before the first step are distinguished by message, because several share a name.
     newest = {record["name"] if record["step"] else record["message"]: record["message"] for record in records}
     return list(newest.values())
 
@@ -246,7 +246,7 @@ def _seconds_of_spans() -> dict[str, float]:
 
 
 def survive_closed_output() -> None:
-    """Discard output, instead of raising, once its pipe is closed or its terminal hangs up."""
+    """From now on, discard output instead of raising when the pipe is closed or the terminal hangs up."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -263,7 +263,7 @@ def survive_closed_output() -> None:
 
 
 class _SurvivingFile(io.FileIO):
-    """A file that becomes /dev/null once its reader is gone."""
+    """A file that is redirected to /dev/null when its reader has closed it."""
 
     def write(self, data: Any, /) -> int:
         try:

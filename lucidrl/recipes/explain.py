@@ -11,7 +11,7 @@ from lucidrl.recipes.base_config import BaseRunConfig
 from lucidrl.utils.logger.redact import redacted
 
 DEFAULT = "default"
-_WIDEST = 60  # of the settings that the sources are aligned with
+_WIDEST = 60  # longer settings do not move the column of sources
 
 
 def explained(config: BaseRunConfig) -> list[tuple[str, str, str]]:

@@ -36,7 +36,7 @@ def create_run_folder(config: BaseRunConfig) -> Path:
     """Create the folder of a new run and write its settings there.
 
     Raises:
-        ConfigError: the name leaves the root, the folder holds a run already, or it cannot be written.
+        ConfigError: `run.name` is outside `run.root`, the folder has a run already, or it cannot be written.
     """
     try:
         check_run_name(config.run)
@@ -45,7 +45,9 @@ def create_run_folder(config: BaseRunConfig) -> Path:
         else:
             folder = config.run.root / config.run.name
             folder.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(folder / CONFIG_NAME, os.O_CREAT | os.O_EXCL))  # of several processes, one succeeds
+        os.close(
+            os.open(folder / CONFIG_NAME, os.O_CREAT | os.O_EXCL)
+        )  # atomic: only one of several processes succeeds
         update_run_config(folder, config)
     except FileExistsError as error:
         raise _taken(config.run) from error
@@ -125,7 +127,7 @@ def _own_entry() -> bytes:
 
 
 def _owner(entry: bytes) -> str:
-    """Describe the process that wrote an entry; a new lock has none for a moment."""
+    """Describe the process that wrote the entry of a lock file; a new lock file is empty for a moment."""
     try:
         found = orjson.loads(entry)
         return f"process {found['pid']} on {found['host']} since {found['since']}"
@@ -134,7 +136,7 @@ def _owner(entry: bytes) -> str:
 
 
 def check_run_name(run: RunConfig) -> None:
-    """Raise ConfigError for a run name that is no valid file name, or that leaves the root."""
+    """Raise ConfigError for a run name that is not a valid file name, or is outside `run.root`."""
     for key, path in (("run.root", str(run.root)), ("run.name", run.name or "")):
         if "\0" in path:
             raise ConfigError(f"{key}={path!r} has a NUL character, which file names cannot have; remove it")
@@ -153,7 +155,7 @@ def check_run_name(run: RunConfig) -> None:
 
 
 def check_can_create(run: RunConfig) -> None:
-    """Raise ConfigError if the run folder cannot be created or holds a run already; leave no files."""
+    """Raise ConfigError if the run folder cannot be created or has a run already; the check leaves no files."""
     try:
         check_run_name(run)
         if run.name is not None and (run.root / run.name / CONFIG_NAME).exists():
@@ -194,7 +196,7 @@ def _unwritable(root: Path, error: OSError) -> ConfigError:
 
 @contextmanager
 def driver_log(folder: Path) -> Iterator[None]:
-    """Append to the driver's log: the command, our records from INFO, all warnings, and the traceback of a failure.
+    """Append to the driver's log: the command, lucidrl records from INFO, all warnings, and the traceback of a failure.
 
     Secrets are removed.
 

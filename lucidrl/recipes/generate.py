@@ -1,4 +1,4 @@
-"""`lucidrl generate`: complete prompts with a trained model, from the command line, a file, or in a chat."""
+"""`lucidrl generate`: complete prompts of the command line or a file with a trained model, or chat with it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters; one sample per prompt is decoded greedily."""
+    """Sampling parameters; with one sample per prompt, decoding is greedy."""
 
     samples: int = 1
     temperature: float = 1.0
@@ -52,14 +52,14 @@ class PromptRow:
 
     messages: Messages
     record: Mapping[str, Any]
-    """All that the file says about it; the output repeats it."""
+    """All keys of the prompt's line; the output repeats them."""
 
 
 class Completer:
     """A model that completes prompts.
 
     Args:
-        source: a name of `lucidrl.models.sources`, such as a run folder.
+        source: a run folder, checkpoint or model; see `lucidrl.models.sources`.
     """
 
     def __init__(self, source: str | Path, sampling: Sampling) -> None:
@@ -81,7 +81,7 @@ class Completer:
                 yield texts[first : first + self._samples]
 
     def sampled_ids(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """The ids that the model writes after the ids of prompts."""
+        """Generate after the token ids of prompts; return the sampled ids of each."""
         rows = [torch.tensor(ids) for ids in prompts]
         lengths = torch.tensor([len(row) for row in rows])
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=int(self.tokenizer.pad_token_id))
@@ -91,12 +91,12 @@ class Completer:
         return [row[start:end] for row, start, end in zip(output["output_ids"], lengths.tolist(), ends, strict=True)]
 
     def text_of(self, ids: torch.Tensor) -> str:
-        """The text that ids stand for, without special tokens."""
+        """Decode token ids, without special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 class Chat:
-    """A conversation with a model; the tokens that it sampled stay as they are in its history."""
+    """A conversation with a model; sampled tokens stay in the history and are not tokenised again."""
 
     def __init__(self, completer: Completer) -> None:
         self._completer = completer
@@ -107,7 +107,7 @@ class Chat:
         self._log = []
 
     def reply(self, text: str) -> str:
-        """The model's reply to a message; if it cannot reply, the history is as before.
+        """Return the model's reply to a message; if this raises, the history is unchanged.
 
         Raises:
             DataError: the conversation is longer than the context of the model.
@@ -134,7 +134,7 @@ def complete_file(source: str | Path, file: Path, sampling: Sampling, output: Pa
     A line of the output repeats its prompt's line, with the key `completion` added.
 
     Raises:
-        DataError: a prompt is malformed, or the file has none; before the model is loaded.
+        DataError: a prompt is malformed, or the file has no prompts; raised before the model is loaded.
         ConfigError: the output exists already, or cannot be written.
     """
     if output is not None:
@@ -157,10 +157,10 @@ def complete_file(source: str | Path, file: Path, sampling: Sampling, output: Pa
 
 
 def read_prompts(file: Path) -> Iterator[PromptRow]:
-    """The prompts of a file: one per line, or one JSON object per line with the key `prompt` or `messages`.
+    """Read the prompts of a file: one per line, or one JSON object per line with the key `prompt` or `messages`.
 
     Raises:
-        DataError: names file, line and reason.
+        DataError: a line is malformed; the message names file, line and reason.
     """
     try:
         with file.open(encoding="utf-8") as lines:
@@ -230,7 +230,7 @@ def _check_is_new(output: Path) -> None:
 
 
 def chat_on_terminal(source: str, sampling: Sampling) -> None:
-    """Chat by standard input and output, until Ctrl-D, Ctrl-C or the end of a pipe."""
+    """Chat over standard input and output, until Ctrl-D, Ctrl-C or the end of the input."""
     completer = Completer(source, sampling)
     if sys.stdin.isatty():
         typer.echo(CHAT_HELP, err=True)
@@ -241,7 +241,7 @@ def chat_on_terminal(source: str, sampling: Sampling) -> None:
 
 
 def _typed_lines() -> Iterator[str]:
-    """Lines of standard input; asks for them on a terminal, and then ends with EOFError."""
+    """Yield lines of standard input; on a terminal, show a prompt and raise EOFError at Ctrl-D."""
     try:
         while True:
             line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()

@@ -15,17 +15,17 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class PythonInputs:
-    """What `GRPOTrainer` and `SFTTrainer` accept beside settings; empty on the command line."""
+    """Objects that `GRPOTrainer` and `SFTTrainer` accept in addition to settings; empty on the command line."""
 
     rows: Rows | None = None
     """Training rows, used instead of `data.file`."""
     validation_rows: Rows | None = None
     """Validation rows, used instead of `data.validation_file`."""
     rewards: Sequence[Callable[..., Any]] = ()
-    """Reward functions, called in the driver; used beside those of `reward`."""
+    """Reward functions, called in the driver, in addition to those of `reward`."""
 
     def described(self) -> dict[str, str]:
-        """Describe the objects by the trainer's argument that holds them; `python_inputs` of the settings."""
+        """Describe each object by the name of the trainer's argument, for the setting `python_inputs`."""
         found = {}
         if self.rows is not None:
             found["dataset"] = f"{len(self.rows)} rows"
@@ -36,12 +36,12 @@ class PythonInputs:
         return found
 
     def check(self, expected: Mapping[str, str], trainer: str, folder: Path | None) -> None:
-        """Raise ConfigError if a run needs other objects than these.
+        """Raise ConfigError if the settings of a run name other objects than these.
 
         Args:
-            expected: `python_inputs` of its settings.
+            expected: `python_inputs` of the settings.
             trainer: name of the class that passes objects to such a run.
-            folder: of the run to resume; None for a new run.
+            folder: folder of the run to resume; None for a new run.
         """
         given = self.described()
         call = f"train(resume={str(folder)!r})" if folder is not None else "train()"
@@ -54,6 +54,6 @@ class PythonInputs:
             )
         if surplus := [name for name in given if name not in expected]:
             raise ConfigError(
-                f"{folder or 'the config'} names its own {' and '.join(surplus)}, so {trainer} cannot replace it with "
-                "objects of this program; leave it out, or start a new run"
+                f"{folder or 'the config'} has its own {' and '.join(surplus)}, so {trainer} cannot pass objects for "
+                f"it; remove {' and '.join(surplus)} from the arguments, or start a new run"
             )

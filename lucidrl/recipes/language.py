@@ -77,7 +77,7 @@ class TextRun(TrainingRun[C]):
                 seed=config.seed,
             )
         )
-        if blind := policy.group.blind_nodes:  # their shards of the first checkpoint would be missing
+        if blind := policy.group.blind_nodes:  # the first checkpoint would lack the shards of their ranks
             raise ConfigError(
                 f"node {', '.join(blind)} cannot see {parts.folder}, where its ranks write their checkpoint shards; "
                 "set run.root to a folder on a file system that all nodes share"
@@ -92,7 +92,7 @@ class TextRun(TrainingRun[C]):
         spare_s = seconds_per_sample(self.config.reward)
         runner = EnvRunner(host, env.timeout_s, env.max_concurrency, env.on_error, policy.check, spare_s)
         parts.stack.callback(runner.close)
-        runner.state_dict()  # raise now, not at the first checkpoint, if it cannot be saved
+        runner.state_dict()  # if the state cannot be saved, raise now and not at the first checkpoint
         collector = TextCollector(
             generator,
             runner,
@@ -106,7 +106,7 @@ class TextRun(TrainingRun[C]):
         return collector
 
     def _prompt_validator(self, collector: TextCollector) -> PromptValidator | None:
-        """Validation on held-out prompts, if there are some."""
+        """Make the validator on held-out prompts; None if there are none."""
         prompts, validation = self._inputs.prompts, self.config.validation
         if not validation.num_prompts or not prompts.holds_out:
             return None

@@ -1,4 +1,4 @@
-"""`lucidrl play`: greedy episodes of a trained control policy, and videos of them."""
+"""`lucidrl play`: play greedy episodes with a trained control policy, and record videos."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import gymnasium
 
 FRAMES_PER_SECOND = 30
-"""Of videos of envs that name no other number."""
+"""Frame rate of videos if the env has no `render_fps`."""
 FORMATS = {".mp4": "imageio_ffmpeg", ".gif": "imageio"}
 """Kinds of videos, and the packages that write them."""
 
@@ -43,7 +43,7 @@ class PlayedEpisode(NamedTuple):
 def play(
     source: str, num_episodes: int, seed: int, max_frames: int, video: Path | None = None
 ) -> Iterator[PlayedEpisode]:
-    """Play episodes with the likeliest actions; the envs' seeds are consecutive.
+    """Play episodes with the likeliest actions; consecutive episodes have consecutive seeds.
 
     Args:
         source: a run folder of `lucidrl ppo`, RUN@best, or a checkpoint folder.
@@ -51,7 +51,7 @@ def play(
         video: file to record all episodes in, .mp4 or .gif.
 
     Raises:
-        ConfigError: the source is no such run, or the video cannot be made.
+        ConfigError: the source is not a run of `lucidrl ppo`, or the video cannot be written.
     """
     if video is not None:
         _check_video(video)

@@ -1,4 +1,4 @@
-"""Inputs of a language-model run, and the checks on them before any weights are loaded."""
+"""Inputs of a language-model run, and checks of these inputs before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MOST_SEARCHED = 1000
 
 
 class TextInputs:
-    """Environment, prompts, tokenizer and facts of the model; each is created at first use, and only once."""
+    """Environment, prompts, tokenizer and facts of the model; each is created once, at its first use."""
 
     def __init__(self, config: GRPORunConfig | SFTRunConfig, python: PythonInputs | None = None) -> None:
         silence_progress_bars()
@@ -66,12 +66,12 @@ class TextInputs:
 
     @cached_property
     def _env(self) -> EnvConfig:
-        """The environment, with the rewards of the run."""
+        """Settings of the environment, with the rewards of the run as arguments."""
         config = self._config
         return config.env.model_copy(update={"kwargs": env_kwargs(config.reward)}) if config.reward else config.env
 
     def environment(self, log_dir: Path) -> EnvWorkers:
-        """Return the environment of the run; one worker is reused from reading the prompts, several are started."""
+        """Return the environment of the run: a single worker is the one that read the prompts; several are started."""
         config = self._config
         if config.env.num_workers == 1:
             self._host.move_logs(log_dir)
@@ -85,7 +85,7 @@ class TextInputs:
             self._host.shutdown()
 
     def check_rewards(self, host: EnvWorkers | None = None) -> None:
-        """Raise ConfigError if the environment can tell from a prompt that it cannot score completions.
+        """Raise ConfigError if the environment cannot score completions of the first prompt.
 
         Args:
             host: the environment of the run; by default the one that was started for the prompts.
@@ -113,7 +113,7 @@ class TextInputs:
     @cached_property
     def prompts(self) -> Dataset[Prompt]:
         """Prompts of `data.file`, of a program, or of the environment."""
-        _ = self._host  # the check makes the environment even if a file has the prompts
+        _ = self._host  # so that a preflight checks the environment even if a file has the prompts
         data, seed, rows = self._config.data, self._config.seed, self._python.rows
         if data.file is None and rows is None:
             return dataset_of_prompts(self._env_prompts, data, seed=seed, validation=self._env_validation)
@@ -158,7 +158,7 @@ class TextInputs:
         return log
 
     def check_fits(self, num_tokens: int, label: str, room: int = 0) -> None:
-        """Raise DataError if a prompt or example does not fit the model's context with `room` for new tokens."""
+        """Raise DataError if a prompt or example, plus `room` new tokens, does not fit the model's context."""
         limit = self.facts.context_length
         if num_tokens + room > limit:
             raise DataError(
@@ -168,7 +168,7 @@ class TextInputs:
 
     @cached_property
     def survey(self) -> Survey:
-        """Findings about the rows, without training on them."""
+        """Lengths, split and filters of the rows, from reading all rows or a sample of them."""
         return self.rows.survey(self.length)
 
     def read(self) -> None:
@@ -187,7 +187,7 @@ class TextInputs:
 
 
 def silence_progress_bars() -> None:
-    """Hide the progress bars of transformers, which would break up our own output."""
+    """Hide the progress bars of transformers, which would interrupt the output of lucidrl."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -263,7 +263,7 @@ def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = 
 
 
 def check_placement(generation: GenerationConfig, env: EnvConfig, cluster: ClusterConfig) -> None:
-    """Raise ConfigError if the cluster has no room for policy ranks, generators and environment workers together."""
+    """Raise ConfigError if the cluster lacks resources for policy ranks, generators and env workers together."""
     generators = generator_hostings(generation)
     if generators:
         check_nodes(generation, cluster)
@@ -314,7 +314,7 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
         if config.grpo.loss.kl_coefficient > 0:
             size_bytes["reference weights"] = parameters * width
         if policy.generation.placement == "separate":
-            # A generator holds the next version beside the current one; generators on the policy's node share both.
+            # A generator holds the current and the next version; generators on the policy's node share their memory.
             is_far = policy.generation.refit == "collective" or policy.generation.nodes == "other"
             copies = policy.generation.num_workers if is_far else 1
             size_bytes["generators"] = 2 * copies * parameters * width

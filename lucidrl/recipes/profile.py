@@ -1,4 +1,4 @@
-"""Choose the steps to profile: from the settings, else from the environment variables of `lucidrl.utils.nsys`."""
+"""Select the steps to profile, from the settings or else from the environment variables of `lucidrl.utils.nsys`."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class ProfileConfig(Config):
 
 @contextmanager
 def profiling_as_configured(profile: ProfileConfig) -> Iterator[None]:
-    """Request profiles from this process and its children, by the settings or else by the variables.
+    """Context manager: request profiles of this process and its children, by the settings or else by the variables.
 
-    Enter it before importing the parts of a run: an import decides whether per-frame ranges are recorded.
+    Enter it before importing the modules of a run: an import decides whether per-frame ranges are recorded.
 
     Raises:
         ConfigError: the variables are invalid.

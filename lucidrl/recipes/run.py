@@ -45,7 +45,7 @@ def launch(
     resume: Path | None,
     explain: bool = False,
 ) -> None:
-    """Start or resume a run and show it on the terminal; with `explain`, first the source of every setting."""
+    """Start or resume a run and show it on the terminal; with `explain`, first print the source of every setting."""
     started = time.perf_counter()
     configure_rich_logging(level="WARNING", show_path=False)
     if resume is None:
@@ -67,15 +67,15 @@ def start(
     started: float | None = None,
     explain: bool = False,
 ) -> TrainingResult:
-    """Start or resume a run in its folder; the command line and the trainers come here.
+    """Start or resume a run in its folder; the commands and the trainers call this function.
 
     Args:
         resume: folder of the run to continue; None creates a new one.
-        python: data and reward functions that are no settings.
-        callbacks: called during the run, and hold its records.
+        python: data and reward functions that a program passed as objects.
+        callbacks: called during the run; also record its metrics.
         display: show the run on the terminal or in the notebook; else it is only logged.
         started: see `RunDisplay`.
-        explain: first show where every setting came from.
+        explain: first print the source of every setting.
     """
     if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
         raise ConfigError(
@@ -115,7 +115,7 @@ def _show_training(
 
     with ExitStack() as signals:
         with run.loop(folder, display, resume, callbacks) as loop:
-            # After the parts are built, because Ray sets its own handlers, and until they are shut down.
+            # Entered after the parts are built, because Ray sets signal handlers, and left after they are shut down.
             signals.enter_context(
                 StopRequest(display.announce, "shutting down, the run is saved; press again to stop at once")
             )

@@ -27,7 +27,7 @@ ALGORITHMS: dict[str, type[BaseRunConfig]] = {
 }
 PRESETS = Path(__file__).with_name("presets")
 OWN_TASK = ("data", "reward", "python_inputs")
-"""Sections that only a task of the user sets; see `default_preset`."""
+"""Sections that a run sets only for a task of the user; see `default_preset`."""
 
 _KEY_REFERENCE = re.compile(r"\$\{\s*(\.*)([\w.\[\]-]+)\s*\}")
 
@@ -38,7 +38,7 @@ def new_settings(
     preset: str | None = None,
     overrides: Sequence[str] = (),
 ) -> BaseRunConfig:
-    """Return the settings of a new run: preset, then file (or its content), then overrides; later ones win.
+    """Return the settings of a new run, merged from preset, file (or its content) and overrides; later sources win.
 
     Raises:
         ConfigError: a file is unreadable, an override malformed or a value invalid; the message lists all of them.
@@ -60,7 +60,7 @@ def new_settings(
 
 
 def resumed_settings(algorithm: str, folder: Path, overrides: Sequence[str] = ()) -> BaseRunConfig:
-    """Return the settings of a resumed run: its own, changed by overrides.
+    """Return the settings of a resumed run: those in its folder, changed by overrides.
 
     Raises:
         ConfigError: the folder holds no run, or one of another algorithm.
@@ -79,11 +79,11 @@ def resumed_settings(algorithm: str, folder: Path, overrides: Sequence[str] = ()
 def default_preset(algorithm: str, given: Mapping[str, Any]) -> str | None:
     """Return the preset of a run without --preset and --config; None means the defaults.
 
-    A preset that is tuned for a task applies to that task only: an own environment, dataset or reward never inherits,
-    for instance, the token limit of an arithmetic demo.
+    A preset that is tuned for a task applies to that task only: a user's environment, dataset or reward never inherits,
+    for instance, the token limit of the arithmetic demo.
 
     Args:
-        given: settings of the user by dotted key.
+        given: settings that the user set, by dotted key.
     """
     name = given.get("env.name")
     if algorithm == "ppo":
@@ -98,7 +98,7 @@ def default_preset(algorithm: str, given: Mapping[str, Any]) -> str | None:
 
 
 def preset_of(config: BaseRunConfig) -> str:
-    """Say which preset the settings start from."""
+    """Describe which preset the settings start from."""
     sources = set(config.origins.values())
     presets = sorted({source.name for source in sources if source.kind == "preset"})
     if presets:
@@ -146,7 +146,7 @@ def environment_references(settings: dict[str, Any]) -> dict[str, Any] | None:
         return node if isinstance(node, str) and is_reference(node, path) else None
 
     def is_reference(text: str, path: tuple[str, ...]) -> bool:
-        if "${oc.env:" in text or "\\${" in text:  # the second is no reference, but must stay escaped
+        if "${oc.env:" in text or "\\${" in text:  # an escaped \${ is not a reference, but must stay escaped
             return True
         targets = [
             (*(path[: -len(dots)] if dots else ()), *re.findall(r"[^.\[\]]+", key))

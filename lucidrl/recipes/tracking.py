@@ -29,7 +29,7 @@ class WandbTracking(Config):
     log_code: bool = False
     """Upload the text files that git tracks in the working directory."""
     log_diffs: bool = False
-    """Upload their uncommitted changes."""
+    """Upload the uncommitted changes of these files."""
 
     @model_validator(mode="after")
     def _has_arguments_of_wandb(self) -> WandbTracking:
@@ -112,7 +112,7 @@ class TextTrackingConfig(TrackingConfig):
     """Print some validation samples at every n-th step, if that step is validated; 0 = never."""
     plot_mismatch_every: NonNegativeInt = 100
     """At every n-th step, plot the sample with the largest mismatch between generation and training probabilities;
-    0 = never. With one optimizer step per step, a plot costs an extra scoring pass."""
+    0 = never. With one optimizer step per training step, a plot costs an extra scoring pass."""
 
 
 def _set_values(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The base class of all runs: preflight, loop, resume."""
+"""TrainingRun: the base class of all runs, with preflight, loop and resume."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ C = TypeVar("C", bound=BaseRunConfig)
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts that do not depend on the algorithm."""
+    """The components of a run that do not depend on the algorithm."""
 
     config: BaseRunConfig
     folder: Path
@@ -44,7 +44,7 @@ class RunParts:
     manager: CheckpointManager
     logger: Logger
     stack: ExitStack
-    """Shuts the parts down when the run ends."""
+    """Shuts the components down when the run ends."""
 
     def loop(
         self,
@@ -73,7 +73,7 @@ class RunParts:
 
 
 class TrainingRun(ABC, Generic[C]):
-    """A run with valid settings. Preflight and loop share its inputs, which `close` releases."""
+    """A run with valid settings. Preflight and loop use the same inputs, which `close` releases."""
 
     def __init__(self, config: C) -> None:
         self.config = config
@@ -88,7 +88,7 @@ class TrainingRun(ABC, Generic[C]):
 
     @abstractmethod
     def _prepare(self, stack: ExitStack) -> None:
-        """Read the inputs. Called before seeding, so random numbers that they draw do not change the run."""
+        """Read the inputs. Called before seeding, so that random numbers drawn here do not change the run."""
 
     @abstractmethod
     def _build(self, parts: RunParts) -> Algorithm:
@@ -111,7 +111,9 @@ class TrainingRun(ABC, Generic[C]):
             self._prepare(stack)
             config = self.resolve()
             if config.num_threads is not None:
-                stack.callback(torch.set_num_threads, torch.get_num_threads())  # for the rest of a Python program
+                stack.callback(
+                    torch.set_num_threads, torch.get_num_threads()
+                )  # restores it for the rest of a Python program
                 torch.set_num_threads(config.num_threads)
             seed_everything(config.seed)
             checkpoint = config.checkpoint
@@ -128,7 +130,7 @@ class TrainingRun(ABC, Generic[C]):
             algorithm = self._build(RunParts(config, folder, watcher, callbacks or Callbacks(), manager, logger, stack))
             if newest is not None:
                 self._restore(algorithm, newest, watcher)
-                # Only now, so that a refused resume changes nothing.
+                # Written only now, so that a refused resume changes nothing.
                 update_run_config(folder, config)
                 logger.log_hyperparams(config.model_dump(mode="json"))
             yield algorithm

@@ -16,37 +16,38 @@ TIMEOUT_S = 5.0
 MEMORY_LIMIT_MB = 1024
 
 OutcomeReward = FiniteFloat | Literal["fail", "drop"]
-"""A number is the score of the completion; `fail` stops the run; `drop` leaves the sample out. All are counted."""
+"""What a verification without a score counts as: a number is the score, `fail` stops the run, `drop` leaves the
+sample out."""
 
 
 class RewardConfig(Config):
-    """One part of the reward."""
+    """A reward function or verifier, with its weight in the reward."""
 
     name: str
-    """A verifier such as `math`, or `module:function` of yours."""
+    """Name of a verifier, such as `math`, or import path of your function, `module:function`."""
     weight: FiniteFloat = 1.0
-    """Factor of its score in the reward."""
+    """Factor of the score in the reward, which is the sum of weight times score."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the verifier, or values of parameters of the function."""
+    """Options of the verifier, or values for parameters of the function."""
     timeout_s: float | None = Field(default=None, gt=0, le=86_400)
-    """Timeout of a verifier that runs in a pool, per completion, from the start of its verification; default: 5. For a
-    function set `env.timeout_s`."""
+    """Timeout per completion of a verifier that runs in a pool, from the start of that verification; default: 5. For a
+    function, set `env.timeout_s`."""
     num_workers: PositiveInt | None = None
-    """Completions that a verifier's pool verifies at the same time; default: the number of cores."""
+    """Completions that the pool of the verifier verifies at the same time; default: the number of cores."""
     memory_limit_mb: Annotated[int, Field(ge=16)] | None = None
-    """Memory of one verification in a pool; default: 1024."""
+    """Memory limit of one verification in a pool; default: 1024."""
     on_timeout: OutcomeReward = 0.0
     """Score of a completion whose verification timed out: a number, `fail` (stop the run) or `drop` (leave the sample
-    out). `reward/<name>/timeout` counts them."""
+    out). The metric `reward/<name>/timeout` counts timeouts."""
     on_crash: OutcomeReward = 0.0
-    """Same for a verification that raised or ended its process; counted by `reward/<name>/crash`."""
+    """The same for a verification that raised or ended its process; the metric `reward/<name>/crash` counts them."""
     on_parse_failure: OutcomeReward = 0.0
-    """Same for a completion without anything to verify, such as one without a number; counted by
-    `reward/<name>/parse_failure`."""
+    """The same for a completion that has nothing to verify, such as no number; the metric
+    `reward/<name>/parse_failure` counts them."""
 
     @property
     def is_function(self) -> bool:
-        """Whether it is a function of the user."""
+        """Whether `name` is the import path of a function, not a verifier."""
         return ":" in self.name
 
     @model_validator(mode="after")
@@ -59,14 +60,14 @@ class RewardConfig(Config):
             ]
             if without_effect:
                 raise ValueError(
-                    f"{', '.join(without_effect)} of reward {self.name} has no effect, because it is a function and no "
-                    "verifier; use env.timeout_s, env.num_workers and env.on_error"
+                    f"reward {self.name} is a function, so {', '.join(without_effect)} would have no effect, as only "
+                    "verifiers use it; set env.timeout_s, env.num_workers or env.on_error instead"
                 )
         return self
 
 
 def _as_list(value: Any) -> Any:
-    """A name, a mapping or a list of them, as a list of mappings."""
+    """Convert a name, a mapping, or a list of names and mappings to a list of mappings."""
     if value is None:
         return []
     if isinstance(value, str | Mapping | RewardConfig):
@@ -77,11 +78,11 @@ def _as_list(value: Any) -> Any:
 
 
 Rewards = Annotated[tuple[RewardConfig, ...], BeforeValidator(_as_list)]
-"""A name, a mapping, or a list of them."""
+"""The setting `reward`: a name, a mapping, or a list of names and mappings."""
 
 
 def with_reward_env(cls: Any, content: Any) -> Any:
-    """Let the settings of a run with `reward` use the environment `REWARD_ENV`; a validator of run configs."""
+    """Validator of run configs: set `env.name` to `REWARD_ENV` if the run has `reward`."""
     if not isinstance(content, Mapping) or not content.get("reward"):
         return content
     env = content.get("env", {})
@@ -93,13 +94,13 @@ def with_reward_env(cls: Any, content: Any) -> Any:
         )
     if env.get("kwargs"):
         raise ValueError(
-            f"env.kwargs={env['kwargs']} has no effect in a run with reward; set reward.kwargs, or remove it"
+            f"env.kwargs={env['kwargs']} has no effect in a run with reward; set reward.kwargs instead, or remove it"
         )
     return {**content, "env": {**env, "name": REWARD_ENV}}
 
 
 def task_title(config: Any) -> str:
-    """What a run trains on: the environment, or the data and what rewards it."""
+    """Describe what a run trains on: the environment, or the data and its rewards."""
     data = config.data.title
     if not config.reward:
         return str(data or config.env.name)
@@ -107,16 +108,16 @@ def task_title(config: Any) -> str:
 
 
 def check_fits_functions(env: Any, num_functions: int) -> None:
-    """Raise ConfigError if reward functions that are objects cannot be used with these settings of the environment."""
+    """Raise ConfigError if settings of the environment exclude reward functions that are Python objects."""
     if env.num_workers > 1:
         raise ConfigError(
-            f"env.num_workers={env.num_workers} needs reward functions by name, because functions of this program run "
-            "in its own process; set reward=module:function, or remove env.num_workers"
+            f"env.num_workers={env.num_workers} needs reward functions by name, because function objects run in "
+            "the process of this program; set reward=module:function, or remove env.num_workers"
         )
     if ":" in env.name and env.name != REWARD_ENV:
         raise ConfigError(
-            f"env.name={env.name} and {num_functions} reward functions are both given, but a run has one source of "
-            "rewards; remove one of them"
+            f"env.name={env.name} and {num_functions} reward functions exclude each other, because a run has one "
+            "source of rewards; remove one of them"
         )
 
 
@@ -126,12 +127,12 @@ def env_kwargs(rewards: Sequence[RewardConfig]) -> dict[str, Any]:
 
 
 def seconds_per_sample(rewards: Sequence[RewardConfig]) -> float:
-    """Most time that the verifiers of a run need per completion: the worst case of a step, in which all time out."""
+    """Upper bound on the seconds that all verifiers of a run need per completion: every verifier times out."""
     return sum((1 + (reward.timeout_s or TIMEOUT_S)) for reward in rewards if not reward.is_function)
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """Names for metrics: those that come again are numbered, as in regex, regex_2."""
+    """Make names unique for metrics: a repeated name gets a number, as in regex, regex_2."""
     found: list[str] = []
     for name in names:
         number, unique = 1, name
@@ -143,16 +144,16 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 class _Settings(Config):
-    """The setting alone, to validate it by its name."""
+    """Holds only the setting `reward`, so that errors of its validation name it."""
 
     reward: Rewards
     """As in the settings of a run."""
 
 
 def rewards_of(settings: Any) -> tuple[RewardConfig, ...]:
-    """Rewards from a name, a mapping or a list of them.
+    """Validate the setting `reward`: a name, a mapping, or a list of names and mappings.
 
     Raises:
-        ConfigError: listing all problems.
+        ConfigError: the setting is invalid; the message lists all problems.
     """
     return validate(_Settings, {"reward": settings}).reward

@@ -1,4 +1,4 @@
-"""RewardEnv: the environment of a run with `reward`; scores completions with functions and verifiers."""
+"""RewardEnv: the environment of a run with `reward`. It scores completions with reward functions and verifiers."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _log = logging.getLogger(__name__)
 
 _FAILED = ("timeout", "crash", "parse_failure")
 _BAD_ROW = f"{DataError.__name__}: "
-"""How the detail of a crash begins if the row is the reason."""
+"""Prefix of a crash's `detail` if the verifier cannot use the row."""
 
 
 class _VerifierScorer(Protocol):
-    """A verifier, wherever it runs."""
+    """A verifier that runs in this process or in a pool."""
 
     async def score(self, batch: Sequence[EnvRequest]) -> Sequence[Verified]: ...
 
     def verify(self, completion: Completion, row: Mapping[str, Any]) -> Verified:
-        """Verify one completion and wait for its outcome."""
+        """Verify one completion and wait for the outcome."""
 
 
 _Scorer = RewardFunction | _VerifierScorer
@@ -42,20 +42,22 @@ _Scorer = RewardFunction | _VerifierScorer
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of the reward."""
+    """A term of the reward: a function or verifier with its config."""
 
     name: str
-    """In metrics."""
+    """Name in metrics."""
     config: RewardConfig
     scorer: _Scorer
 
 
 class RewardEnv:
-    """One turn; the reward is the weighted sum of all parts that apply to the sample.
+    """Environment with one turn; the reward is the weighted sum of the scores of all functions and verifiers.
+
+    A function that returns None for a sample does not apply to it and is left out of the sum.
 
     Args:
-        rewards: as the setting `reward`.
-        functions: further reward functions, as objects, with weight 1.
+        rewards: a value of the setting `reward`.
+        functions: additional reward functions, as Python objects, with weight 1.
 
     Raises:
         ConfigError: if a function or verifier does not exist or does not accept its `kwargs`.
@@ -84,13 +86,13 @@ class RewardEnv:
         self._reported: set[str] = set()
 
     def prompts(self) -> list[Prompt]:
-        """Rewards have no prompts; a run reads them from its data."""
+        """Raise ConfigError: rewards have no prompts, so a run with `reward` needs data."""
         names = ", ".join(part.name for part in self._parts)
-        problem = f"reward={names} scores completions of your prompts, but the run has none"
+        problem = f"reward={names} scores completions of your prompts, but the run has no prompts"
         raise ConfigError(f"{problem}; set data.file")
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raise ConfigError if a parameter of a function has no column, or a verifier cannot use the columns."""
+        """Raise ConfigError if a function needs a column that is missing, or a verifier cannot use the columns."""
         for part in self._parts:
             if isinstance(part.scorer, RewardFunction):
                 part.scorer.check(prompt.info)
@@ -99,7 +101,7 @@ class RewardEnv:
                 raise ConfigError(f"verifier {part.name} cannot use the row of prompt {prompt.prompt_id!r}: {problem}")
 
     async def step(self, batch: Sequence[EnvRequest]) -> list[EnvReply | SampleFailure]:
-        # Verifiers in pools first: they go on in their processes while functions run here.
+        # Verifiers first: those in pools continue in their processes while functions run here.
         in_order = sorted(self._parts, key=lambda part: isinstance(part.scorer, RewardFunction))
         scores = dict(
             zip(
@@ -114,7 +116,7 @@ class RewardEnv:
         ]
 
     def close(self) -> None:
-        """End the processes of verifiers; may be called twice."""
+        """Shut down the processes of verifiers; may be called twice."""
         for pool in self._pools:
             pool.shutdown()
 
@@ -162,11 +164,13 @@ class RewardEnv:
             return EnvReply(0.0, metrics=metrics, is_dropped=True)
         if not num_applied:
             names = ", ".join(part.name for part in self._parts)
-            return SampleFailure(f"no reward applies, because all functions returned None: {names}")
+            return SampleFailure(
+                f"no reward applies to the sample, because {names} returned None; return a number from one of them"
+            )
         return EnvReply(total, metrics=metrics)
 
     def _value_of(self, part: _Part, verified: Verified, request: EnvRequest) -> float | None:
-        """The score of a verification; None to drop the sample."""
+        """The score of a verification, or the value of its `on_*` setting; None to drop the sample."""
         if verified.outcome == "scored":
             return verified.score
         setting: float | str = getattr(part.config, f"on_{verified.outcome}")
@@ -176,13 +180,13 @@ class RewardEnv:
             raise EnvironmentFailure(f"{words} for sample {request.sample_id}; {remedy}")
         if verified.outcome == "crash" and part.name not in self._reported:
             self._reported.add(part.name)
-            text = "%s for sample %s; later ones are only counted, by the metric reward/%s/crash"
+            text = "%s for sample %s; later crashes are not logged, only counted by the metric reward/%s/crash"
             _log.warning(text, words, request.sample_id, part.name)
         return None if isinstance(setting, str) else setting
 
 
 class _PooledVerifier:
-    """A verifier in processes that can be killed."""
+    """A verifier that runs in a pool of processes that can be killed."""
 
     def __init__(self, pool: VerifierPool) -> None:
         self._pool = pool
@@ -195,7 +199,7 @@ class _PooledVerifier:
 
 
 class _InlineVerifier:
-    """A cheap verifier of ours, called directly."""
+    """A cheap built-in verifier, called in this process."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier

@@ -20,7 +20,7 @@ from lucidrl.utils.suggestions import check_arguments
 F = TypeVar("F", bound=Callable[..., Any])
 
 Score = float | SampleFailure | None
-"""None if the function does not apply to the sample."""
+"""Result of a reward function for one sample; None if the function does not apply to the sample."""
 
 _OPTIONS = "_lucidrl_reward_options"
 _OF_SAMPLE = ("completion", "prompt", "messages", "completion_tokens")
@@ -36,15 +36,15 @@ class _Options:
 
 
 def reward_function(per: Literal["sample", "batch"] = "sample", *, chat: bool | None = None) -> Callable[[F], F]:
-    """Say how a reward function is called; without it, once per sample.
+    """Decorator: set how a reward function is called. A function without this decorator is called once per sample.
 
     A function with a parameter `completions` is called once per batch even without this decorator.
 
     Args:
-        per: `sample` or `batch`. Per batch, every argument is a list with one entry per completion, and so is the
-            result.
-        chat: whether `completions` and `prompts` are lists of messages instead of texts; by default they are if the
-            prompt has several messages, or its row has a list of messages.
+        per: call the function once per `sample` or once per `batch`. Per batch, every argument is a list with one entry
+            per completion, and so is the result.
+        chat: whether each entry of `completions` and `prompts` is a list of messages instead of a text; by default it
+            is one if the prompt has several messages, or its row has a list of messages.
 
     Example:
         @reward_function(per="batch")
@@ -67,11 +67,11 @@ class RewardFunction:
 
     Args:
         function: any callable.
-        name: how metrics and errors name it; by default its own name.
-        kwargs: values of parameters, which columns of the same name do not replace.
+        name: name in metrics and errors; by default the name of the function.
+        kwargs: values for parameters; they take precedence over columns of the same name.
 
     Raises:
-        ConfigError: if it is not callable, or has no parameter for a value in `kwargs`.
+        ConfigError: if the function is not callable, or has no parameter for a value in `kwargs`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RewardFunction:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"the parameters of reward {self.name} cannot be read: {error}; wrap it in def"
+                f"the parameters of reward {self.name} cannot be read: {error}; wrap it in a function with def"
             ) from error
         if unnamed := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]:
             problem = f"reward {self.name} takes {', '.join(unnamed)} by position only"
@@ -107,28 +107,28 @@ class RewardFunction:
             raise ConfigError(f"{self._complaint(missing, columns)}; rename the parameter, or give it a default")
 
     async def score(self, batch: Sequence[EnvRequest]) -> list[Score]:
-        """A score per sample, in their order.
+        """Score the samples of a batch, in their order.
 
         Raises:
-            EnvironmentFailure: if the function raises it.
+            EnvironmentFailure: if the function raises an EnvironmentFailure.
         """
         if self.is_per_batch:
             return await self._score_batch(batch)
         scores: list[Score | Awaitable[Score]] = []
         for request in batch:
             scores.append(self._score_sample(request))
-            await asyncio.sleep(0)  # let other calls go on between two samples
+            await asyncio.sleep(0)  # let other calls run between two samples
         waiting = [score for score in scores if not isinstance(score, Score)]
         arrived = iter(await asyncio.gather(*waiting))
         return [score if isinstance(score, Score) else next(arrived) for score in scores]
 
     def _score_sample(self, request: EnvRequest) -> Score | Awaitable[Score]:
-        """The score, or what to await for it."""
+        """Return the score, or an awaitable that returns it."""
         if missing := self._missing(request.info):
             return SampleFailure(self._complaint(missing, request.info))
         try:
             value = self._function(**self._arguments(_sample_values(request), request.info))
-        except BaseException as error:  # SystemExit would stop the loop
+        except BaseException as error:  # SystemExit would stop the event loop
             return self._raised(error)
         if not inspect.isawaitable(value):
             return self._checked(value)
@@ -187,7 +187,7 @@ class RewardFunction:
         arguments = {name: filled[name] for name in self._named if name in filled}
         if self._takes_all:
             arguments |= {name: value for name, value in columns.items() if name not in values}
-            if "completions" in self._named:  # as other trainers pass them
+            if "completions" in self._named:  # as TRL passes them
                 arguments |= {name: values[name] for name in ("completions", "prompts", "completion_ids")}
             arguments |= self._kwargs
         return arguments
@@ -206,7 +206,7 @@ class RewardFunction:
     def _checked(self, value: Any) -> Score:
         if value is None:
             return None
-        if getattr(value, "ndim", None) == 0:  # of numpy or torch
+        if getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
             value = value.item()
         if not isinstance(value, numbers.Real):
             return SampleFailure(f"reward {self.name} returned a {type(value).__name__} instead of a number or None")
@@ -227,17 +227,17 @@ class RewardFunction:
 
 
 def import_reward(path: str, kwargs: Mapping[str, Any]) -> RewardFunction:
-    """The reward function `module:name`; a class is made with `kwargs` first, and its object is called.
+    """Import the reward function `module:name`; a class is instantiated with `kwargs`, and the instance is called.
 
     Raises:
-        ConfigError: if there is no such function.
+        ConfigError: if the module or function does not exist, or the class cannot be instantiated.
     """
     module_name, _, name = path.partition(":")
     module = import_user_module(module_name, "the reward function")
     found = getattr(module, name, _WITHOUT)
     if not callable(found):
         own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        rule = "has no" if found is _WITHOUT else f"has a {type(found).__name__}, but no function,"
+        rule = "has no" if found is _WITHOUT else f"has a {type(found).__name__}, not a function, called"
         raise ConfigError(f"module {module_name} {rule} {name}; it defines {', '.join(own) or 'nothing'}")
     if not inspect.isclass(found):
         return RewardFunction(found, _metric_name(name), kwargs)
@@ -251,7 +251,7 @@ def import_reward(path: str, kwargs: Mapping[str, Any]) -> RewardFunction:
 
 
 def function_name(function: Any) -> str:
-    """How metrics name a callable."""
+    """Name of a callable in metrics."""
     return _metric_name(getattr(function, "__name__", None) or type(function).__name__)
 
 
@@ -275,7 +275,7 @@ def _prompt_messages(request: EnvRequest) -> list[dict[str, str]]:
 
 
 def num_tokens(request: EnvRequest) -> int:
-    """Length of the completion."""
+    """Number of tokens of the completion."""
     return len(request.message_log[-1].get("token_ids", ()))
 
 

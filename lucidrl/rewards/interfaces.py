@@ -1,4 +1,4 @@
-"""What a verifier receives and returns. Nothing here imports torch: verifiers run in small processes."""
+"""The interface of verifiers. This module does not import torch: verifiers run in small processes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Completion:
-    """The text to score."""
+    """A completion to score."""
 
     text: str
     num_tokens: int
 
 
 class ParseFailure(Exception):  # noqa: N818 - an outcome of a verifier, not an error of the program
-    """The completion holds nothing that the verifier can read, such as no number; the message says what was missing."""
+    """The completion has nothing to verify, such as no number; the message says what is missing."""
 
 
 class Verifier(Protocol):
     """Scores one completion against the columns of its row, such as `answer`.
 
-    Raises ParseFailure for an unreadable completion. Any other exception is a crash: a defect of the verifier, or a row
-    that it cannot use.
+    Raises ParseFailure for a completion that has nothing to verify. Any other exception is a crash: a defect of the
+    verifier, or a row that the verifier cannot use.
     """
 
     def __call__(self, completion: Completion, row: Mapping[str, Any]) -> float: ...

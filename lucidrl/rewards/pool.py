@@ -1,7 +1,7 @@
-"""VerifierPool: a verifier in processes that can be killed, for code that is CPU-heavy or meets hostile completions.
+"""VerifierPool: runs a verifier in processes that can be killed, because it is CPU-heavy or reads hostile completions.
 
-One worker process imports the verifier, and forks the runners that execute it; see `lucidrl.rewards.worker`. It never
-imports torch, so it starts quickly and stays small.
+One worker process imports the verifier and forks the runners that execute it; see `lucidrl.rewards.worker`. The worker
+never imports torch, so it starts quickly and stays small.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from lucidrl.rewards.runner import Limits
 from lucidrl.rewards.worker import Verified, VerifierWorker
 
 _MOST_ITEMS_PER_RUNNER = 64
-"""Of one call of the worker: a lost worker repeats at most one call."""
+"""Most items per runner in one call of the worker; after the loss of the worker, one call is repeated."""
 _MOST_BYTES = 4 << 20
-"""Of one call, with one item more: a runner that is forked during the call keeps a copy of its items."""
+"""A call with this many bytes of items gets no further item: runners forked during the call copy its items."""
 _SPARE_S = 1.0
-"""Time beyond its timeout that an item may take until its outcome is known."""
+"""Time between the timeout of an item and its outcome, for killing the runner."""
 _CALL_SPARE_S = 30.0
 _GATHERING_S = 0.005
-"""Wait for further items: those of a later call wait until all of this one have their outcomes."""
+"""How long to wait for further items before a call starts: items of the next call wait until this call ends."""
 _SHUTDOWN_TIMEOUT_S = 3.0
 _START_TIMEOUT_S = 60.0
 
@@ -45,14 +45,14 @@ _Item = tuple[bytes, "Future[Verified]"]
 
 
 class VerifierPool:
-    """Runs a verifier; ready when the constructor returns.
+    """Verifies completions in forked processes; the verifier is ready when the constructor returns.
 
     Args:
-        name: of the verifier, in errors.
+        name: name of the verifier in errors.
         make: makes the verifier; must be picklable, and import what the verifier needs.
-        timeout_s: of one completion, from the start of its verification.
+        timeout_s: timeout per completion, from the start of its verification.
         num_workers: completions verified at the same time; by default the number of cores.
-        memory_limit_mb: memory of one verification.
+        memory_limit_mb: memory limit of one verification.
         max_restarts: consecutive restarts of the worker process without outcomes in between.
 
     Raises:
@@ -92,9 +92,11 @@ class VerifierPool:
                 hosting=hosting,
                 max_restarts=max_restarts,
             )
-        except ConfigError as error:  # one sentence, without notes about the worker
+        except ConfigError as error:  # without the notes about the worker
             raise ConfigError(str(error)) from error.__cause__
-        atexit.register(self.shutdown)  # before that of the worker pool, which would wait for a busy worker
+        atexit.register(
+            self.shutdown
+        )  # runs before the exit handler of the worker pool, which would wait for a busy worker
         threading.Thread(target=self._work, name=f"verifier {name}", daemon=True).start()
 
     @property
@@ -108,9 +110,9 @@ class VerifierPool:
         return self._pool.workers[0].process.pids[0]
 
     def submit(self, completion: Completion, row: Mapping[str, Any]) -> Future[Verified]:
-        """Verify a completion.
+        """Start to verify a completion; return the future outcome.
 
-        `Future.result` raises EnvironmentFailure if the worker process cannot be restarted, or was shut down.
+        `Future.result` raises EnvironmentFailure if the worker process cannot be restarted or the pool is shut down.
         """
         future: Future[Verified] = Future()
         item = pickle.dumps((completion, dict(row)), protocol=5)
@@ -121,7 +123,7 @@ class VerifierPool:
         return future
 
     async def verify(self, items: Sequence[tuple[Completion, Mapping[str, Any]]]) -> list[Verified]:
-        """Verify completions with their rows; outcomes in their order."""
+        """Verify completions with their rows; return the outcomes in the same order."""
         return await asyncio.gather(*[asyncio.wrap_future(self.submit(*item)) for item in items])
 
     def modules(self) -> list[str]:
@@ -130,7 +132,7 @@ class VerifierPool:
         return names
 
     def shutdown(self) -> None:
-        """End all processes, also in the middle of a verification; may be called twice."""
+        """Kill all processes, even during a verification; may be called twice."""
         with self._closing:
             if self._is_closed:
                 return
@@ -138,7 +140,7 @@ class VerifierPool:
             self._items.put(None)
         atexit.unregister(self.shutdown)
         with suppress(ProcessLookupError, IndexError):
-            os.kill(self.pid, signal.SIGTERM)  # it kills its runners and exits, also while it is busy
+            os.kill(self.pid, signal.SIGTERM)  # even a busy worker then kills its runners and exits
         self._pool.shutdown(_SHUTDOWN_TIMEOUT_S)
 
     def __enter__(self) -> Self:
@@ -148,7 +150,7 @@ class VerifierPool:
         self.shutdown()
 
     def _work(self) -> None:
-        """Collect waiting items into calls of the worker, one call after the other."""
+        """Group waiting items into calls of the worker, and make one call after the other."""
         while (first := self._items.get()) is not None:
             chunk, size_bytes = [first], len(first[0])
             with suppress(queue.Empty):
@@ -160,7 +162,7 @@ class VerifierPool:
             try:
                 outcomes = self._call([item for item, _ in chunk])
             except Exception as error:
-                failure = EnvironmentFailure(f"verifier {self.name} cannot go on: {error}")
+                failure = EnvironmentFailure(f"verifier {self.name} stopped: {error}")
                 failure.__cause__ = error
                 for _, future in chunk:
                     _resolve(future, failure)
@@ -172,10 +174,13 @@ class VerifierPool:
                 break
         with suppress(queue.Empty):
             while item := self._items.get_nowait():
-                _resolve(item[1], EnvironmentFailure(f"verifier {self.name} was shut down"))
+                _resolve(
+                    item[1],
+                    EnvironmentFailure(f"verifier {self.name} was shut down before it verified this completion"),
+                )
 
     def _call(self, items: Sequence[bytes]) -> list[Verified]:
-        """Outcomes of the items; a worker that is lost is restarted and gets them again."""
+        """Return the outcomes of the items; restart a lost worker and resend the items."""
         rounds = math.ceil(len(items) / self.num_workers)
         timeout_s = rounds * (self._timeout_s + _SPARE_S) + _CALL_SPARE_S
         while True:
@@ -185,12 +190,12 @@ class VerifierPool:
                 return found
             except LostWorkerError as loss:
                 if self._is_closed:
-                    raise EnvironmentFailure("it was shut down") from loss
+                    raise EnvironmentFailure("the pool was shut down") from loss
                 self._pool.restart_lost()
 
 
 def _resolve(future: Future[Verified], result: Verified | EnvironmentFailure) -> None:
-    with suppress(Exception):  # its call was cancelled, as at the timeout of an environment
+    with suppress(Exception):  # the future was cancelled, such as at the timeout of an environment
         if isinstance(result, Verified):
             future.set_result(result)
         else:

@@ -1,7 +1,7 @@
-"""The runner: a forked process that verifies one completion after the other, until it is killed.
+"""The runner: a forked process that verifies one completion after the other, until the parent kills it.
 
-Its parent, the `VerifierWorker`, sends pickled items and enforces the timeout. Replies are plain numbers and text: the
-parent never unpickles anything that a runner wrote.
+The parent, a `VerifierWorker`, sends pickled items and enforces the timeout. Replies are plain numbers and text, so the
+parent never unpickles bytes that a runner wrote.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from typing import NamedTuple, NoReturn
 from lucidrl.rewards.interfaces import ParseFailure, Verifier
 
 READY, SCORED, PARSE_FAILURE, CRASH = range(4)
-"""Kinds of replies; a runner sends READY once, when it waits for its first item."""
+"""Kinds of replies. A runner sends READY once, before its first item."""
 HEADER = struct.Struct(">BBdH")
-"""Of a reply: its kind, whether the runner exits after it, the score, and the length of the text that follows."""
+"""Header of a reply: kind, whether this is the runner's last reply, score, and length of the text that follows."""
 SIZE = struct.Struct(">Q")
-"""Before an item: its size in bytes."""
+"""Header of an item: its size in bytes."""
 
 _MOST_TEXT_BYTES = 1000
 _MOST_ITEMS = 5000
 _MOST_GROWTH_BYTES = 256 << 20
-"""A runner that has grown this much exits after its item, so that memory stays flat."""
+"""A runner that has grown by more than this is replaced after its current item, to bound memory."""
 LARGE_BYTES = 1 << 20
-"""After a larger item, free memory goes back to the kernel."""
+"""After an item larger than this, the heap's free memory is returned to the kernel."""
 _PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
 class Limits(NamedTuple):
-    """Limits of a runner, beside the timeout that its parent enforces."""
+    """Limits of a runner; the parent enforces the timeout."""
 
     timeout_s: float
     memory_bytes: int
-    """Address space beyond what the runner has at its start."""
+    """Address space, in addition to what the runner has at its start."""
 
 
 def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: int) -> NoReturn:
-    """Serve items in a process that was just forked; never returns."""
+    """Verify items in a process that was just forked; never returns."""
     try:
         _detach(connection, parent)
         _set_limits(limits)
@@ -57,12 +57,12 @@ def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: i
 
 
 def _detach(connection: socket.socket, parent: int) -> None:
-    """Leave the terminal, the output and the open files of the parent, but die with it."""
+    """Detach from the parent's terminal, output and open files; on Linux, die when the parent dies."""
     os.setsid()  # a process group that can be killed as a whole
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans below it stay its own until it dies
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # the runner adopts orphans of its children
     if os.getppid() != parent:
         os._exit(0)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -92,11 +92,11 @@ def _serve(connection: socket.socket, verifier: Verifier, limits: Limits) -> Non
         if item is None:
             return
         used = resource.getrusage(resource.RUSAGE_SELF)
-        # Binds the children of the runner too, each for itself.
+        # Children of the runner inherit the limit; each has its own CPU time.
         cpu_limit = math.ceil(used.ru_utime + used.ru_stime + limits.timeout_s) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit, hard_cpu_limit))
         kind, score, text = _verify(verifier, item)
-        if os.getpid() != pid:  # a child that the verifier forked came back from the call
+        if os.getpid() != pid:  # a child that the verifier forked returned from the call
             return
         if len(item) > LARGE_BYTES:
             del item
@@ -158,11 +158,11 @@ def _has_children() -> bool:
 
 
 def trim_memory() -> None:
-    """Return free memory of the heap to the kernel; the C library keeps it otherwise."""
-    with suppress(AttributeError, OSError):  # only glibc has it
+    """Return the heap's free memory to the kernel; by default the C library keeps it."""
+    with suppress(AttributeError, OSError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process had at a time."""
+    """Peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)

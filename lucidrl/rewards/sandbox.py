@@ -1,4 +1,4 @@
-"""Run Python code of a model: in its own namespaces and file system where the kernel allows, with limits everywhere."""
+"""Run Python code that a model wrote: with limits, and in separate namespaces and files where the kernel allows."""
 
 from __future__ import annotations
 
@@ -17,55 +17,55 @@ from typing import Literal
 Outcome = Literal["ok", "failed", "killed", "timeout"]
 
 BOUNDARIES = ("processes", "network", "files")
-"""Kinds of isolation that together keep code without capabilities from everything outside; see docs/verifiers.md."""
+"""Kinds of isolation that together separate code without capabilities from the machine; see docs/verifiers.md."""
 
 _PROGRAM = Path(__file__).with_name("sandbox_program.py")
 _GRACE_S = 10.0
-"""Time for the start and the end of the program, beside the timeout of the code."""
+"""Time for the start and the end of the sandbox program, in addition to the timeout of the code."""
 _CHUNK = 1 << 16
 _ENVIRONMENT = {"HOME": "/box", "TMPDIR": "/box", "PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
 _KEPT_VARIABLES = ("LD_LIBRARY_PATH",)
-"""The interpreter may need them to start."""
+"""Environment variables that the interpreter may need to start."""
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed; nothing is known about the code."""
+    """The sandbox itself failed, so the outcome of the code is unknown."""
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Limits of one run. Those of memory, file size and open files hold per process."""
+    """Limits of one run. The limits on memory, file size and open files apply to each process."""
 
     timeout_s: float = 5.0
     """Wall-clock time, from the start of the code."""
     cpu_s: int = 5
     """CPU time per process, in whole seconds."""
     memory_bytes: int = 512 * 2**20
-    """Address space."""
+    """Address space of a process."""
     file_bytes: int = 16 * 2**20
     """Size of a file."""
     folder_bytes: int = 32 * 2**20
-    """Size of all files in a private file system."""
+    """Size of all files, if the sandbox has a private file system."""
     open_files: int = 64
     processes: int = 32
-    """Processes and threads of the code; does not bind root."""
+    """Number of processes and threads of the code; root is exempt."""
     output_chars: int = 64 * 2**10
     """Characters kept of standard output, of standard error and of the report; the rest is discarded."""
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """What the sandbox could set up."""
+    """Which kinds of isolation the sandbox could set up."""
 
     done: tuple[str, ...]
-    """Of `processes`, `network`, `ipc`, `files`, `user` (another user id, which has no capabilities), and if the user
-    id stays `user_namespace` and `capabilities` (dropped)."""
+    """Some of `processes`, `network`, `ipc`, `files` and `user` (another user id, without capabilities); if the user id
+    stays the same, also `user_namespace` and `capabilities` (dropped)."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """The reason by kind."""
+    """Kinds that could not be set up, with the reason."""
 
     @property
     def is_boundary(self) -> bool:
-        """Whether processes, network and files outside are out of reach of the code."""
+        """Whether the code cannot reach processes, network and files outside the sandbox."""
         has_rights = not {"user", "capabilities"} & set(self.done)
         return set(BOUNDARIES) <= set(self.done) and not has_rights
 
@@ -75,26 +75,26 @@ class SandboxResult:
     """How the code ended."""
 
     outcome: Outcome
-    """`ok`: exit code 0. `failed`: another one. `killed`: by a signal. `timeout`: of wall-clock or CPU time."""
+    """`ok`: exit code 0. `failed`: another exit code. `killed`: by a signal. `timeout`: of wall-clock or CPU time."""
     exit_code: int
-    """Negative: number of the signal."""
+    """Exit code of the code; negative: the number of the signal that killed it."""
     stdout: str
     stdout_is_cut: bool
     stderr: str
-    """The end of standard error."""
+    """The last characters of standard error."""
     report: str
     """What the code wrote to file descriptor 3."""
     isolation: Isolation
 
 
 def run_python(code: str, *, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
-    """Run the code as the main module of a fresh interpreter with the standard library alone.
+    """Run the code as the main module of a fresh interpreter that has only the standard library.
 
-    When it returns, all processes of the code are dead and its folder is removed; both hold too if the caller is
-    killed. Without a process namespace, a process may outlive that for a moment.
+    When this function returns, all processes of the code are dead and its folder is removed. This also happens if the
+    caller is killed. Without a process namespace, a process of the code may live a moment longer.
 
     Raises:
-        SandboxError: if the sandbox does not start, or ends without a report.
+        SandboxError: if the sandbox does not start, or exits without a report.
     """
     limits = limits or SandboxLimits()
     end_s = time.monotonic() + limits.timeout_s + _GRACE_S
@@ -137,7 +137,7 @@ def run_python(code: str, *, stdin: str = "", limits: SandboxLimits | None = Non
         written = outputs.add(child_read)
         outputs.exchange(process.stdin.fileno(), len(message).to_bytes(8) + message, until=reports, end_s=end_s)
     finally:
-        # The end of its input also ends the code of a program that does not reply.
+        # Closing its input makes a program that did not reply kill the code.
         process.stdin.close()
         process.kill()
         process.wait()
@@ -149,7 +149,7 @@ def run_python(code: str, *, stdin: str = "", limits: SandboxLimits | None = Non
 
 
 class _Kept:
-    """The beginning, or the end, of what a pipe delivers."""
+    """The first, or the last, bytes read from a pipe."""
 
     def __init__(self, max_size: int, keeps_end: bool) -> None:
         self._content = bytearray()
@@ -169,7 +169,7 @@ class _Kept:
 
 
 class _Outputs:
-    """Reads pipes at the same time; keeps a bounded part of each."""
+    """Reads several pipes concurrently; keeps a bounded number of bytes of each."""
 
     def __init__(self, max_size: int) -> None:
         self._selector = selectors.DefaultSelector()
@@ -182,7 +182,7 @@ class _Outputs:
         return kept
 
     def exchange(self, target: int, message: bytes, until: _Kept, end_s: float) -> None:
-        """Write the message and read until the pipe `until` is closed, then read what is left in the others."""
+        """Write the message and read all pipes until `until` is closed; then read what is left in the other pipes."""
         unsent = memoryview(message)
         os.set_blocking(target, False)
         self._selector.register(target, selectors.EVENT_WRITE)
@@ -201,7 +201,7 @@ class _Outputs:
         self._selector.close()
 
     def _read(self, descriptor: int, kept: _Kept) -> int:
-        """Read a chunk; returns its size, 0 if there is none now."""
+        """Read a chunk; return its size, 0 if no data is available."""
         try:
             chunk = os.read(descriptor, _CHUNK)
         except BlockingIOError:
@@ -218,7 +218,7 @@ def _result(reported: str, out: _Kept, stderr: str, written: str, limits: Sandbo
         report = json.loads(reported)
         isolation = Isolation(tuple(report["setup"]["done"]), report["setup"]["missing"])
     except (ValueError, TypeError, KeyError) as error:
-        raise SandboxError(f"the sandbox ended without a report: {stderr.strip()[-500:] or 'no output'}") from error
+        raise SandboxError(f"the sandbox exited without a report: {stderr.strip()[-500:] or 'no output'}") from error
     exit_code = report["exit"]
     if not report["in_time"] or (exit_code < 0 and report["cpu_s"] >= limits.cpu_s - 0.1):
         outcome: Outcome = "timeout"

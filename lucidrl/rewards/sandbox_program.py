@@ -1,8 +1,8 @@
-"""The program that `sandbox.run_python` starts: isolates itself, runs Python code in a child, and reports how it ended.
+"""The program that `sandbox.run_python` starts: isolates itself, runs Python code in a child, reports how it exited.
 
-It runs as `python -I -S` without this package. It reads a request (JSON after its length) from standard input, which
-the caller keeps open: end of file means that the caller exited, and ends the child. It writes its report as JSON to the
-file descriptor that the request names. The child inherits standard output and error.
+The program runs as `python -I -S` without this package. It reads a request (its length, then JSON) from standard input,
+which the caller keeps open: at end of file the caller has exited, and the program kills the child. It writes its report
+as JSON to the file descriptor that the request names. The child inherits standard output and error.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ CAPABILITY_VERSION_3 = 0x20080522
 FIRST_UID = 2_000_000_000
 UNPRIVILEGED = 65534
 REPORT_FD = 3
-"""Where the child may write a report."""
+"""File descriptor to which the child may write a report."""
 BOX = "/box"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
@@ -45,11 +45,11 @@ def mount(source, target, kind, flags, options=None):
 
 
 class Isolation:
-    """Takes rights away from this process, as far as the kernel allows.
+    """Isolates this process, as far as the kernel allows.
 
     Attributes:
-        done: kinds of isolation that hold.
-        missing: reasons by kind.
+        done: kinds of isolation that were set up.
+        missing: kinds that could not be set up, with the reason.
     """
 
     def __init__(self, limits):
@@ -59,7 +59,7 @@ class Isolation:
         self.is_root = os.geteuid() == 0
         self.uid = self.gid = 0
         self.folder = None
-        """Temporary folder outside of a private file system; None inside of one."""
+        """Temporary folder for the code; None if it has a private file system."""
 
     def attempt(self, kind, action, *args):
         try:
@@ -71,7 +71,7 @@ class Isolation:
         return True
 
     def enter(self):
-        """Enter new namespaces, and a file system with the interpreter alone."""
+        """Enter new namespaces, and a private file system that holds only the interpreter."""
         if not self.is_root:
             self.attempt("user_namespace", self.enter_user_namespace)
         self.attempt("processes", self.unshare, CLONE_NEWPID)
@@ -99,11 +99,11 @@ class Isolation:
                 file.write(line)
 
     def enter_private_files(self):
-        """Make a read-only root with the interpreter and its libraries, and a small folder to write to."""
+        """Make a read-only root with the interpreter and its libraries, and a small writable folder."""
         number = PIVOT_ROOT[os.uname().machine]
         self.unshare(CLONE_NEWNS)
         mount(None, "/", None, MS_REC | MS_PRIVATE)
-        root = "/proc"  # no interpreter lives there
+        root = "/proc"  # a mount point that hides no files of the interpreter
         mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
         for path in self.interpreter_paths():
             self.show(root, path)
@@ -140,7 +140,7 @@ class Isolation:
         mount(None, target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | kept)
 
     def drop_rights(self):
-        """In the child: become another user, without capabilities."""
+        """Become another user, or drop capabilities; called in the child."""
         if self.is_root:
             for uid in (self.uid, UNPRIVILEGED):
                 if self.attempt("user", self.change_user, uid):
@@ -180,7 +180,7 @@ def set_limits(limits):
 
 
 def wait(pid, timeout_s):
-    """Wait for the child, the timeout or the end of the caller; returns whether the child was in time."""
+    """Wait until the child exits; kill it at the timeout or when the caller exits. Return whether it was in time."""
     handle = os.pidfd_open(pid)
     poll = select.poll()
     poll.register(handle, select.POLLIN)
@@ -193,7 +193,7 @@ def wait(pid, timeout_s):
 
 
 class Children:
-    """Processes that the child left without a process namespace; they became children of this subreaper."""
+    """Processes that the child left behind; without a process namespace they become children of this subreaper."""
 
     def __init__(self):
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -230,7 +230,7 @@ def run_code(code):
 
 
 def child(isolation, request, setup_fd):
-    """Drop rights, say how far that went, and run the code."""
+    """Drop rights, report which kinds of isolation hold, and run the code."""
     os.setsid()
     stdin = os.memfd_create("stdin")
     with open(os.dup(stdin), "wb") as file:
@@ -238,7 +238,7 @@ def child(isolation, request, setup_fd):
     os.lseek(stdin, 0, os.SEEK_SET)
     isolation.drop_rights()
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a change of the user id would clear it
-    # Raises if the parent exited before.
+    # Raises if the parent has exited already.
     os.write(setup_fd, json.dumps({"done": isolation.done, "missing": isolation.missing}).encode())
     os.close(setup_fd)
     os.dup2(stdin, 0)

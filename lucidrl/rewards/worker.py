@@ -1,7 +1,7 @@
-"""VerifierWorker: imports a verifier once, and runs it in forked processes that it can kill within milliseconds.
+"""VerifierWorker: imports a verifier once, and runs it in forked runners that it can kill within milliseconds.
 
-A completion can make a verifier loop in native code, exhaust memory or end its process. Each of these costs one runner,
-and is the outcome of that completion alone.
+A completion can make a verifier loop in native code, exhaust memory or end its process. Each of these costs one runner
+and affects only the outcome of that completion.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ VerifierOutcome = Literal["scored", "timeout", "crash", "parse_failure"]
 
 _KINDS: dict[int, VerifierOutcome] = {SCORED: "scored", PARSE_FAILURE: "parse_failure", CRASH: "crash"}
 _POLL_S = 0.25
-"""Longest time between two checks whether the parent still runs."""
+"""Longest time between two checks that the parent is alive."""
 _START_TIMEOUT_S = 10.0
 _ORPHANS_TIMEOUT_S = 1.0
 _MOST_BYTES_AHEAD = 1 << 15
-"""A busy runner gets its next item ahead only if the socket surely holds it."""
+"""A busy runner is sent its next item in advance only if the item surely fits the socket's buffer."""
 _LEAST_WAITING = 4
-"""Items per runner that wait while runners get one ahead: the last items go to runners that are idle."""
+"""Items are sent in advance only while more than this many per runner wait; the last items go to idle runners."""
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What came of verifying one completion."""
+    """The outcome of verifying one completion."""
 
     outcome: VerifierOutcome
     score: float = math.nan
-    """If the outcome is `scored`."""
+    """The score if the outcome is `scored`, else NaN."""
     detail: str = ""
     """The reason of any other outcome."""
     seconds: float = 0.0
-    """From the start of its verification to the outcome."""
+    """Seconds from the start of the verification to the outcome."""
 
 
 class _Runner:
-    """A forked process that verifies items, seen from its parent."""
+    """The parent's handle of a forked process that verifies items."""
 
     def __init__(self, verifier: Verifier, limits: Limits) -> None:
         self._limits = limits
@@ -78,35 +78,35 @@ class _Runner:
         self.connection.settimeout(limits.timeout_s)
         self.is_ready = False
         self.items: deque[int] = deque()
-        """Numbers of the items it was sent, the current one first."""
+        """Indices of the items sent to the runner, the current one first."""
         self._since = time.monotonic()
         self._received = b""
 
     @property
     def until(self) -> float:
-        """When its current item, or its start, times out."""
+        """When the current item, or the start of the runner, times out."""
         if not self.is_ready:
             return self._since + _START_TIMEOUT_S
         return self._since + self._limits.timeout_s if self.items else math.inf
 
     def seconds(self) -> float:
-        """Since its current item started."""
+        """Seconds since the current item started."""
         return time.monotonic() - self._since
 
     def takes(self, item: bytes, limit: int) -> bool:
-        """Whether the item can be sent without waiting for the runner, which then has at most `limit` items."""
+        """Whether the item can be sent without blocking, and the runner then has at most `limit` items."""
         return self.is_ready and len(self.items) < limit and (not self.items or len(item) <= _MOST_BYTES_AHEAD)
 
     def send(self, number: int, item: bytes) -> None:
-        """Send an item; a runner that has exited is noticed when its reply is read."""
+        """Send an item; if the runner has exited, `replies` reports it."""
         if not self.items:
             self._since = time.monotonic()
         self.items.append(number)
-        with suppress(OSError):  # also if it does not read within the timeout, which has then passed
+        with suppress(OSError):  # the runner exited, or did not read the item within the timeout
             self.connection.sendall(SIZE.pack(len(item)) + item)
 
     def replies(self) -> list[tuple[int, bool, float, str]] | None:
-        """New replies; None if the runner has exited or must be killed."""
+        """Receive new replies; return None if the runner has exited or must be killed."""
         try:
             new = self.connection.recv(1 << 16)
         except OSError:
@@ -132,11 +132,11 @@ class _Runner:
         return replies
 
     def next_starts(self) -> None:
-        """The runner replied and goes on with its next item, if it has one."""
+        """Restart the clock: the runner has replied and continues with its next item, if it has one."""
         self._since = time.monotonic()
 
     def kill(self) -> str:
-        """Kill it with its process group; returns how it ended."""
+        """Kill the runner and its process group; return how the runner ended."""
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError, PermissionError):
                 kill(self.pid, signal.SIGKILL)
@@ -147,7 +147,7 @@ class _Runner:
 
 
 class VerifierWorker:
-    """Verifies items in several runners at a time.
+    """Verifies items in several runners concurrently.
 
     Args:
         make: makes the verifier, and imports what it needs.
@@ -170,7 +170,7 @@ class VerifierWorker:
         self._fork_missing()
 
     def verify(self, items: Sequence[bytes]) -> list[Verified]:
-        """Outcomes in the order of the items, which are pickled pairs of a `Completion` and its row."""
+        """Verify items, which are pickled pairs of `Completion` and row; return the outcomes in the same order."""
         waiting = deque(range(len(items)))
         found: dict[int, Verified] = {}
         while len(found) < len(items):
@@ -182,7 +182,7 @@ class VerifierWorker:
             for runner in list(self._runners.values()):
                 if time.monotonic() >= runner.until:
                     self._expire(runner, found, waiting)
-            if os.getppid() != self._parent:  # it was killed
+            if os.getppid() != self._parent:  # the parent has exited
                 self._exit()
         self._kill_orphans()
         if sum(map(len, items)) > LARGE_BYTES:
@@ -194,7 +194,7 @@ class VerifierWorker:
         return sorted(sys.modules)
 
     def shutdown(self) -> None:
-        """Kill the runners and all that they started; may be called twice."""
+        """Kill the runners and the processes that they started; may be called twice."""
         for runner in list(self._runners.values()):
             self._end(runner)
         self._kill_orphans()
@@ -206,7 +206,7 @@ class VerifierWorker:
             self._selector.register(runner.connection, selectors.EVENT_READ, runner)
 
     def _send(self, items: Sequence[bytes], waiting: deque[int]) -> None:
-        """Give every idle runner an item; if many wait, give busy runners one ahead, which saves them a wait."""
+        """Send an item to every idle runner; if many items wait, send busy runners their next item in advance."""
         for limit in (1, 2):
             for runner in self._runners.values():
                 is_worth_it = limit == 1 or len(waiting) > _LEAST_WAITING * self._num_runners
@@ -231,7 +231,7 @@ class VerifierWorker:
             runner.next_starts()
             if is_last:
                 current, _ = self._end(runner, waiting)
-                if current is not None:  # it was only sent ahead
+                if current is not None:  # it was sent in advance and has not started
                     waiting.appendleft(current)
                 return
 
@@ -244,7 +244,7 @@ class VerifierWorker:
         found[current] = Verified("timeout", detail=detail, seconds=runner.seconds())
 
     def _end(self, runner: _Runner, waiting: deque[int] | None = None) -> tuple[int | None, str]:
-        """Kill a runner; returns its current item and how it ended. An item that it was sent ahead waits again."""
+        """Kill a runner; return its current item and how it ended. An item sent in advance is queued again."""
         self._selector.unregister(runner.connection)
         del self._runners[runner.pid]
         how = runner.kill()
@@ -255,18 +255,18 @@ class VerifierWorker:
         return current, how
 
     def _end_with_parent(self) -> None:
-        """Exit in order when the parent is killed: a plain SIGKILL would leave the children of runners behind."""
+        """Exit by SIGTERM, not SIGKILL, when the parent dies: SIGKILL would leave the children of runners behind."""
         signal.signal(signal.SIGTERM, lambda *_: self._exit())
         if sys.platform != "linux":
             return
         prctl, is_set = ctypes.CDLL(None).prctl, ctypes.c_int()
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # inherits what dead runners leave behind, and so can find it
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # adopts the processes that dead runners leave behind
         prctl(_PR_GET_PDEATHSIG, ctypes.byref(is_set))
         if is_set.value:
             prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def _exit(self) -> Any:
-        """End at once, at any point of the code: all children count as orphans."""
+        """Kill all children and exit at once; a signal handler may call it at any point."""
         try:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._runners = {}

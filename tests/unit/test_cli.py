@@ -191,7 +191,7 @@ MISTAKES = {
         ["grpo", "data.file=long.jsonl", "data.template={{ question }}"],
         ["long.jsonl:1: data.template fails: 'question' is undefined; the columns are "],
     ),
-    "data show without a file": (["data", "show", "data.limit=3"], ["there is no file to show"]),
+    "data show without a file": (["data", "show", "data.limit=3"], ["no file is named"]),
     "data show of an unknown kind": (["data", "show", "list.yaml"], ["list.yaml has the unknown extension .yaml"]),
     "batch that does not divide": (
         ["grpo", "policy.train_global_batch_size=100", "collector={prompts_per_step: 32, samples_per_prompt: 8}"],

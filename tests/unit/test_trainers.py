@@ -122,7 +122,7 @@ def test_metrics_have_one_record_per_step_and_agree_with_the_run_folder(grpo):
 
 def test_a_complete_run_is_not_trained_again(grpo):
     with pytest.raises(
-        ConfigError, match=r"complete, with 2 steps; for more steps, GRPOTrainer\(\.\.\., max_steps=4\)"
+        ConfigError, match=r"complete, with 2 steps; to train more steps, call GRPOTrainer\(\.\.\., max_steps=4\)"
     ):
         grpo[0].train()
 
@@ -155,7 +155,7 @@ def test_a_saved_model_loads_in_plain_transformers_and_replaces_an_earlier_one(g
 
 def test_a_model_never_replaces_other_files(grpo, tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match="exists and is no model folder; choose a new or empty folder"):
+    with pytest.raises(ConfigError, match="exists and is not a model folder; choose a new or empty folder"):
         grpo[0].save(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
 
@@ -352,8 +352,8 @@ def test_wrong_values_are_refused_as_on_the_command_line_all_at_once():
         ({"rewards": [exact, None]}, "rewards has None"),
         ({"dataset": []}, "dataset is empty"),
         ({"dataset": ["1+1="]}, "the first row of dataset is a str; pass dictionaries"),
-        ({"dataset": {"train": ROWS}}, "dataset is a dict, not a sequence of rows; .* one of its values: 'train'"),
-        ({"dataset": (row for row in ROWS)}, "dataset is a generator, which has no length; pass list"),
+        ({"dataset": {"train": ROWS}}, "dataset is a dict, not a sequence of rows; .* one of its keys: 'train'"),
+        ({"dataset": (row for row in ROWS)}, "dataset is a generator, which has no length or no index; pass list"),
         ({"validation_dataset": iter(ROWS)}, "validation_dataset is a list_iterator"),
     ],
 )
@@ -380,7 +380,7 @@ def test_the_settings_say_what_python_passed_and_the_command_line_refuses_to_res
     with pytest.raises(ConfigError, match="objects of a Python program"):
         GRPOTrainer("embedded", exact, ROWS).train(resume=folder)
     plain = create_run_folder(GRPOTrainer("embedded", run_name="plain").config)
-    with pytest.raises(ConfigError, match="names its own dataset and rewards"):
+    with pytest.raises(ConfigError, match="has its own dataset and rewards"):
         GRPOTrainer("embedded", exact, ROWS).train(resume=plain)
 
 

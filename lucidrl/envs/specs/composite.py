@@ -14,15 +14,15 @@ from lucidrl.errors import ConfigError
 
 
 class Composite(MutableMapping[Key, Any]):
-    """Specs by name, which may be Composites; a tuple of names is the path to a nested spec.
+    """Specs by name; a spec may be a Composite itself, and a tuple of names is the path to a nested spec.
 
         Composite({"position": Unbounded((3,)), "hand": {"grip": Binary(2)}}).leaves()
         # {"position": ..., ("hand", "grip"): ...}
 
     Args:
-        specs: by name; a plain mapping becomes a Composite.
-        shape: leading dims of all entries: the batch size of the TensorDict.
-        named: further specs.
+        specs: specs by name; a plain mapping becomes a Composite.
+        shape: leading dims of all entries, which is the batch size of the TensorDict.
+        named: more specs, as keyword arguments.
     """
 
     def __init__(self, specs: Mapping[str, Any] | None = None, *, shape: Shape = (), **named: Any) -> None:
@@ -50,7 +50,7 @@ class Composite(MutableMapping[Key, Any]):
         return self._tensordict(Spec.zero)
 
     def is_in(self, tensordict: TensorDictBase) -> bool:
-        """Whether all entries exist and have allowed values; ignores further ones."""
+        """Whether all entries exist and have allowed values; entries without a spec are ignored."""
         values = [(spec, tensordict.get(key, None)) for key, spec in self.leaves().items()]
         return all(isinstance(value, torch.Tensor) and spec.is_in(value) for spec, value in values)
 
@@ -69,13 +69,13 @@ class Composite(MutableMapping[Key, Any]):
         return self._mapped(lambda spec: spec.to(device), self.shape)
 
     def clone(self) -> Composite:
-        """A copy with the same leaves."""
+        """A copy that shares the leaf specs."""
         return self._mapped(lambda spec: spec.clone() if isinstance(spec, Composite) else spec, self.shape)
 
     def __getitem__(self, key: Key) -> Any:
         name, *rest = path_of(key)
         if name not in self._entries or (rest and not isinstance(self._entries[name], Composite)):
-            raise KeyError(f"no spec for {key!r}; there is {', '.join(map(repr, self.leaves())) or 'none'}")
+            raise KeyError(f"no spec for {key!r}; the specs are {', '.join(map(repr, self.leaves())) or 'none'}")
         return self._entries[name][tuple(rest)] if rest else self._entries[name]  # type: ignore[index]
 
     def __setitem__(self, key: Key, spec: Any) -> None:
@@ -83,7 +83,9 @@ class Composite(MutableMapping[Key, Any]):
         if rest:
             nested = self._entries.setdefault(name, Composite(shape=self.shape))
             if not isinstance(nested, Composite):
-                raise ConfigError(f"{key!r} leads through {name!r}, which is {nested}; delete it first")
+                raise ConfigError(
+                    f"{key!r} is below {name!r}, which is {nested}, not a Composite; delete {name!r} first"
+                )
             nested[tuple(rest)] = spec
             return
         if isinstance(spec, Mapping) and not isinstance(spec, Composite):

@@ -1,4 +1,4 @@
-"""Specs of numbers, unbounded or between limits, and of choices: indices, one-hot vectors and switches."""
+"""Specs of numbers (unbounded or bounded) and of discrete values (indices, one-hot vectors, zeros and ones)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lucidrl.errors import ConfigError
 
 
 class Unbounded(Spec):
-    """Any numbers. Samples are normally distributed, or uniform over the range of an integer dtype."""
+    """Any numbers. Samples are normally distributed, for an integer dtype uniform over its range."""
 
     def __init__(self, shape: Shape = (), dtype: torch.dtype = torch.float32, device: Device = None) -> None:
         super().__init__(shape, dtype, device)
@@ -34,12 +34,12 @@ class Unbounded(Spec):
 class Bounded(Spec):
     """Numbers between two inclusive limits, which may be infinite.
 
-    Samples are uniform between finite limits, exponential from a single one, normal without any.
+    Samples are uniform between two finite limits, exponential from a single finite limit, and normal without one.
 
     Args:
-        low: number or array that broadcasts to `shape`.
-        high: the same.
-        shape: by default that of the limits.
+        low: lower limit, a number or an array that broadcasts to `shape`.
+        high: upper limit, likewise.
+        shape: by default the shape of the limits.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class _Indices(Spec):
         try:
             cast_exactly(np.asarray(counts) - 1, self.numpy_dtype)
         except ValueError as error:
-            raise ConfigError(f"{self} has more choices than its dtype has numbers; use a larger dtype") from error
+            raise ConfigError(f"{self} has more values than its dtype can represent; use a larger dtype") from error
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return np.asarray(rng.integers(self._counts, size=tuple(self.shape)), self.numpy_dtype)
@@ -120,7 +120,7 @@ class _Indices(Spec):
 
 
 class Categorical(_Indices):
-    """One of `n` choices, as its index from 0."""
+    """One of `n` values, as its index from 0."""
 
     def __init__(self, n: int, shape: Shape = (), dtype: torch.dtype = torch.int64, device: Device = None) -> None:
         self.n = at_least_one("n", n)
@@ -131,11 +131,11 @@ class Categorical(_Indices):
 
 
 class MultiCategorical(_Indices):
-    """Several choices, each as its index.
+    """Several discrete values, each as its index.
 
     Args:
-        nvec: numbers of choices, of any shape.
-        shape: ends in the shape of `nvec`, which is the default.
+        nvec: number of values of each index, of any shape.
+        shape: must end in the shape of `nvec`, which is the default.
     """
 
     def __init__(
@@ -157,12 +157,14 @@ class _OneHots(Spec):
         width = int(counts.sum())
         super().__init__((width,) if shape is None else shape, dtype, device)
         if not self.shape or self.shape[-1] != width:
-            raise ConfigError(f"shape={list(self.shape)} must end in {width}, the number of all choices")
+            raise ConfigError(
+                f"shape={list(self.shape)} must end in {width}, the number of values of all one-hot vectors"
+            )
         self._counts = counts
         self._starts = np.cumsum(counts) - counts
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
-        # numpy samples faster below one number than below an array
+        # numpy is faster with one upper bound than with an array of bounds
         below = self._counts if len(self._counts) > 1 else self.shape[-1]
         return self._one_hot(rng.integers(below, size=(*self.shape[:-1], len(self._counts))))
 
@@ -172,7 +174,7 @@ class _OneHots(Spec):
         return bool((np.add.reduceat(array, self._starts, axis=-1, dtype=np.int64) == 1).all())
 
     def _one_hot(self, indices: np.ndarray) -> np.ndarray:
-        """The vectors of [..., blocks] indices."""
+        """The concatenated one-hot vectors of indices [..., number of vectors]."""
         array = np.zeros(self.shape, self.numpy_dtype)
         rows = array.reshape(-1, self.shape[-1])
         rows[np.arange(len(rows))[:, None], (indices + self._starts).reshape(len(rows), -1)] = 1
@@ -181,12 +183,12 @@ class _OneHots(Spec):
     def _checked_indices(self, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         indices = np.broadcast_to(cast_exactly(value, np.dtype(np.int64)), shape)
         if (indices < 0).any() or (indices >= self._counts).any():
-            raise ValueError("an index is negative or beyond the last choice")
+            raise ValueError("an index is negative or beyond the last value")
         return indices
 
 
 class OneHot(_OneHots):
-    """One of `n` choices, as a one-hot vector."""
+    """One of `n` values, as a one-hot vector."""
 
     def __init__(
         self, n: int, shape: Shape | None = None, dtype: torch.dtype = torch.int64, device: Device = None
@@ -202,11 +204,11 @@ class OneHot(_OneHots):
 
 
 class MultiOneHot(_OneHots):
-    """Several choices, as concatenated one-hot vectors.
+    """Several discrete values, as concatenated one-hot vectors.
 
     Args:
-        nvec: numbers of choices.
-        shape: ends in the sum of `nvec`, which is the default.
+        nvec: length of each one-hot vector.
+        shape: must end in the sum of `nvec`, which is the default.
     """
 
     def __init__(
@@ -229,10 +231,10 @@ class MultiOneHot(_OneHots):
 
 
 class Binary(Spec):
-    """Switches: zeros and ones.
+    """Zeros and ones, each independent.
 
     Args:
-        n: number of switches in the last dim; not needed with `shape`.
+        n: size of the last dim; not needed with `shape`.
         shape: by default (n,).
     """
 
@@ -249,7 +251,7 @@ class Binary(Spec):
             shape = (at_least_one("n", n),)
         super().__init__(shape, dtype, device)
         if n is not None and self.shape[-1:] != (n,):
-            raise ConfigError(f"shape={list(self.shape)} must end in n={n}; give one of them")
+            raise ConfigError(f"shape={list(self.shape)} must end in n={n}; give only n or only shape")
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return np.asarray(rng.integers(2, size=tuple(self.shape)), self.numpy_dtype)

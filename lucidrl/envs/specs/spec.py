@@ -1,4 +1,4 @@
-"""Spec: the base of leaf specs, tensors in terms of arrays."""
+"""Spec: the base class of leaf specs, and conversions between torch and numpy dtypes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Spec(ABC):
     """Shape, dtype and allowed values of one entry; immutable.
 
     Attributes:
-        shape: shape of a value, the env's batch size included.
+        shape: shape of a value, including the env's batch size.
         dtype: dtype of a value.
         device: where `rand`, `zero` and `encode` put their tensors.
         numpy_dtype: numpy dtype of a value as an array.
@@ -45,10 +45,10 @@ class Spec(ABC):
         return value.dtype == self.dtype and self.contains(value.detach().cpu().numpy())
 
     def encode(self, value: Any) -> torch.Tensor:
-        """The tensor of a number or a list; one-hot specs take the index of the choice.
+        """Convert a number or a list to a tensor of this spec; one-hot specs take the index.
 
         Raises:
-            DataError: if the spec does not allow it.
+            DataError: if the spec does not allow the value.
         """
         try:
             array = self._encode(as_array(value))
@@ -121,10 +121,10 @@ class Spec(ABC):
 
 
 def numpy_dtype_of(dtype: torch.dtype) -> np.dtype:
-    """The dtype of arrays that share memory with such tensors.
+    """The numpy dtype of arrays that share memory with tensors of `dtype`.
 
     Raises:
-        ConfigError: if numpy has none, as for bfloat16.
+        ConfigError: if numpy has no such dtype, as for bfloat16.
     """
     try:
         return torch.empty(0, dtype=dtype).numpy().dtype
@@ -133,10 +133,10 @@ def numpy_dtype_of(dtype: torch.dtype) -> np.dtype:
 
 
 def torch_dtype_of(dtype: np.dtype) -> torch.dtype:
-    """The dtype of tensors that share memory with such arrays.
+    """The torch dtype of tensors that share memory with arrays of `dtype`.
 
     Raises:
-        ConfigError: if torch has none, as for text.
+        ConfigError: if torch has no such dtype, as for text.
     """
     try:
         return torch.from_numpy(np.empty(0, dtype)).dtype
@@ -145,7 +145,7 @@ def torch_dtype_of(dtype: np.dtype) -> torch.dtype:
 
 
 def as_shape(shape: tuple[int | Shape, ...]) -> torch.Size:
-    """The shape of arguments that are numbers, or one sequence of them."""
+    """The shape from the arguments of a call: several numbers, or one sequence of numbers."""
     if len(shape) == 1 and isinstance(shape[0], Sequence):
         return torch.Size(shape[0])
     return torch.Size(shape)  # type: ignore[arg-type]
@@ -157,10 +157,10 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def cast_exactly(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Cast an array; only floats may be rounded.
+    """Cast an array; a cast to a float dtype may round.
 
     Raises:
-        ValueError: if values would change.
+        ValueError: if a cast to another dtype would change values.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         cast = array.astype(dtype)
@@ -170,7 +170,7 @@ def cast_exactly(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def short(limit: Any) -> str:
-    """A limit as short text: one number if all are equal."""
+    """A limit as short text; one number if all elements are equal."""
     array = np.asarray(limit)
     if array.size and (array == array.flat[0]).all():
         return str(array.flat[0])

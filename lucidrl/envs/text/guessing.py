@@ -18,11 +18,11 @@ class GuessingConfig(Config):
     max_number: int = Field(default=100, ge=2)
     """Secrets are 1 to this number."""
     max_turns: PositiveInt = 7
-    """Maximum number of guesses; bisection of 1 to 100 needs the default."""
+    """Maximum number of guesses; bisection of 1 to 100 needs at most 7."""
 
 
 class GuessingEnv:
-    """Reward 1 for the secret in the first turn, less 1/max_turns per further turn; 0 if it is not found."""
+    """Reward 1 for guessing the secret in the first turn, 1/max_turns less for each further turn, 0 if not found."""
 
     def __init__(self, config: GuessingConfig) -> None:
         self._config = config

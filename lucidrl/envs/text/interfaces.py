@@ -1,4 +1,4 @@
-"""The interface of a text environment: a batch of samples in, rewards or observations out."""
+"""The interface of a text environment: it receives a batch of samples and returns rewards or observations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EnvRequest:
 
     @property
     def completion(self) -> str:
-        """The text to score."""
+        """Text of the completion to score."""
         return self.message_log[-1]["content"]
 
     @property
@@ -40,20 +40,20 @@ class EnvReply:
     """Finite, and within the range of float32."""
     done: bool = True
     messages: tuple[ChatMessage, ...] = ()
-    """The observation for the next completion; needed if not done, unused otherwise."""
+    """The observation for the next completion; required if `done` is False, otherwise unused."""
     info: dict[str, Any] | None = None
-    """Replaces the request's `info` in the next turn; None keeps it."""
+    """Replaces the request's `info` in the next turn; None keeps the request's `info`."""
     metrics: dict[str, float] = field(default_factory=dict)
     is_dropped: bool = False
-    """Leave the sample out, as one that cannot be scored with `env.on_error=drop`; its metrics count."""
+    """Leave the sample out of training, as `env.on_error=drop` does; its metrics are logged."""
 
 
 class SampleFailure(Exception):  # noqa: N818 - what became of a sample, not an error of the program
-    """A sample that cannot be scored: `step` returns it in place of the reply. `env.on_error` decides what happens.
+    """Returned by `step` in place of the reply for a sample that cannot be scored; `env.on_error` decides what happens.
 
     Args:
-        message: subject, verb and object, such as "reward exact returned nan".
-        is_of_call: whether any sample of the call may be the reason.
+        message: a clause with subject, verb and object, such as "reward exact returned nan".
+        is_of_call: whether the whole call failed, so that any of its samples may be the reason.
         trace: traceback of the user's code.
     """
 
@@ -66,7 +66,7 @@ class SampleFailure(Exception):  # noqa: N818 - what became of a sample, not an 
 class TextEnv(Protocol):
     """Scores completions. Requests carry all state of a sample, so calls may come in any order.
 
-    `step` returns one reply per request, in their order. Calls overlap on one event loop: put blocking work into
+    `step` returns one reply per request, in the same order. Calls overlap on one event loop: put blocking work into
     `asyncio.to_thread`. The runner may retry the samples of a failed call one by one. A step that raises
     EnvironmentFailure stops the run.
     """
@@ -76,29 +76,29 @@ class TextEnv(Protocol):
 
 @runtime_checkable
 class ClosableEnv(Protocol):
-    """An environment that holds resources, such as processes; closed when its worker shuts down."""
+    """An environment that holds resources, such as processes; its worker calls `close` at shutdown."""
 
     def close(self) -> None: ...
 
 
 @runtime_checkable
 class PromptChecker(Protocol):
-    """An environment that can tell from a prompt whether it can score its completions, before any are sampled."""
+    """An environment that checks, before any completion is sampled, whether it can score completions of a prompt."""
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raise ConfigError if it cannot."""
+        """Raise ConfigError if the environment cannot score completions of the prompt."""
 
 
 @runtime_checkable
 class PromptSource(Protocol):
-    """An environment with prompts; others take them from `data.file`."""
+    """An environment that has prompts; other environments need `data.file`."""
 
     def prompts(self) -> Sequence[Prompt]: ...
 
 
 @runtime_checkable
 class ValidationPromptSource(Protocol):
-    """An environment with separate validation prompts; otherwise `env.validation_fraction` of `prompts` is held out.
+    """An environment with separate validation prompts; without it, `data.validation_fraction` of `prompts` is held out.
 
     An empty result means no validation.
     """
@@ -108,7 +108,7 @@ class ValidationPromptSource(Protocol):
 
 @runtime_checkable
 class StatefulEnv(Protocol):
-    """An environment with state, such as the level of a curriculum, which checkpoints save.
+    """An environment whose state, such as the level of a curriculum, is saved in checkpoints.
 
     Both methods are called between steps, when no sample is in progress. The state must be JSON.
     """

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: a mixture of its datasets, scored by its own scorers."""
+"""Tasks of reasoning-gym: a mixture of its datasets, scored by the scorers of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lucidrl.utils.suggestions import closest, unknown_key
 Split = Literal["train", "validation"]
 
 MAX_ANSWER_CHARS = 10_000
-"""Longer answers are not scored."""
+"""Longer answers get reward 0 without being scored."""
 
 _BOX = re.compile(r"\\boxed\s*\{")
 _EVALUATED_LITERALS = (
@@ -35,7 +35,7 @@ _EVALUATED_LITERALS = (
     "algorithmic.string_insertion",
     "games.n_queens",
 )
-"""Modules whose scorers evaluate the answer as Python, though lists of literals suffice."""
+"""Modules whose scorers call `eval` on the answer, although their answers are only lists of literals."""
 _EVALUATED_EXPRESSIONS = {
     "countdown",
     "intermediate_integration",
@@ -43,12 +43,12 @@ _EVALUATED_EXPRESSIONS = {
     "puzzle24",
     "simple_integration",
 }
-"""Datasets whose scorers evaluate the answer with sympy, which runs any Python in it."""
+"""Datasets whose scorers evaluate the answer with sympy, which can execute arbitrary Python."""
 _EXPRESSION = re.compile(r"[\w\s+\-*/().,]*", re.ASCII)
 _NAME = re.compile(r"[^\W\d]\w*", re.ASCII)
 _FUNCTIONS = re.compile(r"a?(?:sin|cos|tan)h?|sec|csc|cot|exp|log|ln|sqrt|pi|Abs|sign")
 _POWER = re.compile(r"\*\*\s*(?!(?:[a-zA-Z]\b|-?\d{1,2}\b|\(-?\d{1,2}(?:/\d{1,2})?\))(?!\s*\*\*))")
-"""A power that may be huge."""
+"""A power whose result may be huge."""
 
 
 class ReasoningDatasetConfig(Config):
@@ -57,7 +57,7 @@ class ReasoningDatasetConfig(Config):
     name: str
     """Name in reasoning-gym, such as `chain_sum`."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Share of the prompts, relative to the other datasets."""
+    """Weight of the dataset: its fraction of the prompts is this weight divided by the sum of all weights."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Settings of the dataset, such as `{min_terms: 2}`; see its Config class in reasoning-gym."""
 
@@ -70,16 +70,16 @@ class ReasoningGymConfig(Config):
     size: PositiveInt = 2_000
     """Number of training prompts."""
     validation_size: NonNegativeInt = 200
-    """Number of validation prompts. Training leaves out questions that occur among them."""
+    """Number of validation prompts; training leaves out their questions."""
     seed: int = 0
     """Seed of the training prompts."""
     validation_seed: int = 0
-    """Seed of the validation prompts; a separate stream, whatever `seed` is."""
+    """Seed of the validation prompts; independent of `seed`."""
     system_prompt: str | None = "Think step by step. Write your final answer between <answer> and </answer>."
     """System message before each question, if any."""
     answer_from: Literal["answer_tag", "boxed", "whole"] = "answer_tag"
-    r"""The answer in a completion: the last `<answer>...</answer>`, the last `\boxed{...}`, or the whole text. White
-    space at its ends does not count."""
+    r"""Where the answer is in a completion: the last `<answer>...</answer>`, the last `\boxed{...}`, or the whole text.
+    White space at both ends is ignored."""
 
     @field_validator("datasets", mode="before")
     @classmethod
@@ -93,12 +93,14 @@ class ReasoningGymConfig(Config):
     def _sizes_are_enough(self) -> Self:
         for what, size in (("size", self.size), ("validation_size", self.validation_size)):
             if 0 < size < len(self.datasets):
-                raise ValueError(f"{what}={size} is less than one prompt for each of {len(self.datasets)} datasets")
+                raise ValueError(
+                    f"{what}={size} is less than one prompt for each of {len(self.datasets)} datasets; raise {what}"
+                )
         return self
 
 
 class ReasoningGymEnv:
-    """One turn; the reward is the score of the dataset's own scorer, 0 for a completion without an answer.
+    """Environment with one turn; the reward is the score of the dataset's scorer, 0 for a completion without an answer.
 
     Metrics: `answered` (an answer was found and scored), `scorer_raised`, and `score_NAME` per dataset.
 
@@ -120,7 +122,7 @@ class ReasoningGymEnv:
         _replace_eval()
 
     def prompts(self) -> list[Prompt]:
-        """The training prompts, without questions of the validation prompts."""
+        """The training prompts, without questions that are also validation prompts."""
         return self._both[0]
 
     def validation_prompts(self) -> list[Prompt]:
@@ -128,7 +130,7 @@ class ReasoningGymEnv:
 
     @cached_property
     def _both(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Generated once and in this order: some datasets generate another entry when asked again."""
+        """(training, validation) prompts. Generated once: some datasets return another entry the second time."""
         validation = list(self._prompts("validation"))
         held_out = {prompt.messages[-1]["content"] for prompt in validation}
         train = [prompt for prompt in self._prompts("train") if prompt.messages[-1]["content"] not in held_out]
@@ -164,7 +166,7 @@ class ReasoningGymEnv:
                 yield Prompt(f"{prefix}{label}-{index}", tuple(messages), info)
 
     def _entry(self, info: dict[str, Any]) -> Any:
-        """The entry of a prompt, exactly as it was generated."""
+        """The dataset entry of a prompt, exactly as it was generated."""
         if "entry" in info:
             return ast.literal_eval(info["entry"])
         entry = self._datasets[info["split"]][info["dataset"]][info["index"]]
@@ -207,7 +209,7 @@ def _dataset(config: ReasoningDatasetConfig, key: str, seed: int, size: int) -> 
     known = sorted(DATASETS.keys() - {"composite"})
     if config.name not in known:
         close = closest(config.name, known)
-        hint = f"did you mean {close}?" if close else f"known are {', '.join(known)}"
+        hint = f"did you mean {close}?" if close else f"the datasets are {', '.join(known)}"
         raise ConfigError(f"{key}: unknown dataset {config.name!r} of reasoning-gym; {hint}")
     settings = [field.name for field in fields(DATASETS[config.name][1])]
     for name in config.config:
@@ -223,13 +225,13 @@ def _dataset(config: ReasoningDatasetConfig, key: str, seed: int, size: int) -> 
 
 
 def _seed(split: Split, seed: int, position: int) -> int:
-    """Seeds far apart: datasets use seed + index for an entry, so neighbouring seeds would share entries."""
+    """Make a seed far from all others: datasets use seed + index for an entry, so close seeds would share entries."""
     digest = hashlib.sha256(f"{split}/{seed}/{position}".encode()).digest()
     return int.from_bytes(digest[:4]) >> 1
 
 
 def _shares(weights: Sequence[float], size: int) -> list[int]:
-    """Split `size` in proportion to the weights, at least one each; 0 stays 0."""
+    """Divide `size` in proportion to the weights, at least 1 each; a `size` of 0 gives zeros."""
     if size == 0:
         return [0] * len(weights)
     rest = size - len(weights)
@@ -242,8 +244,11 @@ def _shares(weights: Sequence[float], size: int) -> list[int]:
 
 
 def _written(entry: Any) -> dict[str, str]:
-    """The entry as text, if that is exact: JSON would change tuples and keys, and some datasets cannot regenerate an
-    entry in another process, because they depend on the order of sets."""
+    """Return the entry as Python text if that is exact, else its fingerprint, with which it is generated again.
+
+    JSON would change tuples and keys. Some datasets cannot regenerate an entry in another process, because they depend
+    on the order of sets.
+    """
     text = repr(entry)
     try:
         if repr(ast.literal_eval(text)) == text:
@@ -258,7 +263,7 @@ def _fingerprint(entry: Any) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    """The content of the last box whose brace is closed."""
+    """The content of the last box; None if its brace is not closed or there is no box."""
     starts = [match.end() for match in _BOX.finditer(text)]
     depth = 1
     for position in range(starts[-1], len(text)) if starts else ():
@@ -269,14 +274,14 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _replace_eval() -> None:
-    """Let scorers that evaluate an answer read literals only."""
+    """Replace `eval` by `literal_eval` in the modules whose scorers evaluate answers."""
     for name in _EVALUATED_LITERALS:
         importlib.import_module(f"reasoning_gym.{name}")
         vars(sys.modules[f"reasoning_gym.{name}"])["eval"] = ast.literal_eval
 
 
 def _may_be_evaluated(dataset: str, answer: str) -> bool:
-    """Whether the scorer may see the answer: if it evaluates the answer, only arithmetic with known functions."""
+    """Whether the answer may be passed to the scorer; a scorer that evaluates it gets only arithmetic."""
     if dataset not in _EVALUATED_EXPRESSIONS:
         return True
     names = [name for name in _NAME.findall(answer) if len(name) > 1]

@@ -1,4 +1,4 @@
-"""Makes environments by name, and checks their prompts."""
+"""Make environments by name, and check their prompts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENVS: dict[str, tuple[Callable[[Any], TextEnv], type[Config]]] = {
 def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
     """Make a built-in environment from its config, or a user's `module:Class` with the arguments `kwargs`.
 
-    The working directory is searched for modules too.
+    Python also looks for the module in the working directory.
 
     Raises:
         ConfigError: for an unknown name, module or class, a class that is not a text environment, wrong arguments, or
@@ -41,7 +41,11 @@ def make_env(name: str, kwargs: Mapping[str, Any]) -> TextEnv:
     module_name, colon, class_name = name.partition(":")
     if not (module_name and colon and class_name):
         close = difflib.get_close_matches(name, ENVS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use {', '.join(ENVS)}, or module:Class of yours"
+        hint = (
+            f"did you mean {close[0]}?"
+            if close
+            else f"use {', '.join(ENVS)}, or the import path of your class, module:Class"
+        )
         raise ConfigError(f"unknown environment {name!r}; {hint}")
     env_class = _env_class(import_user_module(module_name), class_name)
     try:
@@ -63,11 +67,11 @@ def checked_prompts(
     """Return the prompts of an environment.
 
     Args:
-        own: result of its `prompts()`; None if it has no such method.
+        own: result of the environment's `prompts()`; None if it has no such method.
         validation: result of its `validation_prompts()`; None if it has no such method.
 
     Raises:
-        LucidError: there are none, or two have the same id.
+        LucidError: there are no prompts, or two have the same id.
     """
     if own is None:
         raise ConfigError(f"environment {config.name} has no method prompts(); add it, or set data.file")

@@ -1,4 +1,4 @@
-"""EnvRunner: splits a batch into calls of an environment's workers, retries samples and reports failures."""
+"""EnvRunner: splits a batch into calls of an environment, retries samples and reports failures."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from lucidrl.errors import CheckpointError, EnvironmentFailure, LostWorkerError,
 logger = logging.getLogger(__name__)
 
 Rows = Sequence[int]
-"""Indices of requests of a step."""
+"""Indices into the requests of a step."""
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """A sample without a step result."""
+    """The failure of a sample, which has no step result."""
 
     cause: Cause
     what: str
     """A verb with its object; the subject is the environment's `step`."""
     rows: Rows
-    """Samples of the call, or of all calls of a lost worker; any of them may be the reason."""
+    """Indices of the samples that may be the reason: those of the call, or of all calls of a lost worker."""
     error: RemoteTraceback | LostWorkerError | None
     sentence: str = ""
-    """The whole sentence, instead of the environment's `step` and `what`."""
+    """The whole clause, if the subject is not the environment's `step`."""
 
     @property
     def is_shared(self) -> bool:
@@ -44,7 +44,7 @@ class _Failed:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether its worker was lost, perhaps because of another sample."""
+        """Whether the worker was lost, perhaps because of another sample."""
         return self.is_shared and isinstance(self.error, LostWorkerError)
 
 
@@ -53,17 +53,17 @@ class EnvRunner:
 
     A call that raises, times out or returns the wrong number of replies fails for all its samples. With
     `on_error="fail"` the runner raises. With "drop" it retries the samples one by one, and leaves out those that fail
-    again. It always raises an EnvironmentFailure of the environment.
+    again. If the environment raises an EnvironmentFailure, the runner raises it in both cases.
 
-    The runner kills a worker that does not reply in time, and restarts it like one that exited. It retries the samples
-    of the worker, in the end one by one, so the error names the sample that is the reason.
+    The runner kills a worker that does not reply in time; it restarts killed and exited workers. It retries the samples
+    of a lost worker, finally one by one, so that the error names the sample that is the reason.
 
     Args:
         env: an environment, which runs in this process, or the result of `start_env`; closed with the runner.
         timeout_s: timeout of a call.
         watch: see `wait_watching`.
-        seconds_per_sample: added to the timeout for each sample that is scored at the same time, because verifiers in
-            a pool take turns and have timeouts themselves.
+        seconds_per_sample: added to the timeout for each sample that is scored at the same time, because samples wait
+            for free processes of a verifier pool, which has a timeout per sample.
 
     Attributes:
         counts: dropped samples by cause.
@@ -86,7 +86,7 @@ class EnvRunner:
         self._watch = watch
         self._seconds_per_sample = seconds_per_sample
         self._lost: list[EnvRequest] = []
-        """Requests of the workers that were lost last."""
+        """Requests of the workers that were lost in the last `_call`."""
 
     @property
     def num_restarts(self) -> int:
@@ -97,12 +97,12 @@ class EnvRunner:
         """Replies in the order of the requests; None for a sample that was dropped because it failed.
 
         Raises:
-            EnvironmentFailure: with `on_error="fail"`, naming environment, samples, turn and cause; always if the
-                environment raises it, or a worker was restarted `max_restarts` times.
+            EnvironmentFailure: a sample failed and `on_error="fail"`; the message names environment, samples, turn and
+                cause. With any `on_error`: the environment raised it, or a worker used up its `max_restarts`.
         """
         found: dict[int, EnvReply | _Failed] = {}
         exited = self._call(requests, _even_chunks(range(len(requests)), self._max_concurrency), found)
-        # The machine may have killed a worker that exits: repeat its calls once.
+        # A worker may exit for reasons outside the environment, such as memory: repeat its calls once.
         self._call(requests, exited, found)
         if self._on_error == "drop":
             shared = [row for row, failed in _failures(found).items() if failed.is_shared and not failed.is_suspect]
@@ -117,7 +117,7 @@ class EnvRunner:
         return [reply if isinstance(reply := found[row], EnvReply) else None for row in range(len(requests))]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the environment as `env`, the random states of its workers as `env_random`.
+        """Return the state of the environment as `env`, and the random states of its workers as `env_random`.
 
         Raises:
             EnvironmentFailure: if the environment raises, or its state is not JSON.
@@ -131,18 +131,19 @@ class EnvRunner:
         """Load a result of `state_dict`.
 
         Raises:
-            CheckpointError: if it is of an environment with state and this one has none, or the other way round; or if
-                the environment raises.
+            CheckpointError: only one of checkpoint and environment has state, or the environment raises.
         """
         now = self._workers.states()
         if (now[0].env is not None) != ("env" in state):
-            which, has = ("a", "has none") if "env" in state else ("no", "has one")
+            which, has = ("a", "has no state") if "env" in state else ("no", "has state")
             problem = f"the checkpoint has {which} state of the environment, but {self._workers.name} {has}"
             raise CheckpointError(f"{problem}; resume with the env.name of the checkpoint")
         drawn: Sequence[Any] = state.get("env_random", [])
         if now[0].random is None or len(drawn) != len(now):
             if now[0].random is not None:
-                text = "the checkpoint has random states of %d environment workers, not %d: using the seed instead"
+                text = (
+                    "the checkpoint has random states of %d environment workers, but the run has %d; seeding them anew"
+                )
                 logger.warning(text, len(drawn), len(now))
             drawn = [None] * len(now)
         kept = json.dumps(state["env"]) if "env" in state else None
@@ -161,7 +162,7 @@ class EnvRunner:
     def _call(
         self, requests: Sequence[EnvRequest], calls: Sequence[Rows], found: dict[int, EnvReply | _Failed]
     ) -> list[Rows]:
-        """Make calls concurrently and write into `found`; returns the calls of workers that exited."""
+        """Make calls concurrently and write the results into `found`; return the calls of workers that exited."""
         if not calls:
             return []
         self._restart_lost()
@@ -187,7 +188,7 @@ class EnvRunner:
     def _retry_alone(
         self, requests: Sequence[EnvRequest], rows: Rows, num_concurrent: int, found: dict[int, EnvReply | _Failed]
     ) -> None:
-        """Retry each sample in a separate call; a sample that is lost alone with its worker is the reason."""
+        """Retry each sample in a separate call; if its worker is lost again, the sample is the reason."""
         for start in range(0, len(rows), num_concurrent):
             self._call(requests, [[row] for row in rows[start : start + num_concurrent]], found)
             self._raise_first(requests, found)
@@ -206,7 +207,7 @@ class EnvRunner:
         return _Failed("exited", "ended its worker", rows, loss)
 
     def _raise_first(self, requests: Sequence[EnvRequest], found: Mapping[int, EnvReply | _Failed]) -> None:
-        """With `on_error="fail"`, raise the first failure that is not suspect."""
+        """With `on_error="fail"`, raise the first failure, except of suspects, which are retried."""
         failed = next((failed for failed in _failures(found).values() if not failed.is_suspect), None)
         if failed is not None and self._on_error == "fail":
             remedy = f"fix {'it' if failed.sentence else 'the environment'}, or set env.on_error=drop"
@@ -215,7 +216,7 @@ class EnvRunner:
 
     def _count_dropped(self, requests: Sequence[EnvRequest], failed: _Failed) -> None:
         if failed.cause not in self.counts:
-            text = "%s; dropped the sample, and will only count later ones with this cause"
+            text = "%s; the sample is dropped; later samples with this cause are counted without a warning"
             logger.warning(text, self._described(requests, failed))
         self.counts[failed.cause] += 1
 
@@ -245,7 +246,7 @@ def _failures(found: Mapping[int, EnvReply | _Failed]) -> dict[int, _Failed]:
 
 
 def _spread(rows: Rows) -> list[int]:
-    """The rows in another order: neighbours are often samples of one prompt and fail together."""
+    """Reorder the rows so that neighbours, often samples of one prompt that fail together, are apart."""
     stride = math.isqrt(len(rows))
     return [row for start in range(stride) for row in rows[start::stride]]
 

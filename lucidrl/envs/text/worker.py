@@ -1,4 +1,4 @@
-"""EnvWorker: makes an environment, calls it with a timeout and checks its replies."""
+"""EnvWorker: makes an environment, calls it with a timeout, and checks the replies."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Cause = Literal["raised", "timeout", "exited", "bad_reply", "bad_reward", "dropp
 LARGEST_REWARD = 3.4028234663852886e38
 """The largest float32; reward tensors have this dtype."""
 _RANDOM_STREAM = 1 << 20
-"""Random stream of environment worker 0; ranks and the driver use the streams below."""
+"""Random stream of environment worker 0; ranks and the driver use streams with lower numbers."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a sample has no step result."""
+    """The reason why a sample has no step result."""
 
     cause: Cause
     what: str
@@ -51,7 +51,7 @@ class Failure:
     is_of_call: bool = False
     """Whether the whole call failed, so any of its samples may be the reason."""
     sentence: str = ""
-    """The whole sentence, instead of the environment's `step` and `what`."""
+    """The whole clause, if the subject is not the environment's `step`."""
 
 
 Outcome = EnvReply | Failure
@@ -59,17 +59,17 @@ Outcome = EnvReply | Failure
 
 @dataclass(frozen=True)
 class EnvState:
-    """State that a restarted worker continues from."""
+    """State of a worker, from which a restarted worker continues."""
 
     env: str | None
-    """State of the environment as JSON; None if it has none."""
+    """State of the environment as JSON; None if the environment has no state."""
     random: dict[str, Any] | None
-    """State of the random generators of a worker process; None in the driver, which saves its state elsewhere."""
+    """State of the random generators of a worker process; None in the driver, whose random state the run saves."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Outcomes per call and request, and the state afterwards."""
+    """Outcomes per call and request, and the state of the worker after the calls."""
 
     outcomes: list[list[Outcome]]
     state: EnvState
@@ -82,7 +82,7 @@ class EnvWorker:
         make: makes the environment.
         name: name of the environment in errors.
         seed: seed of the random generators of a worker process; None in the driver.
-        number: number of the worker; selects its random stream.
+        number: index of the worker; selects its random stream.
     """
 
     def __init__(self, make: Callable[[], TextEnv], name: str, seed: int | None = None, number: int = 0) -> None:
@@ -96,10 +96,10 @@ class EnvWorker:
         self.loop = asyncio.Runner(loop_factory=_new_loop)
 
     def prompts(self) -> list[Prompt] | None:
-        """Prompts of the environment; None if it has none.
+        """Prompts of the environment; None if it has no method `prompts`.
 
         Raises:
-            ConfigError: if its method raises, or does not return prompts.
+            ConfigError: if the method raises, or does not return prompts.
         """
         return self._prompts_of("prompts", self._env.prompts) if isinstance(self._env, PromptSource) else None
 
@@ -107,7 +107,7 @@ class EnvWorker:
         """Validation prompts of the environment; None if it has no method for them.
 
         Raises:
-            ConfigError: as `prompts`.
+            ConfigError: if the method raises, or does not return prompts.
         """
         if not isinstance(self._env, ValidationPromptSource):
             return None
@@ -127,7 +127,7 @@ class EnvWorker:
         return prompts
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raise ConfigError if the environment can tell that it cannot score completions of the prompt."""
+        """Raise ConfigError if the environment has a check and cannot score completions of the prompt."""
         if isinstance(self._env, PromptChecker):
             self._env.check_prompt(prompt)
 
@@ -166,7 +166,7 @@ class EnvWorker:
         return EnvState(env, random)
 
     def load_state(self, state: EnvState) -> None:
-        """Continue from a result of `state`; None leaves a part as it is.
+        """Continue from a result of `state`; fields that are None change nothing.
 
         Raises:
             CheckpointError: if `load_state_dict` raises.
@@ -198,14 +198,14 @@ class EnvWorker:
                 replies = await self._env.step(call)
         except EnvironmentFailure:
             raise
-        except BaseException as error:  # SystemExit or KeyboardInterrupt would stop the loop
+        except BaseException as error:  # SystemExit or KeyboardInterrupt would stop the event loop
             raised = describe_error(error)
             if timeout.expired():
                 failure = Failure("timeout", f"exceeded its timeout of {timeout_s:g} s", is_of_call=True)
             else:
                 failure = Failure("raised", f"raised {raised.summary}", raised.trace, is_of_call=True)
                 if self._is_isolated:
-                    sys.stderr.write(raised.trace)  # its log file
+                    sys.stderr.write(raised.trace)  # goes to the log file of the worker
             return [failure] * len(call)
         if not isinstance(replies, Sequence) or len(replies) != len(call):
             got = f"{len(replies)} replies" if isinstance(replies, Sequence) else f"a {type(replies).__name__}"
@@ -222,7 +222,7 @@ def _checked(reply: Any) -> Outcome:
 
 
 def _normalized(reply: Any) -> Outcome:
-    """The reply with Python numbers, or the failure."""
+    """Return the reply with Python numbers, or a failure if the reply is invalid."""
     if isinstance(reply, SampleFailure):
         return Failure("raised", "", reply.trace, reply.is_of_call, sentence=str(reply))
     if not isinstance(reply, EnvReply):
@@ -240,7 +240,9 @@ def _normalized(reply: Any) -> Outcome:
     if not (reply.info is None or isinstance(reply.info, dict)):
         return Failure("bad_reply", f"returned an info of type {type(reply.info).__name__} instead of a dictionary")
     if not reply.done and not _are_observations(reply.messages):
-        what = "is not done but returned no messages with role and content that end with another role than assistant"
+        what = (
+            "returned done=False without messages; return messages with role and content, the last not of the assistant"
+        )
         return Failure("bad_reply", what)
     metrics = {name: _as_float(value) for name, value in reply.metrics.items()}
     return replace(reply, reward=reward, done=bool(reply.done), metrics=metrics)
@@ -261,7 +263,7 @@ def _are_observations(messages: Any) -> bool:
 
 
 def _sendable(outcomes: list[Outcome]) -> list[Outcome]:
-    """Replace replies that cannot be pickled, such as by their `info`, with failures."""
+    """Replace replies that cannot be pickled, for instance because of their `info`, with failures."""
     try:
         pickle.dumps(outcomes)
     except Exception as error:  # the methods of the object may raise anything
@@ -279,8 +281,8 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 class _DaemonThreads(ThreadPoolExecutor):
-    """Runs functions of `asyncio.to_thread` in daemon threads: at exit the interpreter would join those of the base
-    class, even in a call that timed out and never returns."""
+    """Runs functions of `asyncio.to_thread` in daemon threads. The interpreter joins the threads of the base class at
+    exit, even a thread whose call timed out and never returns."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()

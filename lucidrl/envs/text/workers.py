@@ -24,10 +24,10 @@ from lucidrl.errors import ConfigError, EnvironmentFailure, LostWorkerError
 from lucidrl.utils.watching import wait_watching
 
 Calls = Sequence[Sequence[EnvRequest]]
-"""Calls of one worker, made concurrently."""
+"""Batches of requests for one worker, which calls the environment with all of them concurrently."""
 
 _GRACE_S = 2.0
-"""Time between the timeout of its calls and the loss of a worker that does not reply."""
+"""Time after the timeout of its calls until a worker that does not reply counts as lost."""
 _CLOSE_TIMEOUT_S = 0.5
 
 
@@ -35,8 +35,8 @@ class EnvWorkerPool:
     """An environment in worker processes.
 
     Args:
-        cluster: threads and start timeout; the place of several workers.
-        num_workers: start fewer than `config.num_workers`, such as one to read prompts.
+        cluster: threads, start timeout and, for several workers, the launcher and nodes.
+        num_workers: start this many instead of `config.num_workers`, such as one to read prompts.
         log_dir: folder of `env_N.log`, the output of worker N.
         seed: seed of the workers' random generators.
 
@@ -91,7 +91,7 @@ class EnvWorkerPool:
         return self._pool.num_restarts
 
     def prompts(self) -> Sequence[Prompt] | None:
-        """Prompts of the environment; None if it has none."""
+        """Prompts of the environment; None if it has no method `prompts`."""
         return self._prompts_of("prompts")
 
     def validation_prompts(self) -> Sequence[Prompt] | None:
@@ -109,7 +109,7 @@ class EnvWorkerPool:
             raise ConfigError(f"{self.name}.{method} {what}; fix it, or set data.file") from error
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raise ConfigError if the environment can tell that it cannot score completions of the prompt."""
+        """Raise ConfigError if the environment has a check and cannot score completions of the prompt."""
         try:
             self._pool.submit(0, "check_prompt", prompt, timeout_s=self._start_timeout_s).result()
         except ConfigError as error:  # one sentence, without notes about the worker
@@ -121,12 +121,12 @@ class EnvWorkerPool:
         """Score the calls of all workers at the same time.
 
         Args:
-            calls: by number of the worker.
+            calls: calls by index of the worker.
             timeout_s: timeout of a call; the pool kills a worker that does not reply soon after it.
             watch: see `wait_watching`.
 
         Returns:
-            By number of the worker: outcomes per call and request, or how the worker was lost.
+            By index of the worker: outcomes per call and request, or the error of a lost worker.
         """
         futures = {
             number: self._pool.submit(number, "score", of_worker, timeout_s, timeout_s=timeout_s + _GRACE_S)
@@ -140,15 +140,15 @@ class EnvWorkerPool:
             raise
 
     def restart_lost(self) -> None:
-        """Restart lost workers from the state after their last scored calls.
+        """Restart lost workers; each continues from the state that it had after its last successful `score`.
 
         Raises:
-            LucidError: if a worker does not start, or was restarted `max_restarts` times.
+            LucidError: if a worker does not start, or used up its `max_restarts`.
         """
         self._pool.restart_lost()
 
     def states(self) -> list[EnvState]:
-        """The state of every worker."""
+        """Return the state of every worker after its last successful `score`."""
         return [self._states[number] for number in range(self.num_workers)]
 
     def load_states(self, states: Sequence[EnvState]) -> None:
@@ -179,7 +179,7 @@ class EnvWorkerPool:
         self._states[worker.number] = state
 
     def _run_in_time(self, worker: PoolWorker, method: str, *args: Any) -> Any:
-        """Call a method that belongs to the start, within the timeout of the start."""
+        """Call a method that is part of the start, with the timeout of the start."""
         return worker.run(method, *args, timeout_s=self._start_timeout_s, phase=START)
 
     def _outcomes(self, number: int, future: Future[Scored]) -> list[list[Outcome]] | LostWorkerError:
@@ -193,9 +193,9 @@ class EnvWorkerPool:
 
 
 class InProcessEnv:
-    """An environment in this process, with the methods of `EnvWorkerPool`.
+    """An environment in the driver's process, with the methods of `EnvWorkerPool`.
 
-    Its event loop runs in a daemon thread: a call that blocks cannot be killed, but the timeout holds.
+    The event loop runs in a daemon thread. A call that blocks cannot be killed, but `score` returns after the timeout.
     """
 
     num_workers = 1
@@ -226,7 +226,9 @@ class InProcessEnv:
         future = asyncio.run_coroutine_threadsafe(self._worker.score_calls(calls[0], timeout_s), self._loop)
         if wait_watching([future], watch, timeout_s=timeout_s + _GRACE_S):
             self._is_blocked = True
-            loss = LostWorkerError(f"its thread in the driver is still busy after {timeout_s + _GRACE_S:g} s")
+            loss = LostWorkerError(
+                f"the thread of the environment in the driver is still busy after {timeout_s + _GRACE_S:g} s"
+            )
             loss.timed_out = True
             return {0: loss}
         return {0: future.result()}
@@ -243,7 +245,7 @@ class InProcessEnv:
         self._worker.load_state(states[0])
 
     def move_logs(self, folder: Path) -> None:
-        """The driver has no log."""
+        """Do nothing: output of the environment goes to the driver."""
 
     def shutdown(self) -> None:
         with suppress(RuntimeError):  # the loop is closed already

@@ -1,4 +1,4 @@
-"""Transform and Compose: read one frame, write another; change actions and specs.
+"""Transform and Compose. A transform reads one frame and writes another; it also changes actions and specs.
 
 Shapes: B the env's batch size (none for a single env).
 """
@@ -19,12 +19,12 @@ from lucidrl.envs.specs.spec import torch_dtype_of
 from lucidrl.errors import CheckpointError, ConfigError
 
 State = Mapping[str, Any]
-"""Learned numbers and arrays by name."""
+"""Learned statistics by name: numbers and arrays."""
 Keys = Sequence[Key] | str
 
 
 class Transform:
-    """Changes the entries that an env returns (forward) and the actions that it gets (inverse).
+    """Changes the entries that an env returns (forward) and the actions that the env receives (inverse).
 
     A transform of single entries implements `forward`, `inverse` and `transform_spec`:
 
@@ -41,27 +41,28 @@ class Transform:
             def transform_spec(self, spec):
                 return Bounded(-180, 180, spec.shape, spec.dtype)
 
-    Values are [..., *shape of the entry]: `forward` gets all envs of a batch, or those of a reset. Other transforms
-    override `reset` and `step`, which get whole frames, and `before_step`. State has a row per env [*B]: `prepare`
-    allocates it, `reset` clears the rows of its mask. An instance belongs to one env.
+    Values are [..., *shape of the entry]: `forward` receives the values of all envs of a batch, or of the envs that are
+    reset. Other transforms override `reset` and `step`, which receive whole frames, and `before_step`. State of a
+    transform has one row per env [*B]: `prepare` allocates it, `reset` clears the rows of its mask. An instance belongs
+    to one env.
 
     Args:
         in_keys: entries that `forward` changes; "reward" can be one.
-        out_keys: their names afterwards; by default the same.
+        out_keys: names of the changed entries, one per entry of `in_keys`; by default the same names.
         in_keys_inv: entries of the action that `inverse` changes.
     """
 
     steps_env: bool = False
-    """Whether it steps the env below itself, which a batch of envs does not support."""
+    """Whether the transform steps the env below; such a transform does not support a batch of envs."""
 
     def __init__(self, in_keys: Keys = (), out_keys: Keys | None = None, in_keys_inv: Keys = ()):
         self.in_keys = as_keys(in_keys)
         self.out_keys = self.in_keys if out_keys is None else as_keys(out_keys)
-        """Entries that it writes, new ones included."""
+        """Entries that the transform writes, including new ones."""
         self.in_keys_inv = as_keys(in_keys_inv)
         self._check_pairs()
         self.parent: EnvBase | None = None
-        """The env whose frames it reads; set by TransformedEnv."""
+        """The env whose frames the transform reads; set by TransformedEnv."""
 
     # ---- single entries
 
@@ -70,11 +71,11 @@ class Transform:
         raise NotImplementedError(f"{type(self).__name__} has in_keys, but does not implement forward")
 
     def forward_entry(self, key: Key, value: np.ndarray) -> np.ndarray:
-        """`forward` for a transform that depends on the entry."""
+        """`forward` with the key of the entry, for a transform that differs by entry."""
         return self.forward(value)
 
     def inverse(self, value: np.ndarray) -> np.ndarray:
-        """The value of an entry of the action for the env; does not write to `value`."""
+        """The action value that the env receives; does not write to `value`."""
         raise NotImplementedError(f"{type(self).__name__} has in_keys_inv, but does not implement inverse")
 
     def transform_spec(self, spec: Spec) -> Spec:
@@ -84,18 +85,18 @@ class Transform:
     # ---- whole frames
 
     def prepare(self, env: EnvBase) -> None:
-        """Check the env below and allocate state; called once, first."""
+        """Check the env below and allocate state; called once, before all other methods."""
 
     def reset(self, source: Frame, target: Frame, mask: np.ndarray | None) -> None:
-        """Write the observation of new episodes, in the envs of the mask [*B] or in all.
+        """Write the observation of new episodes, in the envs of the mask [*B] or in all envs.
 
-        Other rows of the target stay; those of the source are undefined. Both frames share the flags, and entries that
-        this transform neither writes nor removes.
+        Other rows of the target keep their values; other rows of the source are undefined. Both frames share the flags,
+        and entries that this transform neither writes nor removes.
         """
         for in_key, out_key in zip(self.in_keys, self.out_keys, strict=True):
             if in_key != "reward":
                 value = self.forward_entry(in_key, rows_of(source.observation[in_key], mask))
-                # Checked in resets only, to keep steps fast.
+                # Shape and dtype are checked in resets only, to keep steps fast.
                 array = target.observation[out_key]
                 array[... if mask is None else mask] = checked_array(out_key, value, rows_of(array, mask))
 
@@ -108,7 +109,7 @@ class Transform:
                 target.observation[out_key][...] = self.forward_entry(in_key, source.observation[in_key])
 
     def before_step(self, actions: Arrays) -> Arrays:
-        """The actions for the env; does not write to `actions`."""
+        """The actions that the env receives; does not write to `actions`."""
         if not self.in_keys_inv:
             return actions
         return actions | {key: self.inverse(actions[key]) for key in self.in_keys_inv}
@@ -137,14 +138,14 @@ class Transform:
         """Seed the random generator of this transform, if any."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Learned statistics; not the state of episodes."""
+        """Return learned statistics; the state of the current episodes is not part of them."""
         return {}
 
     def load_state_dict(self, state: State) -> None:
         """Load a result of `state_dict`.
 
         Raises:
-            CheckpointError: if it is of another transform.
+            CheckpointError: if the state is of another transform.
         """
         if state:
             name, names = type(self).__name__, ", ".join(state)
@@ -164,11 +165,13 @@ class Transform:
             raise ConfigError(f"{name} reads {len(read)} entries, but out_keys has {len(written)}; give one per entry")
         for in_key, out_key in zip(read, written, strict=True):
             if in_key != out_key and "reward" in (in_key, out_key):
-                raise ConfigError(f"{name} cannot write {in_key!r} as {out_key!r}: a reward keeps its key")
+                raise ConfigError(
+                    f"{name} cannot write {in_key!r} as {out_key!r}: a reward keeps its key; leave out out_keys"
+                )
 
 
 class Compose:
-    """Transforms in order; the first is next to the env. A nested Compose is flattened."""
+    """Several transforms in order; the first one is next to the env. A nested Compose is flattened."""
 
     def __init__(self, *transforms: Transform | Compose):
         self._transforms: list[Transform] = []
@@ -176,7 +179,7 @@ class Compose:
             self._transforms += transforms_of(transform)
 
     def state_dict(self) -> dict[str, Any]:
-        """Statistics of all transforms, each name with the transform's index."""
+        """Return the statistics of all transforms; each name is prefixed with the index of its transform."""
         return {
             f"{index}.{name}": value
             for index, transform in enumerate(self)
@@ -187,13 +190,15 @@ class Compose:
         """Load a result of `state_dict`.
 
         Raises:
-            CheckpointError: if it is of other transforms.
+            CheckpointError: if the state is of other transforms.
         """
         parts: list[dict[str, Any]] = [{} for _ in self]
         for name, value in state.items():
             index, _, rest = name.partition(".")
             if not index.isdecimal() or int(index) >= len(parts):
-                raise CheckpointError(f"the state has {name!r}, but there are {len(parts)} transforms")
+                raise CheckpointError(
+                    f"the state has {name!r}, but there are {len(parts)} transforms; load it into the same transforms"
+                )
             parts[int(index)][rest] = value
         for transform, part in zip(self, parts, strict=True):
             transform.load_state_dict(part)
@@ -216,7 +221,7 @@ class Compose:
 
 
 def transforms_of(transform: Transform | Compose) -> list[Transform]:
-    """The transform, or all of a Compose.
+    """Return the transforms of a Compose, or the single transform, as a list.
 
     Raises:
         ConfigError: for anything else.
@@ -234,7 +239,7 @@ def as_keys(keys: Keys) -> tuple[Key, ...]:
 
 
 def rows_of(array: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """The rows of the mask, or all."""
+    """The rows of the mask, or all rows."""
     return array if mask is None else array[mask]
 
 

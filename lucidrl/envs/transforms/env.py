@@ -19,14 +19,14 @@ _STEP, _RESET = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """All frames behind one frame of a TransformedEnv."""
+    """The frames that a TransformedEnv derives from one of its frames, for every transform."""
 
     env: EnvBase
     """The innermost env."""
     frame: Frame
-    """The frame that it writes."""
+    """The frame that the innermost env writes."""
     stages: list[tuple[Transform, Frame, Frame]]
-    """Every transform with its source and target, innermost first."""
+    """Every transform with its source and target frame, innermost first."""
     transformed: list[Key]
     """Entries that the innermost env does not write."""
 
@@ -36,13 +36,13 @@ class TransformedEnv(EnvBase):
 
         env = TransformedEnv(GymEnv("CartPole-v1"), Compose(StepCounter(), RewardSum()))
 
-    With several transforms, each is in a separate TransformedEnv around the one before, so each has an env to read
-    from; a step runs through them in one loop. The innermost env writes directly into the output frame, except for
+    Several transforms become nested TransformedEnvs with one transform each, so each transform has an env to read from;
+    a step runs through all transforms in one loop. The innermost env writes directly into the output frame, except for
     entries that a transform changes or removes.
 
     Args:
-        env: closed with this one.
-        transform: one, or a Compose of at least one.
+        env: the env to wrap; `close` closes it too.
+        transform: a transform, or a Compose of at least one.
     """
 
     def __init__(self, env: EnvBase, transform: Transform | Compose):
@@ -58,7 +58,7 @@ class TransformedEnv(EnvBase):
         self._put_around(TransformedEnv(env, Compose(*inner)) if inner else env, outermost)
 
     def append_transform(self, transform: Transform | Compose) -> None:
-        """Add a transform around the present ones; frames made before are invalid."""
+        """Add a transform around the existing ones; frames made before this call become invalid."""
         for each in transforms_of(transform):
             below = copy.copy(self)
             self._put_around(below, each)
@@ -69,7 +69,9 @@ class TransformedEnv(EnvBase):
             raise ConfigError(f"this {type(transform).__name__} already belongs to an env; make another, or clone() it")
         if transform.steps_env and self._is_batch:
             name, batch = type(transform).__name__, list(self.batch_size)
-            raise ConfigError(f"{name} cannot step one of a batch of {batch} envs; apply it in the factory of each env")
+            raise ConfigError(
+                f"{name} cannot step single envs of a batch of {batch}; apply it in the factory of each env"
+            )
         _check_keys(transform, below)
         transform.prepare(below)
         self.observation_spec: Composite = transform.transform_observation_spec(below.observation_spec.clone())
@@ -82,7 +84,7 @@ class TransformedEnv(EnvBase):
         self._chain_keys = (object(), object())
 
     def _new_changed(self) -> Arrays:
-        """Arrays of the frame below that the transform changes or removes, which `out` cannot share."""
+        """Allocate the entries of the frame below that the transform changes or removes; `out` cannot share them."""
         shared = {*self.observation_leaves(), "reward", *FLAGS} - set(self._outermost.out_keys)
         return {key: array for key, array in self._below.new_frame().arrays().items() if key not in shared}
 
@@ -111,13 +113,13 @@ class TransformedEnv(EnvBase):
         if next_.done.any():
             if ended.any():
                 self._reset_transforms(root, ended[..., 0])
-            cut_off = next_.done & ~ended  # by transforms, unknown to the innermost env
+            cut_off = next_.done & ~ended  # a transform ended the episode; the innermost env has not reset
             if cut_off.any():
                 self._reset_into(root, cut_off[..., 0])
 
     @profiled("TransformedEnv._step")
     def _step_and_begin(self, actions: Arrays, next_: Frame, root: Frame) -> np.ndarray:
-        """Step, and reset the innermost env; returns where it ended an episode, bool [*B, 1]."""
+        """Step, and reset the innermost env; return where the innermost env ended an episode, bool [*B, 1]."""
         ending, beginning = self._chain(next_, _STEP), self._chain(root, _RESET)
         for transform, _, _ in reversed(ending.stages):
             actions = transform.before_step(actions)
@@ -164,7 +166,7 @@ class TransformedEnv(EnvBase):
 
 
 def _check_keys(transform: Transform, env: EnvBase) -> None:
-    """Raise ConfigError for keys that the env does not have, or new keys that it already has."""
+    """Raise ConfigError if the transform reads a key that the env lacks, or adds a key that the env has."""
     name = type(transform).__name__
     there: set[Key] = {*env.observation_leaves(), "reward"}
     for key in transform.in_keys:
@@ -172,7 +174,9 @@ def _check_keys(transform: Transform, env: EnvBase) -> None:
             raise ConfigError(f"{name} reads {key!r}, but the env has {_listed(there)}; fix in_keys")
     for key in transform.in_keys_inv:
         if key not in env.action_keys:
-            raise ConfigError(f"{name} changes the action {key!r}, but the env has {_listed(set(env.action_keys))}")
+            raise ConfigError(
+                f"{name} changes the action {key!r}, but the env has {_listed(set(env.action_keys))}; fix in_keys_inv"
+            )
     for key in transform.out_keys:
         if key in there and key not in transform.in_keys:
             raise ConfigError(f"{name} writes {key!r}, which the env already has; choose another key")

@@ -1,4 +1,4 @@
-"""Transforms of episodes: they count steps and rewards, limit the length, repeat actions and vary the start."""
+"""Transforms of episodes: count steps, sum rewards, limit the length, repeat actions and vary the initial state."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class _EpisodeEntry(Transform):
     """Adds an entry [*B, 1] that a reset sets to a fixed value.
 
     Args:
-        spec: spec of a single env.
-        at_reset: the value after a reset.
+        spec: spec of the entry for a single env.
+        at_reset: value of the entry after a reset.
     """
 
     def __init__(self, key: Key, spec: Spec, at_reset: float = 0):
@@ -26,7 +26,7 @@ class _EpisodeEntry(Transform):
         self._key, self._spec, self._at_reset = key, spec, at_reset
 
     def prepare(self, env: EnvBase) -> None:
-        # A copy of the last value: others may write to the frame.
+        # A copy of the last value, because the frame may be overwritten.
         self._last = np.full((*env.batch_size, 1), self._at_reset, self._spec.numpy_dtype)
 
     def reset(self, source: Frame, target: Frame, mask: np.ndarray | None) -> None:
@@ -43,7 +43,7 @@ class StepCounter(_EpisodeEntry):
     """Adds the number of steps since the reset, int64 [*B, 1].
 
     Args:
-        max_steps: truncates episodes at this length; None does not.
+        max_steps: truncate episodes at this length; None for no limit.
         step_count_key: name of the entry.
     """
 
@@ -83,7 +83,7 @@ class TimeLimit(Transform):
 
 
 class RewardSum(_EpisodeEntry):
-    """Adds the sum of the rewards since the reset, float32 [*B, 1], 0 after it."""
+    """Adds the sum of the rewards since the reset, float32 [*B, 1]."""
 
     def __init__(self, out_key: Key = "episode_reward"):
         super().__init__(out_key, Unbounded((1,), torch.float32))
@@ -95,7 +95,7 @@ class RewardSum(_EpisodeEntry):
 
 
 class InitTracker(_EpisodeEntry):
-    """Adds whether an episode starts, bool [*B, 1]: True after a reset, False after a step."""
+    """Adds a flag for the start of an episode, bool [*B, 1]: True after a reset, False after a step."""
 
     def __init__(self, init_key: Key = "is_init"):
         super().__init__(init_key, Categorical(2, (1,), torch.bool), at_reset=True)
@@ -133,14 +133,15 @@ class FrameSkip(Transform):
 
 
 class NoopReset(Transform):
-    """Takes steps without effect after every reset, so episodes start in different states.
+    """Takes no-op steps after every reset, so that episodes start in different states.
 
-    An episode that ends within these steps is reset. Transforms inside this one see the steps, those around it do not.
+    If the episode ends during these steps, the env is reset again. Transforms inside this one process the no-op steps;
+    transforms around it do not.
 
     Args:
-        noops: number of steps; with `random` the maximum.
-        random: draw a number from 1 to `noops` in every reset.
-        noop_action: the action without effect, as an argument of `action_spec.encode`.
+        noops: number of no-op steps; with `random`, the maximum.
+        random: draw the number of steps from 1 to `noops` in every reset.
+        noop_action: the no-op action, as an argument of `action_spec.encode`.
     """
 
     steps_env = True
@@ -154,7 +155,7 @@ class NoopReset(Transform):
         self._actions = {key: spec.encode(self.noop_action).cpu().numpy() for key, spec in env.action_leaves().items()}
 
     def set_seed(self, seed: int) -> None:
-        # Not the seed alone, which the env uses.
+        # Not only the seed: the env draws from that stream.
         self._rng = np.random.default_rng((seed, self.noops))
 
     def reset(self, source: Frame, target: Frame, mask: np.ndarray | None) -> None:

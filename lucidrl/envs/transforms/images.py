@@ -51,7 +51,7 @@ class GrayScale(Transform):
     def transform_spec(self, spec: Spec) -> Spec:
         _check_image(self, spec)
         if spec.shape[-3] != 3:
-            raise ConfigError(f"GrayScale reads {spec}, which has {spec.shape[-3]} channels; it needs 3")
+            raise ConfigError(f"GrayScale reads {spec}, which has {spec.shape[-3]} channels; it needs 3 channels")
         return mapped_spec(spec, self.forward)
 
 
@@ -61,7 +61,7 @@ class Resize(Transform):
     Args:
         w: new width.
         h: new height; by default the width.
-        interpolation: "area" is best for smaller images.
+        interpolation: interpolation mode of torch; "area" is best for shrinking images.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Masks of discrete actions.
 
-Shapes: n the number of choices.
+Shapes: n the number of discrete actions.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lucidrl.errors import ConfigError, EnvironmentFailure
 
 
 class ActionMask(Transform):
-    """Restricts the action to the choices of the env's current mask.
+    """Restricts actions to those that the env's current mask allows.
 
-    `action_spec` samples and accepts only such actions; a step with another one raises. The mask is an entry of the env
-    with one bool or 0/1 per choice. Put the transform around a batch of envs, not inside it.
+    `action_spec` samples and accepts only allowed actions; a step with a masked action raises. The mask is an entry of
+    the observation with one bool or 0/1 per action. Put the transform around a batch of envs, not around each env.
     """
 
     def __init__(self, action_key: Key = "action", mask_key: Key = "action_mask"):
@@ -30,7 +30,9 @@ class ActionMask(Transform):
     def prepare(self, env: EnvBase) -> None:
         entries, spec = env.observation_leaves(), env.action_leaves().get(self.action_key)
         if self.mask_key not in entries:
-            raise ConfigError(f"ActionMask reads {self.mask_key!r}, but the env has {', '.join(map(repr, entries))}")
+            raise ConfigError(
+                f"ActionMask reads {self.mask_key!r}, but the env has {', '.join(map(repr, entries))}; set mask_key"
+            )
         if not isinstance(spec, Categorical | OneHot):
             raise ConfigError(
                 f"ActionMask needs a discrete spec for {self.action_key!r}, but the env has {env.action_spec}; remove "
@@ -70,10 +72,10 @@ class ActionMask(Transform):
 
 
 class _Masked(Spec):
-    """A spec like `spec` with a mask, which changes with the env."""
+    """A discrete spec that allows only the values of a mask; the mask changes in every step."""
 
     def __init__(self, spec: Any, mask: np.ndarray):
-        super().__init__(spec.n, spec.shape, spec.dtype, spec.device)  # type: ignore[call-arg] # of a sibling
+        super().__init__(spec.n, spec.shape, spec.dtype, spec.device)  # type: ignore[call-arg] # the init of the other base class
         self._mask = mask
 
     def expand(self, *shape: Any) -> Any:
@@ -81,7 +83,7 @@ class _Masked(Spec):
 
 
 class _MaskedCategorical(_Masked, Categorical):
-    """One of the choices of a mask [*shape, n]."""
+    """An index that the mask [*shape, n] allows."""
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return _drawn(self._mask, rng).astype(self.numpy_dtype)
@@ -91,7 +93,7 @@ class _MaskedCategorical(_Masked, Categorical):
 
 
 class _MaskedOneHot(_Masked, OneHot):
-    """A one-hot vector of the choices of a mask [*shape]."""
+    """A one-hot vector that the mask [*shape] allows."""
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
         return self._one_hot(_drawn(self._mask, rng)[..., None])
@@ -101,7 +103,10 @@ class _MaskedOneHot(_Masked, OneHot):
 
 
 def _drawn(mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A random index among the choices of every row of the mask [..., n]."""
+    """Draw a random allowed index for every row of the mask [..., n]."""
     if not mask.any(-1).all():
-        raise EnvironmentFailure(f"the mask {mask.astype(int).tolist()} has no choice; end the episode before that")
+        raise EnvironmentFailure(
+            f"the action mask {mask.astype(int).tolist()} allows no action; the env must end the episode when no "
+            "action is left"
+        )
     return np.asarray(np.where(mask, rng.random(mask.shape), -1.0).argmax(-1))

@@ -22,8 +22,8 @@ class CatFrames(Transform):
     """Concatenates the last `N` values of an entry, the newest last.
 
     Args:
-        dim: counted from the end: -3 for the channels of an image, -1 for a vector.
-        padding: values before the reset: "same" repeats the first value, "constant" uses `padding_value`.
+        dim: dim to concatenate, counted from the end: -3 for the channels of an image, -1 for a vector.
+        padding: values for frames before the reset: "same" repeats the first value, "constant" uses `padding_value`.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class CatTensors(Transform):
     """Concatenates several entries in one.
 
     Args:
-        in_keys: in this order; a scalar has size 1.
+        in_keys: entries to concatenate, in this order; a scalar has size 1.
         out_key: name of the new entry, which may be one of `in_keys`.
-        dim: counted from the end.
-        del_keys: whether to remove the `in_keys`.
+        dim: dim to concatenate along, counted from the end.
+        del_keys: whether to remove the entries `in_keys`.
     """
 
     def __init__(self, in_keys: Keys, out_key: Key = "observation_vector", dim: int = -1, del_keys: bool = True):

@@ -20,8 +20,8 @@ class DoubleToFloat(Transform):
     """Casts float64 entries to float32, and float32 actions to float64.
 
     Args:
-        in_keys: entries of the observation; None for all that are float64.
-        in_keys_inv: entries of the action; None for all that are float64.
+        in_keys: entries of the observation; None for all float64 entries.
+        in_keys_inv: entries of the action; None for all float64 entries.
     """
 
     def __init__(self, in_keys: Keys | None = None, in_keys_inv: Keys | None = None):
@@ -44,7 +44,7 @@ class DoubleToFloat(Transform):
     def before_step(self, actions: Arrays) -> Arrays:
         doubles = {key: actions[key].astype(np.float64) for key in self.in_keys_inv}
         for key, (low, high) in self._limits.items():
-            # The float32 next to a limit may be beyond it.
+            # The float32 nearest to a limit may be beyond the limit.
             np.clip(doubles[key], low, high, out=doubles[key])
         return actions | doubles
 
@@ -109,8 +109,8 @@ class ObservationNorm(Transform):
     """Computes `value * scale + loc`, or with `standard_normal` `(value - loc) / scale`.
 
     Args:
-        loc: number or array that broadcasts to each entry; without it and `scale`, call `init_stats`.
-        scale: the same.
+        loc: number or array that broadcasts to each entry. Without `loc` and `scale`, call `init_stats`.
+        scale: number or array, likewise.
         standard_normal: `loc` and `scale` are mean and standard deviation of the entry.
     """
 
@@ -125,18 +125,18 @@ class ObservationNorm(Transform):
     ):
         super().__init__(in_keys, out_keys)
         if (loc is None) != (scale is None):
-            raise ConfigError(f"loc={loc}, scale={scale}: give both, or none and call init_stats")
+            raise ConfigError(f"loc={loc}, scale={scale}: give both, or neither and call init_stats")
         self.standard_normal = standard_normal
         self._stats: dict[Key, tuple[np.ndarray, np.ndarray]] = {}
         for key in self.in_keys if loc is not None else ():
             self._set_stats(key, loc, scale)
 
     def init_stats(self, num_iter: int, *, reduce_dim: int | Sequence[int] = 0, eps: float = 1e-6) -> None:
-        """Measure mean and standard deviation over `num_iter` random steps of the env; reset it afterwards.
+        """Measure mean and standard deviation over `num_iter` random steps of the env; reset the env afterwards.
 
         Args:
-            reduce_dim: dims of [frames of all envs, *shape of the entry] to reduce; (0, -1, -2) keeps the channels of
-                an image.
+            reduce_dim: dims to reduce, of the values [frames of all envs, *shape of the entry]; (0, -1, -2) keeps the
+                channels of an image.
             eps: minimum standard deviation.
         """
         if self.parent is None:
@@ -181,11 +181,11 @@ class ObservationNorm(Transform):
 class VecNorm(Transform):
     """Computes `(value - mean) / std` with running statistics over all steps and envs, the current step included.
 
-    For evaluation use `frozen_copy()`. Around a batch of envs the statistics are of all envs; in a worker process, of
-    its envs alone.
+    For evaluation use `frozen_copy()`. Around a batch of envs, the statistics are over all envs; inside a worker
+    process of a batch, they are over the envs of that process.
 
     Args:
-        in_keys: "reward" can be one.
+        in_keys: entries to normalise; "reward" can be one.
         decay: factor on the weight of earlier steps; 1 weighs all steps equally, 0.999 about the last thousand.
         eps: added to the variance.
     """
@@ -205,7 +205,7 @@ class VecNorm(Transform):
             raise ConfigError(f"eps={eps} must be above 0")
         self.decay, self.eps = decay, eps
         self.frozen = False
-        """Whether the statistics stay as they are."""
+        """Whether the statistics are no longer updated."""
         self._stats: dict[Key, _Running] = {}
 
     def frozen_copy(self) -> Self:
@@ -222,7 +222,9 @@ class VecNorm(Transform):
                 self._stats[key] = _Running(shape)
             elif self._stats[key].mean.shape != shape:
                 learned = list(self._stats[key].mean.shape)
-                raise ConfigError(f"VecNorm learned {key!r} of shape {learned}, but here it has {list(shape)}")
+                raise ConfigError(
+                    f"VecNorm learned {key!r} of shape {learned}, but the env has {list(shape)}; use the same shape"
+                )
 
     def forward_entry(self, key: Key, value: np.ndarray) -> np.ndarray:
         stats = self._stats[key]
@@ -268,7 +270,7 @@ class _Running:
         """Sum of squared deviations from the mean."""
 
     def learn(self, values: np.ndarray, decay: float) -> None:
-        """Add values [..., *shape], without differences of large sums."""
+        """Add values [..., *shape]; the update avoids differences of large sums, which lose precision."""
         rows = values.reshape(-1, *self.mean.shape).astype(np.float64)
         number = len(rows)
         mean = rows.sum(0) / number
@@ -300,5 +302,7 @@ def _name(key: Key) -> str:
 def _taken(state: State, key: Key, name: str) -> Any:
     path = f"{_name(key)}.{name}"
     if path not in state:
-        raise CheckpointError(f"the state has {', '.join(state) or 'nothing'}, but no {path}; load another one")
+        raise CheckpointError(
+            f"the state has {', '.join(state) or 'nothing'}, but no {path}; load the state of the same transforms"
+        )
     return state[path]

@@ -1,4 +1,4 @@
-"""Verifiers by name: they score one completion against the columns of its row. Nothing here imports torch."""
+"""Verifiers by name. A verifier scores one completion against the columns of its row and does not import torch."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lucidrl.utils.suggestions import closest
 
 @dataclass(frozen=True)
 class VerifierEntry:
-    """A verifier and where it runs."""
+    """A verifier, its options, and where it runs."""
 
     path: str
     """`module:Class`."""
     config: type[Config]
     runs_in_pool: bool
-    """Whether it may take long or run code of the model, so that it needs a process that can be killed."""
+    """Whether the verifier may take long or runs code of the model, and so needs a process that can be killed."""
 
 
 _HERE = "lucidrl.rewards.verifiers"
@@ -49,14 +49,14 @@ VERIFIERS: dict[str, VerifierEntry] = {
 
 
 def make_verifier(name: str, kwargs: Mapping[str, Any]) -> Verifier:
-    """Make a verifier from its options. It loads what it needs, so that its first call is not slower than others.
+    """Make a verifier from its options and load what it needs, so that its first call is not slower than later calls.
 
     Raises:
         ConfigError: for an unknown name or option, an invalid value, or a missing package.
     """
     if name not in VERIFIERS:
         close = closest(name, VERIFIERS)
-        hint = f"did you mean {close}?" if close else f"known are {', '.join(VERIFIERS)}"
+        hint = f"did you mean {close}?" if close else f"the verifiers are {', '.join(VERIFIERS)}"
         raise ConfigError(f"unknown verifier {name!r}; {hint}")
     entry = VERIFIERS[name]
     module_name, _, class_name = entry.path.partition(":")

@@ -1,4 +1,4 @@
-"""Multiple choice: the letter or the text of an option."""
+"""`choice`: the completion must name the right option of a multiple-choice question."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lucidrl.rewards.verifiers.reading import (
 )
 
 SEARCHED_CHARS = 20_000
-"""The choice must be within this many characters from the end."""
+"""Outside of a box or tag, the option must be named in this many last characters."""
 
 _WRAPPING = "*_`()[]{}$.:;, \t\n\"'"
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}")
@@ -34,16 +34,16 @@ class ChoiceConfig(AnswerConfig):
     letters: str = Field(default="ABCDE", min_length=2)
     """Letters of the options, in order."""
     answer_format: Literal["letter", "index", "text"] = "letter"
-    """Form of the reference answer: a letter, the number of the option counted from 0, or its text."""
+    """Form of the reference answer: the letter, the index (from 0) or the text of the option."""
     choices_column: str | None = None
-    """Column with the texts of the options: a list, or a mapping by letter. With it a completion may name an option by
-    its text. Needed for `answer_format=text`."""
+    """Column with the texts of the options: a list, or a mapping by letter. With this column, a completion may
+    name an option by its text. Required for `answer_format=text`."""
 
     @field_validator("letters")
     @classmethod
     def _distinct(cls, letters: str) -> str:
         if not letters.isalpha() or len(set(letters.upper())) < len(letters):
-            raise ValueError(f"{letters!r} must be different letters")
+            raise ValueError(f"{letters!r} is not valid; it must be letters, each different, such as ABCD")
         return letters.upper()
 
 
@@ -69,7 +69,7 @@ class ChoiceVerifier:
         return float(self._read(text_of(completion, self._config), options) in expected)
 
     def _options(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """Texts by letter; empty if there is no column."""
+        """Texts of the options by letter; empty without `choices_column`."""
         config = self._config
         if config.choices_column is None:
             if config.answer_format == "text":
@@ -120,7 +120,7 @@ class ChoiceVerifier:
         raise ParseFailure(f"the completion names none of the options {', '.join(options or self._config.letters)}")
 
     def _named(self, content: str, options: Mapping[str, str]) -> str:
-        """The option in a box or tag."""
+        """Letter of the option that the content of a box or tag names."""
         content = _TEXT.sub(r"\1", content)
         if letter := self._of_line(content.strip(), options):
             return letter
@@ -133,7 +133,7 @@ class ChoiceVerifier:
         return by_text
 
     def _by_text(self, text: str, options: Mapping[str, str]) -> str | None:
-        """The only option with this text."""
+        """Letter of the option with this text; None if no option or several have it."""
         found = [letter for letter, option in options.items() if _normalized(option) == _normalized(text)]
         return found[0] if len(found) == 1 else None
 

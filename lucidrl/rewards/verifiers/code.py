@@ -1,4 +1,4 @@
-"""Python code against tests, in a sandbox."""
+"""`code`: run Python code of the completion against tests, in a sandbox."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(write, loads, request):
 import json, os
 run(os.write, json.loads, %r)
 """
-"""Reports the number of each passed test to file descriptor 3."""
+"""Program that writes the index of each passed test to file descriptor 3."""
 
 
 class CodeConfig(TextConfig):
@@ -45,21 +45,21 @@ class CodeConfig(TextConfig):
 
     tests_column: str = "tests"
     """Column of the tests: a text or a list of texts with `assert` statements; or pairs of standard input and expected
-    output, as a list of `{input, output}` or as `{inputs: [...], outputs: [...]}`; or either as JSON text."""
+    output, as a list of `{input, output}` or as `{inputs: [...], outputs: [...]}`. Both forms may be JSON text."""
     setup: str = ""
     """Python code that runs before the code of the completion, such as imports."""
     block: Literal["last", "first", "whole"] = "last"
-    """Which fenced Python block is the code; `whole`: the completion without fences."""
+    """Which fenced Python block of the completion is the code; `whole`: all text of a completion without fences."""
     reward: Literal["all", "fraction"] = "all"
     """`all`: 1 if all tests pass, otherwise 0; `fraction`: the fraction of passed tests."""
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Wall-clock and CPU time of one run: of all assert tests together, or of one pair. A run past it has failed its
-    tests. The timeout of the reward function includes all runs."""
+    """Limit on the wall-clock and CPU time of one run: of all assert tests together, or of one pair. A run that exceeds
+    it has failed its tests. `timeout_s` of the reward limits all runs of a completion together."""
     memory_mb: PositiveInt = 512
-    """Address space of a process of the code."""
+    """Limit on the address space of each process of the code."""
     isolation: Literal["required", "best_effort"] = "best_effort"
-    """`required`: an error if the kernel refuses the namespaces that keep the code from files, network and processes
-    outside; `best_effort`: a warning."""
+    """What to do if the kernel refuses the namespaces that separate the code from outside files, network and processes:
+    `required` raises an error, `best_effort` warns."""
 
 
 @dataclass(frozen=True)
@@ -103,17 +103,19 @@ class CodeVerifier:
         return blocks[-1 if self._config.block == "last" else 0]
 
     def _tests(self, value: Any) -> Sequence[str | _Pair]:
-        """All asserts, or all pairs.
+        """Read the tests: all are assert texts, or all are pairs of input and output.
 
         Raises:
-            DataError: naming the value, if it has neither.
+            DataError: the column holds something else; the message shows the value.
         """
         column = self._config.tests_column
         if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError) as error:
-                raise DataError(f"column {column!r} holds {shortened(value)}, which is not JSON: {error}") from error
+                raise DataError(
+                    f"column {column!r} holds {shortened(value)}, which is not JSON: {error}; fix the row"
+                ) from error
         tests: list[Any] = [value] if isinstance(value, str) else _pairs(value)
         if not tests:
             raise DataError(f"column {column!r} holds no tests; give at least one")
@@ -126,7 +128,7 @@ class CodeVerifier:
         too_long = [test for test in tests if isinstance(test, _Pair) and len(test.stdout) > self._limits.output_chars]
         if too_long:
             problem = f"an expected output in column {column!r} has {len(too_long[0].stdout):,} characters"
-            raise DataError(f"{problem}; the sandbox keeps {self._limits.output_chars:,}")
+            raise DataError(f"{problem}, but the sandbox keeps {self._limits.output_chars:,}; shorten the test")
         return tests
 
     def _num_passed_asserts(self, code: str, tests: Sequence[Any]) -> int:
@@ -137,7 +139,7 @@ class CodeVerifier:
 
 
 def _pairs(value: Any) -> list[Any]:
-    """Mappings as pairs; other values unchanged, to be refused."""
+    """Convert mappings to pairs; return other values unchanged."""
     if isinstance(value, Mapping) and isinstance(value.get("inputs"), list) and isinstance(value.get("outputs"), list):
         if len(value["inputs"]) != len(value["outputs"]):
             count = f"{len(value['inputs'])} inputs and {len(value['outputs'])} outputs"
@@ -156,11 +158,13 @@ def _check_compiles(test: str, column: str) -> None:
     try:
         compile(test, "<test>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise DataError(f"the test {shortened(test)} in column {column!r} is not Python: {error}") from error
+        raise DataError(
+            f"the test {shortened(test)} in column {column!r} is not valid Python: {error}; fix the row"
+        ) from error
 
 
 def _is_output(result: SandboxResult, expected: str) -> bool:
-    """Whether the code ended well and printed the expected lines, whatever the white space at their ends."""
+    """Whether the code exited with 0 and printed the expected lines; white space at line ends is ignored."""
     return result.outcome == "ok" and not result.stdout_is_cut and _lines(result.stdout) == _lines(expected)
 
 
@@ -182,4 +186,4 @@ def _check_isolation(required: Literal["required", "best_effort"]) -> None:
     problem = f"the kernel refuses some isolation of code that the model writes: {reasons}"
     if required == "required":
         raise ConfigError(f"{problem}; allow user namespaces, or set reward.kwargs.isolation=best_effort")
-    _log.warning("%s; the code verifier only has limits", problem)
+    _log.warning("%s; the code runs with limits, but without this isolation (see docs/verifiers.md)", problem)

@@ -1,4 +1,4 @@
-"""The completion is the reference answer."""
+"""`exact`: the completion must equal the reference answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lucidrl.rewards.verifiers.reading import AnswerConfig, references_of, text_
 
 
 class ExactConfig(AnswerConfig):
-    """Which differences do not count."""
+    """Which differences are ignored."""
 
     strip: bool = True
     """Ignore white space at both ends."""

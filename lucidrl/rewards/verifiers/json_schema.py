@@ -1,4 +1,4 @@
-"""JSON that fits a schema."""
+"""`json_schema`: the completion must be JSON that fits a schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lucidrl.rewards.verifiers.reading import TextConfig, column_of, fenced_bloc
 
 
 class JsonSchemaConfig(TextConfig):
-    """The schema, and where the JSON is."""
+    """The schema, and where the JSON is in the completion."""
 
     json_schema: dict[str, Any] | bool | None = None
     """JSON schema of all completions; give either this or `schema_column`."""
@@ -28,7 +28,7 @@ class JsonSchemaConfig(TextConfig):
     @model_validator(mode="after")
     def _has_one_schema(self) -> Self:
         if (self.json_schema is None) == (self.schema_column is None):
-            raise ValueError("give either json_schema or schema_column")
+            raise ValueError("set either json_schema or schema_column, and not both")
         return self
 
 
@@ -50,7 +50,9 @@ class JsonSchemaVerifier:
         except RecursionError:
             raise ParseFailure("the JSON is nested too deeply") from None
         except Unresolvable as error:
-            raise DataError(f"the JSON schema refers to what it does not contain: {error}") from error
+            raise DataError(
+                f"the JSON schema has a reference that it does not define: {error}; add the definition to the schema"
+            ) from error
 
     def _schema(self, row: Mapping[str, Any]) -> str:
         if self._config.schema_column is None:
@@ -83,13 +85,15 @@ def _refuse(name: str) -> NoReturn:
 
 @lru_cache(maxsize=256)
 def _validator(schema_text: str) -> Any:
-    """The validator of a schema; never reads another schema from a network or file."""
+    """Make the validator of a schema; it never fetches other schemas from the network or a file."""
     try:
         from jsonschema.exceptions import SchemaError
         from jsonschema.validators import validator_for
         from referencing import Registry
     except ImportError as error:
-        raise ConfigError('the verifier json_schema needs jsonschema; pip install "lucidrl[data]"') from error
+        raise ConfigError(
+            'the verifier json_schema needs jsonschema; install it with pip install "lucidrl[data]"'
+        ) from error
     from jsonschema import Draft202012Validator
 
     try:

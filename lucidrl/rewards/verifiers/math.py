@@ -1,4 +1,4 @@
-r"""Mathematical equality by math-verify, of what is in `\boxed{}`."""
+r"""`math`: the expression in `\boxed{}` must equal the reference answer; math-verify compares them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lucidrl.rewards.verifiers.reading import AnswerConfig, last_boxed, referenc
 MAX_EXPRESSION_CHARS = 2_000
 """Longer expressions are not parsed."""
 SEARCHED_CHARS = 2_000
-r"""An answer outside of `\boxed{}` must be within this many characters from the end."""
+r"""Without `\boxed{}`, the answer must be in this many last characters."""
 _MAX_RELATIVE_DIFFERENCE = Fraction(1, 10_000)
-"""Of decimal numbers that agree when rounded: 1e-7 and 2e-7 do not."""
+"""Of decimal numbers that count as equal; rounding alone would make 1e-7 equal 2e-7."""
 
 _SPACING = re.compile(r"\\[,!;: ]|\\left|\\right|\\displaystyle|[$]|\\\(|\\\)")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
@@ -35,20 +35,21 @@ _NUMBER = re.compile(
 
 
 class MathConfig(AnswerConfig):
-    """Where the answer is, and how precise it must be."""
+    """Where the answer is in the completion, and how precise it must be."""
 
     read: Literal["boxed_or_last", "boxed"] = "boxed_or_last"
     r"""`boxed`: the last `\boxed{}`; `boxed_or_last`: without a box, the expression that math-verify finds near the end
     (after "answer is", the last formula, the last number)."""
     decimals: int = Field(default=6, ge=1, le=15)
-    """Decimal numbers count as equal if they agree when rounded to this many decimals, and to four digits."""
+    """Decimal numbers count as equal if they round to the same number with this many decimals, and differ by at most
+    0.01 %."""
 
 
 class MathVerifier:
     r"""Reward 1 if the expression equals the reference answer, otherwise 0.
 
-    Integers, fractions and decimals are compared exactly, texts such as `\text{Evelyn}` as texts, the rest by
-    math-verify. Made once, it has loaded everything that it needs.
+    Integers, fractions and decimals are compared exactly, texts such as `\text{Evelyn}` as texts, everything
+    else by math-verify. The constructor loads math-verify and sympy, so the first call is not slower than later ones.
     """
 
     def __init__(self, config: MathConfig) -> None:
@@ -94,7 +95,7 @@ class MathVerifier:
                 reference,
                 found,
                 float_rounding=self._config.decimals,
-                timeout_seconds=None,  # the pool kills, instead of a signal
+                timeout_seconds=None,  # it would use a signal; the pool enforces the timeout
                 raise_on_error=True,
             )
         except MemoryError:
@@ -109,7 +110,7 @@ class MathVerifier:
 
 @dataclass(frozen=True)
 class Number:
-    """A plain number."""
+    """An integer, fraction or decimal, with its unit."""
 
     value: Fraction
     is_decimal: bool
@@ -117,7 +118,7 @@ class Number:
 
 
 class Term:
-    """An expression in LaTeX: a plain number, words, or what math-verify parses."""
+    """An expression in LaTeX: a number, words, or an expression that math-verify parses."""
 
     def __init__(self, latex: str) -> None:
         if len(latex) > MAX_EXPRESSION_CHARS:
@@ -142,7 +143,7 @@ class Term:
 
     @cached_property
     def words(self) -> str | None:
-        """The text in lower case with single spaces, if it consists of letters; without enclosing parentheses."""
+        """The text in lower case, without enclosing parentheses; None if it has other characters than letters."""
         text = _TEXT.sub(r"\1", self._bare).strip()
         if text.startswith("(") and text.endswith(")"):
             text = text[1:-1].strip()
@@ -150,14 +151,14 @@ class Term:
 
     @cached_property
     def is_text(self) -> bool:
-        r"""Whether it is a text and no product of variables: `\text{no}` or four letters in a row."""
+        r"""Whether the expression is words, not a product of variables: `\text{no}`, or four letters in a row."""
         if self.words is None:
             return False
         return _TEXT.search(self._bare) is not None or any(len(word) > 3 for word in self.words.split())
 
     @cached_property
     def expression(self) -> Any:
-        """The expression of sympy."""
+        """The expression as a sympy object."""
         if (expression := _parsed(f"\\boxed{{{self._latex}}}")) is None:
             raise ParseFailure(f"{shortened(self._latex, 80)} is not readable as mathematics")
         return expression
@@ -178,10 +179,10 @@ class _Found:
 
 @lru_cache(maxsize=1024)
 def _expected(reference: str) -> Term:
-    """The reference answer, checked.
+    """Parse and check a reference answer.
 
     Raises:
-        DataError: if it cannot be parsed or compared, naming it.
+        DataError: the answer cannot be parsed or compared; the message shows it.
     """
     try:
         boxed = last_boxed(reference)
@@ -210,25 +211,25 @@ def _is_rational(expression: Any) -> bool:
 
 
 def _parsed(text: str) -> Any:
-    """The expression in the text, or None."""
+    """The expression that math-verify finds in the text, or None."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     found = parse(
         text,
         [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()],
         fallback_mode="no_fallback",
-        parsing_timeout=None,  # the pool kills, instead of a signal
+        parsing_timeout=None,  # it would use a signal; the pool enforces the timeout
     )
     return found[0] if found else None
 
 
 @lru_cache(maxsize=1)
 def _load() -> None:
-    """Load math-verify and the parts of sympy that the first expressions would load, which takes about a second."""
+    """Load math-verify and the modules of sympy that it imports lazily, which takes about a second."""
     try:
         import math_verify
     except ImportError as error:
-        raise ConfigError('the verifier math needs math-verify; pip install "lucidrl[math]"') from error
+        raise ConfigError('the verifier math needs math-verify; install it with pip install "lucidrl[math]"') from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
     for reference, found in ((r"\frac{x}{2}+\sqrt{8}", r"2\sqrt{2}+0.5x"), ("(1,2]", "[1,2]"), (r"\{1,2\}", "2,1")):
         expressions = [_parsed(f"\\boxed{{{text}}}") for text in (reference, found)]

@@ -1,4 +1,4 @@
-r"""A number: the last one of the completion, or that in `\boxed{}`."""
+r"""`numeric`: the number in `\boxed{}`, or the last number of the completion, must equal the reference answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lucidrl.rewards.verifiers.reading import AnswerConfig, last_boxed, referenc
 Separator = Literal[",", ".", "'", " ", ""]
 
 SEARCHED_CHARS = 20_000
-"""The last number must be within this many characters from the end."""
+"""The last number must be in this many last characters."""
 MAX_DIGITS = 1_000
 MAX_EXPONENT = 400
 
@@ -28,7 +28,7 @@ _FRACTION = re.compile(r"(?P<after_digit>(?<=\d)\s*)?\\[dt]?frac\s*(?:\{\s*(-?\d
 _SPACED_DIGITS = re.compile(r"(?<=\d)\\[,!](?=\d{3})")
 _SPACING = re.compile(r"\\(?:[,!;:]|text|mathrm|mathbf)")
 _UNIT = re.compile(r"(?![xyzabnk]\b)[^\d+*/=-]*(?:/[^\d+*/=-]*)?(?:\^\{?\d\}?)?[^\d+*/=-]*")
-"""What may follow a boxed number: km/h, cm^2, but not x+5."""
+"""A unit that may follow a boxed number: km/h, cm^2, but not x+5."""
 
 
 class NumericConfig(AnswerConfig):
@@ -41,9 +41,9 @@ class NumericConfig(AnswerConfig):
     """Largest difference that counts as equal."""
     relative_tolerance: float = Field(default=0.0, ge=0, lt=1)
     """Largest difference that counts as equal, as a fraction of the reference answer. The larger of both tolerances
-    holds; with both 0 the numbers must be equal."""
+    applies; if both are 0, the numbers must be equal."""
     thousands_separator: Separator = ","
-    """Between groups of three digits; `.` makes the comma the decimal sign. Empty: there is none."""
+    """Character between groups of three digits; with `.`, the comma is the decimal sign. Empty: no separator."""
     percent: Literal["ignore", "hundredth"] = "ignore"
     """`ignore`: 50% is 50; `hundredth`: 50% is 0.5."""
 
@@ -64,7 +64,9 @@ class NumericVerifier:
         try:
             number = self._numbers.whole(reference)
         except ParseFailure as failure:
-            raise DataError(f"the reference answer {shortened(reference)} is not usable: {failure}") from None
+            raise DataError(
+                f"the reference answer {shortened(reference)} is not usable: {failure}; fix the row"
+            ) from None
         if number is None:
             remedy = "fix it, or set reward.kwargs.answer_after or thousands_separator"
             raise DataError(f"the reference answer {shortened(reference)} is not a number; {remedy}")
@@ -101,12 +103,12 @@ class NumberReader:
         return self._value(matches[0]) if matches else None
 
     def whole(self, text: str) -> Fraction | None:
-        """The number that the text consists of, beside a currency sign, or None."""
+        """The number if the text is one number, perhaps with a currency sign; else None."""
         match = self._pattern.fullmatch(_bare(text))
         return self._value(match) if match else None
 
     def with_unit(self, text: str) -> Fraction | None:
-        """The number that the text consists of, beside a name (x = 5) and a unit, or None."""
+        """The number if the text is one number, perhaps with a name (x = 5) and a unit; else None."""
         bare = _bare(text.rpartition("=")[2])
         match = self._pattern.match(bare)
         return self._value(match) if match and _UNIT.fullmatch(bare[match.end() :]) else None
@@ -158,6 +160,6 @@ def _plain_fraction(match: re.Match[str]) -> str:
 
 
 def _bare(text: str) -> str:
-    """A number without what may stand around it."""
+    """The text without LaTeX, currency signs, a plus sign and outer spaces."""
     text = _plain(text).strip().strip("$€£").strip().removeprefix("+")
     return "-" + text[1:].lstrip() if text.startswith("-") else text

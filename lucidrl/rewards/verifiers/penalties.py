@@ -1,4 +1,4 @@
-"""Penalties: 0 or less, for long or repetitive completions."""
+"""`length`, `overlong` and `repetition`: penalties from 0 to -1 for long or repetitive completions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lucidrl.utils.config import Config
 
 
 class LengthConfig(Config):
-    """The length with the full penalty."""
+    """The lengths at which the penalty starts and ends."""
 
     max_tokens: PositiveInt
     """Completions of this many tokens or more get -1."""
@@ -28,7 +28,7 @@ class LengthConfig(Config):
 
 
 class LengthVerifier:
-    """From 0 at `free_tokens`, linearly down to -1 at `max_tokens`."""
+    """Penalty by length: 0 up to `free_tokens`, then linearly down to -1 at `max_tokens`."""
 
     def __init__(self, config: LengthConfig) -> None:
         self._config = config
@@ -68,14 +68,14 @@ class RepetitionConfig(Config):
     """What counts as a repetition."""
 
     ngram_size: PositiveInt = 3
-    """Words (or characters) in a row that are compared."""
+    """Number of consecutive words (or characters) in an n-gram."""
     unit: Literal["words", "characters"] = "words"
-    """`characters` suits languages without spaces."""
+    """Unit of an n-gram; `characters` suits languages without spaces."""
 
 
 class RepetitionVerifier:
-    """Minus the fraction of n-grams that occurred before in the completion: 0 without repetitions, near -1 for one word
-    over and over."""
+    """Minus the fraction of n-grams that occurred earlier in the completion: 0 without repetitions, near -1 for one
+    repeated word."""
 
     def __init__(self, config: RepetitionConfig) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""What verifiers share: reference answers out of rows, and answers out of completions."""
+"""Functions of several verifiers: read reference answers from rows, and answers from completions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lucidrl.rewards.interfaces import Completion, ParseFailure
 from lucidrl.utils.config import Config
 
 MAX_CHARS = 1_000_000
-"""Verifiers do not read longer completions."""
+"""A longer completion is a parse failure."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$", re.MULTILINE)
 
 
 class TextConfig(Config):
-    """Which part of a completion counts."""
+    """Which part of a completion is verified."""
 
     completion_after: str | None = None
     """Read only what follows the last occurrence of this marker, such as `</think>`. A completion without the marker is
@@ -26,19 +26,19 @@ class TextConfig(Config):
 
 
 class AnswerConfig(TextConfig):
-    """Where the reference answer is."""
+    """Where the reference answer is in the row."""
 
     answer_column: str = "answer"
-    """Column of the reference answer: a text, a number, or a list of these, of which any counts."""
+    """Column of the reference answer: a text, a number, or a list of accepted answers."""
     answer_after: str | None = None
     """Use only what follows the last occurrence of this marker in the column, such as `####`."""
 
 
 def text_of(completion: Completion, config: TextConfig) -> str:
-    """The part of the completion that counts.
+    """The part of the completion that is verified.
 
     Raises:
-        ParseFailure: if the completion is too long, or has no marker.
+        ParseFailure: if the completion is too long, or lacks the marker `completion_after`.
     """
     text = completion.text
     if len(text) > MAX_CHARS:
@@ -55,23 +55,25 @@ def column_of(row: Mapping[str, Any], name: str, setting: str) -> Any:
     """The value of a column.
 
     Args:
-        setting: the setting that names the column.
+        setting: option of the verifier that names the column, for the error.
 
     Raises:
-        DataError: listing the columns, if the row has no such column or no value in it.
+        DataError: the row has no such column, or no value in it; the message lists the columns.
     """
     if row.get(name) is not None:
         return row[name]
     has = "is empty" if name in row else "does not exist"
     columns = ", ".join(map(str, row)) or "none"
-    raise DataError(f"column {name!r} {has}; the row has the columns {columns}; set reward.kwargs.{setting}")
+    raise DataError(
+        f"column {name!r} {has}; the row has the columns {columns}; set reward.kwargs.{setting} to one of them"
+    )
 
 
 def references_of(row: Mapping[str, Any], config: AnswerConfig) -> list[str]:
-    """The reference answers of a row as texts; any of them counts.
+    """The reference answers of a row as texts; a completion may match any of them.
 
     Raises:
-        DataError: naming the value, if there is none, or it is neither a text nor a number.
+        DataError: there is no answer, or it is neither a text nor a number; the message shows the value.
     """
     value = column_of(row, config.answer_column, "answer_column")
     values = list(value) if isinstance(value, list | tuple) else [value]
@@ -95,7 +97,7 @@ def _reference(value: Any, config: AnswerConfig) -> str:
 
 
 def shortened(value: Any, max_chars: int = 200) -> str:
-    """The value for a message."""
+    """The `repr` of a value for an error message, cut to `max_chars`."""
     text = repr(value)
     return text if len(text) <= max_chars else f"{text[:max_chars]}..."
 
@@ -104,7 +106,7 @@ def last_boxed(text: str) -> str | None:
     r"""The content of the last `\boxed{...}`, or None if there is none.
 
     Raises:
-        ParseFailure: if its brace is not closed.
+        ParseFailure: if the brace of the last box is not closed.
     """
     boxes = [match.end() for match in _BOX.finditer(text)]
     if not boxes:
@@ -134,7 +136,7 @@ def last_tagged(text: str, tag: str = "answer") -> str | None:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """Language and content of the closed fenced blocks.
+    """Language and content of all fenced blocks.
 
     Raises:
         ParseFailure: if the last block is not closed.
@@ -153,7 +155,7 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def tail(text: str, max_chars: int) -> str:
-    """The whole words in the last `max_chars` characters."""
+    """The last `max_chars` characters of the text, without a word that the cut splits."""
     if len(text) <= max_chars:
         return text
     cut = text[-max_chars:].split(maxsplit=1)

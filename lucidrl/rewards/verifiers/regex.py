@@ -1,4 +1,4 @@
-"""A regular expression: it matches, or what it captures is the reference answer."""
+"""`regex`: a regular expression must match, or its group must equal the reference answer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lucidrl.rewards.verifiers.reading import AnswerConfig, references_of, text_
 
 
 class RegexConfig(AnswerConfig):
-    """The pattern, and what is compared."""
+    """The pattern, and the group to compare with the reference answer."""
 
     pattern: str
     """Regular expression of Python's `re`, searched in the completion."""
     group: int | str | None = None
-    """Number or name of the group that must equal the reference answer. None: a match alone earns the reward, and the
-    row needs no answer."""
+    """Number or name of the group that must equal the reference answer. None: a match alone earns the reward, and
+    the row needs no answer."""
     match: Literal["last", "first"] = "last"
-    """Which match counts."""
+    """Which match is compared, if there are several."""
     ignore_case: bool = False
     """Ignore upper and lower case, in the pattern and in the comparison."""
     multiline: bool = True
@@ -43,10 +43,10 @@ class RegexConfig(AnswerConfig):
         try:
             pattern = self.compiled
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"pattern={self.pattern!r} is not a regular expression: {error}") from None
+            raise ValueError(f"pattern={self.pattern!r} is not a valid regular expression: {error}") from None
         if self.group is not None and self.group not in (*range(pattern.groups + 1), *pattern.groupindex):
             known = ", ".join(map(str, (*range(pattern.groups + 1), *pattern.groupindex)))
-            raise ValueError(f"group={self.group!r} is not a group of pattern={self.pattern!r}; it has {known}")
+            raise ValueError(f"group={self.group!r} is not a group of pattern={self.pattern!r}; its groups are {known}")
         return self
 
 

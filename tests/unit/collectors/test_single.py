@@ -172,7 +172,7 @@ def test_a_batch_has_only_the_outputs_of_its_steps():
         ([{"action": [0, 1]}], "the policy returned 'action' as a list; every output must be a tensor"),
         (
             [{"value": torch.tensor(1)}, {"value": torch.tensor(0.5)}],
-            r"the policy returned 'value' as torch\.float32, but as torch\.int64 before; keep one dtype",
+            r"the policy returned 'value' as torch\.float32, but as torch\.int64 in an earlier step; keep one dtype",
         ),
     ],
 )

@@ -117,7 +117,7 @@ def test_a_json_file_may_hold_lines(write):
         ('[{"a": 1}, 5, {"a": 2}]', r"row 2: holds ', 5,'"),
         ('["a"]', "row 1: holds a text"),
         ('[{"a": 1}, [1]]', "row 2: holds a list"),
-        ('[{"a": 1}', "does not end with its array"),
+        ('[{"a": 1}', "does not end where its array ends"),
         ('[{"a": 1}] [{"a": 2}]', "more than one JSON value"),
         ('[{"a": 1} {"a": 2}]', "row 2: holds an object"),
     ],

@@ -98,7 +98,7 @@ def test_folders_saved_by_datasets_are_read_without_a_copy(tmp_path):
         source = open_source(str(tmp_path / name))
         assert (len(source), source.row(1500)) == (2000, ROWS[1500])
     assert len(open_source(str(tmp_path / "several/test"))) == 1
-    with pytest.raises(DataError, match=r"without has the splits test but not train; give .*SPLIT"):
+    with pytest.raises(DataError, match=r"without has the splits test but not train; name one of them, as .*SPLIT"):
         open_source(str(tmp_path / "without"))
 
 
@@ -169,8 +169,8 @@ def test_a_dataset_of_the_hub_is_downloaded_and_pinned(shards, monkeypatch, tmp_
     ("name", "said"),
     [
         ("absent.jsonl", "does not exist; give the path of a file"),
-        ("notes.txt", r"unknown extension \.txt; the known kinds are \.jsonl"),
-        ("empty.jsonl", "has no rows: it is empty"),
+        ("notes.txt", r"unknown extension \.txt; the known extensions are \.jsonl"),
+        ("empty.jsonl", "has no rows, because it is empty"),
         ("blank.jsonl", "has no rows"),
         ("none.json", "has no rows"),
         ("folder", "has no data files"),

@@ -140,7 +140,7 @@ def test_a_limit_takes_the_same_rows_for_every_seed(opened):
 def test_filters_that_leave_nothing_are_named(opened, settings):
     with pytest.raises(DataError, match=r"data\.jsonl has no row to train on: all of its 20 rows"):
         opened(numbered(20), **settings).take(1)
-    with pytest.raises(DataError, match=r"all of 20 rows are dropped \(20 by data\."):
+    with pytest.raises(DataError, match=r"all 20 rows are dropped \(20 by data\."):
         opened(numbered(20), **settings).survey(length)
 
 
@@ -174,7 +174,7 @@ def test_rows_of_a_program_are_drawn_like_those_of_a_file():
     dataset = prompt_dataset(config, seed=0, rows=rows, validation_rows=[{"q": "v"}])
     assert sorted(texts(dataset.take(20)), key=int) == [f"{n}" for n in range(20)]
     assert texts(dataset.held_out(5)) == ["v"]
-    with pytest.raises(DataError, match="the dataset of the program has no rows"):
+    with pytest.raises(DataError, match="the Python rows of the dataset are empty"):
         prompt_dataset(config, seed=0, rows=[])
     with pytest.raises(DataError, match=r"rows\[0\]: has no column 'q'"):
         prompt_dataset(config, seed=0, rows=[{"p": "a"}]).take(1)

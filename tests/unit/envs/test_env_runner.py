@@ -141,7 +141,7 @@ def test_samples_are_retried_apart_from_their_neighbours(num_requests):
         ("1e308", r"reward -1e\+308, but rewards must be finite"),
         ("beyond float", "reward inf, but rewards must be finite"),
         ("text reward", "reward of type str"),
-        ("silent", "not done but"),
+        ("silent", "returned done=False without messages"),
     ],
 )
 def test_fail_names_environment_sample_turn_and_remedy(completion, complaint):
@@ -353,13 +353,13 @@ def test_an_environment_without_state_saves_none():
     with make_runner(ScriptedEnv()) as runner:
         assert runner.state_dict() == {}
         runner.load_state_dict({"position": 3})
-        with pytest.raises(CheckpointError, match="has a state of the environment, but ScriptedEnv has none"):
+        with pytest.raises(CheckpointError, match="has a state of the environment, but ScriptedEnv has no state"):
             runner.load_state_dict({"env": {}})
 
 
 def test_an_environment_with_state_needs_it_at_a_resume():
     with make_runner(Counting()) as runner:
-        with pytest.raises(CheckpointError, match="has no state of the environment, but Counting has one"):
+        with pytest.raises(CheckpointError, match="has no state of the environment, but Counting has state"):
             runner.load_state_dict({})
         with pytest.raises(CheckpointError, match=r"Counting\.load_state_dict raised KeyError: 'calls'"):
             runner.load_state_dict({"env": {}})

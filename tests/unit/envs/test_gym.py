@@ -417,10 +417,10 @@ def test_a_step_without_an_info_key_is_refused():
         (lambda: GymEnv(ScriptedEnv(), info_keys=["lives"]), r"'lives', but the info of a reset has \[\]"),
         (
             lambda: GymEnv(ScriptedEnv(), info_keys={"observation": Unbounded()}),
-            "two entries have the name 'observation'",
+            "the entry name 'observation' is reserved or occurs twice",
         ),
         (lambda: GymEnv(ScriptedEnv(reset_info={"name": "x"}), info_keys=["name"]), "torch has no equivalent of dtype"),
-        (lambda: GymEnv(EchoEnv(spaces.Dict(reward=spaces.Discrete(2)))), "the name 'reward'"),
+        (lambda: GymEnv(EchoEnv(spaces.Dict(reward=spaces.Discrete(2)))), "the entry name 'reward' is reserved"),
         (lambda: GymEnv(EchoEnv(spaces.Text(5))), "'action' has the unsupported space Text"),
         (lambda: GymEnv(EchoEnv(spaces.Dict({1: spaces.Discrete(2)}))), "has the key 1"),
     ],

@@ -198,14 +198,14 @@ def test_after_an_interrupt_no_half_done_step_is_taken_for_the_next_one():
     with pytest.raises(KeyboardInterrupt):
         env.reset()
     assert not any(map(psutil.pid_exists, pids))
-    with pytest.raises(EnvironmentFailure, match="have exited: the driver was interrupted while they were busy"):
+    with pytest.raises(EnvironmentFailure, match="have exited: the driver was interrupted during a step or reset"):
         env.reset()
 
 
 def test_a_dead_process_is_noticed_while_one_that_it_forked_holds_its_connection():
     with ParallelEnv(1, Forking) as env:
         begun = time.monotonic()
-        with pytest.raises(EnvironmentFailure, match="its process exited with code 5"):
+        with pytest.raises(EnvironmentFailure, match="the process of the env exited with code 5"):
             env.reset()
         assert time.monotonic() - begun < 20
 
@@ -214,7 +214,7 @@ def test_a_dead_process_is_noticed_while_one_that_it_forked_holds_its_connection
 def test_a_process_killed_by_an_unnamed_signal_is_reported():
     with ParallelEnv(1, Walk) as env:
         os.kill(env.processes[0].pid, signal.SIGRTMIN + 1)
-        with pytest.raises(EnvironmentFailure, match=f"its process was killed by signal {signal.SIGRTMIN + 1}"):
+        with pytest.raises(EnvironmentFailure, match=f"process of the env was killed by signal {signal.SIGRTMIN + 1}"):
             env.reset()
 
 

@@ -113,7 +113,7 @@ def test_outputs_must_have_the_batch_size_of_the_env():
     def policy(tensordict):
         return {"action": Right()(tensordict["observation"]), "value": torch.zeros(7)}
 
-    with pytest.raises(DataError, match=r"'value' of shape \[7\]; begin it with \[3\]"):
+    with pytest.raises(DataError, match=r"'value' of shape \[7\]; it must begin with \[3\]"):
         Walk((3,)).rollout(2, policy)
 
 

@@ -165,8 +165,8 @@ def test_an_invalid_value_is_not_encoded_and_named_with_the_spec(spec, value):
         (lambda: Bounded(0, INF, (3,), torch.int64), "cannot be written as int64"),
         (lambda: Unbounded((3,), torch.bfloat16), "bfloat16; choose another dtype"),
         (lambda: Categorical(0), "at least 1"),
-        (lambda: Categorical(257, dtype=torch.uint8), "more choices than its dtype has numbers"),
-        (lambda: MultiCategorical([2, 3], dtype=torch.bool), "more choices than its dtype has numbers"),
+        (lambda: Categorical(257, dtype=torch.uint8), "more values than its dtype can represent"),
+        (lambda: MultiCategorical([2, 3], dtype=torch.bool), "more values than its dtype can represent"),
         (lambda: OneHot(3, (4,)), "must end in 3"),
         (lambda: MultiCategorical([2, 3], (3,)), "must end in the shape of nvec"),
         (lambda: MultiCategorical([2, 0]), "each at least 1"),
@@ -242,9 +242,9 @@ def test_a_composite_is_changed_by_path_and_its_clone_with_it_is_not(composite):
     assert list(clone.leaves()) == ["place", ("hand", "arm", "angle"), ("hand", "arm", "length"), ("leg", "angle")]
     assert ("hand", "grip") in composite
     assert clone != composite
-    with pytest.raises(ConfigError, match="leads through 'place'"):
+    with pytest.raises(ConfigError, match="is below 'place'"):
         clone["place", "x"] = Unbounded()
-    with pytest.raises(KeyError, match="there is 'place'"):
+    with pytest.raises(KeyError, match="the specs are 'place'"):
         clone["foot"]
 
 

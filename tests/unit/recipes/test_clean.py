@@ -107,7 +107,7 @@ def test_whole_runs_are_removed_by_name_and_own_files_stay(root):
     assert files_below(noted) == {noted / "notes.txt": b"mine"}
     assert "exp_003 stays, with notes.txt" in shown
     assert files_below(kept) == before
-    with pytest.raises(ConfigError, match="runs/grpo is no run folder; name the runs"):
+    with pytest.raises(ConfigError, match="runs/grpo is not a run folder; name the run folders"):
         cleaned(root / "grpo", runs=True)
     assert files_below(kept) == before
 
@@ -136,7 +136,7 @@ def test_a_run_that_starts_before_the_answer_stays_as_it_is(root):
 def test_older_checkpoints_stay_if_the_newest_is_damaged(root):
     run = make_run(root / "exp_001", {10: 0.9, 20: 0.1, 40: 0.5})
     (run / "checkpoints/step_40/policy/model.safetensors").write_bytes(b"damage")
-    assert "exp_001 stays: its newest checkpoint is damaged" in cleaned(run)
+    assert "exp_001 stays: the newest checkpoint is damaged" in cleaned(run)
     assert len(steps_of(run)) == 3
 
 
@@ -155,7 +155,7 @@ def test_links_are_not_followed(root, tmp_path):
     (root / "linked").symlink_to(elsewhere)
     assert [found.folder for found in find_runs([root])] == [run]
     assert "nothing to free" in cleaned(root, optimizer=True)
-    with pytest.raises(ConfigError, match="is a link, which is not followed"):
+    with pytest.raises(ConfigError, match="is a link, and links are not followed"):
         cleaned(root / "linked")
     cleaned(run, runs=True)
     assert not run.exists()
@@ -174,7 +174,7 @@ def test_a_folder_with_another_config_is_no_run(root, content):
 
 
 def test_a_path_that_does_not_exist_is_named(root):
-    with pytest.raises(ConfigError, match="runs is no folder; give a run folder"):
+    with pytest.raises(ConfigError, match="runs is not a folder; give a run folder"):
         cleaned(root)
 
 
@@ -182,7 +182,7 @@ def test_the_command_asks_only_a_terminal(lucidrl, root):
     run = make_run(root / "exp_001", {10: 0.9, 20: 0.1, 40: 0.5})
     code, output, errors = lucidrl("clean", stdin="y\n")
     assert (code, errors) == (0, "")
-    assert "nothing is freed without --yes" in output
+    assert "nothing is freed: standard input is not a terminal" in output
     assert len(steps_of(run)) == 3
     code, output, _ = lucidrl("clean", "runs", "--yes")
     assert code == 0

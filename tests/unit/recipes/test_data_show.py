@@ -56,7 +56,7 @@ def test_examples_are_shown_for_sft(file, capsys):
 
 
 def test_nothing_to_show_is_one_sentence(file):
-    with pytest.raises(ConfigError, match="there is no file to show"):
+    with pytest.raises(ConfigError, match="no file is named"):
         show_data(None, [])
     with pytest.raises(ConfigError, match="--algorithm=ppo has no dataset"):
         show_data(file, [], algorithm="ppo")

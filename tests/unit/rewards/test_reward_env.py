@@ -68,7 +68,7 @@ def test_equal_names_are_numbered():
 def test_a_sample_to_which_nothing_applies_is_refused():
     (failed,) = step(RewardEnv([], [lambda completion: None]), "ab")
     assert isinstance(failed, SampleFailure)
-    assert "no reward applies, because all functions returned None: lambda" in str(failed)
+    assert "no reward applies to the sample, because lambda returned None" in str(failed)
 
 
 @pytest.mark.parametrize(

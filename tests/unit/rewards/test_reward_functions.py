@@ -201,7 +201,7 @@ def test_functions_are_imported_by_name(tmp_path, monkeypatch):
     assert asyncio.run(import_reward(f"{module}:Long", {"least": 2}).score(requests("4", "44"))) == [0.0, 1.0]
     for path, kwargs, complaint in [
         (f"{module}:exat", {}, "has no exat; it defines exact, Long"),
-        (f"{module}:LIMIT", {}, "has a int, but no function, LIMIT"),
+        (f"{module}:LIMIT", {}, "has a int, not a function, called LIMIT"),
         (f"{module}:exact", {"scale": 2}, "unknown key reward.kwargs.scale"),
         (f"{module}:Long", {"last": 2}, "did you mean reward.kwargs.least"),
         ("nowhere_to_be_found:exact", {}, "there is no module nowhere_to_be_found"),

@@ -63,7 +63,10 @@ def test_reward_starts_from_no_preset_and_replaces_the_environment_of_one():
         (["reward={name: math, weigth: 2}"], "unknown key reward.0.weigth; did you mean reward.0.weight?"),
         (["reward={name: math, on_timeout: ignore}"], "reward.0.on_timeout"),
         (["reward={name: math, on_crash: .nan}"], "reward.0.on_crash"),
-        (["reward={name: 'my:exact', timeout_s: 2}"], "timeout_s of reward my:exact has no effect"),
+        (
+            ["reward={name: 'my:exact', timeout_s: 2}"],
+            "is a function, so timeout_s would have no effect",
+        ),
         (["reward.weight=2"], "reward.0.name is required but not set"),
         (["reward=5"], "reward=5 is not valid"),
     ],
@@ -112,7 +115,7 @@ def test_functions_of_a_program_need_the_driver(prompts_file, override, complain
 
 def test_rewards_without_data_are_refused_in_one_sentence():
     inputs = new_inputs([], lambda completion: 1.0)
-    with pytest.raises(ConfigError, match="scores completions of your prompts, but the run has none"):
+    with pytest.raises(ConfigError, match="scores completions of your prompts, but the run has no prompts"):
         inputs.check_rewards()
     inputs.close()
 

@@ -221,7 +221,7 @@ def test_the_code_dies_with_a_caller_that_is_killed():
 
 def test_a_sandbox_that_does_not_start_is_an_error_and_no_result(monkeypatch, tmp_path):
     monkeypatch.setattr(sandbox, "_PROGRAM", tmp_path / "missing.py")
-    with pytest.raises(SandboxError, match=r"ended without a report: .*missing\.py"):
+    with pytest.raises(SandboxError, match=r"exited without a report: .*missing\.py"):
         run("pass")
 
 

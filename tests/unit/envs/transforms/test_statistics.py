@@ -139,7 +139,7 @@ def test_learned_statistics_go_on_after_they_are_loaded():
         other.load_state_dict({"observation.weight": 1.0, "observation.mean": [0, 0], "observation.squares": [1, 1]})
     mixed = VecNorm(["wide"])
     mixed.load_state_dict({name.replace("observation", "wide"): value for name, value in norm.state_dict().items()})
-    with pytest.raises(ConfigError, match=r"learned 'wide' of shape \[3\], but here it has \[2\]"):
+    with pytest.raises(ConfigError, match=r"learned 'wide' of shape \[3\], but the env has \[2\]"):
         TransformedEnv(Weather(), mixed)
 
 
@@ -158,7 +158,7 @@ def test_variance_survives_values_far_from_zero():
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: ObservationNorm(1.0), "give both, or none"),
+        (lambda: ObservationNorm(1.0), "give both, or neither"),
         (lambda: ObservationNorm(0.0, 0.0), "of 'observation' must be finite"),
         (lambda: VecNorm(decay=0), "decay=0"),
         (lambda: VecNorm(eps=0), "eps=0"),

@@ -88,7 +88,7 @@ def test_which_block_is_the_code(text, options, expected):
     [
         ([], "holds no tests"),
         (3, "tests must be assert statements"),
-        (["assert (", "x"], "is not Python"),
+        (["assert (", "x"], "is not valid Python"),
         ([{"input": 1, "output": "2"}], "pairs of texts"),
         (["assert 1", {"input": "", "output": ""}], "tests must be"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
@@ -109,6 +109,6 @@ def test_weak_isolation_is_refused_or_warned_about(monkeypatch, caplog):
         with pytest.raises(ConfigError, match=r"network \(not permitted\)"):
             score("code", fenced(RIGHT), {"tests": TESTS}, isolation="required")
         assert score("code", fenced(RIGHT), {"tests": TESTS}) == 1
-        assert "only has limits" in caplog.text
+        assert "runs with limits, but without this isolation" in caplog.text
     finally:
         code_module._check_isolation.cache_clear()

@@ -62,7 +62,7 @@ def test_a_schema_elsewhere_is_never_fetched():
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0)
         schema = {"$ref": f"http://127.0.0.1:{server.getsockname()[1]}/schema"}
-        with pytest.raises(DataError, match="refers to what it does not contain"):
+        with pytest.raises(DataError, match="has a reference that it does not define"):
             score("json_schema", "{}", {"schema": schema}, schema_column="schema")
         with pytest.raises(BlockingIOError):  # no connection waits
             server.accept()

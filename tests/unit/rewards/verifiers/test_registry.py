@@ -30,12 +30,12 @@ def test_an_unknown_option_is_refused_with_a_suggestion():
     [
         ("numeric", {"relative_tolerance": -1}, "relative_tolerance"),
         ("regex", {}, r"reward\.kwargs\.pattern is required"),
-        ("regex", {"pattern": "("}, "not a regular expression"),
+        ("regex", {"pattern": "("}, "not a valid regular expression"),
         ("regex", {"pattern": "(a)", "group": 2}, "group=2 is not a group"),
         ("json_schema", {}, "either json_schema or schema_column"),
         ("overlong", {"max_tokens": 10, "buffer_tokens": 11}, "buffer_tokens=11"),
         ("length", {"max_tokens": 10, "free_tokens": 10}, "free_tokens=10"),
-        ("choice", {"letters": "AAB"}, "different letters"),
+        ("choice", {"letters": "AAB"}, "must be letters, each different"),
     ],
 )
 def test_invalid_options_are_refused(name, kwargs, expected):
