@@ -122,7 +122,7 @@ def test_methods_are_called_in_every_worker_and_hooks_run_there(shared):
     assert set(pids) == set(shared.workers.pids)
     assert all(psutil.Process(pid).parent().name().startswith("ray::NodeAgent") for pid in pids)
     assert "pid" not in shared.next()
-    with pytest.raises(ConfigError, match="Collector has no method 'fly' to call"):
+    with pytest.raises(ConfigError, match="Collector has no method 'fly'; pass"):
         shared.map_fn("fly", [(), ()])
 
 

@@ -308,7 +308,7 @@ def test_map_fn_gives_every_worker_its_arguments_and_returns_the_results_in_orde
             collector.map_fn("set_seed", [(3,)])
         with pytest.raises(ConfigError, match="list_of_args has 3, which is not a tuple"):
             collector.map_fn("set_seed", [3, 30])
-        with pytest.raises(ConfigError, match="Collector has no method 'fly' to call"):
+        with pytest.raises(ConfigError, match="Collector has no method 'fly'; pass"):
             collector.map_fn("fly", [(), ()])
         assert collector.rollout().numel() == 4
 

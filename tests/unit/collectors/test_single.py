@@ -370,7 +370,7 @@ def test_map_fn_calls_a_method():
     assert collector.map_fn("set_seed", [(3,)]) == [4]
     with pytest.raises(ConfigError, match=r"list_of_args has 2 tuples for 1 worker"):
         collector.map_fn("set_seed", [(3,), (4,)])
-    with pytest.raises(ConfigError, match="Collector has no method 'fly' to call"):
+    with pytest.raises(ConfigError, match="Collector has no method 'fly'; pass"):
         collector.map_fn("fly", [()])
 
 
@@ -384,7 +384,7 @@ def test_map_fn_calls_a_method():
             {"frames_per_batch": 10, "device": "cuda:77"},
             "device cuda:77 cannot be used; choose a device",
         ),
-        ({"frames_per_batch": 10, "policy_device": "gpu"}, "device gpu cannot be used here"),
+        ({"frames_per_batch": 10, "policy_device": "gpu"}, "device gpu cannot be used; choose"),
     ],
 )
 def test_invalid_numbers_are_refused(arguments, sentence):
