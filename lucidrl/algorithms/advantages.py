@@ -35,7 +35,7 @@ def compute_advantages(
         rewards: [B] one reward per valid row, from -MAX_REWARD to MAX_REWARD.
         group_ids: [B] int64, equal for samples of the same prompt.
         valid: [B] bool or 0/1, such as the batch's `sample_mask`.
-        names: [B] names of the rows in errors; default: their indices.
+        names: [B] names of the rows, for error messages; by default the row indices.
 
     Raises:
         DataError: the reward of a valid row is NaN or too large (the message names the rows), or the shapes differ.
@@ -115,7 +115,7 @@ class _Groups:
         return torch.zeros_like(self.count).index_add(0, self.index, values_B) / self.count
 
     def finished(self, advantages_B: torch.Tensor) -> torch.Tensor:
-        """As float32, exactly 0 for invalid rows and for groups of equal rewards."""
+        """Return the advantages as float32, exactly 0 for invalid rows and for groups of equal rewards."""
         return advantages_B.masked_fill(~(self.valid & self.differs[self.index]), 0).float()
 
 
@@ -130,9 +130,9 @@ def _check(
         shown = ", ".join(f"{names[row] if names else row} ({rewards[row].item():g})" for row in rows[:10])
         more = f" and {len(rows) - 10} more" if len(rows) > 10 else ""
         raise DataError(
-            f"rewards must lie between {-MAX_REWARD:g} and {MAX_REWARD:g}, but those of "
-            f"{'samples' if names else 'rows'} {shown}{more} do not; fix the environment's reward, or drop those rows "
-            "with sample_mask 0"
+            f"rewards must lie between {-MAX_REWARD:g} and {MAX_REWARD:g}, but the rewards of "
+            f"{'samples' if names else 'rows'} {shown}{more} do not; fix the environment's reward, or set the "
+            "sample_mask of these rows to 0"
         )
 
 
@@ -163,11 +163,12 @@ def generalized_advantages(
     critic's value of its last observation.
 
     Args:
-        values_BT: of the observations before the actions.
-        next_values_BT: of the observations after the actions; at the end of an episode, of its final observation.
-        terminated_BT: bool, where an episode terminated.
-        done_BT: bool, where an episode ended for any reason; the sums stop there.
-        gae_lambda: 0 uses the critic after one step, 1 sums rewards to the end.
+        values_BT: values of the observations before the actions.
+        next_values_BT: values of the observations after the actions; at the end of an episode, the value of its final
+            observation.
+        terminated_BT: bool, True where an episode terminated.
+        done_BT: bool, True where an episode ended for any reason; no advantage is summed across such a frame.
+        gae_lambda: 0 uses the critic after one frame, 1 sums rewards to the end.
     """
     differences_BT = rewards_BT + discount * next_values_BT * ~terminated_BT - values_BT
     weights_BT = discount * gae_lambda * (~done_BT).to(differences_BT.dtype)

@@ -34,17 +34,17 @@ class GRPOConfig(Config):
     max_steps: PositiveInt = 100
     """Steps of the run; each collects rollouts once and trains on them."""
     num_epochs: PositiveInt = 1
-    """Optimizer epochs over the rollouts of a step. With more than one, the ratio compares with the policy that
-    collected them, and clipping takes effect."""
+    """Optimizer epochs over the rollouts of a step. From the second epoch on, the policy differs from the policy that
+    sampled the rollouts, so ratios differ from 1 and clipping takes effect."""
     loss: ClippedPGConfig = ClippedPGConfig()
     """The loss."""
     advantages: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
     drop_groups_without_signal: bool = False
-    """Mask groups with equal rewards, whose advantages are zero, out of the loss and its mean. They would only cost
-    time, except with a KL penalty or an entropy bonus."""
+    """Exclude groups with equal rewards from the loss and its mean. Their advantages are 0, so they only contribute to
+    a KL penalty or an entropy bonus."""
     mask_truncated: bool = False
-    """Mask completions that were truncated at the token limit out of the loss."""
+    """Exclude completions that were truncated at the token limit from the loss."""
 
 
 class SFTConfig(Config):
@@ -53,12 +53,12 @@ class SFTConfig(Config):
     max_steps: PositiveInt = 100
     """Steps of the run; see also `epochs`."""
     epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Passes over the training examples; if set, it determines `max_steps`, rounded up."""
+    """Passes over the training examples. If set, `max_steps` is computed from it and rounded up."""
     examples_per_step: PositiveInt = 64
     """Examples per step."""
 
     def for_examples(self, num_examples: int) -> SFTConfig:
-        """Return a copy whose `max_steps` follows from `epochs`, if they are set."""
+        """Return a copy whose `max_steps` is computed from `epochs`; the config itself if `epochs` is None."""
         if self.epochs is None:
             return self
         steps = math.ceil(self.epochs * num_examples / self.examples_per_step)
@@ -75,13 +75,13 @@ class PPOConfig(Config):
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Lambda of generalized advantage estimation: 0 uses the critic after one frame, 1 sums rewards to the end."""
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Clip the ratio of new to old probability to 1 ± clip."""
+    """Clip the ratio of the action's new and old probability to 1 ± clip."""
     entropy_coefficient: Coefficient = 0.0
     """Weight of the entropy bonus, which keeps the policy exploring."""
     num_epochs: PositiveInt = 10
     """Epochs over the frames of a step."""
     minibatch_frames: PositiveInt = 256
-    """Frames per optimizer step."""
+    """Frames per optimizer update."""
     normalize_advantages: bool = True
     """Normalize the advantages of a batch to mean 0 and standard deviation 1."""
 
@@ -90,7 +90,8 @@ class ValidationSchedule(Config):
     """When the policy is validated."""
 
     every: NonNegativeInt = 20
-    """Steps between validations. The run always validates before the first and after the last step; 0 = only then."""
+    """Steps between validations. The run also validates before the first and after the last step; 0 = only at these
+    two points."""
 
     def is_due(self, step: int, max_steps: int) -> bool:
         return step in (0, max_steps) or (self.every > 0 and step % self.every == 0)
@@ -100,7 +101,7 @@ class ValidationConfig(ValidationSchedule):
     """Validation on held-out prompts."""
 
     num_prompts: NonNegativeInt = 256
-    """Held-out prompts, each completed once and greedily; 0 turns validation off."""
+    """Number of held-out prompts; each is completed once, greedily. 0 turns validation off."""
     prompts_per_batch: PositiveInt = 64
     """Prompts per generated batch. A stop request takes effect between batches."""
 
@@ -111,4 +112,4 @@ class ControlValidationConfig(ValidationSchedule):
     num_episodes: NonNegativeInt = 20
     """Episodes per validation, always with the same seeds; 0 turns validation off."""
     max_episode_frames: PositiveInt = 10_000
-    """Frames after which an episode is cut off."""
+    """Frames after which an unfinished episode is stopped."""

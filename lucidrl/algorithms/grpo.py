@@ -23,7 +23,7 @@ from lucidrl.profiling.spans import span
 
 @dataclass
 class GRPO:
-    """GRPO with all its parts."""
+    """The GRPO algorithm with the components of its run."""
 
     config: GRPOConfig
     loop: TrainingLoop
@@ -31,9 +31,9 @@ class GRPO:
     collector: TextCollector
     pad_id: int
     on_policy: bool
-    """One optimizer step per batch, so no separate scoring pass is needed."""
+    """Each batch serves one optimizer update, so `prev_logprobs` need no separate forward pass."""
     dump_samples_every: int = 0
-    """Write the samples of the first and of every n-th step; 0 = of the first only."""
+    """Write the samples of the first step and of every n-th step; 0 = of the first step only."""
     plot_mismatch_every: int = 0
     """Plot the mismatch of generation and training at every n-th step; 0 = never."""
 
@@ -51,10 +51,10 @@ class GRPO:
         return self.loop.step
 
     def prepare(self, rollouts: Rollouts, is_plotted: bool = False) -> BatchedDataDict[Any]:
-        """Return the training batch with advantages and the log-probabilities that loss or plot need.
+        """Return the training batch with advantages, and with the log-probabilities that the loss and the plot need.
 
         Raises:
-            RefitError: the samples come from another policy version than the one to train.
+            RefitError: the policy version of the samples is not the version of the policy.
         """
         if rollouts.policy_version != self.policy.policy_version:
             raise RefitError(
@@ -66,7 +66,7 @@ class GRPO:
             "prev_logprobs": not self.on_policy or is_plotted,
             "reference_policy_logprobs": self.config.loss.kl_coefficient > 0,
         }
-        rows = batch["sample_mask"].nonzero()[:, 0]  # fully masked rows are not scored and hold 0
+        rows = batch["sample_mask"].nonzero()[:, 0]  # masked rows are not scored; their log-probabilities stay 0
         columns = {name: torch.zeros(batch["input_ids"].shape) for name, is_needed in needs.items() if is_needed}
         if columns and len(rows):
             previous, reference = needs.values()
@@ -115,7 +115,7 @@ class GRPO:
             logger.log_plot_token_mult_prob_error(curves, step, "train/token_mult_prob_error")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state beside weights and optimizer, as plain values."""
+        """Return the state of the run, except weights and optimizer, as plain values."""
         return {"collector": self.collector.state_dict(), **self.loop.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Signs that a run does not learn: metrics of its last steps in, sentences out.
+"""Warnings about a run that does not learn.
 
-A rule looks at the metrics of some steps, the newest last, and returns a sentence that names the setting to change, or
-None. `HealthMonitor` keeps the metrics and repeats a warning at most rarely.
+A rule reads the metrics of several steps, newest last. It returns a warning that names the setting to change, or None.
+`HealthMonitor` keeps the metrics, applies the rules, and repeats a warning only after many steps.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ CONSTANT_STEPS = 5
 SILENT_STEPS = 10
 """Steps without a group of different rewards before a warning."""
 MOST_TRUNCATED = 0.25
-"""Fraction of truncated completions above which a warning is due."""
+"""Warn above this fraction of truncated completions."""
 MOST_DROPPED = 0.25
-"""Fraction of dropped samples above which a warning is due."""
+"""Warn above this fraction of dropped samples."""
 COLLAPSED_ENTROPY = 0.1
-"""Fraction of the first steps' entropy below which a warning is due."""
+"""Warn when the entropy falls below this fraction of the first steps' entropy."""
 SOLVED = 0.9
-"""A mean reward beyond this fraction of the range of rewards is success, not collapse."""
+"""Low entropy needs no warning if the mean reward lies above this fraction of the range of rewards."""
 FEW, WINDOW = 5, 20
-"""Steps that a short and a long mean cover."""
+"""FEW: steps in a mean over the first or last steps; WINDOW: newest steps that the monitor keeps."""
 FIRST_SILENCE_STEPS = 50
 """Steps before a warning is repeated; doubled with every repetition."""
 
 
 @dataclass(frozen=True)
 class RunWarning:
-    """A sentence about a run, and the name of its rule."""
+    """A warning about a run, and the name of the rule that returned it."""
 
     name: str
     message: str
@@ -42,7 +42,7 @@ class RunWarning:
 
 @dataclass(frozen=True)
 class HealthSettings:
-    """Settings that the rules read and name."""
+    """Settings of the run that the rules read and that their warnings name."""
 
     max_new_tokens: int
     samples_per_prompt: int
@@ -50,7 +50,7 @@ class HealthSettings:
     temperature: float
     entropy_coefficient: float = 0.0
     has_group_baseline: bool = True
-    """Advantages compare the samples of a prompt, not of the batch."""
+    """Whether advantages compare samples of the same prompt, rather than all samples of the batch."""
 
 
 def constant_reward(history: Sequence[Metrics], settings: HealthSettings) -> str | None:
@@ -60,8 +60,8 @@ def constant_reward(history: Sequence[Metrics], settings: HealthSettings) -> str
         return None
     return (
         f"all samples of the last {CONSTANT_STEPS} steps got the reward {min(rewards):g}: there is nothing to learn; "
-        "read samples/ to see what is scored, and check the reward (env.name, reward); if it is right, reward partial "
-        "success, choose easier prompts, or train on reference answers first with lucidrl sft"
+        "read samples/ to see what is scored, and check the reward (env.name, reward); if the reward is right, reward "
+        "partial success, choose easier prompts, or train on reference answers first with lucidrl sft"
     )
 
 
@@ -128,8 +128,9 @@ RULES: dict[str, Rule] = {
     "dropped": dropped,
     "entropy_collapse": entropy_collapse,
 }
-"""Rules by name. The reason comes before its consequence: `no_signal` stays silent after `constant_reward`."""
+"""Rules by name."""
 IMPLIED = {"no_signal": "constant_reward"}
+"""A rule is silent while the rule that implies it warns: constant rewards imply groups without signal."""
 
 
 class HealthMonitor:
@@ -158,6 +159,6 @@ class HealthMonitor:
 
 
 def _mean(history: Sequence[Metrics], name: str) -> float:
-    """NaN, for which every comparison is false, if there are no values."""
+    """Mean of a metric; NaN, for which every comparison is false, if the metric has no values."""
     values = [metrics[name] for metrics in history if not math.isnan(metrics.get(name, math.nan))]
     return fmean(values) if values else math.nan

@@ -1,4 +1,4 @@
-"""Protocols of the parts of a run; also the documented path of `LossFunction` of `lucidrl.losses`."""
+"""Protocols of the components of a run. `LossFunction` of `lucidrl.losses` is documented under this path too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Algorithm", "LossFunction", "Stateful", "TrainedPolicy"]
 
 
 class Stateful(Protocol):
-    """A part of a run whose state is saved and restored."""
+    """A component of a run whose state is saved and restored."""
 
     def state_dict(self) -> Any:
         """Return the state as plain values."""
@@ -27,20 +27,20 @@ class Stateful(Protocol):
 class TrainedPolicy(Stateful, ProfilablePolicy, Protocol):
     """A policy that the training loop saves, restores and profiles.
 
-    Its `state_dict` has `layout`, a description of its ranks, and `ranks`, the state of each; a rank in its own process
-    has its `num_threads` and `random` state under `process`.
+    The result of `state_dict` has two keys: `layout` describes the ranks, and `ranks` lists the state of each rank. The
+    state of a rank that runs in a worker process has `num_threads` and `random` under `process`.
     """
 
     def begin_save(self, folder: Path, *, weights_only: bool = False) -> None:
-        """Copy weights (and optimizers), and write them to a checkpoint's folder in the background."""
+        """Copy weights and, unless `weights_only`, optimizers; write the copies to `folder` in the background."""
         ...
 
     def is_save_written(self) -> bool:
-        """Whether the background write is done."""
+        """Return whether the background write is done."""
         ...
 
     def finish_save(self) -> dict[Path, FileDigest]:
-        """Wait until all is on disk; return the large files with their digests."""
+        """Wait until all files are on disk; return the large files with their digests."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -49,11 +49,11 @@ class TrainedPolicy(Stateful, ProfilablePolicy, Protocol):
 
 
 class Algorithm(Stateful, Protocol):
-    """A training algorithm with all its parts."""
+    """A training algorithm with the components of its run."""
 
     @property
     def policy(self) -> TrainedPolicy: ...
 
     def run(self) -> int:
-        """Train until the last step or a stop request; return the last completed step, which is saved."""
+        """Train until the last step or a stop request; save and return the last completed step."""
         ...

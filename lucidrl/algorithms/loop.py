@@ -40,7 +40,7 @@ class Watcher(Protocol):
 
 @dataclass
 class TrainingLoop:
-    """The steps of a run, and all that does not depend on the algorithm.
+    """Runs the steps of any algorithm, with validation, logging, checkpoints, profiles and stop requests.
 
     Example:
         >>> with loop.steps(self.state_dict) as steps:
@@ -58,25 +58,25 @@ class TrainingLoop:
     validator: Validator | None = None
     """None turns validation off."""
     profiled: Sequence[ProfilablePolicy] = ()
-    """Workers to profile beside policy and driver, such as separate generators."""
+    """Components to profile in addition to policy and driver, such as separate generators."""
     print_samples_every: int = 0
-    """Show validation samples to the watcher at every n-th step; 0 = never."""
+    """Pass validation samples to the watcher at every n-th step; 0 = never."""
     health: HealthMonitor | None = None
     """Warns of a run that does not learn."""
     should_stop: Callable[[], bool] = lambda: False
-    """Called between steps; true stops the run as a signal does."""
+    """Called between steps; if it returns True, the run stops as it does after SIGTERM."""
     step: int = 0
     """The last completed step."""
     is_validation_skipped: bool = False
-    """Whether a stop request skipped the validation of that step; a resume repeats it."""
+    """Whether a stop request skipped the validation of the last completed step; a resumed run validates it."""
     _clock: StepClock = field(init=False)
 
     @contextmanager
     def steps(self, state_dict: Callable[[], Mapping[str, Any]]) -> Iterator[Iterator[int]]:
-        """Yield an iterator over the remaining steps, which times, validates and saves them and ends on a stop request.
+        """Yield an iterator over the remaining steps, which ends on a stop request; time, validate and save each step.
 
         Args:
-            state_dict: returns the state of the algorithm, including this loop's; called when a checkpoint is due.
+            state_dict: returns the state of the algorithm and of this loop; called when a checkpoint is due.
         """
         self._clock = StepClock()
         with (
@@ -109,7 +109,7 @@ class TrainingLoop:
         """Log the metrics and timings of a step and pass them to the watcher.
 
         Args:
-            amounts: processed amounts; `tokens=512` adds the metric `tokens_per_s`.
+            amounts: what the step processed; `tokens=512` adds the metric `tokens_per_s`.
         """
         timings = self._clock.lap()
         rates = {f"{name}_per_s": amount / timings["step_s"] for name, amount in amounts.items()}
@@ -120,7 +120,7 @@ class TrainingLoop:
             self.logger.log_warning(warning.name, warning.message, step)
 
     def _validate(self, stop: StopRequest) -> dict[str, float]:
-        """Validate the step if due and not stopped; return the metrics."""
+        """Validate the last completed step if validation is due and no stop is requested; return the metrics."""
         self.is_validation_skipped = False
         if self.validator is None or not self.validation.is_due(self.step, self.max_steps):
             return {}
@@ -141,7 +141,7 @@ class TrainingLoop:
         return found.metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state beside weights and optimizers, as plain values."""
+        """Return the state of the loop and of the processes, except weights and optimizers, as plain values."""
         return {
             "step": self.step,
             "is_validation_skipped": self.is_validation_skipped,
@@ -150,7 +150,7 @@ class TrainingLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Call it last: creating the other parts of a run may draw random numbers."""
+        """Restore the state. Call this last: creating the other components of a run may draw random numbers."""
         self.step = state["step"]
         # Version 0.1.0 validated before saving.
         self.is_validation_skipped = state.get("is_validation_skipped", False)
@@ -162,18 +162,18 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-FINISHING = "finishing this step, then saving; press again to stop at once, without saving"
+FINISHING = "finishing this step, then saving; a second signal stops at once, without saving"
 
 
 class StopRequest:
     """Turns the first Ctrl-C, SIGTERM or SIGHUP into a stop request; the second one raises KeyboardInterrupt.
 
-    A context manager for the main thread; in other threads it never catches a signal. Ignored signals, such as SIGHUP
-    under nohup, stay ignored.
+    Enter this context manager in the main thread; in other threads it catches no signals. Ignored signals, such as
+    SIGHUP under nohup, stay ignored.
 
     Args:
-        what_follows: announced with the name of the first signal.
-        should_stop: another source of the request.
+        what_follows: text after the name of the first signal in the announcement.
+        should_stop: returns True to request a stop without a signal.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class StopRequest:
 
     @property
     def is_set(self) -> bool:
-        """Whether the run is to stop."""
+        """Whether a stop was requested."""
         return self._is_signalled or self._should_stop()
 
     def __enter__(self) -> StopRequest:
@@ -233,9 +233,9 @@ class StepClock:
 def step_profiles(*profiled: ProfilablePolicy) -> Iterator[Callable[[int], None]]:
     """Profile the requested steps of `profiled` and of the driver; see `lucidrl.utils.nsys`.
 
-    Yields a function to call at the start of every step, before the clock. Open profiles are written at exit.
+    Yields a function to call at the start of every step, before the clock starts. Open profiles are written at exit.
     """
-    # The driver comes last: a policy in the same process records more.
+    # The driver comes last, because a policy in the same process records more.
     every = (*profiled, _Driver())
 
     def begin(step: int) -> None:
@@ -248,7 +248,7 @@ def step_profiles(*profiled: ProfilablePolicy) -> Iterator[Callable[[int], None]
         for part in every:
             try:
                 end_gpu_profile(part)
-            except Exception as failure:  # an error of the loop matters more
+            except Exception as failure:  # must not hide an error of the loop
                 _log.warning("the profile of the last steps could not be written: %s", failure)
 
 

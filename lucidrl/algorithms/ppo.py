@@ -1,4 +1,4 @@
-"""PPO: collect frames, estimate the advantages of the actions, and improve policy and critic in clipped steps.
+"""PPO: collect frames, estimate the advantages of the actions, and train policy and critic with a clipped loss.
 
 Shapes: B envs, T time, N = B x T frames.
 """
@@ -30,14 +30,14 @@ _EPSILON = 1e-8
 
 @dataclass
 class PPO:
-    """PPO with all its parts."""
+    """The PPO algorithm with the components of its run."""
 
     config: PPOConfig
     loop: TrainingLoop
     policy: ControlPolicy
     collector: Collector
     envs: Sequence[Stateful]
-    """The unfinished episode of each of the collector's envs."""
+    """One entry per env of the collector; saves and restores the env's unfinished episode."""
     episodes: EpisodeCounter
 
     def run(self) -> int:
@@ -73,7 +73,7 @@ class PPO:
         )
         advantages_BT = estimates.advantages
         if self.config.normalize_advantages:
-            # Over the whole batch, so that the advantage of a frame does not depend on its minibatch.
+            # Normalize over the whole batch, so that the advantage of a frame does not depend on its minibatch.
             advantages_BT = (advantages_BT - advantages_BT.mean()) / (advantages_BT.std(correction=0) + _EPSILON)
         return Frames(
             observations=batch["observation"].flatten(0, 1),
@@ -93,13 +93,13 @@ class PPO:
             "frames": float(self.collector.num_frames),
         }
         ended = self.episodes.count(batch["next", "reward"].squeeze(-1), batch["next", "done"].squeeze(-1))
-        if ended:  # a long episode may not end in a batch
+        if ended:  # in a batch of long episodes, none may end
             metrics["episode_reward"] = fmean(episode.reward for episode in ended)
             metrics["episode_length"] = fmean(episode.length for episode in ended)
         self.loop.record(step, metrics, frames=float(len(frames)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state beside weights and optimizers, as plain values."""
+        """Return the state of the run, except weights and optimizers, as plain values."""
         return {
             "collector": self.collector.state_dict(),
             "envs": [env.state_dict() for env in self.envs],
@@ -112,7 +112,7 @@ class PPO:
         if len(state["envs"]) != len(self.envs):
             raise CheckpointError(
                 f"the run was saved with env.num_envs={len(state['envs'])}, not {len(self.envs)}; "
-                "resume with the saved number"
+                f"resume with env.num_envs={len(state['envs'])}"
             )
         for env, saved in zip(self.envs, state["envs"], strict=True):
             env.load_state_dict(saved)
@@ -124,9 +124,9 @@ class Episode(NamedTuple):
     """A finished episode."""
 
     reward: float
-    """Sum of its rewards."""
+    """Sum of the episode's rewards."""
     length: int
-    """Number of its frames."""
+    """Number of frames in the episode."""
 
 
 class EpisodeCounter:
@@ -136,7 +136,7 @@ class EpisodeCounter:
         self._rewards, self._lengths = [0.0] * num_envs, [0] * num_envs
 
     def count(self, rewards_BT: torch.Tensor, done_BT: torch.Tensor) -> list[Episode]:
-        """Return the episodes that ended in this batch, which must continue the previous one."""
+        """Return the episodes that ended in this batch. The batch must continue the episodes of the previous batch."""
         ended = []
         for env, (rewards, done) in enumerate(zip(rewards_BT.double().cpu(), done_BT.cpu(), strict=True)):
             start = 0
@@ -160,8 +160,9 @@ class EpisodeCounter:
 
 
 def explained_variance(values: torch.Tensor, targets: torch.Tensor) -> float:
-    """Return the fraction of the targets' variance that the values explain: 1 is all, 0 no better than a constant.
+    """Return the fraction of the targets' variance that the values explain.
 
-    NaN or minus infinity if all targets are equal.
+    1: the values equal the targets. 0: the values are no better than a constant. NaN or minus infinity: all targets are
+    equal.
     """
     return float(1 - (targets - values).var(correction=0) / targets.var(correction=0))

@@ -1,4 +1,4 @@
-"""Writes checkpoints during a run, with the state of its processes."""
+"""Writes checkpoints during a run, with the random states of driver and ranks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves the policy, its optimizer and plain state.
+    """Saves weights, optimizer and the state of the run.
 
-    The policy's workers write in the background. The next `settle` after the write commits the checkpoint: only the
-    thread of the loop may call the workers.
+    The policy's workers write in the background. The first `settle` after the write commits the checkpoint, in the
+    thread of the loop, because only this thread may call the workers.
 
     Args:
-        announce: called with a line for every committed checkpoint.
+        announce: called with a line of text for every committed checkpoint.
         on_save: called with the step and the folder of every committed checkpoint.
     """
 
@@ -48,7 +48,7 @@ class Saver:
         self._pending: PendingCheckpoint | None = None
 
     def check_metric(self, metrics: Mapping[str, float]) -> None:
-        """Raise ConfigError if validation does not measure the metric of the best checkpoint."""
+        """Raise ConfigError if the validation metrics lack the metric that selects the best checkpoint."""
         if self.manager.metric is not None and self.manager.metric not in metrics:
             raise ConfigError(
                 f"checkpoint.metric={self.manager.metric!r} is not a validation metric; "
@@ -64,10 +64,10 @@ class Saver:
         is_last: bool,
         is_stopped: bool,
     ) -> None:
-        """Commit a written checkpoint, begin one if due, and wait for it after the last step.
+        """Commit the pending checkpoint if it is written; begin a new one if due; after the last step, wait for it.
 
         Args:
-            state_dict: returns the state beside the policy; called only if a checkpoint is due.
+            state_dict: returns the state of the run, except the policy's; called only if a checkpoint is due.
             metrics: metrics of the validation after this step, if any.
             is_last: the run is complete.
             is_stopped: the run stops early and must be resumable.
@@ -80,7 +80,7 @@ class Saver:
             self.finish()
 
     def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Commit the previous checkpoint and begin a new one."""
+        """Wait for the pending checkpoint and commit it; begin a new one."""
         self.finish()
         with span("save"):
             weights_only = self._config.weights_only
@@ -119,7 +119,7 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Commit the pending checkpoint, also after an Exception; discard it after KeyboardInterrupt or SystemExit."""
+        """Commit the pending checkpoint, even after an Exception; discard it after KeyboardInterrupt or SystemExit."""
         if self._pending is None:
             return
         if kind is None or issubclass(kind, Exception):
@@ -137,10 +137,10 @@ class Saver:
 def checkpoint_size_bytes(num_parameters: int, config: OptimizationConfig, *, weights_only: bool = False) -> int:
     """Estimate the size of a checkpoint on disk.
 
-    The optimizer's share is measured on a small matrix after one step, so it holds for any optimizer class.
+    The bytes of optimizer state per parameter are measured on a small matrix after one update, for any optimizer class.
 
     Args:
-        config: config of the policy, or of one network of a control task.
+        config: config of the policy of a text task, or of one network of a control task.
     """
     weight = nn.Parameter(torch.zeros(64, 64, dtype=DTYPES[config.precision]))
     bytes_per_parameter = float(weight.element_size())
@@ -163,7 +163,7 @@ def processes_state(policy: TrainedPolicy) -> dict[str, Any]:
 def restore_processes(policy: TrainedPolicy, state: Mapping[str, Any], announce: Callable[[str], None]) -> None:
     """Restore the result of `processes_state`; announce what cannot be restored.
 
-    Call it last: creating the parts of a run may draw random numbers.
+    Call this last: creating the components of a run may draw random numbers.
     """
     now, saved = processes_state(policy), {name: state[name] for name in ("driver", "policy")}
     policy.load_state_dict(saved["policy"])
@@ -173,17 +173,17 @@ def restore_processes(policy: TrainedPolicy, state: Mapping[str, Any], announce:
     if layout != saved_layout:
         announce(
             f"resuming on another layout ({layout}, saved on {saved_layout}): weights, optimizer, schedule, data order "
-            "and the driver's random state are restored, the ranks' random states are new; results agree, but not bit "
-            "for bit"
+            "and the driver's random state are restored, but the ranks' random states are new; results will not be "
+            "bit-exact"
         )
     elif threads != saved_threads:
         announce(
-            f"resuming with other numbers of CPU threads ({threads}, saved with {saved_threads}): results agree, but "
-            "not bit for bit"
+            f"resuming with other numbers of CPU threads ({threads}, saved with {saved_threads}): results will not be "
+            "bit-exact"
         )
 
 
 def _num_threads(state: Mapping[str, Any]) -> list[int]:
-    """Return the threads of the driver, and of each rank in its own process."""
+    """Return the thread counts of the driver and of each rank that runs in a worker process."""
     processes = [state["driver"], *(rank["process"] for rank in state["policy"]["ranks"] if "process" in rank)]
     return [process["num_threads"] for process in processes]

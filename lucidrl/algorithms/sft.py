@@ -20,7 +20,7 @@ from lucidrl.models.policy.policy import Policy
 
 @dataclass
 class SFT:
-    """Supervised fine-tuning with all its parts."""
+    """Supervised fine-tuning with the components of its run."""
 
     config: SFTConfig
     loop: TrainingLoop
@@ -47,7 +47,7 @@ class SFT:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state beside weights and optimizer, as plain values."""
+        """Return the state of the run, except weights and optimizer, as plain values."""
         validator = self.loop.validator
         kept = validator.state_dict() if isinstance(validator, ExampleValidator) else {}
         return {**self.examples.state_dict(), **kept, **self.loop.state_dict()}

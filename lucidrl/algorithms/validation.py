@@ -41,7 +41,7 @@ class Validator(Protocol):
         """Validate the policy of a step.
 
         Args:
-            is_stopped: once true, the result is not used; return soon.
+            is_stopped: once it returns True, return soon; the caller then ignores the result.
         """
         ...
 
@@ -64,7 +64,7 @@ class PromptValidator:
 
 @dataclass(frozen=True)
 class ExampleValidator:
-    """Measures the loss on held-out examples and, with `prompts`, the environment's reward."""
+    """Measures the loss on held-out examples and, if `prompts` is set, the reward of greedy completions."""
 
     policy: Policy
     loss_fn: LossFunction
@@ -87,12 +87,12 @@ class ExampleValidator:
         return Validation({**metrics, "loss": loss})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the environment; validation changes nothing else of the collector."""
+        """Return the state of the environment, the only state of the collector that validation changes."""
         return self.prompts.collector.runner.state_dict() if self.prompts is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.prompts is not None:
-            self.prompts.dataset.load_state_dict(state)  # its version decides which prompts are held out
+            self.prompts.dataset.load_state_dict(state)  # the dataset's version decides which prompts are held out
             self.prompts.collector.runner.load_state_dict(state)
 
 
@@ -103,13 +103,13 @@ class EpisodeValidator:
     env: EnvBase
     """Env of batch size [B], used by this validator only."""
     policy: nn.Module
-    """Maps observations to actions, deterministically."""
+    """Maps observations to greedy actions."""
     device: torch.device
     """Device of the policy."""
     seed: int
     """Seed of the first env; the others use the following seeds."""
     max_episode_frames: int
-    """Frames after which an episode is cut off."""
+    """Frames after which an unfinished episode is stopped."""
 
     def validate(self, step: int, is_stopped: Callable[[], bool]) -> Validation:
         """Return `reward`, the mean sum of rewards per episode, and `length`, the mean frames per episode."""

@@ -1,4 +1,4 @@
-"""Collectors: they gather experience with the current policy. Names are imported at first use, without torch."""
+"""Collectors gather experience with the current policy. Importing this package does not import torch."""
 
 from lucidrl.utils.imports import names_imported_at_use
 

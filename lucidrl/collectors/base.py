@@ -1,4 +1,4 @@
-"""Options and interface of all frame collectors, and what they do with their batches."""
+"""Options and interface of all frame collectors, and the post-processing of their batches."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 
 
 class ReplayBuffer(Protocol):
-    """Stores batches of collectors, and draws batches for training; TorchRL's replay buffers are of this form."""
+    """Stores batches of collectors, and samples batches for training. TorchRL's replay buffers fit this protocol."""
 
     def extend(self, data: Any) -> Any:
-        """Store the entries of a batch along its first dim; collectors call it."""
+        """Store the entries of a batch along its first dim; collectors call this method."""
         ...
 
     def sample(self, batch_size: int) -> Any:
-        """Draw stored entries; the training loop calls it."""
+        """Return `batch_size` stored entries, sampled at random; the training loop calls this method."""
         ...
 
 
@@ -55,22 +55,22 @@ class CollectorOptions:
 
     def __post_init__(self) -> None:
         if self.frames_per_batch < 1:
-            raise ConfigError(f"frames_per_batch={self.frames_per_batch} makes no batch; give at least 1")
+            raise ConfigError(f"frames_per_batch={self.frames_per_batch} is less than 1; set it to at least 1")
         if self.replay_buffer is not None and not callable(getattr(self.replay_buffer, "extend", None)):
             raise ConfigError(
-                f"replay_buffer={self.replay_buffer!r:.60} has no method extend, with which collectors store batches; "
-                "give an object with extend(batch) and sample(batch_size)"
+                f"replay_buffer={self.replay_buffer!r:.60} has no method extend, which collectors call to store "
+                "batches; pass an object with extend(batch) and sample(batch_size)"
             )
         if self.total_frames < -1 or self.total_frames == 0:
-            raise ConfigError(f"total_frames={self.total_frames} collects nothing; give at least 1, or -1 for no limit")
+            raise ConfigError(f"total_frames={self.total_frames} collects nothing; set at least 1, or -1 for no limit")
 
     def warn_if_rounded(self, num_envs: int) -> None:
-        """Warn of numbers of frames that are no multiple of the envs, which step together."""
+        """Warn if `frames_per_batch` or `total_frames` is not a multiple of `num_envs`, as all envs step together."""
         numbers = {"frames_per_batch": self.frames_per_batch, "total_frames": self.total_frames}
         for name, number in numbers.items():
             if number > 0 and number % num_envs:
                 log.warning(
-                    "%s=%d is no multiple of the %d envs, which step together; it is rounded up to %d",
+                    "%s=%d is not a multiple of the %d envs, which step together; rounding it up to %d",
                     name,
                     number,
                     num_envs,
@@ -90,14 +90,14 @@ class FrameCollector(ABC):
         self.policy_version = 0
         """Version of the newest weights; counts the updates."""
         self.num_frames = 0
-        """Collected so far."""
+        """Frames collected so far."""
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         while (batch := self.next()) is not None:
             yield batch
 
     def next(self) -> TensorDictBase | None:
-        """The next batch, after `split_trajs`, `postproc` and `replay_buffer`; None after `total_frames`."""
+        """Return the next batch, or None after `total_frames`; apply `split_trajs`, `postproc` and `replay_buffer`."""
         batch = self._next_batch()
         if batch is None:
             self.disable_profile()
@@ -112,32 +112,32 @@ class FrameCollector(ABC):
         return batch
 
     def enable_profile(self, **options: Unpack[ProfileOptions]) -> None:
-        """Record some of the next rollouts with torch's profiler, in the workers that make them.
+        """Record some of the next rollouts with torch's profiler, in the workers that collect them.
 
             collector.enable_profile(workers=[0, 1], num_rollouts=5, save_path="traces/worker_{worker_idx}.json")
 
-        A worker writes its trace after the last of these rollouts, or earlier, with the rollouts recorded so far: when
-        a rollout fails, after `total_frames`, at `disable_profile` and at `shutdown`. The trace includes what the same
-        thread runs between rollouts. It names rollouts, policy and env if LUCIDRL_PROFILING=1 was set when `lucidrl`
-        was imported.
+        A worker writes its trace after the last of these rollouts. It writes the rollouts recorded so far when a
+        rollout fails, after `total_frames`, at `disable_profile` and at `shutdown`. The trace includes what the same
+        thread runs between rollouts. It has named ranges for rollouts, policy and env if LUCIDRL_PROFILING=1 was set
+        when `lucidrl` was imported.
 
         Args:
             options: fields of `lucidrl.profiling.hook.ProfileSettings`.
 
         Raises:
-            ConfigError: before anything starts, if the rollouts cannot be recorded.
+            ConfigError: the rollouts cannot be recorded; no recording has started.
         """
         self._start_profile(ProfileSettings(**options).checked(self.num_workers))
 
     @classmethod
     def as_remote(cls, **options: Any) -> Any:
-        """This class as a Ray actor class.
+        """Return this class as a Ray actor class.
 
             actor = Collector.as_remote(num_cpus=1).remote(make_env, policy, frames_per_batch=200)
             batch = ray.get(actor.next.remote())
 
         Args:
-            options: passed to `ray.remote`; not modified. The actor has per-frame ranges if this process has them.
+            options: passed to `ray.remote`. If this process has per-frame profiling ranges, the actor has them too.
         """
         require_package("ray", f"{cls.__name__}.as_remote()")
         import ray
@@ -151,25 +151,25 @@ class FrameCollector(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Release everything; may be called twice."""
+        """Close envs and end workers; may be called twice."""
 
     @abstractmethod
     def _start_profile(self, settings: ProfileSettings) -> None:
-        """Start recording in all workers that the settings name, or raise and start none."""
+        """Start recording in all workers that the settings name, or raise without starting any recording."""
 
     @abstractmethod
     def _next_batch(self) -> TensorDictBase | None:
-        """The next batch as collected; None after `total_frames`."""
+        """Return the next batch before post-processing, or None after `total_frames`."""
 
     def _num_or_default(self, num_frames: int | None) -> int:
         if num_frames is None:
             return self.frames_per_batch
         if num_frames < 1:
-            raise ConfigError(f"num_frames={num_frames} makes no batch; give at least 1")
+            raise ConfigError(f"num_frames={num_frames} is less than 1; set it to at least 1")
         return num_frames
 
     def _num_wanted(self, num_requested: int) -> int:
-        """Frames of the next batch after `num_requested` frames; 0 at the end."""
+        """Return the size of the next batch after `num_requested` frames; 0 if `total_frames` are requested."""
         if self.total_frames < 0:
             return self.frames_per_batch
         return max(0, min(self.total_frames - num_requested, self.frames_per_batch))
@@ -185,25 +185,25 @@ def check_calls(list_of_args: Sequence[tuple[Any, ...]], num_workers: int) -> No
     """Refuse arguments of `map_fn` that are not one tuple per worker."""
     if len(list_of_args) != num_workers:
         raise ConfigError(
-            f"list_of_args has {len(list_of_args)} tuples for {num_workers} worker(s); give one tuple per worker"
+            f"list_of_args has {len(list_of_args)} tuples for {num_workers} worker(s); pass one tuple per worker"
         )
     if wrong := [args for args in list_of_args if not isinstance(args, list | tuple)]:
-        raise ConfigError(f"list_of_args has {wrong[0]!r}, which is no tuple of arguments; give one tuple per worker")
+        raise ConfigError(f"list_of_args has {wrong[0]!r}, which is not a tuple; pass one argument tuple per worker")
 
 
 def method_of(target: object, name: str) -> Callable[..., Any]:
-    """The method that `map_fn` calls."""
+    """Return the method of `target` that `map_fn` calls."""
     method = getattr(target, name, None)
     if not callable(method):
         kind = target if isinstance(target, type) else type(target)
-        raise ConfigError(f"{kind.__name__} has no method {name!r} to call; give the name of one that it has")
+        raise ConfigError(f"{kind.__name__} has no method {name!r}; pass the name of an existing method")
     return method
 
 
 def armed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of options of `ray.remote` that gives actors per-frame ranges if this process has them.
+    """Return a copy of `ray.remote` options with the environment variables that turn on per-frame profiling ranges.
 
-    Options that set one of the arming variables stay as they are.
+    Nothing is added if this process has no such ranges, or if the options already set one of the variables.
     """
     runtime_env: Mapping[str, Any] = options.get("runtime_env") or {}
     variables = runtime_env.get("env_vars") or {}

@@ -1,4 +1,4 @@
-"""What collectors share whose policy acts in this process."""
+"""Base class of the collectors whose policy acts in this process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class LocalCollector(FrameCollector):
-    """A collector whose policy acts in this process, which is its only worker."""
+    """A collector whose policy acts in this process. The collector is its own only worker."""
 
     num_workers = 1
     _numbers: TrajectoryNumbers | PolicyServer
-    """Numbers the trajectories."""
+    """Assigns the trajectory numbers."""
 
     def __init__(self, policy: Any, options: CollectorOptions):
         super().__init__(options)
@@ -40,15 +40,16 @@ class LocalCollector(FrameCollector):
         self._needs_reset = False
         self._is_shut_down = False
         self.profiler = RolloutProfiler()
-        self._collecting = threading.RLock()  # calls of other threads run between two batches
+        self._collecting = threading.RLock()  # makes calls from other threads wait for the end of a batch
 
     def update_policy_weights_(self, policy_or_weights: Any = None, *, version: int | None = None) -> None:
-        """From now on, act with newer weights.
+        """Act with new weights from the next batch on.
 
         Args:
-            policy_or_weights: a state dict, a TensorDict of parameters, or a module to take them from; by default the
-                collector's policy, which is only copied if it computes on another device.
-            version: what frames are stamped with; by default one more than before.
+            policy_or_weights: a state dict, a TensorDict of parameters, or a module with the weights; by default the
+                policy that was passed to the collector. Its weights are copied only if the collector acts on another
+                device.
+            version: policy version of the following frames; by default one more than before.
         """
         with _maybe_record_function(f"{type(self).__name__}.update_policy_weights_"), self._collecting:
             if isinstance(self.policy, nn.Module):
@@ -57,11 +58,11 @@ class LocalCollector(FrameCollector):
                 elif self.policy is not self._source:
                     load_weights(self.policy, self._source)
             elif policy_or_weights is not None:
-                raise ConfigError("the policy has no weights to update; give the collector an nn.Module")
+                raise ConfigError("the policy is not an nn.Module, so it has no weights to update; use an nn.Module")
             self.policy_version = self.policy_version + 1 if version is None else version
 
     def set_seed(self, seed: int) -> int:
-        """Seed the envs and torch's generator, which policies draw from; new episodes begin with the next batch.
+        """Seed the envs and torch's random generator; new episodes begin with the next batch.
 
         Returns:
             The first unused seed.
@@ -77,16 +78,16 @@ class LocalCollector(FrameCollector):
         self._needs_reset = True
 
     def set_post_collect_hook(self, hook: Callable[[TensorDictBase], object] | None) -> None:
-        """Call this hook with each batch from now on, instead of an earlier one."""
+        """Set the hook that is called with each batch; it replaces the previous hook."""
         self.post_collect_hook = hook
 
     def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call the method `name` of every worker, which is this collector."""
+        """Call the method `name` of every worker; here, the only worker is this collector."""
         check_calls(list_of_args, self.num_workers)
         return [method_of(self, name)(*list_of_args[0])]
 
     def rollout(self, num_frames: int | None = None) -> TensorDictBase:
-        """A batch of `num_frames`, by default `frames_per_batch`, as collected."""
+        """Return a batch of `num_frames`, by default `frames_per_batch`, before post-processing."""
         num_frames = self._num_or_default(num_frames)
         with self.profiler:
             self._check_open()
@@ -94,7 +95,7 @@ class LocalCollector(FrameCollector):
                 with self._collecting, torch.no_grad(), set_interaction_type(self._options.exploration_type):
                     batch = self._rollout(num_frames)
             except BaseException:
-                self.reset()  # the frames up to here are lost
+                self.reset()  # the frames of the unfinished batch are lost
                 raise
             self.num_frames += batch.numel()
             if self._storing_device is not None:
@@ -107,20 +108,20 @@ class LocalCollector(FrameCollector):
         self.profiler.disable()
 
     def set_profiling_enabled(self, enabled: bool) -> None:
-        """Show or hide the per-frame ranges of this process from now on; they must be armed."""
+        """Turn the per-frame profiling ranges of this process on or off; see `lucidrl.profiling.gate`."""
         gate.set_profiling_enabled(enabled)
 
     def profile_obstacle(self, settings: ProfileSettings, worker_idx: int) -> str | None:
-        """Why this worker cannot record; None if it can, or if the settings do not name it."""
+        """Return why this worker cannot record; None if it can, or if the settings do not name this worker."""
         return self.profiler.obstacle(settings) if worker_idx in settings.workers else None
 
     def start_profile(self, settings: ProfileSettings, worker_idx: int) -> None:
-        """Record if the settings name this worker."""
+        """Start recording if the settings name this worker."""
         if worker_idx in settings.workers:
             self.profiler.enable(settings, worker_idx)
 
     def state_dict(self) -> dict[str, Any]:
-        """Progress as plain values; it excludes the state of the envs, so new episodes begin after a resume."""
+        """Return the progress as plain values. Env states are not included, so new episodes begin after a resume."""
         return {
             "num_frames": self.num_frames,
             "policy_version": self.policy_version,
@@ -140,15 +141,15 @@ class LocalCollector(FrameCollector):
 
     @abstractmethod
     def _rollout(self, num_frames: int) -> TensorDictBase:
-        """A batch of so many frames, in whole steps of all envs."""
+        """Return a batch of `num_frames`, rounded up to whole steps of all envs."""
 
     @abstractmethod
     def _close_envs(self) -> None:
-        """May be called twice."""
+        """Close the envs; may be called twice."""
 
     @abstractmethod
     def _seed_envs(self, seed: int) -> int:
-        """Returns the first unused seed."""
+        """Seed the envs; return the first unused seed."""
 
     def _next_batch(self) -> TensorDictBase | None:
         num_frames = self._num_wanted(self.num_frames)
@@ -160,9 +161,9 @@ class LocalCollector(FrameCollector):
 
     def _check_open(self) -> None:
         if self._is_shut_down:
-            raise ConfigError("the collector was shut down; make another one")
+            raise ConfigError("the collector was shut down; create a new collector")
 
     def _take_reset(self) -> bool:
-        """Whether this batch begins with new episodes; only the first call after a reset returns true."""
+        """Return whether this batch begins with new episodes, and clear the request of `reset`."""
         needs_reset, self._needs_reset = self._needs_reset or self._options.reset_at_each_iter, False
         return needs_reset

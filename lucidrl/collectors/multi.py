@@ -28,28 +28,28 @@ from lucidrl.profiling.ranges import _maybe_record_function
 
 
 class MultiCollector(FrameCollector):
-    """Runs a `Collector` with its own env in each of several worker processes; iterate to get batches.
+    """Runs a `Collector` with a separate env in each of several worker processes; iterate to get batches.
 
-    Envs, policy and `post_collect_hook` run in the workers; `split_trajs`, `postproc` and `replay_buffer` apply in the
-    driver, to whole batches. Trajectory numbers are unique over all workers. Envs, policy and hook are pickled by
-    cloudpickle: they may be local functions and lambdas.
+    Envs, policy and `post_collect_hook` run in the workers. `split_trajs`, `postproc` and `replay_buffer` run in the
+    driver, on whole batches. Trajectory numbers are unique over all workers. Envs, policy and hook are pickled with
+    cloudpickle, so they may be local functions and lambdas.
 
     Args:
-        create_env_fn: one factory per worker, or one for all with `num_workers`.
-        policy: every worker has a copy. `update_policy_weights_` updates the weights of an `nn.Module`; any other
-            callable stays as it was pickled.
-        sync: whether batches are those of `MultiSyncCollector`, otherwise of `MultiAsyncCollector`.
-        cat_results: as for `MultiSyncCollector`.
+        create_env_fn: a list with one factory per worker, or one factory for `num_workers` workers.
+        policy: every worker gets a copy. `update_policy_weights_` updates the weights of an `nn.Module`; another
+            callable cannot be updated.
+        sync: True collects batches as `MultiSyncCollector` does, False as `MultiAsyncCollector` does.
+        cat_results: see `MultiSyncCollector`.
         create_env_kwargs: arguments of the factories; one mapping for all, or one per worker.
-        num_workers: number of processes, if there is only one factory.
+        num_workers: number of worker processes, if `create_env_fn` is one factory.
         num_threads: torch threads per worker.
         timeout_s: timeout of a batch, and of a call to the workers.
         start_timeout_s: timeout of the start of all workers.
-        arguments: as for `Collector`.
+        arguments: other arguments of `Collector`.
 
     Raises:
-        WorkerError: here and in all calls, if a worker raises, exits or times out; its cause is the worker's traceback.
-            A worker's `LucidError` keeps its type. All workers have ended then.
+        WorkerError: a worker raised, exited or timed out; every method can raise this. The cause of the error is the
+            worker's traceback. A `LucidError` of a worker keeps its type. The collector has ended all workers.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class MultiCollector(FrameCollector):
         super().__init__(options)
         for name, seconds in (("timeout_s", timeout_s), ("start_timeout_s", start_timeout_s)):
             if not seconds > 0:
-                raise ConfigError(f"{name}={seconds} is not above 0; give a number of seconds")
+                raise ConfigError(f"{name}={seconds} is not above 0; set a positive number of seconds")
         _check_cat_results(cat_results, sync)
         if num_workers is None:
             if not isinstance(create_env_fn, list | tuple):
                 raise ConfigError(
-                    "create_env_fn is one factory for all workers; set num_workers, or give a list of factories"
+                    "create_env_fn is one factory for all workers; set num_workers, or pass a list of factories"
                 )
             num_workers = len(create_env_fn)
         self.num_workers = num_workers
@@ -84,7 +84,7 @@ class MultiCollector(FrameCollector):
         if sync and options.frames_per_batch < num_workers:
             raise ConfigError(
                 f"frames_per_batch={options.frames_per_batch} leaves some of {num_workers} workers without a frame; "
-                "give at least one per worker"
+                f"set frames_per_batch to at least {num_workers}"
             )
         self.policy, self._is_sync, self._cat_results = policy, sync, cat_results
         self._weight_shapes = shapes_of(policy)
@@ -100,7 +100,7 @@ class MultiCollector(FrameCollector):
             start_timeout_s=start_timeout_s,
         )
         self.workers = self._start_workers(plan)
-        # Runs when the collector is garbage, and at exit before multiprocessing waits for processes to end.
+        # Runs when the collector is garbage-collected, and at exit before multiprocessing waits for processes to end.
         util.Finalize(self, self.workers.shutdown, exitpriority=0)
         try:
             check_alike(self.workers.specs, lambda index: f"the env of worker {index}")
@@ -112,17 +112,17 @@ class MultiCollector(FrameCollector):
             raise
 
     def update_policy_weights_(self, policy_or_weights: Any = None, *, version: int | None = None) -> None:
-        """Publish weights; every worker takes the newest ones, whole, when it begins a batch.
+        """Publish weights. Every worker loads the newest published weights when it begins a batch, never in between.
 
         Args:
-            policy_or_weights: a state dict, a TensorDict of parameters, or a module to take them from; by default the
+            policy_or_weights: a state dict, a TensorDict of parameters, or a module with the weights; by default the
                 collector's policy.
-            version: what batches are stamped with; by default one more than before.
+            version: policy version of frames collected with these weights; by default one more than before.
         """
         if policy_or_weights is None:
             policy_or_weights = self.policy if isinstance(self.policy, nn.Module) else {}
         elif not isinstance(self.policy, nn.Module):
-            raise ConfigError("the policy has no weights to update; give the collector an nn.Module")
+            raise ConfigError("the policy is not an nn.Module, so it has no weights to update; use an nn.Module")
         version = self.policy_version + 1 if version is None else version
         with _maybe_record_function(f"{type(self).__name__}.update_policy_weights_"):
             weights = weights_of(policy_or_weights)
@@ -131,9 +131,9 @@ class MultiCollector(FrameCollector):
         self.policy_version = version
 
     def set_seed(self, seed: int) -> int:
-        """Seed every worker differently: its env, and the generators of torch, numpy and Python in its process.
+        """Seed every worker differently: the env, and the random generators of torch, numpy and Python in the process.
 
-        New episodes begin with each worker's next batch; batches that a worker already collects stay as they are.
+        New episodes begin with each worker's next batch. A batch that a worker is already collecting does not change.
 
         Returns:
             The first unused seed.
@@ -147,7 +147,7 @@ class MultiCollector(FrameCollector):
         self._call_all("reset")
 
     def set_post_collect_hook(self, hook: Callable[[TensorDictBase], object] | None) -> None:
-        """Call this hook in the worker with each of its batches from now on, instead of an earlier one."""
+        """Set the hook that each worker calls with its batches; it replaces the previous hook."""
         self._call_all("set_post_collect_hook", hook)
 
     def disable_profile(self) -> None:
@@ -156,39 +156,42 @@ class MultiCollector(FrameCollector):
             self._call_all("disable_profile")
 
     def set_profiling_enabled(self, enabled: bool) -> None:
-        """Show or hide the per-frame ranges of all workers from now on; they must be armed there."""
+        """Turn the per-frame profiling ranges of all workers on or off; see `lucidrl.profiling.gate`."""
         self._call_all("set_profiling_enabled", enabled)
 
     def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call the method `name` of every worker's `Collector`, each with its own arguments, between two rollouts.
+        """Call the method `name` of every worker's `Collector`, between two rollouts.
+
+        Args:
+            list_of_args: one tuple of arguments per worker.
 
         Returns:
-            The results, by worker.
+            The results, in the order of the workers.
         """
         check_calls(list_of_args, self.num_workers)
         method_of(Collector, name)
         return self.workers.call(name, [pickled(f"the arguments of {name}", args) for args in list_of_args])
 
     def state_dict(self) -> dict[str, Any]:
-        """Progress as plain values."""
+        """Return the progress as plain values. Env states are not included, so new episodes begin after a resume."""
         workers = self._call_all("state_dict")
         return {"num_frames": self.num_frames, "policy_version": self.policy_version, "workers": workers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from this state with new episodes. Load the policy first: its weights are published."""
+        """Resume from this state with new episodes. Load the policy's weights first: this call publishes them."""
         if len(state["workers"]) != self.num_workers:
             raise ConfigError(
                 f"the state has {len(state['workers'])} workers, but the collector has {self.num_workers}; "
-                "resume with the number of workers that it was saved with"
+                f"resume with {len(state['workers'])} workers"
             )
-        while self.workers.requested:  # batches of the episodes that end here
+        while self.workers.requested:  # drop batches of episodes that are not continued
             self.workers.next_batch()
         self.map_fn("load_state_dict", [(worker,) for worker in state["workers"]])
         self.num_frames = state["num_frames"]
         self.update_policy_weights_(version=state["policy_version"])
 
     def shutdown(self) -> None:
-        """Shut down the workers; those that are busy are killed after seconds. May be called twice."""
+        """Shut down the workers; kill workers that stay busy for a few seconds. May be called twice."""
         self.workers.shutdown()
 
     def _worker_arguments(self, env_device: Device) -> dict[str, Any]:
@@ -233,7 +236,7 @@ class MultiCollector(FrameCollector):
         return None if batch is None else self._stored(batch)
 
     def _sync_batch(self, num_frames: int) -> Batch:
-        """Let all workers collect a share, and join the shares."""
+        """Let all workers collect frames at the same time, and join the results to one batch."""
         least, rest = divmod(self._whole_steps(num_frames), self.num_workers)
         shares = [least + (index < rest) for index in range(self.num_workers)]
         busy = [index for index, share in enumerate(shares) if share]
@@ -243,7 +246,7 @@ class MultiCollector(FrameCollector):
         return joined([batches[index] for index in busy], self._cat_results)
 
     def _async_batch(self) -> Batch | None:
-        """The batch of the worker that finishes first; keeps all workers busy."""
+        """Return the batch of the worker that finishes first; keep all workers busy."""
         for index in range(self.num_workers):
             if index not in self.workers.requested:
                 self._request(index, self.num_frames)
@@ -254,13 +257,13 @@ class MultiCollector(FrameCollector):
         return batch
 
     def _request(self, index: int, num_frames: int) -> None:
-        """Request the next batch of a worker, unless the collected and the requested frames suffice."""
+        """Request the next batch of a worker, unless collected and requested frames already reach `total_frames`."""
         num_before = num_frames + sum(self.workers.requested.values())
         if wanted := self._num_wanted(num_before):
             self.workers.request(index, self._whole_steps(wanted), num_before)
 
     def _stored(self, batch: Batch) -> TensorDictBase:
-        """Count a batch and move it to its device."""
+        """Count the frames of a batch and move it to the storing device."""
         self.num_frames += batch.num_frames
         return tensordict_of(batch.entries, batch.batch_size, self._storing_device)
 
@@ -276,7 +279,7 @@ class MultiCollector(FrameCollector):
 
 
 class MultiSyncCollector(MultiCollector):
-    """Each batch has a share of every worker, collected at the same time with the same weights.
+    """Each batch has frames of every worker, collected at the same time with the same weights.
 
         collector = MultiSyncCollector([make_env] * 4, policy, frames_per_batch=4000, total_frames=1_000_000)
         for batch in collector:  # [4, 1000]
@@ -285,12 +288,15 @@ class MultiSyncCollector(MultiCollector):
         collector.shutdown()
 
     Args:
-        cat_results: "stack" gives batches [workers, *env batch, time] with equally many frames per worker:
-            `frames_per_batch` and `total_frames` are rounded up. 0 joins the workers' shares along the first dim, which
-            is time for single envs; there, shares differ by one frame at most. -1 joins them along time. Joined along
-            time, the last frame of each share is marked as truncated, so that advantages do not mix two workers; the
-            trajectory continues in the next batch.
-        create_env_fn, policy, arguments: as for `MultiCollector`.
+        cat_results: how the frames of the workers are joined.
+            "stack": batches [workers, *env batch, time] with equally many frames per worker; `frames_per_batch` and
+            `total_frames` are rounded up.
+            0: concatenated along the first dim. For envs without batch dims this is time, and the workers' frame
+            counts may differ by one.
+            -1: concatenated along time.
+            Concatenating along time marks the last frame of each worker as truncated, so that advantages do not mix
+            two workers; the trajectory continues in the next batch.
+        create_env_fn, policy, arguments: see `MultiCollector`.
     """
 
     def __init__(
@@ -304,15 +310,15 @@ class MultiSyncCollector(MultiCollector):
         super().__init__(create_env_fn, policy, sync=True, cat_results=cat_results, **arguments)
 
     def rollout(self, num_frames: int | None = None) -> TensorDictBase:
-        """A batch of `num_frames`, by default `frames_per_batch`, as collected."""
+        """Return a batch of `num_frames`, by default `frames_per_batch`, before post-processing."""
         return self._stored(self._sync_batch(self._num_or_default(num_frames)))
 
 
 class MultiAsyncCollector(MultiCollector):
-    """Each batch is of the worker that finishes first.
+    """Each batch comes from one worker, the first to finish.
 
-    All workers are always busy with their next batch, even while the consumer works on one. So a batch may be of older
-    weights; ("collector", "policy_version") is their version.
+    All workers collect all the time, even while the consumer trains. So a batch may be collected with older weights;
+    ("collector", "policy_version") is the version of these weights.
 
         collector = MultiAsyncCollector([make_env] * 4, policy, frames_per_batch=1000, total_frames=1_000_000)
         for batch in collector:
@@ -330,8 +336,8 @@ class MultiAsyncCollector(MultiCollector):
 def _check_cat_results(cat_results: CatResults, sync: bool) -> None:
     if cat_results not in ("stack", 0, -1):
         raise ConfigError(
-            f"cat_results={cat_results!r} is not known; give 'stack' for a worker axis, 0 to join the workers' shares "
-            "along the first dim, or -1 to join them along time"
+            f"cat_results={cat_results!r} is not known; use 'stack' for a worker dim, 0 to concatenate the workers' "
+            "frames along the first dim, or -1 to concatenate them along time"
         )
     if not sync and cat_results != "stack":
         raise ConfigError(f"cat_results={cat_results!r} is for synchronous collectors; remove it")

@@ -1,6 +1,6 @@
-"""Envs that step independently of each other, and one policy that acts for those that are ready.
+"""Envs that step independently of each other, and one policy that acts for all envs that wait for an action.
 
-Shapes: N envs, K picked ones.
+Shapes: N envs; K envs with the indices `picked`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PolicyServer:
         start_timeout_s: timeout of the start.
 
     Raises:
-        EnvironmentFailure: here and in all calls, if an env raises, times out or its process exits. All processes have
-            ended then.
+        EnvironmentFailure: an env raised or timed out, or its process exited; every method can raise this. All
+            processes have ended.
     """
 
     def __init__(self, creators: Sequence[EnvCreator], *, step_timeout_s: float, start_timeout_s: float):
@@ -51,18 +51,18 @@ class PolicyServer:
         if len(env.batch_size) > 1:
             self.close()
             raise ConfigError(
-                f"envs that step independently are single ones, but these have batch size {list(env.batch_size[1:])}; "
-                "make one factory for each env"
+                f"the factories make envs of batch size {list(env.batch_size[1:])}, but envs that step independently "
+                "have no batch dims; pass one factory per single env"
             )
         self.num_trajectories = 0
         """Trajectories that have begun."""
         self._roots = env.new_frame().observation
         self._numbers = np.zeros(num_envs, np.int64)
         self._versions = np.zeros(num_envs, np.int64)
-        self._is_checked = False  # whether the policy's actions are those of the envs
-        # Where each output of the policy goes; the actions are where the envs find them.
+        self._is_checked = False  # whether the policy's actions were checked against the action specs
+        # Each output of the policy is written here; actions are written to memory shared with the env processes.
         self._outputs: dict[Key, Any] = dict(env.rows.actions)
-        self._dtypes: dict[Key, torch.dtype] = {}  # of the policy's outputs
+        self._dtypes: dict[Key, torch.dtype] = {}  # dtypes of the policy's outputs
         self.rows: dict[Key, Any] = {
             **self._roots,
             **{name: np.zeros((num_envs, 1), bool) for name in FLAGS},
@@ -71,20 +71,20 @@ class PolicyServer:
             TRAJECTORY_IDS: self._numbers,
             POLICY_VERSION: self._versions,
         }
-        """The last frame of each env as a row of arrays or tensors; valid from `wait` to the next step of the env."""
+        """Arrays or tensors with one row per env: its last frame. A row is valid from `wait` to the env's next step."""
         for key, array in env.rows.next.arrays().items():
             self.rows["next", *path_of(key)] = array
 
     def is_done(self, picked: np.ndarray) -> np.ndarray:
-        """Which of these envs ended an episode with their last step; bool [K]."""
+        """Return which of these envs ended an episode in their last step, bool [K]."""
         return self.env.rows.next.done[as_block(picked), 0]
 
     def begin(self, policy: ArrayPolicy | None, version: int) -> None:
-        """Begin new episodes and trajectories in all envs, and start their first step; drops unfinished steps.
+        """Begin new episodes and trajectories in all envs, and start their first step; drop unfinished steps.
 
         Args:
             policy: acts for any number of envs; None acts at random.
-            version: version of its weights.
+            version: policy version.
         """
         self._settle()
         self.env.rows.mask.fill(True)
@@ -102,22 +102,22 @@ class PolicyServer:
         self._start(picked, policy, version)
 
     def wait(self) -> np.ndarray:
-        """Wait for at least one env to finish its step; the numbers of those that have, ascending."""
+        """Wait for at least one env to finish its step; return the indices of all envs that have, ascending."""
         try:
             done = wait_any(list(self._stepping))
             for process in done:
                 process.finish()
             return np.array(sorted(self._stepping.pop(process) for process in done))
-        except BaseException as error:  # Ctrl-C too: the processes are in the middle of something
+        except BaseException as error:  # even Ctrl-C: the processes may be in the middle of a step
             if self.env.is_closed:  # by another thread
-                raise EnvironmentFailure("the envs were closed in the middle of a step; make others") from None
+                raise EnvironmentFailure("the envs were closed during a step; create a new collector") from None
             self._stepping.clear()
             is_theirs = isinstance(error, EnvironmentFailure)
-            self.env.kill(str(error) if is_theirs else "the driver was interrupted while they were busy")
+            self.env.kill(str(error) if is_theirs else "the driver was interrupted during a step")
             raise
 
     def set_seed(self, seed: int) -> int:
-        """Seed all envs differently, from the next `begin` on; returns the first unused seed."""
+        """Seed all envs differently, from the next `begin` on; return the first unused seed."""
         self._settle()
         return self.env.set_seed(seed)
 
@@ -136,7 +136,7 @@ class PolicyServer:
         self.num_trajectories += beginning.size
 
     def _start(self, picked: np.ndarray, policy: ArrayPolicy | None, version: int) -> None:
-        """Let these envs step with actions of the policy; returns at once."""
+        """Start a step of these envs with actions of the policy, without waiting for it."""
         self._act(picked, policy, version)
         for index in picked.tolist():
             process = self.env.processes[index]
@@ -144,7 +144,7 @@ class PolicyServer:
             process.start(STEP_AND_RESET)
 
     def _act(self, picked: np.ndarray, policy: ArrayPolicy | None, version: int) -> None:
-        """Write the policy's outputs for these envs."""
+        """Compute the policy's outputs for these envs and write them to `_outputs`."""
         block = as_block(picked)
         for key, array in self.env.rows.root.observation.items():
             self._roots[key][block] = array[block]
@@ -155,7 +155,7 @@ class PolicyServer:
             for key, array in actions.items():
                 self._outputs[key][block] = array[block]
             return
-        # Copies, which the policy may keep.
+        # The policy may keep its inputs, so they are copies.
         inputs = {key: torch.from_numpy(self._roots[key][block].copy()) for key in policy.in_keys}
         with _maybe_record_function("AsyncBatchedCollector.policy"):
             outputs = policy(inputs)
@@ -165,8 +165,9 @@ class PolicyServer:
             place = self._outputs[key]
             if value.shape != (len(picked), *place.shape[1:]):
                 raise DataError(
-                    f"the policy gave {key!r} of shape {list(value.shape)}, but {[len(picked), *place.shape[1:]]} is "
-                    f"needed for {len(picked)} envs; every step must give the same, and actions as the envs take them"
+                    f"the policy returned {key!r} of shape {list(value.shape)}, but {[len(picked), *place.shape[1:]]} "
+                    f"is needed for {len(picked)} envs; return the same shape per env in every step; actions have the "
+                    "shape of the action spec"
                 )
             if value.dtype is not self._dtypes[key]:
                 raise other_dtype(key, value.dtype, self._dtypes[key])
@@ -176,7 +177,7 @@ class PolicyServer:
             check_actions(self.env, self.env.rows.actions, outputs, picked)
 
     def _begin_output(self, key: Key, value: torch.Tensor) -> None:
-        """Make room for a new output of the policy."""
+        """Allocate memory for a new output of the policy."""
         check_is_tensor(key, value)
         self._dtypes[key] = value.dtype
         if key not in self._outputs:
@@ -185,6 +186,6 @@ class PolicyServer:
 
 
 def as_block(picked: np.ndarray) -> slice | np.ndarray:
-    """Ascending numbers as a slice if they are neighbours, which takes a quarter of the time to use."""
+    """Return ascending indices as a slice if they are consecutive; a slice indexes in a quarter of the time."""
     first, last = int(picked[0]), int(picked[-1])
     return slice(first, last + 1) if last - first + 1 == len(picked) else picked

@@ -21,28 +21,28 @@ _log = logging.getLogger(__name__)
 
 
 class RolloutProfiler:
-    """Records rollouts of one worker, for one trace at a time; use it as the context of every rollout.
+    """Records rollouts of one worker, one trace at a time. Run every rollout inside it, as a context manager.
 
     Args:
-        role: what traces call the process.
+        role: name of the process in traces.
     """
 
     def __init__(self, role: str = "collector worker"):
         self._role = role
         self._hooks: list[_ProfilerHook] = []  # at most one
         self._recording: list[_ProfilerHook] = []  # the hook of the current rollout
-        # Runs at garbage collection and at exit; unlike `atexit`, also in a process of multiprocessing.
+        # Runs at garbage collection and at exit; unlike `atexit`, it also runs in a process of multiprocessing.
         util.Finalize(self, _stop, (self._hooks,), exitpriority=0)
 
     @property
     def is_active(self) -> bool:
-        """Whether a trace is still to be written."""
+        """Whether a trace is not written yet."""
         return any(not hook.is_done for hook in self._hooks)
 
     def obstacle(self, settings: ProfileSettings) -> str | None:
-        """Why rollouts cannot be recorded; None if they can."""
+        """Return why rollouts cannot be recorded; None if they can."""
         if any(hook.is_ending for hook in self._hooks):
-            return "the previous trace is not written yet; its thread writes it before its next rollout"
+            return "the previous trace is not written yet; the recording thread writes it before its next rollout"
         if self.is_active:
             return "rollouts are already being recorded; wait for their trace, or call disable_profile() first"
         return profiler_obstacle(settings.activities)
@@ -51,7 +51,7 @@ class RolloutProfiler:
         """Record the rollouts after the warm-up.
 
         Raises:
-            ConfigError: if there is an obstacle.
+            ConfigError: the rollouts cannot be recorded.
         """
         if obstacle := self.obstacle(settings):
             raise ConfigError(obstacle)
@@ -62,7 +62,7 @@ class RolloutProfiler:
         _stop(self._hooks)
 
     def forget(self) -> None:
-        """Drop the trace, in a process that is about to end."""
+        """Drop the unwritten trace; for a process that is about to end."""
         self._hooks.clear()
 
     def __enter__(self) -> None:
@@ -88,12 +88,12 @@ class SentTrace:
     """The content of a trace file."""
 
     path: Path
-    """Where the driver saves it."""
+    """Where the driver saves the file."""
     content: bytes | None
-    """None if the worker could not write it."""
+    """None if the worker could not write the trace."""
 
     def save(self, worker_idx: int) -> None:
-        """Write the file, all of it or nothing; warns if that fails."""
+        """Write the file atomically; log a warning if this fails."""
         if self.content is None:
             _log.warning("the trace of collector worker %d is lost: the worker could not write it", worker_idx)
             return
@@ -108,12 +108,12 @@ class SentTrace:
 
 
 def redirected(settings: ProfileSettings, worker_idx: int, traces: list[SentTrace]) -> ProfileSettings:
-    """The same recording, whose trace is appended to `traces` when it is done."""
+    """Return the settings, changed so that the finished trace is appended to `traces` and not saved at its path."""
     template = settings.path_template
     if template is None or worker_idx not in settings.workers:
         return settings
     destination = filled(template, worker_idx)
-    # In a temporary folder; the suffix decides whether the trace is compressed.
+    # The profiler writes to a temporary folder. The suffix stays, because it decides whether the trace is compressed.
     here = Path(tempfile.gettempdir(), f"lucidrl-trace-{uuid.uuid4().hex}", f"trace{destination.suffix}")
 
     def put(profiler: profile) -> None:

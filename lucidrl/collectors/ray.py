@@ -33,11 +33,11 @@ _RESERVED = (
     "name",
     "namespace",
 )
-"""Options that the collector sets itself: names, lifetime, concurrency and restarts of the actors."""
+"""Options that users may not pass: the collector sets names, lifetime, concurrency and restarts of the actors."""
 
 
 class RayCollector(MultiCollector):
-    """Runs a `Collector` with its own env in each of several workers on the nodes of a Ray cluster; iterate to get
+    """Runs a `Collector` with a separate env in each of several workers on the nodes of a Ray cluster; iterate to get
     batches.
 
         ray.init("auto")
@@ -47,25 +47,25 @@ class RayCollector(MultiCollector):
             collector.update_policy_weights_()
         collector.shutdown()
 
-    Each worker is a child process of a Ray actor that holds its resources. If the program has not called `ray.init`,
-    the collector joins the cluster that RAY_ADDRESS names, or starts a local one, and leaves or stops it at `shutdown`.
-    Nodes need the packages that envs and policy import; workers look for the program's own modules at the driver's
-    paths.
+    Each worker is a child process of a Ray actor, which reserves the worker's resources. If the program has not called
+    `ray.init`, the collector joins the cluster that RAY_ADDRESS names and leaves it at `shutdown`; without RAY_ADDRESS
+    it starts a local cluster and stops it at `shutdown`. Nodes need the packages that envs and policy import; workers
+    look for the modules of the program at the driver's paths.
 
     Args:
-        sync: collect batches as `MultiSyncCollector` does, bit-exact for the same seed; otherwise as
+        sync: True collects batches as `MultiSyncCollector` does, bit-exact for the same seed; False as
             `MultiAsyncCollector` does.
         remote_options: passed to `ray.remote` for the actors, such as `num_cpus`, `num_gpus` or `runtime_env`; one
-            mapping for all, or one per worker. By default an actor reserves one CPU, and almost nothing in a local
-            cluster that the collector starts.
-        max_restarts: consecutive restarts of one worker without a batch in between. The driver restarts a worker whose
-            process exits or times out, or whose node is lost, with the newest weights and the hook, and sends its
-            unfinished calls again; the worker begins new episodes, unseeded. Workers that raise are not restarted.
-        create_env_fn, policy, arguments: as for `MultiCollector`, `cat_results` included.
+            mapping for all, or one per worker. By default an actor reserves one CPU; in a local cluster that the
+            collector starts, it reserves almost nothing.
+        max_restarts: most consecutive restarts of one worker without a batch in between. The driver restarts a worker
+            if its process exits or times out, or if its node is lost. The restarted worker gets the newest weights,
+            the hook and the unfinished calls, and begins new, unseeded episodes. A worker that raises is not restarted.
+        create_env_fn, policy, arguments: see `MultiCollector`; `cat_results` is among the arguments.
 
     Raises:
-        ConfigError: if the cluster lacks the resources of the actors, before any is started.
-        WorkerError: see `MultiCollector`; it names the node too.
+        ConfigError: the cluster lacks the resources of the actors; none was started.
+        WorkerError: see `MultiCollector`; the error also names the node.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RayCollector(MultiCollector):
     ):
         require_package("ray", "RayCollector")
         if max_restarts < 0:
-            raise ConfigError(f"max_restarts={max_restarts} is negative; give 0 to never restart, or a positive number")
+            raise ConfigError(f"max_restarts={max_restarts} is negative; set 0 to never restart, or a positive number")
         self._remote_options, self._max_restarts = remote_options, max_restarts
         super().__init__(create_env_fn, policy, sync=sync, **arguments)
 
@@ -93,44 +93,44 @@ class RayCollector(MultiCollector):
         options = _options_by_worker(self._remote_options, len(plan.own_arguments))
         options = [{"num_gpus": 0, **armed(each)} for each in options]
         with ExitStack() as held:
-            # Join the cluster that the variable names as `ray.init` does.
+            # If VARIABLE names a cluster, join it, as `ray.init` does.
             is_own_ray = held.enter_context(connected(VARIABLE, allow_open_dashboard=True, shows_output=True))
-            _check_room(options, is_own_ray)
+            _check_resources(options, is_own_ray)
             return CollectorWorkers(
                 replace(plan, ray_options=options, max_restarts=self._max_restarts, release=held.pop_all().close)
             )
 
 
 def _options_by_worker(remote_options: Options | Sequence[Options] | None, num_workers: int) -> list[Options]:
-    """One mapping per worker, from one for all or a list of them.
+    """Return one mapping per worker, from one mapping for all workers or a list of mappings.
 
     Raises:
-        ConfigError: for other types, or options that the collector sets itself.
+        ConfigError: `remote_options` has another type, or an option that the collector sets itself.
     """
     given = remote_options if isinstance(remote_options, list | tuple) else [remote_options or {}] * num_workers
     if len(given) != num_workers:
         raise ConfigError(
-            f"remote_options has {len(given)} entries for {num_workers} workers; give one mapping, or one per worker"
+            f"remote_options has {len(given)} entries for {num_workers} workers; pass one mapping, or one per worker"
         )
     for options in given:
         if not isinstance(options, Mapping):
             raise ConfigError(
-                f"remote_options has {options!r}, which is no mapping; give options of ray.remote such as "
+                f"remote_options has {options!r}, which is not a mapping; pass options of ray.remote such as "
                 '{"num_cpus": 1}'
             )
         if reserved_names := [name for name in _RESERVED if name in options]:
             raise ConfigError(
                 f"remote_options has {reserved_names[0]}, which the collector sets itself; remove it (the collector's "
-                "argument max_restarts limits restarts)"
+                "argument max_restarts sets the number of restarts)"
             )
     return list(given)
 
 
-def _check_room(options: Sequence[Options], is_own_ray: bool) -> None:
-    """Refuse workers that do not fit the cluster all together, before any is started.
+def _check_resources(options: Sequence[Options], is_own_ray: bool) -> None:
+    """Check, before any worker is started, that the cluster has resources for all workers together.
 
     Raises:
-        ConfigError: with the required and the free resources.
+        ConfigError: it has not; the message names the required and the free resources.
     """
     cluster = ClusterConfig(launcher="ray")
     with ExitStack() as held:

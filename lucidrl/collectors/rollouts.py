@@ -1,4 +1,4 @@
-"""What a text collector returns: finished samples, their rewards, and the batch that a policy trains on."""
+"""The results of a text collector: finished samples, their rewards, and the batch that a policy trains on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sample:
 
     prompt: Prompt
     index: int
-    """Among the samples of the prompt in this step."""
+    """Index among the samples of this prompt in this step."""
     log: LLMMessageLogType
     info: dict[str, Any]
     reward: float = 0.0
@@ -29,7 +29,7 @@ class Sample:
     is_truncated: bool = False
     """A completion was cut at the token limit."""
     is_dropped: bool = False
-    """The environment could not score it; it counts nowhere."""
+    """The environment could not score this sample; loss and reward statistics ignore it."""
     metrics: dict[str, float] | None = None
     """Metrics of the environment's last step result."""
 
@@ -48,7 +48,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The samples of one step; those of a prompt are side by side."""
+    """The samples of one step, ordered by group."""
 
     samples: list[Sample]
     group_ids: torch.Tensor
@@ -73,13 +73,13 @@ class Rollouts:
         return torch.tensor([sample.is_truncated for sample in self.samples])
 
     def to_batch(self, pad_id: int) -> BatchedDataDict[Any]:
-        """Right-padded training batch; `idx` names each row, dropped samples have `sample_mask` 0."""
+        """Return a right-padded training batch; `idx` names each row, and dropped samples have `sample_mask` 0."""
         batch = collate([sample.log for sample in self.samples], pad_id, loss_multipliers=self.is_valid.tolist())
         batch["idx"] = [sample.name for sample in self.samples]
         return batch
 
     def to_samples(self) -> dict[str, list[Any]]:
-        """Readable columns for the sample dump."""
+        """Return human-readable columns for the files in samples/."""
         return {
             "sample": [sample.name for sample in self.samples],
             "messages": [

@@ -37,29 +37,30 @@ class Collector(LocalCollector):
         collector.shutdown()
 
     A batch is a TensorDict of [*B, T] with observations, actions, other outputs of the policy, "next" and, under
-    "collector", the trajectory number and policy version of each frame. It shares memory with nothing.
+    "collector", the trajectory number and policy version of each frame. Batches own their memory: later batches do not
+    overwrite it.
 
     Args:
-        create_env_fn: makes the env, or is the env; closed with the collector.
+        create_env_fn: the env, or a factory that makes it; the collector closes the env at `shutdown`.
         policy: a TensorDict module, an `nn.Module` on the observation, a callable, or None to act at random; see
             `lucidrl.envs.policies.as_policy`.
         frames_per_batch: frames of all envs together; rounded up to whole steps of all envs.
-        total_frames: ends after this many, with a shorter last batch; -1 never ends.
-        device: default of the next three.
+        total_frames: frames to collect in total, with a shorter last batch; -1 collects without end.
+        device: default of `storing_device` and `policy_device`.
         storing_device: device of the batches.
-        policy_device: where a copy of the policy computes, if it is not there already.
-        env_device: device of the TensorDicts that a TensorDict env gets.
+        policy_device: device that the policy acts on; a policy on another device is copied to it.
+        env_device: device of the TensorDicts that a TensorDict env receives.
         create_env_kwargs: arguments of `create_env_fn`.
         init_random_frames: act at random, in whole batches, until this many frames are collected.
         max_frames_per_traj: truncate episodes at this length.
         split_trajs: yield [N, T_max], one padded row per trajectory, with ("collector", "mask").
         reset_at_each_iter: begin new episodes with each batch.
-        exploration_type: how a probabilistic policy acts; by default it samples.
+        exploration_type: how a probabilistic policy chooses actions; by default it samples them.
         postproc: called with each batch; returns the batch to yield.
         replay_buffer: object with `extend`, which stores each batch, and `sample`; see `ReplayBuffer`.
-        seed: as for `set_seed`.
-        post_collect_hook: called with each batch as collected.
-        first_trajectory, trajectory_stride: of the trajectory numbers.
+        seed: passed to `set_seed`.
+        post_collect_hook: called with each batch before post-processing.
+        first_trajectory, trajectory_stride: trajectories get the numbers first, first + stride, first + 2 * stride...
     """
 
     _numbers: TrajectoryNumbers

@@ -37,9 +37,9 @@ class TextCollector:
 
     Args:
         generator: completes prompts.
-        runner: scores completions; closed with the collector.
-        prompts: a dataset to draw from, or a list of prompts to train on, used in an order that depends only on `seed`.
-        context_length: context length of the model; a prompt must leave room for at least one new token.
+        runner: scores completions; the collector closes it at `shutdown`.
+        prompts: a dataset, or a list of prompts, which is shuffled with `seed`.
+        context_length: context length of the model; prompts must be shorter by at least one token.
     """
 
     num_workers = 1
@@ -63,8 +63,8 @@ class TextCollector:
         self._context_length = context_length
         self._seed = seed
         self._batches = 0
-        self._num_restarts: Counter[str] = Counter()  # up to the last batch, by metric
-        self._num_filtered = 0  # rows, up to the last batch
+        self._num_restarts: Counter[str] = Counter()  # restarts up to the last batch, by metric
+        self._num_filtered = 0  # rows skipped by filters up to the last batch
         self._profiler = RolloutProfiler("text collector")
 
     def __iter__(self) -> Iterator[Rollouts]:
@@ -72,16 +72,16 @@ class TextCollector:
             yield self.collect()
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse prompts that do not fit the context.
+        """Check that all prompts fit the context.
 
         Raises:
-            DataError: naming the prompt and its length.
+            DataError: a prompt does not fit; the message names the prompt and its length.
         """
         for prompt in prompts:
             self._prompt_ids(prompt)
 
     def collect(self) -> Rollouts:
-        """The samples of the next step."""
+        """Return the samples of the next step."""
         with self._profiler, span("rollout"):
             return self._collect()
 
@@ -122,7 +122,7 @@ class TextCollector:
 
         Args:
             batch_size: prompts completed together; by default all.
-            is_stopped: checked before each batch; skips the remaining prompts once it is true.
+            is_stopped: called before each batch; once it returns True, the remaining prompts are skipped.
         """
         groups: list[list[Sample]] = []
         num_used: Counter[str] = Counter()
@@ -140,11 +140,11 @@ class TextCollector:
     def enable_profile(self, **options: Unpack[ProfileOptions]) -> None:
         """Record some of the next calls of `collect` with torch's profiler; see `ProfileSettings` for the options.
 
-        The collector writes the trace after the last of them, or earlier: when one fails, at `disable_profile` and at
-        `shutdown`.
+        The collector writes the trace after the last of these calls, or earlier: when a call fails, at
+        `disable_profile` and at `shutdown`.
 
         Raises:
-            ConfigError: before anything starts, if the calls cannot be recorded.
+            ConfigError: the calls cannot be recorded; no recording has started.
         """
         self._profiler.enable(ProfileSettings(**options).checked(self.num_workers))
 
@@ -153,16 +153,16 @@ class TextCollector:
         self._profiler.disable()
 
     def set_profiling_enabled(self, enabled: bool) -> None:
-        """Show or hide the per-frame ranges of this process from now on; they must be armed."""
+        """Turn the per-frame profiling ranges of this process on or off; see `lucidrl.profiling.gate`."""
         gate.set_profiling_enabled(enabled)
 
     def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call the method `name` of every worker, which is this collector."""
+        """Call the method `name` of every worker; here, the only worker is this collector."""
         check_calls(list_of_args, self.num_workers)
         return [method_of(self, name)(*list_of_args[0])]
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the prompts and state of the environment; between two batches all samples are done."""
+        """Return the position in the prompts and the state of the environment; call this between two batches."""
         return {**self._prompts.state_dict(), "batches": self._batches, **self.runner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -171,18 +171,18 @@ class TextCollector:
         self.runner.load_state_dict(state)
 
     def shutdown(self) -> None:
-        """Release everything; may be called twice."""
+        """Write an open trace and close the runner; may be called twice."""
         self._profiler.disable()
         self.runner.close()
 
     def _run_groups(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, num_used: Counter[str], greedy: bool = False
     ) -> list[list[Sample]]:
-        """Finished samples, one list per prompt.
+        """Return finished samples, one list per prompt.
 
         Args:
-            num_used: samples of each prompt in this step; a prompt that comes twice, as around the end of an epoch,
-                gets new samples and not copies.
+            num_used: number of samples of each prompt so far in this step. If a prompt comes twice in a step, as at
+                the end of an epoch, its second group continues the sample indices and so gets other completions.
         """
         groups = []
         for prompt in prompts:
@@ -209,13 +209,13 @@ class TextCollector:
             if prompt.place:
                 remedy = f"set data.max_prompt_tokens={self._context_length - 1} or less to skip such rows"
             raise DataError(
-                f"{prompt.label} has {len(ids)} tokens; with at least one new token it does not fit the model's "
-                f"context of {self._context_length} tokens; {remedy}"
+                f"{prompt.label} has {len(ids)} tokens, which leaves no space for a completion in the model's context "
+                f"of {self._context_length} tokens; {remedy}"
             )
         return ids
 
     def _generation_batch(self, samples: list[Sample], turn: int) -> BatchedDataDict[GenerationDatumSpec]:
-        """The messages so far, as prompts."""
+        """Return the messages so far as prompts of the generator."""
         prompts = [torch.cat([message["token_ids"] for message in sample.log]) for sample in samples]
         keys = [draw_key(self._seed, self._batches, s.prompt.prompt_id, s.index, turn) for s in samples]
         return BatchedDataDict(
@@ -243,7 +243,7 @@ class TextCollector:
             sample.turns = turn
 
     def _score(self, samples: list[Sample], turn: int) -> None:
-        """Let the environment reward each completion; append its messages to samples that are not done."""
+        """Score each completion; append the environment's messages to samples that are not done."""
         requests = [EnvRequest(sample.name, sample.log, sample.info, turn) for sample in samples]
         with span("reward"):
             results = self.runner.step(requests)
@@ -268,7 +268,7 @@ class TextCollector:
         sample.log.extend(with_tokens(messages, ids))
 
     def _newly_replaced(self) -> dict[str, float]:
-        """Restarted generators and environment workers since the last training batch."""
+        """Return the restarts of generators and environment workers since the last training batch, as metrics."""
         before = self._num_restarts
         self._num_restarts = Counter(
             replaced_generators=self._generator.num_restarts, replaced_env_workers=self.runner.num_restarts
@@ -276,7 +276,7 @@ class TextCollector:
         return {name: float(number - before[name]) for name, number in self._num_restarts.items()}
 
     def _newly_filtered(self) -> dict[str, float]:
-        """Rows skipped by filters since the last training batch."""
+        """Return the number of rows that filters skipped since the last training batch, as a metric."""
         if not self._prompts.is_filtered:
             return {}
         before = self._num_filtered
@@ -300,10 +300,10 @@ class TextCollector:
         return Rollouts(samples, group_ids, self._version_of(samples), metrics)
 
     def _version_of(self, samples: Sequence[Sample]) -> int:
-        """The policy version of all completions.
+        """Return the policy version of all completions.
 
         Raises:
-            RefitError: if other weights sampled one of them.
+            RefitError: a completion has another policy version than the generator.
         """
         expected = self._generator.policy_version
         messages = [message for sample in samples for message in sample.log]
@@ -311,7 +311,7 @@ class TextCollector:
         if others := sorted(versions - {expected}):
             raise RefitError(
                 f"completions were sampled by policy version {others[0]}, but the collector expects version "
-                f"{expected}; update the weights of all generators, between batches"
+                f"{expected}; update the weights of all generators, and only between batches"
             )
         return expected
 
@@ -325,7 +325,7 @@ def _has_signal(group: Sequence[Sample]) -> bool:
 
 
 def _environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Each metric's mean over the samples that have it."""
+    """Return the mean of each metric over the samples that have this metric."""
     found = [sample.metrics or {} for sample in samples]
     names = sorted({name for metrics in found for name in metrics})
     return {name: _mean(metrics[name] for metrics in found if name in metrics) for name in names}

@@ -18,10 +18,11 @@ MASK = ("collector", "mask")
 
 
 class TrajectoryNumbers:
-    """Numbers the trajectories of a batch of envs in the order of their begin; they continue across batches.
+    """Numbers the trajectories of a batch of envs in the order in which they begin. A trajectory keeps its number
+    across batches.
 
     Args:
-        first, stride: the numbers are first, first + stride, ..., so that workers never share one.
+        first, stride: the numbers are first, first + stride, ..., so that numbers are unique over all workers.
     """
 
     def __init__(self, batch_size: Sequence[int], first: int = 0, stride: int = 1):
@@ -36,7 +37,11 @@ class TrajectoryNumbers:
         self._current = None
 
     def of(self, done: np.ndarray) -> torch.Tensor:
-        """The trajectory number of every frame of the next batch, [*B, T] int64, from its `done` [*B, T]."""
+        """Return the trajectory number of every frame of the next batch, [*B, T] int64.
+
+        Args:
+            done: [*B, T], the done flags of this batch.
+        """
         num_envs, num_frames = prod(self._batch_size), done.shape[-1]
         if self._current is None:
             self._current = self.num_trajectories + np.arange(num_envs)
@@ -46,7 +51,7 @@ class TrajectoryNumbers:
         ends = done.reshape(num_envs, num_frames).T
         begins[1:][ends] = self.num_trajectories + np.arange(ends.sum())
         self.num_trajectories += int(ends.sum())
-        # Numbers grow, so a frame has the largest number that began before it in its env.
+        # Numbers grow over time, so the number of a frame is the largest one that its env has begun so far.
         counts = np.maximum.accumulate(begins, axis=0)
         self._current = counts[-1]
         ids = self._first + self._stride * counts[:-1].T
@@ -55,7 +60,7 @@ class TrajectoryNumbers:
 
 def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
     """Reshape a batch [*B, T] to one row per trajectory: [N, T_max], padded with zeros where ("collector", "mask") is
-    False. Parts of a trajectory in different batches are not joined."""
+    False. A trajectory that continues in the next batch is not joined with its continuation."""
     ids = batch[TRAJECTORY_IDS]
     is_first = torch.ones_like(ids, dtype=torch.bool)
     is_first[..., 1:] = ids[..., 1:] != ids[..., :-1]
@@ -66,7 +71,7 @@ def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
 
     def spread(values: torch.Tensor) -> torch.Tensor:
         rows = values.new_zeros(*mask.shape, *values.shape[1:])
-        rows[mask] = values  # frames of a trajectory are side by side, as are the True places of a row
+        rows[mask] = values  # frames of a trajectory are contiguous, and so are the True values in a row of the mask
         return rows
 
     split = frames.apply(spread, batch_size=mask.shape)

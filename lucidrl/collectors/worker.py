@@ -1,4 +1,4 @@
-"""`CollectorWorker`: a `Collector` in a worker process, called by the driver, and the batches that it sends."""
+"""`CollectorWorker`: a `Collector` in a worker process that the driver calls, and the batches that it returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lucidrl.errors import DataError
 from lucidrl.utils.random_state import seed_everything
 
 CatResults = Literal["stack", 0, -1]
-"""How the workers' shares of a batch are joined; see `MultiSyncCollector`."""
+"""How the frames of several workers are joined to one batch; see `MultiSyncCollector`."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Batch:
 
 
 def joined(batches: Sequence[Batch], cat_results: CatResults) -> Batch:
-    """One batch of the shares of all workers."""
+    """Join the batches of all workers to one batch."""
     for index, batch in enumerate(batches):
         if differing := batch.entries.keys() ^ batches[0].entries.keys():
             raise DataError(
@@ -62,35 +62,35 @@ def joined(batches: Sequence[Batch], cat_results: CatResults) -> Batch:
 
 
 def _mark_end(batch: Batch) -> None:
-    """Mark the last frames as truncated unless done: the next frame is of another worker."""
+    """Mark the last frames as truncated unless they are done: the frame after them comes from another worker."""
     done, truncated = batch.entries["next", "done"], batch.entries["next", "truncated"]
     truncated[..., -1, :] |= ~done[..., -1, :]
     done[..., -1, :] = True
 
 
 _DRIVER_GONE_S = 0.1
-"""A driver that is killed closes its connections one by one."""
+"""Time to wait for a killed driver to exit: it closes its connections, one by one, before it exits."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What every call of a worker returns."""
+    """The return value of every method that the driver calls."""
 
     value: Any
     state: Mapping[str, Any]
     """State of the collector."""
     is_recording: bool
-    """Whether a trace is still to be written."""
+    """Whether a trace is not written yet."""
     traces: Sequence[SentTrace]
-    """Written since the last reply, for the driver to save."""
+    """Traces written since the last reply; the driver saves them."""
 
 
 class CollectorWorker:
     """Runs a `Collector` in a worker process.
 
     Args:
-        base_seed: seed of everything that `set_seed` does not seed; workers have different streams of it.
-        sends_traces: whether the driver saves the traces, since it may be on another machine.
+        base_seed: seed of the random generators until `set_seed` is called; each worker has a separate stream.
+        sends_traces: send traces to the driver, which may be on another machine, instead of saving them here.
     """
 
     def __init__(self, base_seed: int, sends_traces: bool):
@@ -103,13 +103,13 @@ class CollectorWorker:
     def start(
         self, shared: bytes, own: bytes, stream: int, state: Mapping[str, Any] | None, calls: Mapping[str, bytes]
     ) -> Reply:
-        """Make the collector; return its `EnvSpecs`, pickled with cloudpickle: a script may define their class.
+        """Create the collector; return its `EnvSpecs`, by cloudpickle because scripts may define spec classes.
 
         Args:
             shared, own: arguments of the collector, pickled with cloudpickle.
-            stream: number of this worker's random stream.
-            state: state of the collector in the process that this one replaces, if any.
-            calls: methods to call, with their arguments pickled with cloudpickle.
+            stream: index of this worker's random stream.
+            state: after a restart, the state of the previous process's collector.
+            calls: methods to call, each with its arguments, pickled with cloudpickle.
         """
         seed_everything(self._base_seed, stream)
         self._collector = Collector(**cloudpickle.loads(shared), **cloudpickle.loads(own))
@@ -120,16 +120,18 @@ class CollectorWorker:
         return self._reply(cloudpickle.dumps(EnvSpecs.of(self._collector.env)))
 
     def collect(self, num_frames: int, num_frames_before: int, newer: tuple[Weights, int] | None) -> Reply:
-        """Collect a `Batch`; after an error with a trace to send, returns None and the next call raises the error.
+        """Collect a `Batch`.
+
+        If the rollout fails and there are traces to send, return None with the traces; the next call raises the error.
 
         Args:
-            num_frames_before: frames requested of all workers before; decides whether to act at random.
-            newer: weights and their version, if they are newer than those of the last call.
+            num_frames_before: frames requested from all workers before this call; decides whether to act at random.
+            newer: weights and policy version, if newer weights were published since the last call.
         """
         if self._failure is not None:
             raise self._failure
         collector = self._made()
-        if newer is not None:  # here only: a batch is of one version
+        if newer is not None:  # never during a rollout: a batch has one policy version
             weights, version = newer
             collector.update_policy_weights_(weights or None, version=version)
         collector.num_frames = num_frames_before
@@ -144,12 +146,12 @@ class CollectorWorker:
         return self._reply(Batch(entries, tuple(batch.batch_size)))
 
     def call(self, method: str, args: bytes) -> Reply:
-        """Call a method of the collector; its arguments are by cloudpickle, so that functions may be among them."""
+        """Call a method of the collector. `args` are pickled with cloudpickle, so they may contain functions."""
         arguments = cloudpickle.loads(args)
         if method == "start_profile" and self._traces is not None:
             settings, worker_idx = arguments
             arguments = redirected(settings, worker_idx, self._traces), worker_idx
-        elif method == "set_seed":  # the policy may draw from any generator of this process
+        elif method == "set_seed":  # the policy may use any random generator of this process
             random.seed(*arguments)
             np.random.seed(*arguments)
         return self._reply(base.method_of(self._made(), method)(*arguments))
@@ -158,7 +160,7 @@ class CollectorWorker:
         collector = self._collector
         if collector is None:
             return
-        # The driver takes no more traces; and without a driver, this process may be killed in the middle of a file.
+        # At this point the driver accepts no more traces. Without a driver, this process may be killed during a write.
         if collector.profiler.is_active and (self._traces is not None or _driver_is_gone()):
             collector.profiler.forget()
         collector.shutdown()

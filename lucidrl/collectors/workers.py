@@ -1,6 +1,6 @@
-"""The workers of a collector, as its driver sees them: called together or one by one, restarted and ended together.
+"""The driver's side of a collector's workers: calls to one or all workers, restarts, and shutdown.
 
-They are a `WorkerPool`. A collector needs all of its workers, so a failure that no restart repairs ends them all.
+The workers form a `WorkerPool`. A collector needs all workers, so a failure that no restart repairs ends all of them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from lucidrl.errors import WorkerError
 _log = logging.getLogger(__name__)
 
 ROLLOUT = "a rollout"
-"""The phase in which a batch is collected."""
+"""Name of the phase in which a worker collects a batch, for errors."""
 _REPEATED = ("set_post_collect_hook", "set_profiling_enabled")
 """Methods that change how a worker collects; a restarted worker repeats the last call of each."""
 _LONGEST_TIMEOUT_S = 30 * 24 * 3600.0
 _SHUTDOWN_TIMEOUT_S = 1.0
 _RAY_SHUTDOWN_TIMEOUT_S = 4.0
 _TRACE_TIMEOUT_S = 10.0
-"""Time for a recording worker to end the rollout and write the trace."""
+"""Timeout for a recording worker to end its rollout and write its trace."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,19 @@ class WorkerPlan:
     """How to start the workers of a collector."""
 
     shared_arguments: bytes
-    """Arguments of all workers' collectors, pickled with cloudpickle."""
+    """Arguments of `Collector` that are equal in all workers, pickled with cloudpickle."""
     own_arguments: Sequence[bytes]
-    """Arguments of each worker's collector, pickled with cloudpickle."""
+    """Further arguments of `Collector`, by worker, pickled with cloudpickle."""
     num_threads: int
     base_seed: int
-    """Seed of everything that `set_seed` does not seed; each worker has a separate random stream."""
+    """Seed of the random generators until `set_seed` is called; each worker has a separate stream."""
     timeout_s: float
     """Timeout of a batch and of a call."""
     start_timeout_s: float
     ray_options: Sequence[Mapping[str, Any]] | None = None
-    """Options of `ray.remote`, by worker; None for processes of this machine."""
+    """Options of `ray.remote`, by worker; None starts local processes."""
     max_restarts: int = 0
-    """Consecutive restarts of one worker without a batch in between."""
+    """Most consecutive restarts of one worker without a batch in between."""
     release: Callable[[], None] = lambda: None
     """Called when all workers have ended; may be called twice."""
 
@@ -85,33 +85,33 @@ class _Request:
 
 @dataclass
 class _WorkerRecord:
-    """What the driver knows of one worker, through all its processes."""
+    """The driver's record of one worker; it is kept when the worker's process is restarted."""
 
     specs: EnvSpecs | None = None
     state: Mapping[str, Any] | None = None
-    """State of the collector after its last reply."""
+    """State of the collector in the last reply."""
     repeated_calls: dict[str, bytes] = field(default_factory=dict)
-    """Arguments of the calls that a restart repeats."""
+    """Arguments of the calls that a restarted worker repeats, by method."""
     has_newest_weights: bool = True
     unfinished: list[_Request] = field(default_factory=list)
     failure: BaseException | None = None
-    """The first one."""
+    """The first failure since the last start."""
 
 
 class CollectorWorkers:
-    """Started workers. Batches are for one thread; calls may come from any.
+    """Started workers. Request and receive batches in one thread; `call` and `publish` work in any thread.
 
     Raises:
-        WorkerError: here and in all calls, if a worker raises, exits or times out. A worker's `LucidError` keeps its
-            type. All workers have ended then.
+        WorkerError: a worker raised, exited or timed out; every method can raise this. A `LucidError` of a worker
+            keeps its type. All workers have ended.
     """
 
     def __init__(self, plan: WorkerPlan):
         self.size = len(plan.own_arguments)
         self.requested: dict[int, int] = {}
-        """Frames of the requested batches that were not taken yet, by worker."""
+        """Sizes in frames of the batches that were requested and not received yet, by worker."""
         self.recording: set[int] = set()
-        """Workers with a trace to write before they end."""
+        """Indices of the workers whose trace is not written yet."""
         self._plan = plan
         self._timeout_s = min(plan.timeout_s, _LONGEST_TIMEOUT_S)
         self._start_timeout_s = min(plan.start_timeout_s, _LONGEST_TIMEOUT_S)
@@ -150,11 +150,11 @@ class CollectorWorkers:
             raise
         self.specs = [record.specs for record in self._records if record.specs is not None]
         """Specs of the workers' envs."""
-        atexit.register(self.shutdown)  # before the pool's own, which was registered earlier
+        atexit.register(self.shutdown)  # runs before the pool's shutdown, which was registered earlier
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers, each on its machine."""
+        """Process ids of the workers; each is valid on the worker's machine."""
         return [pid for worker in self._pool.workers for pid in worker.process.pids]
 
     @property
@@ -162,7 +162,7 @@ class CollectorWorkers:
         return self._pool.num_restarts
 
     def publish(self, weights: Weights, version: int) -> None:
-        """Give every worker these weights, whole, when it begins its next batch."""
+        """Send these weights to every worker with its next request of a batch."""
         # A copy: the policy may change before a worker begins its next batch.
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
         with self._changing:
@@ -172,10 +172,10 @@ class CollectorWorkers:
                     record.has_newest_weights = False
 
     def call(self, method: str, args: Sequence[bytes]) -> list[Any]:
-        """Call a method of every worker's collector after its current rollout; the results, by worker.
+        """Call a method of every worker's collector after its current rollout; return the results, by worker.
 
         Args:
-            args: arguments of each worker, by cloudpickle.
+            args: arguments by worker, pickled with cloudpickle.
         """
         with self._calling, self._killed_on_error(method):
             self._check_alive(method)
@@ -192,31 +192,31 @@ class CollectorWorkers:
                     self._recover(by_future[future], future)
 
     def request(self, index: int, num_frames: int, num_frames_before: int) -> None:
-        """Request a batch of a worker, without waiting for it.
+        """Request a batch from a worker, without waiting for the batch.
 
         Args:
-            num_frames_before: frames requested of all workers before; decides whether to act at random.
+            num_frames_before: frames requested from all workers before this call; decides whether to act at random.
         """
         self._check_alive(ROLLOUT)
         self._send(_Request(index, "collect", (num_frames, num_frames_before)))
         self.requested[index] = num_frames
 
     def next_batch(self) -> tuple[int, Batch]:
-        """Wait for the first of the requested batches; the worker and its batch."""
+        """Wait for the first of the requested batches; return the index of the worker and the batch."""
         self._check_alive(ROLLOUT)
         with self._killed_on_error(ROLLOUT):
             while True:
                 request, future = self._arrivals.get()
                 if future.exception() is not None:
                     self._recover(request, future)
-                elif (batch := future.result()) is None:  # it sent its trace before its error
+                elif (batch := future.result()) is None:  # the rollout failed; the next call raises the error
                     self._send(request)
                 else:
                     del self.requested[request.index]
                     return request.index, batch
 
     def shutdown(self) -> None:
-        """Let the workers close their envs; those that take too long are killed. May be called twice."""
+        """Let the workers close their envs; kill workers that exceed the timeout. May be called twice."""
         if self._ended:
             return
         self._ended = "was shut down"
@@ -228,9 +228,9 @@ class CollectorWorkers:
             self._kill("was shut down")
 
     def _start(self, worker: PoolWorker) -> None:
-        """Let a new process make its collector, in the worker's thread."""
+        """Create the collector in a new process; runs in the worker's thread of the driver."""
         index, record = worker.number, self._records[worker.number]
-        stream = index + (worker.num_starts - 1) * self.size  # a restarted worker does not repeat what others drew
+        stream = index + (worker.num_starts - 1) * self.size  # every start of every worker has another random stream
         own_arguments = self._plan.own_arguments[index]
         arguments = (self._shared_arguments, own_arguments, stream, record.state, record.repeated_calls)
         reply: Reply = worker.run("start", *arguments, timeout_s=self._start_timeout_s, phase=START)
@@ -251,7 +251,7 @@ class CollectorWorkers:
         reply.add_done_callback(partial(self._replied, request, request.future))
 
     def _replied(self, request: _Request, future: Future[Any], reply: Future[Reply]) -> None:
-        """Process a reply, in the worker's thread and so in the order of its calls."""
+        """Process a reply; runs in the worker's thread of the driver, so the order of replies is that of the calls."""
         error = reply.exception()
         if error is None:
             self._take(request, reply.result())
@@ -292,9 +292,9 @@ class CollectorWorkers:
             self._restart()
 
     def _restart(self) -> None:
-        """Restart all lost workers, and send them their unfinished calls again."""
+        """Restart all lost workers, and resend their unfinished calls."""
         for worker in self._pool.lost:
-            wait([request.future for request in self._records[worker.number].unfinished])  # they fail at once
+            wait([request.future for request in self._records[worker.number].unfinished])  # these fail at once
             if worker.number in self.recording:
                 self.recording.discard(worker.number)
                 _log.warning("the trace that worker %d was recording is lost", worker.number)
@@ -306,7 +306,7 @@ class CollectorWorkers:
 
     @contextmanager
     def _killed_on_error(self, phase: str) -> Iterator[None]:
-        """Kill the workers if an exception, such as Ctrl-C, leaves the driver without knowledge of what they do."""
+        """Kill the workers if an exception, such as Ctrl-C, interrupts the driver while they work."""
         try:
             yield
         except BaseException:
@@ -315,10 +315,10 @@ class CollectorWorkers:
 
     def _check_alive(self, phase: str) -> None:
         if self._ended:
-            raise WorkerError(f"{phase} cannot begin: the collector {self._ended}; make another one")
+            raise WorkerError(f"{phase} cannot begin: the collector {self._ended}; create a new collector")
 
     def _write_traces(self) -> None:
-        """Let workers that record end their rollout and write their trace."""
+        """Let recording workers end their rollout and write their trace."""
         args = ("disable_profile", cloudpickle.dumps(()))
         requests = [_Request(index, "call", args) for index in sorted(self.recording)]
         for request in requests:
@@ -327,7 +327,7 @@ class CollectorWorkers:
         self.recording.clear()
         if lost := [request.index for request in requests if not request.future.done()]:
             _log.warning(
-                "collector workers %s were busy for more than %g s and killed; their traces are lost",
+                "collector workers %s were still busy after %g s and were killed; their traces are lost",
                 lost,
                 _TRACE_TIMEOUT_S,
             )
@@ -341,7 +341,7 @@ class CollectorWorkers:
             self._release()
 
     def _release(self) -> None:
-        """Leave no object in Ray's object store."""
+        """Free the weights and arguments in Ray's object store, and release the resources of the plan."""
         atexit.unregister(self.shutdown)
         self._weights = None
         self._shared_arguments = Stored.of(None)

@@ -22,10 +22,11 @@ class ClippedPGConfig(Config):
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Bound the loss of tokens with negative advantage at this ratio, commonly 3; null = no bound."""
     ratio_level: Literal["token", "sequence"] = "token"
-    """One ratio per token, or one per sequence: the geometric mean over its tokens (GSPO), with smaller clips."""
+    """token: one ratio per token; sequence: one ratio per sequence, the geometric mean of its token ratios (GSPO).
+    Sequence ratios need smaller values of clip_low and clip_high."""
     normalization: Literal["token", "sequence"] = "token"
-    """token: mean over all valid tokens; sequence: mean over sequences of their token means, which gives long
-    completions no more weight."""
+    """token: mean over all valid tokens; sequence: mean over each sequence's tokens, then over sequences, so that long
+    and short completions have equal weight."""
     kl_coefficient: Coefficient = 0.0
     """Weight of the KL divergence from the reference policy; 0 needs no reference policy."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -35,6 +36,7 @@ class ClippedPGConfig(Config):
     """Weight of the entropy bonus; 0 skips the entropy."""
     importance_correction: Literal["none", "truncate", "mask"] = "none"
     """Correct for the mismatch of generator and trainer: weight tokens by exp(prev - generation log-probability).
-    truncate: cap the weights; mask: drop the policy gradient of tokens above the cap, which still count in the mean."""
+    truncate: limit the weights to importance_cap; mask: set weights above importance_cap to 0. Masked tokens still
+    count in the mean."""
     importance_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
-    """Cap of the importance weights."""
+    """Largest importance weight; see importance_correction."""

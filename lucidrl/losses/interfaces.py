@@ -28,7 +28,7 @@ class LossType(StrEnum):
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Model outputs of one micro-batch; only those in the loss's `needs` are set."""
+    """Model outputs of one micro-batch. Outputs that the loss's `needs` does not list are None."""
 
     logprobs: torch.Tensor | None = None
     """[B, T] log-probability of each token given the previous ones, at the policy's temperature."""
@@ -44,9 +44,9 @@ class TokenOutputs:
 class LossFunction(Protocol):
     """A differentiable loss.
 
-    It returns the micro-batch's share of the global loss: divide by the global counts, not by the micro-batch's, so
-    that the result does not depend on micro-batch size, packing or the number of ranks. A loss whose `needs` is exactly
-    {"logits"} receives the bare [B, T, V] tensor instead of `TokenOutputs`.
+    It returns one summand of the global loss: the sum over the micro-batch, divided by the global counts. So the global
+    loss does not depend on micro-batch size, packing or the number of ranks. A loss whose `needs` is exactly {"logits"}
+    receives the bare [B, T, V] tensor instead of `TokenOutputs`.
     """
 
     loss_type: LossType
@@ -62,14 +62,14 @@ class LossFunction(Protocol):
 
 
 def valid_token_mask(data: Mapping[str, Any]) -> torch.Tensor:
-    """Return the tokens that count in the loss, as [B, T] bool.
+    """Return the mask of the tokens that count in the loss, [B, T] bool.
 
-    A token counts where `token_mask` and the row's `sample_mask` are not 0, except at position 0, which has no
-    prediction.
+    A token counts if its `token_mask` and its row's `sample_mask` are not 0. The token at position 0 never counts,
+    because no position predicts it.
     """
     for name in ("token_mask", "sample_mask"):
         if name not in data:
-            raise DataError(f"the batch has no column {name!r}; add it to the batch")
+            raise DataError(f"the batch has no column {name!r}; add this column to the batch")
     mask_BT = data["token_mask"].bool() & data["sample_mask"].bool()[:, None]
     mask_BT[:, 0] = False
     return mask_BT
@@ -82,11 +82,11 @@ class Frames:
     observations: torch.Tensor
     """[N, ...]"""
     latent_actions: torch.Tensor
-    """[N, ...], as the policy sampled them; see `ActionHead`."""
+    """[N, ...], actions as the policy sampled them; see `ActionHead`."""
     logprobs: torch.Tensor
     """[N], log-probabilities of the actions under the policy that sampled them."""
     values: torch.Tensor
-    """[N], values of the observations before the update."""
+    """[N], the critic's values of the observations before the update."""
     advantages: torch.Tensor
     """[N]"""
     value_targets: torch.Tensor
@@ -108,12 +108,12 @@ class FrameOutputs:
     entropy: torch.Tensor
     """[N], entropies of the current action distributions."""
     values: torch.Tensor
-    """[N], values of the observations."""
+    """[N], the critic's values of the observations."""
 
 
 @dataclass(frozen=True)
 class FrameLosses:
-    """Mean losses of policy and critic over some frames, with metrics."""
+    """Mean losses of policy and critic over a minibatch of frames, with metrics."""
 
     policy: torch.Tensor
     critic: torch.Tensor

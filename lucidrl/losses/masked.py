@@ -1,7 +1,7 @@
 """Masked token columns and their reductions, shared by all losses.
 
-Shapes: B rows, T tokens. Masked positions become 0 before any arithmetic: multiplying by the mask afterwards would keep
-NaN in values and gradients.
+Shapes: B rows, T tokens. Masked positions are set to 0 before any arithmetic; multiplying the result by the mask would
+keep NaN in values and gradients.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from lucidrl.losses.reductions import Max, Mean, Min
 
 PROVIDERS: dict[str, str] = {
     "advantages": "compute_advantages returns them",
-    "prev_logprobs": "the policy's get_logprobs returns them before the first update (on_policy=True: none)",
+    "prev_logprobs": "the policy's get_logprobs returns them before the first update (not needed if on_policy=True)",
     "generation_logprobs": "the generator returns them as `logprobs` with its samples",
-    "reference_policy_logprobs": "the policy's get_reference_policy_logprobs returns them (kl_coefficient=0: none)",
+    "reference_policy_logprobs": "the policy's get_reference_policy_logprobs returns them (not needed if "
+    "kl_coefficient=0)",
 }
 
 
@@ -48,7 +49,7 @@ def token_output(
     """Return the model output `name` as [B, T], 0 (with gradient 0) where masked."""
     value = getattr(outputs, name, None)
     if value is None:
-        raise DataError(f"the model outputs hold no {name}; add {name} to the `needs` of the loss")
+        raise DataError(f"the model outputs have no {name}; add {name!r} to the `needs` of the loss")
     return _filled(value, name, mask_BT)
 
 
@@ -68,10 +69,10 @@ def global_mean_share(
     global_valid_seqs: torch.Tensor,
     global_valid_toks: torch.Tensor,
 ) -> torch.Tensor:
-    """Return this micro-batch's share of a mean over the global batch; all shares add up to the mean.
+    """Return this micro-batch's summand of a mean over the global batch; the sum over all micro-batches is the mean.
 
-    Token level is the mean over valid tokens; sequence level is the mean over valid sequences of their means over valid
-    tokens (0 for a sequence without any).
+    Token level: mean over valid tokens. Sequence level: mean over each sequence's valid tokens (0 for a sequence
+    without valid tokens), then over valid sequences.
     """
     values_BT = values_BT.masked_fill(~mask_BT, 0)
     if loss_type is LossType.TOKEN_LEVEL:
@@ -80,14 +81,14 @@ def global_mean_share(
 
 
 def row_means(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """[B] mean over each row's valid tokens, 0 for a row without any; `values_BT` must be 0 where masked."""
+    """[B] mean over each row's valid tokens, 0 for a row without valid tokens; `values_BT` must be 0 where masked."""
     return values_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)
 
 
 def token_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Mean:
     """Metric: the mean over valid tokens."""
     count = mask_BT.sum()
-    # Summed in float64, so that the reduced mean does not depend on where a large batch was cut.
+    # Summed in float64, so that the reduced mean does not depend on how a large batch was split.
     total = values_BT.detach().masked_fill(~mask_BT, 0).sum(dtype=torch.float64)
     return Mean(total / count.clamp(min=1), weight=count)
 

@@ -43,7 +43,7 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    # Beyond MAX_LOG_RATIO, k3 continues along its tangent: a clamp would leave no gradient where it is needed most.
+    # Beyond MAX_LOG_RATIO, k3 continues along its tangent: a clamp would give far-off tokens no gradient at all.
     bounded = (-log_ratio).clamp(max=MAX_LOG_RATIO)
     beyond = (-log_ratio - MAX_LOG_RATIO).clamp(min=0)
     return torch.expm1(bounded) - bounded + math.expm1(MAX_LOG_RATIO) * beyond
@@ -65,9 +65,9 @@ class ClippedPGLoss:
         loss = mean(w * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coefficient * kl
                     - entropy_coefficient * entropy)
 
-    where, for A < 0, `dual_clip` bounds the maximum at -A dual_clip. Reads `advantages` ([B, T], or [B] for whole rows)
-    and, if the config needs them, `prev_logprobs`, `reference_policy_logprobs` and `generation_logprobs`; the last are
-    also read for the mismatch metrics if present.
+    where, for A < 0, `dual_clip` bounds the maximum at -A dual_clip. The loss reads the columns `advantages` ([B, T],
+    or [B] for whole rows) and, if the config needs them, `prev_logprobs`, `reference_policy_logprobs` and
+    `generation_logprobs`. A batch with `generation_logprobs` always gets mismatch metrics.
     """
 
     def __init__(self, config: ClippedPGConfig, on_policy: bool = False) -> None:
@@ -130,7 +130,7 @@ class ClippedPGLoss:
             "ratio/mean": token_mean(ratio_BT, mask_BT),
             "ratio/min": token_min(ratio_BT, mask_BT),
             "ratio/max": token_max(ratio_BT, mask_BT),
-            # Only tokens without gradient: above `high`, a token with negative advantage still has one.
+            # Counts only tokens without gradient: a token above `high` with negative advantage still has a gradient.
             "clip_fraction/low": token_mean((advantages_BT < 0) & (ratio_BT < low), mask_BT),
             "clip_fraction/high": token_mean((advantages_BT > 0) & (ratio_BT > high), mask_BT),
         }
@@ -165,7 +165,7 @@ class ClippedPGLoss:
 
 
 class ClippedFrameLoss:
-    """The clipped loss of PPO. With r = exp(logprobs - those of the policy that acted) and A the advantage,
+    """The clipped loss of PPO. With r = probability now / probability when sampled, and A the advantage,
 
         policy loss = mean(max(-A r, -A clip(r, 1 - clip, 1 + clip))) - entropy_coefficient * mean(entropy)
         critic loss = mean((value - value target)²) / 2

@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Sum:
-    """A metric summed over micro-batches and ranks, such as a share of a globally normalised loss."""
+    """A metric summed over micro-batches and ranks, such as a summand of a globally normalised loss."""
 
     value: float | torch.Tensor
 
@@ -40,15 +40,16 @@ class Max:
 
 
 EMPTY = {Min: math.inf, Max: -math.inf}
-"""Value of a micro-batch without values."""
+"""Value of a metric in a micro-batch without values."""
 Metrics = Mapping[str, float | torch.Tensor | Sum | Mean | Min | Max]
 
 
 def reduce_metrics(parts: Iterable[tuple[Metrics, float]]) -> dict[str, float]:
-    """Reduce micro-batch metrics to one number each; NaN if there are no values, or if one is NaN.
+    """Reduce each metric to one number; NaN if the metric has no values, or if one is NaN.
 
     Args:
-        parts: (metrics of a micro-batch, number of its valid samples); bare numbers are averaged with that weight.
+        parts: pairs (metrics of a micro-batch, number of its valid samples); the number is the weight of metrics
+            without a declared reduction, which are averaged.
     """
     columns: dict[str, list[Any]] = {}
     for metrics, num_valid_samples in parts:
@@ -61,7 +62,7 @@ def reduce_metrics(parts: Iterable[tuple[Metrics, float]]) -> dict[str, float]:
 def _reduce(name: str, column: list[Any]) -> float:
     kind = type(column[0])
     if any(type(metric) is not kind for metric in column):
-        raise TypeError(f"metric {name!r} has different reductions in one step; use the same one everywhere")
+        raise TypeError(f"metric {name!r} has different reductions in one step; always return the same reduction")
     values = [float(metric.value) for metric in column]
     if kind is Sum:
         return sum(values)
@@ -72,6 +73,6 @@ def _reduce(name: str, column: list[Any]) -> float:
         return math.nan if result == EMPTY[kind] else result
     weights = [float(metric.weight) for metric in column]
     total = sum(weights)
-    # The value of a part with weight 0 may be 0/0.
+    # The value of a micro-batch with weight 0 may be 0/0.
     weighted = (value * weight for value, weight in zip(values, weights, strict=True) if weight)
     return sum(weighted) / total if total else float("nan")

@@ -1,8 +1,8 @@
 """The attention function of all models, and the token layouts that it supports.
 
-transformers looks up an attention function by name and passes the keyword arguments of `forward` to it. Ours is
-registered as `lucidrl` and receives a *layout*: an object that knows how the tokens of a call are stored (right-padded
-rows, a packed stream, prompts to be cached, one new token per row) and computes causal attention for them.
+transformers looks up an attention function by name and passes the keyword arguments of `forward` to it. This module
+registers the function `lucidrl`, which receives a *layout*. A layout knows how the tokens of a call are stored
+(right-padded rows, a packed stream, prompts to be cached, one new token per row) and computes their causal attention.
 
 Shapes: B rows, T tokens, S packed tokens, Hq/Hkv query/key heads, D head size.
 """
@@ -37,7 +37,7 @@ class AttentionCall:
     scaling: float
     dropout: float
     window: int | None
-    """Positions that a token attends to, itself included, in a sliding-window layer."""
+    """Number of positions that a token attends to in a sliding-window layer, including its own."""
     softcap: float | None
 
 
@@ -45,7 +45,7 @@ class AttentionLayout(Protocol):
     """How the tokens of a forward call are stored."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The attention output [B, T, Hq, Dv]."""
+        """Return the attention output [B, T, Hq, Dv]."""
         ...
 
 
@@ -66,7 +66,7 @@ def _attention(
     if layout is None:
         raise ConfigError("its code does not pass the arguments of forward to the attention function")
     if attention_mask is not None:
-        raise ConfigError("its code makes its own attention mask")
+        raise ConfigError("its code creates an attention mask")
     call = AttentionCall(
         query,
         key,
@@ -84,14 +84,14 @@ AttentionInterface.register(NAME, _attention)
 
 
 class PaddedLayout:
-    """Right-padded rows, which need no padding mask: causal attention does not see padding after a token."""
+    """Right-padded rows. They need no padding mask: padding comes after all tokens, and attention is causal."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         return causal_attention(call).transpose(1, 2)
 
 
 class PackedLayout:
-    """Rows packed into one stream [1, S]; attention alone treats them as separate, padded rows."""
+    """Rows packed into one stream [1, S]; only attention unpacks them, to padded rows."""
 
     def __init__(self, rows: PackedRows):
         self.rows = rows
@@ -100,7 +100,7 @@ class PackedLayout:
         return self.repacked(causal_attention(self.padded(call)))
 
     def padded(self, call: AttentionCall) -> AttentionCall:
-        """The same call over zero-padded rows [R, H, T, D]."""
+        """Return the call with query, key and value unpacked to zero-padded rows [R, H, T, D]."""
         query, key, value = (
             self.rows.unpack(stream[0].transpose(0, 1)).transpose(1, 2) for stream in (call.query, call.key, call.value)
         )
@@ -112,7 +112,7 @@ class PackedLayout:
 
 
 def causal_attention(call: AttentionCall) -> torch.Tensor:
-    """Causal attention over rows [B, H, T, D] that start at position 0."""
+    """Compute causal attention over rows [B, H, T, D] that start at position 0."""
     length = call.query.shape[2]
     windowed = call.window is not None and call.window < length
     if call.softcap is not None:
@@ -131,7 +131,7 @@ def causal_attention(call: AttentionCall) -> torch.Tensor:
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[queries, keys], True where a query attends to a key; the last query and the last key share a position."""
+    """Return [queries, keys], True where a query attends to a key. Queries are the last positions of the keys."""
     position = torch.arange(num_keys, device=device)
     distance = position[num_keys - num_queries :, None] - position
     visible = distance >= 0
@@ -144,13 +144,16 @@ def soft_cap(scores: torch.Tensor, cap: float | None) -> torch.Tensor:
 
 
 def repeated_heads(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Key and value with one head per query head."""
+    """Return key and value with one head per query head."""
     groups = call.query.shape[1] // call.key.shape[1]
     return call.key.repeat_interleave(groups, dim=1), call.value.repeat_interleave(groups, dim=1)
 
 
 def capped_attention(call: AttentionCall) -> torch.Tensor:
-    """Causal attention with soft-capped scores, which fused kernels lack; queries are at the last positions."""
+    """Compute causal attention with soft-capped scores, which fused kernels do not support.
+
+    Queries are at the last positions of the keys.
+    """
     key, value = repeated_heads(call)
     scores = soft_cap(call.query @ key.transpose(2, 3) * call.scaling, call.softcap)
     visible = causal_mask(scores.shape[-2], scores.shape[-1], call.window, scores.device)

@@ -1,7 +1,7 @@
 """Context parallelism: ranks split the tokens of every row and exchange keys and values in attention only.
 
 Each rank runs the whole model on two chunks of each row. One collective per layer gathers the keys and values of all
-ranks, which are then put in the order of the row. A chunk attends to the keys up to its end only.
+ranks, and each rank sorts them by position. A chunk attends only to keys up to its own last position.
 
 Shapes: B rows, T tokens of a row, N ranks, C = T / 2N tokens of a chunk, Hq/Hkv query/key heads, D head size.
 """
@@ -62,9 +62,9 @@ class ContextParallel:
         return torch.cat((first, second))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Attention, as an `AttentionLayout`, of this rank's two chunks [B, H, 2C, D] to the whole rows.
+        """Compute the attention of this rank's two chunks [B, H, 2C, D] to the whole rows; see `AttentionLayout`.
 
-        Forward and backward passes call collectives: every rank must run both, even if its tokens have no loss.
+        Forward and backward pass call collectives: every rank must run both, even if the rank's tokens have no loss.
         """
         key, value = self._whole_rows(call.key, call.value)
         tokens = call.query.shape[2] // 2
@@ -82,8 +82,8 @@ class ContextParallel:
         """Sum `values` over ranks; the backward pass returns the gradient unchanged to every rank.
 
         Each rank passes full rows with the values of the rank's tokens and 0 elsewhere, and computes the same loss from
-        the sum. Its gradient is complete for its own tokens: a sum over ranks in the backward pass would count it N
-        times. Gradients of parameters are shares, to be summed over ranks as in data parallelism.
+        the sum. So each rank already has the complete gradient of its tokens; summing it over ranks would count it N
+        times. Parameter gradients are summed over ranks later, as in data parallelism.
         """
         return _SumRanks.apply(values, self.group)
 
@@ -96,7 +96,7 @@ class ContextParallel:
 
 
 def _attend_from_end(call: AttentionCall) -> torch.Tensor:
-    """Causal attention of queries at the last positions of the keys."""
+    """Compute causal attention of queries that are at the last positions of the keys."""
     num_queries, num_keys = call.query.shape[2], call.key.shape[2]
     options: dict[str, Any] = {"dropout_p": call.dropout, "scale": call.scaling}
     if call.softcap is not None:
@@ -105,7 +105,7 @@ def _attend_from_end(call: AttentionCall) -> torch.Tensor:
         # No fused kernel takes both a mask and grouped heads on CUDA.
         mask = causal_mask(num_queries, num_keys, call.window, call.query.device)
         return F.scaled_dot_product_attention(call.query, *repeated_heads(call), attn_mask=mask, **options)
-    mask = causal_lower_right(num_queries, num_keys)  # on CUDA the kernel knows it and needs no tensor
+    mask = causal_lower_right(num_queries, num_keys)  # CUDA kernels support this mask without a tensor
     is_grouped = call.query.shape[1] != call.key.shape[1]
     return F.scaled_dot_product_attention(
         call.query, call.key, call.value, attn_mask=mask, enable_gqa=is_grouped, **options
@@ -113,7 +113,7 @@ def _attend_from_end(call: AttentionCall) -> torch.Tensor:
 
 
 class _GatherRanks(torch.autograd.Function):
-    """Stacks `part` of all ranks; the gradient of a part is summed over all ranks."""
+    """Stacks the tensors `part` of all ranks; the gradient of each is summed over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -147,22 +147,23 @@ def create_context_parallel_ctx(
     cp_no_restore_buffers: Set[torch.Tensor],
     cp_rotate_method: str | None = None,
 ) -> Iterator[None]:
-    """Inside, each buffer holds this rank's tokens only, in the order of `ContextParallel.positions`.
+    """Context manager: inside it, each buffer holds only this rank's tokens, in the order of
+    `ContextParallel.positions`.
 
-    For custom training loops; policy workers split rows in `LogprobModel`. On exit, also by an exception, each buffer
-    gets its original memory back; writes to the shard are lost.
+    It is for custom training loops; policy workers split rows in `LogprobModel`. On exit, even after an exception, each
+    buffer gets its original memory back, and writes to the shard are lost.
 
     Args:
         cp_mesh: the context-parallel axis of the mesh.
         cp_buffers: tensors with the tokens of whole rows; changed in place.
-        cp_seq_dims: the dim of the tokens, per buffer.
+        cp_seq_dims: the token dim of each buffer.
         cp_no_restore_buffers: buffers that may keep the shard on exit.
         cp_rotate_method: how keys and values are exchanged; only "allgather" is supported.
     """
     if cp_rotate_method not in ROTATE_METHODS:
         raise ConfigError(f"cp_rotate_method={cp_rotate_method!r} is not supported; leave it out, or use 'allgather'")
     if len(cp_buffers) != len(cp_seq_dims):
-        raise ConfigError(f"{len(cp_buffers)} cp_buffers have {len(cp_seq_dims)} cp_seq_dims; give one per buffer")
+        raise ConfigError(f"{len(cp_buffers)} cp_buffers have {len(cp_seq_dims)} cp_seq_dims; pass one per buffer")
     parallel = ContextParallel(cp_mesh.get_group())
     # Make all shards first: an invalid length must leave every buffer unchanged.
     shards = [
@@ -183,10 +184,10 @@ def create_context_parallel_ctx(
 
 @contextmanager
 def train_context(cp_context: AbstractContextManager[None] | None = None) -> Iterator[None]:
-    """Enter the context-parallel context, if any, with the attention kernels that support it.
+    """Enter the context-parallel context, if any, with attention kernels that support it.
 
-    For custom training loops, like `create_context_parallel_ctx`. On CUDA these are the flash and the memory-efficient
-    kernel, then plain matrix products for cases that neither supports, such as grouped heads in float32.
+    It is for custom training loops, like `create_context_parallel_ctx`. On CUDA, attention uses the flash or the
+    memory-efficient kernel, and plain matrix products if neither supports a case, such as grouped heads in float32.
     """
     if cp_context is None:
         yield

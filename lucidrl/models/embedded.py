@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 
 def embedded_config() -> LlamaConfig:
-    """About 0.8 million parameters."""
+    """Return the config of a model with about 0.8 million parameters."""
     tokens = embedded_tokenizer()
     return LlamaConfig(
         vocab_size=len(tokens),
@@ -45,7 +45,7 @@ def embedded_config() -> LlamaConfig:
 
 
 def embedded_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, with pad, end-of-turn and role tokens and a chat template."""
+    """Return a tokenizer with one token per character, pad, end-of-turn and role tokens, and a chat template."""
     specials = [PAD, END, UNKNOWN, *ROLES]
     vocabulary = {token: number for number, token in enumerate([*specials, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
@@ -63,7 +63,7 @@ def embedded_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def embedded_model(*, warm: bool, seed: int, attn_implementation: str) -> PreTrainedModel:
-    """The model in float32; random weights depend on `seed` only, and the global random state is unchanged."""
+    """Return the model in float32. Random weights depend on `seed` only; the global random state does not change."""
     config = embedded_config()
     config._attn_implementation = attn_implementation
     with torch.random.fork_rng(devices=[]):
@@ -71,7 +71,7 @@ def embedded_model(*, warm: bool, seed: int, attn_implementation: str) -> PreTra
         model = LlamaForCausalLM(config)
     if warm:
         found = model.load_state_dict(load_file(WARM_START), strict=False)
-        # The file holds the embedding, to which the head is tied.
+        # The file has no head: the head is tied to the embedding.
         assert found.missing_keys == ["lm_head.weight"], found
         assert not found.unexpected_keys, found
         model.tie_weights()

@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def part_of_whole(parameter: DTensor) -> tuple[slice, ...]:
-    """The slice of the full tensor on this rank; DTensor has no public method for it."""
+    """Return the slice of the full tensor that this rank holds; DTensor has no public method that returns it."""
     shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
 
@@ -28,7 +28,10 @@ def part_of_whole(parameter: DTensor) -> tuple[slice, ...]:
 
 @contextmanager
 def kept_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None]:
-    """Inside, forward passes keep parameters gathered; the public `set_reshard_after_forward` cannot be restored."""
+    """Context manager: inside it, forward passes keep parameters gathered.
+
+    The public `set_reshard_after_forward` does not return the previous setting, so it could not be restored.
+    """
     groups = [group for module in modules for group in _groups(module)]
     settings = [group.post_forward_mesh_info for group in groups]
     try:
@@ -48,7 +51,7 @@ def reset_roots(modules: Sequence[FSDPModule]) -> None:
 
 
 def drop_waiting_gradients(modules: Sequence[FSDPModule]) -> None:
-    """Drop accumulated gradients of gathered weights, which the optimizer does not see."""
+    """Drop accumulated gradients of gathered weights; `optimizer.zero_grad` does not reach them."""
     for module in modules:
         for group in _groups(module):
             for parameter in group.fsdp_params:
@@ -64,19 +67,20 @@ def _groups(module: FSDPModule) -> list[Any]:
 
 
 def flat_parameter(module: FullyShardedDataParallel) -> nn.Parameter | None:
-    """The module's flat parameter on this rank, if any; `parameters()` does not say which module owns which."""
+    """Return the module's flat parameter on this rank, if any; `parameters()` does not name the owning module."""
     return module._handle.flat_param if module._handle is not None else None
 
 
 def tensors_in(flat: Any) -> list[tuple[nn.Module, str, torch.Size]]:
-    """Owner, name and shape of each tensor in a flat parameter, in order; the first of tied ones."""
+    """Return owner, name and shape of each tensor in a flat parameter, in order; tied tensors are listed once."""
     infos = zip(flat._param_infos, flat._shapes, strict=True)
     return [(info.module, info.param_name, shape) for info, shape in infos]
 
 
 @contextmanager
 def gathered_unit(module: FullyShardedDataParallel) -> Iterator[None]:
-    """Inside, the unit has its weights in their compute precision, and calls bypass FSDP, which would free them.
+    """Context manager: inside it, the unit has its full weights in compute precision, and calls bypass FSDP, which
+    would free the weights.
 
     The public `summon_full_params` gathers float32 weights even if the model computes in half precision.
     """
@@ -92,7 +96,7 @@ def gathered_unit(module: FullyShardedDataParallel) -> Iterator[None]:
 
 
 def end_failed_pass(root: FullyShardedDataParallel, parameters: Iterable[Any]) -> None:
-    """Let FSDP clean up after a failed pass, whatever the state of gradients."""
+    """Let FSDP clean up after a failed pass, in any state of the gradients."""
     for parameter in parameters:
-        parameter._post_backward_called = False  # it has no usable gradient
+        parameter._post_backward_called = False  # the parameter has no usable gradient
     _post_backward_final_callback(root, root)

@@ -1,11 +1,11 @@
-"""Log-probabilities and entropy of tokens from hidden states, without all logits in float32 at a time.
+"""Log-probabilities and entropy of tokens from hidden states, without float32 logits of all tokens in memory.
 
-The head is evaluated in chunks of tokens. Scoring holds one chunk at a time. Training keeps two bytes per raw logit for
-the backward pass (all chunks in half precision, every second one in float32) and evaluates the head again for the
-other chunks; with `recompute` it keeps none.
+The head is evaluated in chunks of tokens. Scoring keeps the logits of one chunk at a time. Training keeps two bytes per
+raw logit for the backward pass: all chunks in half precision, every second chunk in float32. The backward pass
+evaluates the head again for the other chunks; with `recompute`, for all chunks.
 
-If the vocabulary is split over ranks, each rank scores its shard. Three numbers per token, exchanged once for all
-tokens, combine the shards into one distribution.
+If the vocabulary is split over ranks, each rank scores its shard of the vocabulary. Ranks exchange three numbers per
+token, in one collective, to combine the shards into one distribution.
 
 Shapes: N tokens, D hidden size, V vocabulary, C tokens of a chunk, R ranks.
 """
@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from lucidrl.losses.interfaces import TokenOutputs
 
 CHUNK_ELEMENTS = 1 << 23
-"""Logits per chunk: few enough for the caches, enough for efficient matrix products."""
+"""Logits per chunk: small enough for the CPU caches, large enough for efficient matrix products."""
 
 CHUNKS_PER_SUM = 4
-"""In half precision, chunks per matrix product of gradients: adding products in float32 is expensive."""
+"""In half precision, chunks per matrix product of gradients; more chunks need fewer additions in float32."""
 
 ROWS_PER_PRODUCT = 8192
 """In half precision, rows of the weight's gradient that are added at a time."""
@@ -35,14 +35,14 @@ ROWS_PER_PRODUCT = 8192
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What the model, then the temperature, does to raw logits before the softmax."""
+    """The model's scaling and soft cap of raw logits, then division by the temperature, before the softmax."""
 
     scale: float = 1.0
     softcap: float | None = None
     temperature: float = 1.0
 
     def __call__(self, raw: torch.Tensor) -> torch.Tensor:
-        """Logits in at least float32, differentiable in `raw`; `raw` itself if nothing changes."""
+        """Return logits in at least float32, differentiable in `raw`; `raw` itself if nothing changes."""
         accurate = torch.promote_types(raw.dtype, torch.float32)
         if raw.dtype == accurate and (self.scale, self.softcap, self.temperature) == (1.0, None, 1.0):
             return raw
@@ -56,7 +56,7 @@ class LogitTransform:
         return logits
 
     def chain(self, grad: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
-        """Convert the gradient of transformed logits, in place, to that of raw logits."""
+        """Convert the gradient of transformed logits, in place, to the gradient of raw logits."""
         if self.softcap is not None:
             grad.mul_(1 - torch.tanh(raw.to(grad.dtype) * (self.scale / self.softcap)).square_())
         factor = self.scale / self.temperature
@@ -73,12 +73,12 @@ def token_logprobs(
     recompute: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> TokenOutputs:
-    """Log-probabilities [N] and entropy [N] of `targets` after hidden states [N, D]; differentiable.
+    """Return log-probabilities [N] of `targets` and entropies [N], given hidden states [N, D]; differentiable.
 
     Args:
         recompute: keep no logits for the backward pass.
-        group: ranks that split the head's vocabulary; the head's parameters are DTensors sharded along dim 0, or this
-            rank's shards. All ranks must pass the same hidden states, targets and gradients, and get the same results.
+        group: ranks that split the head's vocabulary. The head's parameters are DTensors sharded along dim 0, or this
+            rank's shards. All ranks must pass the same hidden states, targets and gradients; results are equal on all.
     """
     keep_logits = torch.is_grad_enabled() and not recompute
     weight: torch.Tensor = head.weight
@@ -92,7 +92,7 @@ def token_logprobs(
 
 
 def gathered_logits(hidden: torch.Tensor, head: nn.Linear) -> torch.Tensor:
-    """[N, D] → raw logits [N, V] on every rank, for a head that is split over ranks; differentiable."""
+    """Return raw logits [N, V] of hidden states [N, D] on every rank, for a head split over ranks; differentiable."""
     weight = head.weight
     assert isinstance(weight, DTensor)
     replicated = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
@@ -102,7 +102,7 @@ def gathered_logits(hidden: torch.Tensor, head: nn.Linear) -> torch.Tensor:
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a parameter, differentiable: its gradient is a DTensor like the parameter."""
+    """Return this rank's shard of a parameter. It is differentiable; the parameter's gradient is a DTensor."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -113,7 +113,7 @@ def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class _VocabShard:
-    """The tokens whose logits this rank computes."""
+    """The token ids whose logits this rank computes."""
 
     group: dist.ProcessGroup
     """Ranks that split the vocabulary; all score the same hidden states."""
@@ -122,7 +122,7 @@ class _VocabShard:
 
     @classmethod
     def of_head(cls, head: nn.Linear, group: dist.ProcessGroup) -> _VocabShard:
-        """This rank's shard of a head that DTensor splits along dim 0."""
+        """Return this rank's shard of a head that DTensor splits along dim 0."""
         per_rank = -(-head.out_features // group.size())
         first = per_rank * group.rank()
         size = min(per_rank, head.out_features - first)
@@ -133,13 +133,16 @@ class _VocabShard:
         return (targets >= self.first) & (targets < self.first + self.size)
 
     def index(self, targets: torch.Tensor) -> torch.Tensor:
-        """Index of each target in this shard; any valid index for targets of other shards."""
+        """Return the index of each target in this shard; targets of other shards get an arbitrary valid index."""
         return (targets - self.first).clamp_(0, self.size - 1)
 
     def combine(
         self, normalizer: torch.Tensor, logprobs: torch.Tensor, entropy: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Normalizer, log-probabilities and entropy over the whole vocabulary, all [N]; bit-identical on all ranks."""
+        """Return normalizer, log-probabilities and entropy over the whole vocabulary, each [N].
+
+        Results are bit-identical on all ranks.
+        """
         owned_logprobs = torch.where(self.owns(targets), logprobs, -torch.inf)
         part = torch.stack([normalizer, owned_logprobs, entropy])
         parts = [torch.empty_like(part) for _ in range(self.group.size())]
@@ -147,7 +150,7 @@ class _VocabShard:
         normalizer_RN, logprobs_RN, entropy_RN = torch.stack(parts, dim=1)
         total = torch.logsumexp(normalizer_RN, dim=0)
         log_share_RN = normalizer_RN - total
-        # Entropy of two choices: the shard, then the token in it.
+        # Entropy of a choice in two stages: first the shard, then the token within the shard.
         entropy = (log_share_RN.exp() * (entropy_RN - log_share_RN)).sum(0)
         return total, (logprobs_RN + log_share_RN).amax(0), entropy
 
@@ -234,7 +237,7 @@ def _grad_logits(
     grad_entropy: torch.Tensor | None,
     entropy: torch.Tensor,
 ) -> torch.Tensor:
-    """Gradient of logits [C, V], without the one-hot term of the targets; overwrites `log_p` [C, V].
+    """Return the gradient of logits [C, V], without the one-hot term of the targets; overwrite `log_p` [C, V].
 
     d logprob / d logit = onehot - p;   d entropy / d logit = -p (log p + entropy). Other arguments are [C, 1].
     """
@@ -248,7 +251,7 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) 
     if total.dtype == grad.dtype:
         total.addmm_(grad.T, hidden)
         return
-    # In blocks of the vocabulary, to keep the product small; converted first, because adding tensors of two dtypes is
+    # Blocks of the vocabulary keep the product small. Each is converted first, because adding tensors of two dtypes is
     # several times slower.
     for rows, columns in zip(total.split(ROWS_PER_PRODUCT), grad.split(ROWS_PER_PRODUCT, dim=1), strict=True):
         rows.add_((columns.T @ hidden).to(total.dtype))

@@ -1,4 +1,4 @@
-"""Models and tokenizers from a Hugging Face folder on disk, or the embedded ones."""
+"""Loads models and tokenizers from a Hugging Face folder, or the embedded model and tokenizer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_arg
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a model that need no weights."""
+    """Facts about a model that can be read without its weights."""
 
     architecture: str
     num_parameters: int
@@ -62,30 +62,35 @@ class ModelFacts:
 def load_tokenizer(
     model_name: str, pad_token: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, with a pad token: `pad_token`, its own, or its end-of-sequence token.
+    """Load the tokenizer of a model and make sure that it has a pad token.
 
-    Any token is safe as padding, since lengths, not pad ids, mark the end of a row.
+    The pad token is `pad_token`, else the tokenizer's pad token, else its end-of-sequence token. Any token is safe:
+    `input_lengths`, not pad ids, mark the end of a row.
     """
     tokenizer: Any = _own_tokenizer(model_name, trust_remote_code)
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise ConfigError(
-                f"policy.pad_token={pad_token!r} is not a token of {model_name}; choose one of its vocabulary"
+                f"policy.pad_token={pad_token!r} is not a token of {model_name}; choose a token of its vocabulary"
             )
         tokenizer.pad_token = pad_token
     elif tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ConfigError(
                 f"the tokenizer in {model_name} has neither a pad nor an end-of-sequence token; "
-                "name one of its tokens with policy.pad_token=..."
+                "set policy.pad_token to one of its tokens"
             )
-        logger.warning("the tokenizer in %s has no pad token; padding with its %r", model_name, tokenizer.eos_token)
+        logger.warning(
+            "the tokenizer in %s has no pad token; padding with its end-of-sequence token %r",
+            model_name,
+            tokenizer.eos_token,
+        )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def policy_tokenizer(config: PolicyConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a policy's config."""
+    """Load the tokenizer that a policy's config names."""
     return load_tokenizer(config.tokenizer or config.model_name, config.pad_token, config.trust_remote_code)
 
 
@@ -108,7 +113,11 @@ def _own_tokenizer(model_name: str, trust_remote_code: bool) -> PreTrainedTokeni
 def load_model(
     model_name: str, dtype: torch.dtype, *, seed: int = 0, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a causal language model with our attention function; outputs must equal those of the original one."""
+    """Load a causal language model with our attention function.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or its logits differ from those of its original code.
+    """
     if model_name in EMBEDDED_MODELS:
         warm = model_name == EMBEDDED_MODELS[0]
         model: Any = embedded.embedded_model(warm=warm, seed=seed, attn_implementation=attention.NAME)
@@ -148,18 +157,22 @@ def _load_folder(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> P
 
 
 def empty_model(model_name: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of `load_model` on the meta device; reads config files only."""
+    """Return the model of `load_model` on the meta device; read only its config files."""
     with as_config_error(f"the model {model_name} cannot be read"):
         model = _meta_model(model_config(model_name, trust_remote_code), dtype, trust_remote_code)
         if model_name not in EMBEDDED_MODELS:
             folder = model_folder(model_name)
-            if (folder / GENERATION_CONFIG_NAME).is_file():  # it may name more stop tokens
+            if (folder / GENERATION_CONFIG_NAME).is_file():  # this file may name more stop tokens
                 model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model.eval()
 
 
 def model_facts(model_name: str, trust_remote_code: bool = False) -> ModelFacts:
-    """Facts about a model, from its config.json; refuses what `load_model` can refuse without weights."""
+    """Read the facts about a model from its config.json.
+
+    Raises:
+        ConfigError: `load_model` would refuse the model for a reason that its config.json shows.
+    """
     config = model_config(model_name, trust_remote_code)
     model = _meta_model(config, torch.float32, trust_remote_code)
     check_architecture(model)
@@ -177,7 +190,7 @@ def model_facts(model_name: str, trust_remote_code: bool = False) -> ModelFacts:
 
 def _kv_elements_per_token(text: Any) -> int:
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if getattr(text, "v_head_dim", None):  # keys have two parts, and values another size
+    if getattr(text, "v_head_dim", None):  # keys consist of two parts, and values have another size
         size = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
     else:
         size = 2 * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
@@ -185,7 +198,11 @@ def _kv_elements_per_token(text: Any) -> int:
 
 
 def model_config(model_name: str, trust_remote_code: bool) -> Any:
-    """The config of a causal language model; refuses an unreadable or absurd config.json, and other kinds of model."""
+    """Read the config of a causal language model.
+
+    Raises:
+        ConfigError: config.json is unreadable, has absurd sizes, or is of another kind of model.
+    """
     if model_name in EMBEDDED_MODELS:
         return embedded.embedded_config()
     folder = model_folder(model_name)
@@ -202,7 +219,7 @@ def model_config(model_name: str, trust_remote_code: bool) -> Any:
 
 
 def _meta_model(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """The model on the meta device."""
+    """Create the model on the meta device."""
     kind = f"model_type={config.model_type!r}"
     with as_config_error(f"a model of {kind} cannot be built from its config.json"), torch.device("meta"):
         try:
@@ -213,16 +230,16 @@ def _meta_model(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Pre
             if error.args != (attention.NAME,):
                 raise
             raise ConfigError(
-                f"{kind} is not supported: its code has a fixed list of attention functions, so ours cannot be used; "
+                f"{kind} is not supported: its code allows only a fixed list of attention functions; "
                 "use a model such as Llama, Qwen3 or Gemma (docs/models.md)"
             ) from error
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers of a model, by its `_no_split_modules`.
+    """Return the decoder layers of a model, the modules whose classes `_no_split_modules` names.
 
     Raises:
-        ConfigError: if it names none: sharding or checkpointing the model as one piece would save nothing.
+        ConfigError: there are none; sharding or checkpointing the model as one piece would save no memory.
     """
     kinds = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
@@ -236,17 +253,17 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Let every decoder layer recompute its activations in the backward pass; call it before sharding."""
+    """Make every decoder layer recompute its activations in the backward pass; call this before sharding."""
     for layer in decoder_layers(model):
-        # The recomputation needs no random state: a policy has dropout off.
+        # The recomputation needs no random state, because policies run without dropout.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def context_length(config: Any) -> int:
-    """Maximum number of tokens per row; 2**31 - 1 if the config names none.
+    """Return the maximum number of tokens per row; 2**31 - 1 if the config sets no maximum.
 
-    Rotary embeddings that change with the longest row of a call would make log-probabilities depend on the batch; such
-    models are limited to the context in which they do not change.
+    Some rotary embeddings change with the longest row of a call beyond a certain length, so log-probabilities would
+    depend on the batch. Models with such embeddings are limited to that length.
     """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or 2**31 - 1
@@ -258,7 +275,7 @@ def context_length(config: Any) -> int:
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every end token that the model or its tokenizer declares."""
+    """Return the ids of all end tokens that the model or its tokenizer declares."""
     declared = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(int(token) for token in [*ids, tokenizer.eos_token_id] if token is not None)

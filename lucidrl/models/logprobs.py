@@ -1,7 +1,7 @@
-"""The only path from tokens to log-probabilities, for scoring, training and generation.
+"""Log-probabilities of tokens; scoring, training and generation all use this module.
 
-`LogprobModel` wraps a Hugging Face model and is the root module for sharding, which is why only its `forward` calls the
-head. Temperature, logit scaling and soft-capping are applied here and nowhere else.
+`LogprobModel` wraps a Hugging Face model. It is the root module for sharding, so the head's weights are only gathered
+inside its `forward`. Temperature, logit scaling and soft-capping are applied here and nowhere else.
 
 Shapes: B rows, T tokens, N selected tokens, D hidden size, V vocabulary.
 """
@@ -34,7 +34,7 @@ class LogprobModel(nn.Module):
         recompute_head: keep no logits for the backward pass.
         tp_group: ranks that split the vocabulary, if the model is tensor parallel.
         context: splits the tokens of rows over ranks; each rank gets the results of all tokens.
-        length_multiple: rows are padded to a multiple of it.
+        length_multiple: pad rows to a multiple of this length.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class LogprobModel(nn.Module):
             input_ids: [B, T].
             input_lengths: [B] on the same device.
             needs: which outputs to compute.
-            selected: [B, T] bool, the tokens to score; all by default. Other positions are 0.
+            selected: [B, T] bool, the tokens to score; all by default. Outputs of other positions are 0.
             packed: run the model without padding; outputs have the same layout.
         """
         if not needs <= SUPPORTED_NEEDS:
             raise ConfigError(
-                f"the loss needs {sorted(needs - SUPPORTED_NEEDS)}, but a model with the policy role offers "
-                f"{sorted(SUPPORTED_NEEDS)}"
+                f"the loss needs {sorted(needs - SUPPORTED_NEEDS)}, but a language model only returns "
+                f"{sorted(SUPPORTED_NEEDS)}; change the loss's `needs`"
             )
         rows = pack_rows(input_ids, input_lengths) if packed else None
         hidden = self._hidden(input_ids, rows)
@@ -87,7 +87,7 @@ class LogprobModel(nn.Module):
         wanted = (position > 0) & (position < input_lengths[:, None])
         if selected is not None:
             wanted &= selected
-        # The hidden state before a token predicts it; another rank may have it.
+        # The hidden state at the previous position predicts a token; it may be on another rank.
         slot_of_position = self._slots(input_ids.shape[1], input_ids.device)
         wanted[:, 1:] &= slot_of_position[:-1] >= 0
         row_N, position_N = wanted.nonzero(as_tuple=True)
@@ -120,19 +120,19 @@ class LogprobModel(nn.Module):
     def hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: AttentionLayout
     ) -> torch.Tensor:
-        """Last hidden states, flattened to [tokens, D]."""
+        """Return the last hidden states, flattened to [tokens, D]."""
         decoder = self.model.base_model
         output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
         return output.last_hidden_state.flatten(0, 1)
 
     def next_token_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, D] → [N, V] in at least float32, scaled, capped and divided by the temperature."""
+        """Return logits [N, V] of hidden states [N, D], in at least float32, after scale, cap and temperature."""
         if self.tp_group is None:
             return self.transform(self.head(hidden))
         return self.transform(gathered_logits(hidden, self.head))
 
     def _hidden(self, input_ids: torch.Tensor, rows: PackedRows | None) -> torch.Tensor:
-        """Last hidden states of this rank's tokens, [tokens, D]."""
+        """Return the last hidden states of this rank's tokens, [tokens, D]."""
         if rows is not None:
             return self.hidden_states(rows.input_ids, rows.position_ids, PackedLayout(rows))
         padded = nn.functional.pad(input_ids, (0, -input_ids.shape[1] % self.length_multiple))
@@ -142,13 +142,13 @@ class LogprobModel(nn.Module):
         return self.hidden_states(padded.gather(1, position_ids), position_ids, self.context)
 
     def _own_positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """This rank's positions in padded rows."""
+        """Return the positions of this rank's tokens in padded rows."""
         if self.context is None:
             return torch.arange(length, device=device)
         return self.context.positions(length, device)
 
     def _slots(self, length: int, device: torch.device) -> torch.Tensor:
-        """[T] index of each position in this rank's hidden states; -1 for positions of other ranks."""
+        """Return [T], the index of each position in this rank's hidden states; -1 for positions of other ranks."""
         padded_length = round_up(length, self.length_multiple)
         own = self._own_positions(padded_length, device)
         slots = torch.full((padded_length,), -1, device=device)
@@ -169,7 +169,7 @@ class LogprobModel(nn.Module):
 
 
 def logit_transform(config: Any, temperature: float) -> LogitTransform:
-    """The transform of logits that the model's config declares, with the temperature."""
+    """Return the logit transform that the model's config declares, with the temperature."""
     text = config.get_text_config()
     scale = getattr(text, "logit_scale", None) or 1.0
     divisor = getattr(text, "logits_scaling", None) or 1.0

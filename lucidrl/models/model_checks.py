@@ -1,4 +1,4 @@
-"""Checks of a model: of its files, before anything large is allocated, and of its logits against its own code.
+"""Checks of a model's files, before large allocations, and of its logits: ours against those of the original code.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -30,14 +30,14 @@ LIMITS = {
     ** 24,
     re.compile(r"max_position_embeddings|n_positions"): 2**31 - 1,
 }
-"""Largest valid sizes in a config, by patterns of their names."""
+"""Largest valid sizes in a config, by patterns of the setting names."""
 MOST_NAMED = 5
 """Maximum number of tensor names in a message."""
 
 
 @contextmanager
 def as_config_error(message: str) -> Iterator[None]:
-    """Turn errors of the libraries about a damaged folder or unusable model into a ConfigError."""
+    """Turn library errors about a damaged folder or an unusable model into a ConfigError."""
     try:
         yield
     except (LucidError, MemoryError):
@@ -48,7 +48,7 @@ def as_config_error(message: str) -> Iterator[None]:
 
 
 def check_config_file(path: Path) -> None:
-    """Refuse a config.json with absurd sizes, before a library allocates lists or tensors of such sizes."""
+    """Refuse a config.json with absurd sizes, before a library allocates lists or tensors of these sizes."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -61,20 +61,22 @@ def check_config_file(path: Path) -> None:
             if largest is None or value is None or isinstance(value, list | dict):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= largest:
-                raise ConfigError(
-                    f"{path}: {name}={value!r} is not valid: it must be an integer from 0 to {largest}; restore it"
-                )
+                raise ConfigError(f"{path}: {name}={value!r} is not an integer from 0 to {largest}; restore the file")
 
 
 def check_weight_files(folder: Path, model: nn.Module) -> None:
-    """Refuse a folder without safetensors, or with too few weights for the model, which is on the meta device."""
+    """Refuse a folder without safetensors files, or with too few weights for the model.
+
+    Args:
+        model: may be on the meta device.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
         if pickled:
             raise ConfigError(
-                f"{folder} has its weights in {pickled[0]}, a pickle, which can run code and is not loaded; convert "
-                'it with: python -c "from transformers import AutoModelForCausalLM as M; '
+                f"{folder} has its weights in {pickled[0]}, a pickle, which is not loaded because it can run code; "
+                'convert it with: python -c "from transformers import AutoModelForCausalLM as M; '
                 f"M.from_pretrained('{folder}').save_pretrained('{folder}', safe_serialization=True)\""
             )
         raise ConfigError(f"{folder} has no weights; use a folder with model.safetensors")
@@ -85,13 +87,13 @@ def check_weight_files(folder: Path, model: nn.Module) -> None:
     needed = sum(parameter.numel() for parameter in model.parameters())
     if needed > 2 * stored:
         raise ConfigError(
-            f"{folder / 'config.json'} describes a model of {needed:,} parameters, but its safetensors files hold "
+            f"{folder / 'config.json'} describes a model of {needed:,} parameters, but the safetensors files have "
             f"{stored:,}; restore the files of the model"
         )
 
 
 def describe_mismatch(found: Mapping[str, Any]) -> str:
-    """Missing, unexpected and wrongly shaped tensors in the loader's report; empty if the files fit the model."""
+    """List missing, unexpected and wrongly shaped tensors in the loader's report; empty if the files fit the model."""
     shapes = {f"{name} (file {list(theirs)}, model {list(ours)})" for name, theirs, ours in found["mismatched_keys"]}
     wrong = {"missing": found["missing_keys"], "unexpected": found["unexpected_keys"], "wrongly shaped": shapes}
     return "; ".join(f"{kind}: {_named(names)}" for kind, names in wrong.items() if names)
@@ -119,16 +121,20 @@ def _named(names: Collection[str]) -> str:
 
 
 TOLERANCE = 3e-4
-"""Largest difference of a token's logits, relative to their spread. Rounding in float32 causes about 1e-7, at most 3e-5
-in 48 layers with large weights; unsupported architectures differ by 4e-4 or more, even with small weights."""
+"""Largest allowed difference of a token's logits, relative to the spread of the logits. Rounding in float32 causes
+differences of about 1e-7, at most 3e-5 in 48 layers with large weights. Unsupported architectures differ by 4e-4 or
+more, even with small weights."""
 LENGTHS = (8, 5)
 """Lengths of the compared rows."""
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-"""Layers that attend to all earlier tokens, or to a window of them."""
+"""Types of layers that attend to all earlier tokens, or to a window of earlier tokens."""
 
 
 def check_architecture(model: PreTrainedModel) -> None:
-    """Refuse layers that mix tokens in ways that short rows may not reveal; needs no weights."""
+    """Refuse layer types that `check_against_own_forward` may not detect, because its rows are short.
+
+    This check needs no weights.
+    """
     text: Any = model.config.get_text_config()
     if unknown := sorted(set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYER_TYPES):
         raise _unsupported(model, f"it has layers of type {', '.join(unknown)}")
@@ -138,13 +144,14 @@ def check_architecture(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def check_against_own_forward(model: PreTrainedModel) -> None:
-    """Refuse a model whose logits on our paths differ from those of its reference code.
+    """Refuse a model whose logits in our forward passes differ from the logits of its original code.
 
-    Compares every token of padded rows, packed rows and decoding with a cache. Differences are relative to the spread
-    of the logits and computed in at least float32, so that the scale and precision of the weights do not matter.
+    The check compares every token in padded rows, in packed rows and in decoding with a cache. Differences are relative
+    to the spread of the logits and computed in at least float32, so that the scale and precision of the weights do not
+    matter.
 
     Raises:
-        ConfigError: names the path and its difference.
+        ConfigError: the logits differ; the message names the path and the difference.
     """
     check_architecture(model)
     with _in_float32(model):
@@ -153,16 +160,20 @@ def check_against_own_forward(model: PreTrainedModel) -> None:
         except ConfigError as error:
             raise _unsupported(model, str(error)) from error
         except Exception as error:  # third-party code may raise anything
-            raise _unsupported(model, f"its code fails on our path ({type(error).__name__}: {error})") from error
+            raise _unsupported(
+                model, f"its code fails with our attention function ({type(error).__name__}: {error})"
+            ) from error
     path, worst = max(differences.items(), key=lambda item: item[1])
     if not worst <= TOLERANCE:
         raise _unsupported(
-            model, f"its logits differ from those of our {path} path by {worst:.2g} of their spread at the worst token"
+            model,
+            f"its logits differ from the logits of our {path} forward pass by {worst:.2g} of their spread at the worst "
+            "token",
         )
 
 
 def _differences(model: PreTrainedModel) -> dict[str, float]:
-    """Root mean square difference over V at the worst token of each path, relative to the spread of the logits."""
+    """Return, by forward pass, the root mean square difference over V at the worst token, relative to the spread."""
     device = next(model.parameters()).device
     lengths_B = torch.tensor(LENGTHS, device=device)
     rows, width = len(LENGTHS), max(LENGTHS)
@@ -172,7 +183,7 @@ def _differences(model: PreTrainedModel) -> dict[str, float]:
     own_BTV = _centred(_own_logits(model, ids_BT))
     spread = own_BTV[is_token_BT].square().mean().sqrt()
 
-    # Pack the prompts: a model that mixes tokens outside of attention then mixes rows.
+    # Pack the prompts: a model that mixes tokens outside of attention then mixes rows, and the logits differ.
     wrapped, prompt_lengths_B = LogprobModel(model, temperature=1.0), lengths_B - 1
     padded_BTV = wrapped(ids_BT, lengths_B, frozenset({"logits"})).logits
     packed = pack_rows(ids_BT, prompt_lengths_B)
@@ -195,7 +206,7 @@ def _differences(model: PreTrainedModel) -> dict[str, float]:
 
 
 def _centred(logits: torch.Tensor) -> torch.Tensor:
-    """Logits minus their mean per token, which does not affect probabilities."""
+    """Subtract the mean of each token's logits, which does not affect probabilities."""
     logits = logits.double()
     return logits - logits.mean(dim=-1, keepdim=True)
 
@@ -211,7 +222,7 @@ def _own_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, half-precision tensors of the model are float32; converting them back restores every bit."""
+    """Context manager: inside it, half-precision tensors of the model are float32. The exit restores every bit."""
     halves = [
         (tensor, tensor.dtype)
         for tensor in (*model.parameters(), *model.buffers())

@@ -1,4 +1,4 @@
-"""The optimizer of a policy: master weights, loss scale, clipping, schedule; skips steps with nonfinite gradients."""
+"""The optimizer of a policy, with master weights, loss scale, clipping and schedule; skips nonfinite gradients."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ def plain_norm(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
 class PolicyOptimizer:
     """Optimizer, schedule and loss scale of one model.
 
-    It works on this rank's plain tensors, so any torch optimizer can be used. For half-precision parameters it keeps
-    float32 master weights: gradients of micro-batches accumulate there, and each step writes the parameters.
+    It updates this rank's plain tensors, so any torch optimizer can be used. For half-precision parameters it keeps
+    float32 master weights: micro-batches accumulate gradients in float32, and each step copies the updated master
+    weights to the parameters.
 
     Args:
         parameters: parameters of this rank; only those that require gradients are trained.
         local: returns the plain tensor behind a parameter or gradient.
         total_norm: returns the gradient norm of the full model, over all ranks.
-        key: the setting that holds the config, for errors.
+        key: name of the config's setting, for errors.
     """
 
     def __init__(
@@ -50,16 +51,16 @@ class PolicyOptimizer:
         self._local, self._total_norm = local, total_norm
         self._max_grad_norm = config.max_grad_norm
         self._trained = [local(parameter.detach()) for parameter in self._parameters]
-        """Tensors that the optimizer updates: the parameters' memory, or float32 master weights."""
+        """Tensors that the optimizer updates: the parameters themselves, or float32 master weights."""
         self.has_masters = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in self._trained)
         if self.has_masters:
             self._trained = [tensor.float() for tensor in self._trained]
             for parameter, master in zip(self._parameters, self._trained, strict=True):
                 parameter.register_post_accumulate_grad_hook(_accumulator_into(master))
-        # Sharded parameters are float32 themselves, but the saved weights are rounded.
+        # Sharded parameters are float32 and need no masters, but checkpoints round them and save masters separately.
         self._keeps_masters = self.has_masters or config.precision in HALF_PRECISIONS
         self.loss_scale = _FIRST_LOSS_SCALE if config.precision == "float16" else 1.0
-        """Multiply losses by this before the backward pass; `step` divides gradients by it."""
+        """Multiply losses by this factor before the backward pass; `step` divides the gradients by it."""
         self._is_scaled = self.loss_scale != 1.0
         self._good_steps = 0
         self._optimizer = _make_optimizer(self._trained, config, key)
@@ -72,7 +73,7 @@ class PolicyOptimizer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def step(self) -> float:
-        """Clip and step; return the norm before clipping. Skips the step if the norm is NaN or infinite."""
+        """Clip gradients and update; return the norm before clipping. Skip the update if the norm is not finite."""
         if not self.has_masters:
             for parameter, tensor in zip(self._parameters, self._trained, strict=True):
                 tensor.grad = None if parameter.grad is None else self._local(parameter.grad)
@@ -93,7 +94,7 @@ class PolicyOptimizer:
         return norm.item()
 
     def _adapt_loss_scale(self, is_finite: bool) -> None:
-        """Halve the scale after an overflow; double it after many good steps."""
+        """Halve the scale after an overflow; double it after many steps without overflow."""
         self._good_steps = self._good_steps + 1 if is_finite else 0
         if not is_finite:
             self.loss_scale = max(1.0, self.loss_scale / 2)
@@ -105,7 +106,7 @@ class PolicyOptimizer:
             tensor.grad = None
 
     def schedule(self) -> None:
-        """Advance the learning-rate schedule; call it once per step of the run."""
+        """Advance the learning-rate schedule; call this once per training step."""
         if self._scheduler is not None:
             self._scheduler.step()
 
@@ -126,8 +127,8 @@ class PolicyOptimizer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state under the current settings: a changed learning rate or schedule applies as if it had been set
-        from the start."""
+        """Restore a state, but keep the current settings: a changed learning rate or schedule applies as if it had been
+        set from the start of the run."""
         self._optimizer.load_state_dict(state["optimizer"])
         for group in self._optimizer.param_groups:
             group.pop("initial_lr", None)
@@ -145,20 +146,22 @@ class PolicyOptimizer:
             self._write_parameters()
 
     def reset_to_model(self) -> None:
-        """Copy the model's current weights into the master weights, after they were changed from outside."""
+        """Copy the model's weights into the master weights; call this after changing the weights directly."""
         with torch.no_grad():
             for parameter, tensor in zip(self._parameters, self._trained, strict=True):
                 tensor.copy_(self._local(parameter))
 
     def _advance_schedule(self, count: int) -> None:
-        """Replay steps: a scheduler's state dict also holds its arguments, so it cannot be loaded."""
+        """Advance the schedule by `count` steps. Loading a scheduler's state dict would restore its old arguments."""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before", UserWarning)
                 for _ in range(count):
                     self.schedule()
         except ValueError as error:
-            raise ConfigError(f"{self._key}.scheduler fails before step {count} of the run: {error}") from error
+            raise ConfigError(
+                f"{self._key}.scheduler fails before step {count} of the run: {error}; change its arguments"
+            ) from error
 
     @torch.no_grad()
     def _write_parameters(self) -> None:
@@ -196,8 +199,8 @@ def _make_scheduler(optimizer: torch.optim.Optimizer, config: OptimizationConfig
 def schedule_factor(name: str, step: int, warmup_steps: int, total_steps: int | None, final_fraction: float) -> float:
     """Return the factor of the learning rate after `step` steps.
 
-    It rises linearly and reaches 1 after `warmup_steps`. Then `constant` stays there; `linear` and `cosine` fall to
-    `final_fraction`, which they reach after `total_steps`, so the last step still learns.
+    The factor rises linearly and reaches 1 after `warmup_steps`. Then `constant` stays at 1; `linear` and `cosine` fall
+    and reach `final_fraction` only after `total_steps`, so the last step still learns.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
@@ -234,7 +237,9 @@ def _make(name: str, kwargs: dict[str, Any], key: str, argument: Any) -> Any:
             "such as torch.optim.AdamW"
         )
     if factory is torch.optim.lr_scheduler.ReduceLROnPlateau:
-        raise ConfigError(f"{key}.name={name!r} needs a metric at each step, which is not supported; choose another")
+        raise ConfigError(
+            f"{key}.name={name!r} needs a metric at each step, which is not supported; choose another scheduler"
+        )
     check_arguments(factory, kwargs, f"{key}.kwargs", num_given=1)
     try:
         return factory(argument, **kwargs)

@@ -1,13 +1,13 @@
-"""Where a model comes from: a model folder, a run or checkpoint, the hub, or the package itself.
+"""Finds a model by name: a model folder, a run or checkpoint, the hub, or the package itself.
 
 | name | model |
 | --- | --- |
-| `embedded`, `embedded-untrained` | part of the package |
-| a folder with config.json | that model |
-| a run folder, or RUN@newest | its newest valid checkpoint |
-| RUN@best | its checkpoint with the best validation metric |
-| a checkpoint folder, such as RUN/checkpoints/step_20 | that checkpoint |
-| `hub:ORG/NAME[@REVISION][/FOLDER]` | downloaded, see `lucidrl.utils.hub` |
+| `embedded`, `embedded-untrained` | the model in the package |
+| a folder with config.json | the model in the folder |
+| a run folder, or RUN@newest | the newest valid checkpoint of the run |
+| RUN@best | the checkpoint of the run with the best validation metric |
+| a checkpoint folder, such as RUN/checkpoints/step_20 | the model in the checkpoint |
+| `hub:ORG/NAME[@REVISION][/FOLDER]` | downloaded from the hub, see `lucidrl.utils.hub` |
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from lucidrl.utils.config import merged_settings
 from lucidrl.utils.hub import downloaded, is_hub_id, looks_like_an_id, parse_hub_id, pinned
 
 WEIGHTS = "policy"
-"""Folder of a checkpoint with the model."""
+"""Folder inside a checkpoint that has the model."""
 NEWEST, BEST = "newest", "best"
 MODEL_KEY = "policy.model_name"
 
 
 def model_folder(name: str, key: str = MODEL_KEY) -> Path:
-    """The folder with the files of a model; downloads it and verifies its checkpoint if the name asks for that.
+    """Return the folder with the files of a model. Download a hub model; verify a checkpoint.
 
     Args:
-        name: as in the table above, but not one of the embedded models.
-        key: the setting with the name, for messages.
+        name: a name of the table above, except the embedded models.
+        key: the setting that has this name, for messages.
 
     Raises:
-        ConfigError: it names no model.
+        ConfigError: there is no model of this name.
         CheckpointError: the run has no such checkpoint, or the checkpoint is damaged.
     """
     if is_hub_id(name):
@@ -49,13 +49,13 @@ def model_folder(name: str, key: str = MODEL_KEY) -> Path:
     found = "has no config.json" if folder.is_dir() else "does not exist"
     offer = f"write hub:{name} to download it from the hub, or " if looks_like_an_id(name) else ""
     raise ConfigError(
-        f"{key}={name!r}: that folder {found}; {offer}give a Hugging Face model folder, a run folder, a checkpoint, "
+        f"{key}={name!r}: this folder {found}; {offer}use a Hugging Face model folder, a run folder, a checkpoint, "
         f"or one of {', '.join(EMBEDDED_MODELS)}"
     )
 
 
 def find_checkpoint(name: str) -> Checkpoint | None:
-    """The verified checkpoint of a run, RUN@best or a checkpoint folder; None if the name is none of these."""
+    """Return the verified checkpoint of a run folder, RUN@best or a checkpoint folder; None for other names."""
     path, which = _split(name)
     folder = Path(path).expanduser()
     if (folder / CONFIG_NAME).is_file():
@@ -66,24 +66,27 @@ def find_checkpoint(name: str) -> Checkpoint | None:
 
 
 def resolved_name(name: str, key: str = MODEL_KEY) -> str:
-    """A name that means the same model later, for `config.yaml`: the newest checkpoint and a branch change."""
+    """Return a name that still means the same model when the newest checkpoint or a hub branch has changed.
+
+    `config.yaml` stores this name.
+    """
     if name in EMBEDDED_MODELS:
         return name
     return pinned(name, "model") if is_hub_id(name) else str(model_folder(name, key))
 
 
 def with_resolved_names(policy: PolicyConfig) -> PolicyConfig:
-    """The settings of a policy with resolved names of model and tokenizer.
+    """Return the config of a policy with resolved names of model and tokenizer.
 
     Raises:
-        ConfigError: as `model_folder`, or the policy is to run code of the hub.
+        ConfigError: see `model_folder`; also raised if `trust_remote_code` is set for a hub model.
     """
     names = {"model_name": policy.model_name, "tokenizer": policy.tokenizer}
     for key, name in names.items():
         if is_hub_id(name) and policy.trust_remote_code:
             raise ConfigError(
                 f"policy.trust_remote_code=true does not apply to policy.{key}={name}, because code is not downloaded; "
-                "set it to false, or read the code and give a folder that has it"
+                f"set it to false, or read the code and set policy.{key} to a folder that has it"
             )
     return policy.model_copy(
         update={key: resolved_name(name, f"policy.{key}") for key, name in names.items() if name is not None}
@@ -91,7 +94,7 @@ def with_resolved_names(policy: PolicyConfig) -> PolicyConfig:
 
 
 def _split(name: str) -> tuple[str, str | None]:
-    """Split RUN@best, unless there is a folder of the whole name."""
+    """Split RUN@best into (RUN, best), unless a folder named RUN@best exists."""
     run, at, which = name.rpartition("@")
     if not at or "/" in which or Path(name).expanduser().exists():
         return name, None
@@ -104,7 +107,7 @@ def _checkpoint_of_run(run: Path, which: str) -> Checkpoint:
     if which == NEWEST:
         newest = CheckpointManager(run / CHECKPOINTS_NAME).latest()
         if newest is None:
-            raise CheckpointError(f"{run} holds no valid checkpoint yet; wait until the run saves one")
+            raise CheckpointError(f"{run} has no valid checkpoint yet; wait until the run saves one")
         return newest
     settings = merged_settings(run / CONFIG_NAME, resolve=False).get("checkpoint", {})
     metric = settings.get("metric", CheckpointConfig().metric)
@@ -112,7 +115,7 @@ def _checkpoint_of_run(run: Path, which: str) -> Checkpoint:
     best = CheckpointManager(run / CHECKPOINTS_NAME, metric=metric, mode=mode).best()
     if best is None:
         raise CheckpointError(
-            f"{run} has no valid checkpoint with the metric {metric!r}, so none is the best; write {run}@{NEWEST}"
+            f"{run} has no valid checkpoint with the metric {metric!r}, so there is no best one; write {run}@{NEWEST}"
         )
     return best
 
@@ -121,7 +124,7 @@ def _weights(checkpoint: Checkpoint, source: str) -> Path:
     folder = checkpoint.path / WEIGHTS
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{source} holds no language model; choose a run of lucidrl grpo or sft (lucidrl play shows a trained "
+            f"{source} has no language model; choose a run of lucidrl grpo or sft (lucidrl play shows a trained "
             "control policy)"
         )
     return folder

@@ -1,11 +1,12 @@
-"""Tensor parallelism: ranks split the matrices of a Hugging Face model, whose code runs unchanged.
+"""Tensor parallelism: ranks split the matrices of a Hugging Face model; the code of the model runs unchanged.
 
-Parameters become DTensors; the model's code sees plain local tensors as activations. Embedding and head are split by
-vocabulary. Modules without a plan, such as the norms between blocks, are whole on every rank: all ranks compute the
-same hidden states and, because the input gradient of every block is summed over ranks, the same gradients.
+Parameters become DTensors; activations are plain local tensors. A block is a module with split matrices, such as
+attention or feed-forward. Embedding and head are split by vocabulary. Modules without an entry in the plan, such as the
+norms between blocks, are replicated. All ranks compute the same hidden states there, and the same gradients, because
+the input gradient of every block is summed over ranks.
 
-With sequence parallelism the activations between blocks are split along time as well. The norms then see different
-tokens on every rank; their parameters are replicated DTensors, and their gradients are summed over ranks.
+With sequence parallelism the activations between blocks are also split along time. Each rank then applies the norms to
+different tokens, so the norms' parameters are replicated DTensors whose gradients are summed over ranks.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ STYLES: dict[str, Callable[[Placement], ParallelStyle]] = {
     "rowwise": lambda between: RowwiseParallel(output_layouts=between),
     "colwise_gather_output": lambda between: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": lambda between: RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-    # A norm over the features of each head, on this rank's heads. It treats heads and times alike, so that any dim but
-    # the last may count as the split one, wherever the model has its heads.
+    # A norm over the features of each head, applied to this rank's heads. It treats all dims but the last alike, so
+    # SequenceParallel's split dim need not be the dim of the heads.
     "replicated_with_grad_allreduce": lambda between: SequenceParallel(use_local_output=True),
 }
-"""Styles of transformers' plans, given the placement of hidden states between blocks."""
+"""Style names in transformers' plans → function that returns the style, given the placement between blocks."""
 
 OWN_PLANS: dict[str, Mapping[str, str]] = {
     "hunyuan_v1_dense": {
@@ -60,7 +61,7 @@ OWN_PLANS: dict[str, Mapping[str, str]] = {
     },
     "phi": {f"layers.*.self_attn.{name}_layernorm": "replicated_with_grad_allreduce" for name in "qk"},
 }
-"""Additions to transformers' plans, by model type."""
+"""Entries that transformers' plans lack, by model type."""
 
 
 def apply_tensor_parallel(
@@ -68,17 +69,17 @@ def apply_tensor_parallel(
 ) -> None:
     """Replace the parameters of a causal language model by this rank's shards.
 
-    All ranks must have the same parameters, or all on the meta device: no weights are sent. Decoder inputs and outputs
-    are whole tensors, equal on all ranks. Do not call the head's `forward`: `token_logprobs` and `gathered_logits` read
-    its parameters.
+    No weights are sent: all ranks must have the same parameters, or all have parameters on the meta device. Decoder
+    inputs and outputs are whole tensors, equal on all ranks. Do not call the head's `forward`; use `token_logprobs` and
+    `gathered_logits`, which read the head's parameters.
 
     Args:
         tp_mesh: a mesh with one axis.
         sequence_parallel: split activations between blocks along time; T must be a multiple of the mesh's size.
-        custom_plan: import path of a plan that replaces the model's own: a mapping of module names, with `*` for any
-            one component, to a `ParallelStyle` or a key of `STYLES`; or a function of (model, sequence_parallel) that
-            returns one. Its entries for embedding and head are ignored. With `sequence_parallel`, norms without an
-            entry get a default style.
+        custom_plan: import path of a plan to use instead of the model's plan. A plan maps module names, with `*` for
+            any one component, to a `ParallelStyle` or a key of `STYLES`. The path may also name a function of (model,
+            sequence_parallel) that returns a plan. Entries for embedding and head are ignored. With
+            `sequence_parallel`, norms without an entry get a default style.
     """
     styles = check_tensor_parallel(model, tp_mesh.size(), sequence_parallel=sequence_parallel, custom_plan=custom_plan)
     _split_by_vocabulary(model, tp_mesh, _between(sequence_parallel))
@@ -89,10 +90,10 @@ def apply_tensor_parallel(
 def check_tensor_parallel(
     model: PreTrainedModel, size: int, *, sequence_parallel: bool = False, custom_plan: str | None = None
 ) -> list[tuple[str, ParallelStyle]]:
-    """The styles that `apply_tensor_parallel` would use on `size` ranks; changes nothing.
+    """Return the styles that `apply_tensor_parallel` would use on `size` ranks, without changing the model.
 
     Raises:
-        ConfigError: if the model cannot be split; names the reason.
+        ConfigError: the model cannot be split; the message names the reason.
     """
     between = _between(sequence_parallel)
     plan = _plan(model, sequence_parallel, custom_plan)
@@ -106,12 +107,12 @@ def check_tensor_parallel(
 
 
 def _between(sequence_parallel: bool) -> Placement:
-    """Placement of activations between blocks."""
+    """Return the placement of activations between blocks."""
     return TIME if sequence_parallel else Replicate()
 
 
 def _check_heads(config: Any, size: int) -> None:
-    """Refuse a size that would split a head."""
+    """Refuse a size that would split an attention head."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     key_value_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -119,14 +120,14 @@ def _check_heads(config: Any, size: int) -> None:
         if count % size:
             raise ConfigError(
                 f"tensor_parallel_size={size} does not divide the model's {key}={count}; "
-                "choose a size that divides both its attention heads and its key-value heads"
+                "choose a size that divides num_attention_heads and num_key_value_heads"
             )
 
 
 class _BlockInput(ParallelStyle):
-    """Make the input of a block one replicated DTensor, gathered along time if necessary.
+    """Turns the input of a block into one replicated DTensor, gathered along time if necessary.
 
-    All projections of the block read it, so that their gradients are summed over ranks once per block.
+    All projections of the block read this DTensor, so its gradient is summed over ranks once per block.
     """
 
     def __init__(self, layout: Placement):
@@ -148,7 +149,7 @@ class _BlockInput(ParallelStyle):
 
 
 def _split_by_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, between: Placement) -> None:
-    """Split embedding and head; tied ones stay tied."""
+    """Split embedding and head by vocabulary; a tied head stays tied."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     is_tied = head.weight is embedding.weight
@@ -164,13 +165,13 @@ def _split_by_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, between: Plac
 
 
 def _check_length(size: int, _: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-    """Ranks with different lengths would wait for each other forever."""
+    """Check that rows split evenly; ranks with different lengths would wait for each other forever."""
     length = args[0].shape[1]
     assert length % size == 0, f"rows of {length} tokens do not split over {size} ranks"
 
 
 def _plan(model: PreTrainedModel, sequence_parallel: bool, custom_plan: str | None) -> Mapping[str, Any]:
-    """Map patterns of module names in `model` to a `ParallelStyle`, or to the name of one."""
+    """Return the plan: patterns of module names in `model` → a `ParallelStyle` or a key of `STYLES`."""
     if custom_plan is not None:
         plan = import_object(custom_plan, CUSTOM_PLAN_KEY)
         if callable(plan):
@@ -184,7 +185,7 @@ def _plan(model: PreTrainedModel, sequence_parallel: bool, custom_plan: str | No
         if not isinstance(plan, Mapping):
             raise ConfigError(
                 f"{CUSTOM_PLAN_KEY}={custom_plan!r} is a {type(plan).__name__}; "
-                "it must be a mapping of module names to styles, or a function that returns one"
+                "set it to a mapping of module names to styles, or to a function that returns such a mapping"
             )
         return plan
     config = model.config
@@ -197,7 +198,7 @@ def _plan(model: PreTrainedModel, sequence_parallel: bool, custom_plan: str | No
 def _planned_styles(
     model: PreTrainedModel, plan: Mapping[str, Any], between: Placement, *, is_custom: bool
 ) -> dict[str, ParallelStyle]:
-    """The style of each module in the plan; unmatched patterns are refused in a custom plan only."""
+    """Return the style of each module in the plan. Patterns that match no module are an error in a custom plan only."""
     styles: dict[str, ParallelStyle] = {}
     by_vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
     for pattern, style in plan.items():
@@ -222,18 +223,19 @@ def _style(name: str, style: Any, between: Placement) -> ParallelStyle:
     if style in STYLES:
         return STYLES[style](between)
     raise _unusable(
-        f"the tensor-parallel plan wants {style!r} for {name}; known are a ParallelStyle and {', '.join(STYLES)}"
+        f"the tensor-parallel plan has the unknown style {style!r} for {name} (known: {', '.join(STYLES)}, or a "
+        "ParallelStyle)"
     )
 
 
 def _example_name(model: PreTrainedModel) -> str:
-    """The pattern of a linear layer in the decoder."""
+    """Return the name pattern of a linear layer in the decoder."""
     names = (name for name, module in model.base_model.named_modules() if isinstance(module, nn.Linear))
     return f"{model.base_model_prefix}.{re.sub(r'[.][0-9]+[.]', '.*.', next(names, 'layers.0.mlp'))}"
 
 
 def _blocks(model: PreTrainedModel, styles: Mapping[str, ParallelStyle], size: int) -> list[str]:
-    """The modules with split matrices, such as attention and feed-forward of every layer."""
+    """Return the names of the modules with split matrices, such as attention and feed-forward of every layer."""
     split = _split_matrices(styles)
     if not split:
         raise _unusable(f"the tensor-parallel plan splits no matrix of {type(model).__name__}")
@@ -241,7 +243,7 @@ def _blocks(model: PreTrainedModel, styles: Mapping[str, ParallelStyle], size: i
         _check_split(name, model.get_submodule(name), styles[name], size)
     blocks = list(dict.fromkeys(map(_parent, split)))
     for block in blocks:
-        # A module without a style would see a shard of the features or heads, and its gradient would be partial.
+        # A module without a style would get a shard of the features or heads, and its gradient would be incomplete.
         for name in _with_parameters(model, block):
             if name not in styles:
                 raise _unusable(f"the tensor-parallel plan splits {block}, but has no entry for {name}")
@@ -257,15 +259,15 @@ def _split_matrices(styles: Mapping[str, ParallelStyle]) -> list[str]:
 
 
 def _parent(name: str) -> str:
-    """The name of the parent module."""
+    """Return the name of the parent module."""
     return name.rpartition(".")[0]
 
 
 def _check_split(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
     if not isinstance(module, nn.Linear):
         raise ConfigError(
-            f"the tensor-parallel plan splits {name}, a {type(module).__name__}; only nn.Linear can be split: "
-            "use another style"
+            f"the tensor-parallel plan splits {name}, a {type(module).__name__}, but only nn.Linear can be split; "
+            "use another style for this module"
         )
     # DTensor infers the full shape of activations from the local shape.
     features = module.out_features if isinstance(style, ColwiseParallel) else module.in_features
@@ -278,7 +280,10 @@ def _check_split(name: str, module: nn.Module, style: ParallelStyle, size: int) 
 def _norm_styles(
     model: PreTrainedModel, styles: Mapping[str, ParallelStyle], blocks: list[str]
 ) -> list[tuple[str, ParallelStyle]]:
-    """Sequence parallelism: norms between blocks work on this rank's times, and the last norm gathers all times."""
+    """Return the styles of norms for sequence parallelism.
+
+    Norms between blocks process this rank's positions; the output of the last norm is gathered along time.
+    """
     modules = dict(model.named_modules())
     layers = dict.fromkeys(map(_parent, blocks))
     stack = _parent(next(iter(layers)))
@@ -302,7 +307,7 @@ def _norm_styles(
 
 
 def _with_parameters(model: nn.Module, parent: str) -> list[str]:
-    """Names of a module's direct parameters, and of its children with parameters."""
+    """Return the names of a module's direct parameters and of its child modules with parameters."""
     module = model.get_submodule(parent)
     children = [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
     return [f"{parent}.{name}" for name in (*dict(module.named_parameters(recurse=False)), *children)]

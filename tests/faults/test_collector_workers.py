@@ -69,7 +69,7 @@ def test_a_worker_that_fails_is_named_at_once_with_its_traceback(kind, fault, wh
     assert seconds < 30
     if trace is not None:
         assert re.search(trace, str(failure.__cause__))
-    with pytest.raises(WorkerError, match="the collector failed in a rollout; make another one"):
+    with pytest.raises(WorkerError, match="the collector failed in a rollout; create a new collector"):
         collector.next()
     with pytest.raises(WorkerError, match="state_dict cannot begin: the collector failed in a rollout"):
         collector.state_dict()

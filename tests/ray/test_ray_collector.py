@@ -69,7 +69,7 @@ def test_a_batch_is_of_the_newest_version_from_any_source_of_weights(shared):
         batch = shared.next()
         assert batch["largest"].unique().tolist() == [float(number) if source is not None else 0.0]
         assert batch[POLICY_VERSION].unique().tolist() == [10 * number]
-    with pytest.raises(ConfigError, match=r"the weight weight has shape \[3\], but in the policy it is \[20000\]"):
+    with pytest.raises(ConfigError, match=r"the weight weight has shape \[3\], but the policy needs \[20000\]"):
         shared.update_policy_weights_({"weight": torch.zeros(3)})
     assert shared.next()[POLICY_VERSION].unique().tolist() == [60]
 
@@ -123,7 +123,7 @@ def test_methods_are_called_in_every_worker_and_hooks_run_there(shared):
     assert set(pids) == set(shared.workers.pids)
     assert all(psutil.Process(pid).parent().name().startswith("ray::NodeAgent") for pid in pids)
     assert "pid" not in shared.next()
-    with pytest.raises(ConfigError, match="Collector has no method 'fly' to call"):
+    with pytest.raises(ConfigError, match="Collector has no method 'fly'; pass"):
         shared.map_fn("fly", [(), ()])
 
 
@@ -197,7 +197,7 @@ def test_a_collector_class_as_an_actor_collects_until_its_frames_are_there():
         ({"remote_options": {"num_gpus": 1}}, r"for CPU 1, GPU 1 on one node, .* has CPU \d of 2 free, GPU 0 of 0"),
         ({"remote_options": {"resources": {"lake": 1}}}, r"lake 1 on one node, but .*, lake 0 of 0 free\. Lower"),
         ({"remote_options": {"accelerator_type": "H100"}}, r"accelerator_type:H100 0\.001 on one node, but"),
-        ({"remote_options": [{}] * 3}, "remote_options has 3 entries for 2 workers; give one mapping, or one per"),
+        ({"remote_options": [{}] * 3}, "remote_options has 3 entries for 2 workers; pass one mapping, or one per"),
         ({"remote_options": [{}, 4]}, "remote_options has 4, which is no mapping"),
         ({"remote_options": {"max_restarts": 2}}, "remote_options has max_restarts, which the collector sets itself"),
         ({"remote_options": {"name": "walker"}}, "remote_options has name, which the collector sets itself"),
@@ -206,7 +206,7 @@ def test_a_collector_class_as_an_actor_collects_until_its_frames_are_there():
             {"remote_options": {"runtime_env": {"env_vars": {"A": 1}}}},
             "Ray refuses the options .*env_vars",
         ),
-        ({"max_restarts": -1}, "max_restarts=-1 is negative; give 0 to never restart"),
+        ({"max_restarts": -1}, "max_restarts=-1 is negative; set 0 to never restart"),
         ({"frames_per_batch": 1, "sync": True}, "frames_per_batch=1 leaves some of 2 workers without a frame"),
         ({"timeout_s": 0}, "timeout_s=0 is not above 0"),
         ({"create_env_fn": [threading.Lock().acquire] * 2}, "create_env_fn of worker 0 cannot be sent"),

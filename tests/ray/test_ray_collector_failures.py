@@ -54,7 +54,7 @@ def test_a_worker_that_raises_is_named_with_its_traceback_and_never_restarted(cr
     assert re.search(trace, str(failure.__cause__))
     assert collector.num_restarts == 0
     wait_until_gone(pids)
-    with pytest.raises(WorkerError, match="a rollout cannot begin: the collector failed in a rollout; make another"):
+    with pytest.raises(WorkerError, match="a rollout cannot begin: the collector failed in a rollout; create"):
         collector.next()
     collector.shutdown()
 
@@ -182,7 +182,7 @@ def test_workers_are_armed_like_their_driver_and_options_of_the_caller_stay(monk
     assert counts_of(tmp_path / "shown.json")["EnvBase.step_and_maybe_reset"] == 10
     assert counts_of(tmp_path / "silent.json") == {}
     collector.shutdown()
-    with pytest.raises(WorkerError, match="a rollout cannot begin: the collector was shut down; make another one"):
+    with pytest.raises(WorkerError, match="the collector was shut down; create a new collector"):
         collector.next()
     assert ray.is_initialized()
 

@@ -226,7 +226,7 @@ MISTAKES = {
     "resume with a preset": (["grpo", "--resume", "taken", "--preset", "demo"], ["remove --config and --preset"]),
     "generate from no run": (
         ["generate", "taken", "1+1="],
-        ["RUN='taken': that folder has no config.json", "a run folder"],
+        ["RUN='taken': this folder has no config.json", "a run folder"],
     ),
     "generate without any prompts": (["generate", "taken/run"], ["no prompts given; write PROMPT", "--file", "--chat"]),
     "generate from two sources": (["generate", "taken/run", "1+1=", "--chat"], ["PROMPT and --chat given; write"]),
@@ -234,16 +234,16 @@ MISTAKES = {
     "chat with samples": (["generate", "taken/run", "--chat", "--samples", "3"], ["--samples 3 does not apply"]),
     "hub id without the prefix": (
         ["grpo", "policy.model_name=org/name"],
-        ["'org/name': that folder does not exist; write hub:org/name to download"],
+        ["'org/name': this folder does not exist; write hub:org/name to download"],
     ),
     "hub id that is none": (["grpo", "policy.model_name=hub:name"], ["'hub:name' is not a name on the hub"]),
     "code of the hub": (
         ["grpo", "policy.model_name=hub:org/name", "policy.trust_remote_code=true"],
         ["policy.trust_remote_code=true does not apply to policy.model_name=hub:org/name"],
     ),
-    "run without a checkpoint": (["grpo", "policy.model_name=taken/run"], ["taken/run holds no valid checkpoint yet"]),
+    "run without a checkpoint": (["grpo", "policy.model_name=taken/run"], ["taken/run has no valid checkpoint yet"]),
     "run with an unknown checkpoint": (["grpo", "policy.model_name=taken/run@last"], ["taken/run@best or taken/run@n"]),
-    "generate before a checkpoint": (["generate", "taken/run", "1+1="], ["taken/run holds no valid checkpoint yet"]),
+    "generate before a checkpoint": (["generate", "taken/run", "1+1="], ["taken/run has no valid checkpoint yet"]),
     "check of an unknown algorithm": (["check", "--algorithm", "ppp"], ["--algorithm=ppp", "grpo, sft, ppo"]),
     "unknown control env": (["ppo", "env.name=CartPol-v1"], ["'CartPol-v1'", "CartPole"]),
     "argument of the control env": (["ppo", "env.kwargs.gravity=1"], ["'CartPole-v1'", "gravity"]),
@@ -375,7 +375,7 @@ def test_a_control_run_can_be_resumed_and_run_again_from_its_config(lucidrl, wor
     assert CheckpointManager(workplace / "runs/run/checkpoints").latest().step == 3
     code, _, errors = lucidrl("generate", "runs/run", "1+1=")
     assert code != 0
-    assert errors.startswith("error: runs/run holds no language model")
+    assert errors.startswith("error: runs/run has no language model")
 
 
 def test_a_control_env_of_your_own_is_found_in_the_working_directory(lucidrl, tmp_path, monkeypatch):

@@ -270,5 +270,5 @@ def test_cartpole_is_solved_with_every_seed(tmp_path, seed):
 
 def test_a_resume_with_another_number_of_envs_is_refused(ppo):
     ppo("run", "ppo.max_steps=1")
-    with pytest.raises(CheckpointError, match=r"env\.num_envs=2, not 4; resume with the saved number"):
+    with pytest.raises(CheckpointError, match=r"env\.num_envs=2, not 4; resume with env\.num_envs=2"):
         ppo("run", "env.num_envs=4", resume=True)

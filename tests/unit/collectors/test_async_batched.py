@@ -302,9 +302,9 @@ def test_a_policy_that_raised_once_is_called_again():
     ("arguments", "message"),
     [
         ({"frames_per_batch": 0}, "frames_per_batch=0 makes no batch"),
-        ({"create_env_fn": Walk}, "create_env_fn is not a list; give one factory for each env"),
+        ({"create_env_fn": Walk}, "create_env_fn is not a list; pass a list with one factory per env"),
         ({"create_env_fn": [lambda: None]}, "the factory of env 0 returned None"),
-        ({"create_env_fn": [partial(Walk, (2,))]}, r"are single ones, but these have batch size \[2\]"),
+        ({"create_env_fn": [partial(Walk, (2,))]}, r"the factories make envs of batch size \[2\]"),
         ({"policy": 3}, "policy is 3; give a TensorDict module"),
     ],
 )
@@ -408,7 +408,7 @@ def test_a_seed_from_another_thread_takes_effect_between_two_batches():
 def test_a_shutdown_from_another_thread_raises():
     collector = AsyncBatchedCollector([lambda: SlowWalk(0.1)] * 2, frames_per_batch=100)
     threading.Timer(0.3, collector.shutdown).start()
-    with pytest.raises(EnvironmentFailure, match="the envs were closed in the middle of a step"):
+    with pytest.raises(EnvironmentFailure, match="the envs were closed during a step"):
         collector.next()
 
 
@@ -439,5 +439,5 @@ def test_shutdown_twice_is_fine_and_later_calls_say_so():
     collector.shutdown()
     collector.shutdown()
     assert time.monotonic() - begun < 30
-    with pytest.raises(ConfigError, match="the collector was shut down; make another one"):
+    with pytest.raises(ConfigError, match="the collector was shut down; create a new collector"):
         collector.next()

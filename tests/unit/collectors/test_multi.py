@@ -111,7 +111,7 @@ def test_a_stacked_batch_has_equally_many_frames_of_each_worker(caplog):
         assert all((batch[TRAJECTORY_IDS] % 2 == torch.tensor([[0], [1]])).all() for batch in batches)
         assert tuple(collector.rollout(1).shape) == (2, 1)
         assert collector.num_frames == 16
-    assert "frames_per_batch=5 is no multiple of the 2 envs" in caplog.text
+    assert "frames_per_batch=5 is not a multiple of the 2 envs" in caplog.text
 
 
 def test_a_joined_batch_has_exactly_the_requested_frames():
@@ -121,7 +121,7 @@ def test_a_joined_batch_has_exactly_the_requested_frames():
         assert [(batch[TRAJECTORY_IDS] % 2).tolist() for batch in batches] == [[0, 0, 0, 1, 1]] * 2 + [[0, 0, 1]]
         assert collector.next() is None
         assert [collector.rollout(number).numel() for number in (1, 50)] == [1, 50]
-        with pytest.raises(ConfigError, match="num_frames=0 makes no batch; give at least 1"):
+        with pytest.raises(ConfigError, match="num_frames=0 is less than 1; set it to at least 1"):
             collector.rollout(0)
 
 
@@ -266,7 +266,7 @@ def test_weights_are_never_torn_by_a_busy_publisher(kind):
 
 def test_weights_of_another_policy_are_refused_and_nothing_else_happens():
     with MultiSyncCollector([Walk] * 2, Versioned(), frames_per_batch=4) as collector:
-        with pytest.raises(ConfigError, match=r"the weight weight has shape \[3\], but in the policy it is \[20000\]"):
+        with pytest.raises(ConfigError, match=r"the weight weight has shape \[3\], but the policy needs \[20000\]"):
             collector.update_policy_weights_({"weight": torch.zeros(3)})
         with pytest.raises(ConfigError, match="the weights lack weight of the policy"):
             collector.update_policy_weights_({})
@@ -277,7 +277,7 @@ def test_a_policy_without_weights_has_versions():
     with MultiSyncCollector([Walk] * 2, always_right, frames_per_batch=4) as collector:
         collector.update_policy_weights_()
         assert collector.rollout()[POLICY_VERSION].unique().tolist() == [1]
-        with pytest.raises(ConfigError, match=r"the policy has no weights to update; give the collector an nn\.Module"):
+        with pytest.raises(ConfigError, match=r"it has no weights to update; use an nn\.Module"):
             collector.update_policy_weights_({"weight": torch.zeros(1)})
 
 
@@ -303,12 +303,12 @@ def test_map_fn_gives_every_worker_its_arguments_and_returns_the_results_in_orde
         assert collector.num_workers == 2
         assert collector.map_fn("set_seed", [(3,), (30,)]) == [4, 31]
         with pytest.raises(
-            ConfigError, match=r"list_of_args has 1 tuples for 2 worker\(s\); give one tuple per worker"
+            ConfigError, match=r"list_of_args has 1 tuples for 2 worker\(s\); pass one tuple per worker"
         ):
             collector.map_fn("set_seed", [(3,)])
-        with pytest.raises(ConfigError, match="list_of_args has 3, which is no tuple of arguments"):
+        with pytest.raises(ConfigError, match="list_of_args has 3, which is not a tuple"):
             collector.map_fn("set_seed", [3, 30])
-        with pytest.raises(ConfigError, match="Collector has no method 'fly' to call"):
+        with pytest.raises(ConfigError, match="Collector has no method 'fly'; pass"):
             collector.map_fn("fly", [(), ()])
         assert collector.rollout().numel() == 4
 
@@ -507,18 +507,18 @@ def test_specs_may_be_of_a_class_that_only_the_program_knows():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"frames_per_batch": 0}, "frames_per_batch=0 makes no batch; give at least 1"),
+        ({"frames_per_batch": 0}, "frames_per_batch=0 is less than 1; set it to at least 1"),
         ({"frames_per_batch": 1}, "frames_per_batch=1 leaves some of 2 workers without a frame"),
         ({"create_env_fn": [lambda: None] * 2}, "the factory of env 0 returned None; return an EnvBase"),
-        ({"create_env_fn": Walk}, "create_env_fn is one factory for all workers; set num_workers, or give a list"),
+        ({"create_env_fn": Walk}, "create_env_fn is one factory for all workers; set num_workers, or pass a list"),
         ({"create_env_fn": []}, "num_workers=0 must be at least 1"),
         ({"create_env_fn": [Walk, Countdown]}, "the env of worker 1 has observation_spec .* the env of worker 0 has"),
         ({"create_env_fn": [threading.Lock().acquire] * 2}, "create_env_fn of worker 0 cannot be sent to a process"),
         ({"seed": 2**32}, "seed=4294967296 is not between 0 and 4294967295"),
         ({"policy": 3}, "policy is 3; give a TensorDict module"),
-        ({"policy_device": "cuda:77"}, "device cuda:77 cannot be used here; give one that this machine has"),
-        ({"cat_results": 1}, "cat_results=1 is not known; give 'stack' for a worker axis, 0 to join"),
-        ({"timeout_s": 0}, "timeout_s=0 is not above 0; give a number of seconds"),
+        ({"policy_device": "cuda:77"}, "device cuda:77 cannot be used; choose a device of this machine"),
+        ({"cat_results": 1}, "cat_results=1 is not known; use 'stack' for a worker dim, 0 to concatenate"),
+        ({"timeout_s": 0}, "timeout_s=0 is not above 0; set a positive number of seconds"),
         ({"start_timeout_s": math.nan}, "start_timeout_s=nan is not above 0"),
     ],
 )
@@ -546,5 +546,5 @@ def test_shutdown_twice_is_fine_and_later_calls_say_so():
     collector.shutdown()
     collector.shutdown()
     assert time.monotonic() - begun < 30
-    with pytest.raises(WorkerError, match="a rollout cannot begin: the collector was shut down; make another one"):
+    with pytest.raises(WorkerError, match="the collector was shut down; create a new collector"):
         collector.next()

@@ -94,20 +94,20 @@ def test_rounded_frame_numbers_are_warned_of(caplog):
     with caplog.at_level(logging.WARNING):
         collector = Collector(Walk((4,)), frames_per_batch=10, total_frames=20)
     assert (
-        "frames_per_batch=10 is no multiple of the 4 envs, which step together; it is rounded up to 12" in caplog.text
+        "frames_per_batch=10 is not a multiple of the 4 envs, which step together; rounding it up to 12" in caplog.text
     )
     assert next(iter(collector)).shape == (4, 3)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         Collector(Walk((4,)), frames_per_batch=8, total_frames=18)
-    assert "total_frames=18 is no multiple of the 4 envs, which step together; it is rounded up to 20" in caplog.text
+    assert "total_frames=18 is not a multiple of the 4 envs, which step together; rounding it up to 20" in caplog.text
 
 
 def test_both_rounded_frame_numbers_are_warned_of(caplog):
     with caplog.at_level(logging.WARNING):
         collector = Collector(Walk((4,)), frames_per_batch=10, total_frames=18)
-    assert "it is rounded up to 12" in caplog.text
-    assert "it is rounded up to 20" in caplog.text
+    assert "rounding it up to 12" in caplog.text
+    assert "rounding it up to 20" in caplog.text
     assert sum(batch.numel() for batch in collector) == 20
 
 
@@ -117,7 +117,7 @@ def test_a_rollout_has_num_frames():
     parts = torch.cat([collector.rollout(number) for number in (10, 44, 6)], dim=1)
     assert (parts == whole).all()
     for number in (0, -3):
-        with pytest.raises(ConfigError, match=f"num_frames={number} makes no batch; give at least 1"):
+        with pytest.raises(ConfigError, match=f"num_frames={number} is less than 1; set it to at least 1"):
             collector.rollout(number)
 
 
@@ -282,10 +282,10 @@ def test_weights_in_use_are_stamped_on_the_frames():
 @pytest.mark.parametrize(
     ("weights", "sentence"),
     [
-        ({}, "the weights lack weight of the policy; give all of its state dict"),
-        ({"weight": torch.zeros(()), "bias": torch.zeros(1)}, "the weights have bias, which the policy has not"),
-        ({"weight": torch.zeros(2)}, r"the weight weight has shape \[2\], but in the policy it is \[\]"),
-        ({"weight": 7.0}, "the weights have weight, which is no tensor; collectors take tensors only"),
+        ({}, "the weights lack weight of the policy; pass the policy's whole state dict"),
+        ({"weight": torch.zeros(()), "bias": torch.zeros(1)}, "the policy has no weights bias; pass only"),
+        ({"weight": torch.zeros(2)}, r"the weight weight has shape \[2\], but the policy needs \[\]"),
+        ({"weight": 7.0}, r"entries that are not tensors \(weight\); pass tensors only"),
         (3, "weights cannot be taken from a int"),
     ],
 )
@@ -370,21 +370,21 @@ def test_map_fn_calls_a_method():
     assert collector.map_fn("set_seed", [(3,)]) == [4]
     with pytest.raises(ConfigError, match=r"list_of_args has 2 tuples for 1 worker"):
         collector.map_fn("set_seed", [(3,), (4,)])
-    with pytest.raises(ConfigError, match="Collector has no method 'fly' to call"):
+    with pytest.raises(ConfigError, match="Collector has no method 'fly'; pass"):
         collector.map_fn("fly", [()])
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"frames_per_batch": 0}, "frames_per_batch=0 makes no batch; give at least 1"),
+        ({"frames_per_batch": 0}, "frames_per_batch=0 is less than 1; set it to at least 1"),
         ({"frames_per_batch": 10, "total_frames": 0}, "total_frames=0 collects nothing"),
         ({"frames_per_batch": 10, "max_frames_per_traj": -2}, "-2"),
         (
             {"frames_per_batch": 10, "device": "cuda:77"},
-            "device cuda:77 cannot be used here; give one that",
+            "device cuda:77 cannot be used; choose a device",
         ),
-        ({"frames_per_batch": 10, "policy_device": "gpu"}, "device gpu cannot be used here"),
+        ({"frames_per_batch": 10, "policy_device": "gpu"}, "device gpu cannot be used; choose"),
     ],
 )
 def test_invalid_numbers_are_refused(arguments, sentence):

@@ -50,11 +50,11 @@ def test_module_state_dict_and_tensordict_name_the_same_weights():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"a": torch.zeros(2)}, "the weights lack b of the policy; give all of its state dict"),
-        ({"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1)}, "the weights have c, which the policy has"),
+        ({"a": torch.zeros(2)}, "the weights lack b of the policy; pass the policy's whole state dict"),
+        ({"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1)}, "the policy has no weights c; pass only"),
         (
             {"a": torch.zeros(2), "b": torch.zeros(3, 1)},
-            r"the weight b has shape \[3, 1\], but in the policy it is \[3",
+            r"the weight b has shape \[3, 1\], but the policy needs \[3",
         ),
     ],
 )
@@ -68,5 +68,5 @@ def test_a_policy_with_more_than_tensors_is_refused():
         def get_extra_state(self):
             return "calm"
 
-    with pytest.raises(ConfigError, match="the weights have _extra_state, which is no tensor"):
+    with pytest.raises(ConfigError, match=r"entries that are not tensors \(_extra_state\)"):
         weights_of(Calm(1, 1))

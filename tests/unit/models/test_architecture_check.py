@@ -93,7 +93,7 @@ SUPPORTED: dict[str, Callable[[], PreTrainedConfig]] = {
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "biased_by_distance": (
         partial(BloomConfig, vocab_size=102, hidden_size=32, n_layer=2, n_head=4),
-        "logits differ from those of our .* path by .* of their spread",
+        "logits differ from the logits of our .* forward pass by .* of their spread",
     ),
     "linear_attention": (
         partial(Qwen3NextConfig, **TINY, **EXPERTS, head_dim=8, shared_expert_intermediate_size=16),
@@ -119,11 +119,11 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         partial(GptOssConfig, **TINY, head_dim=8, num_local_experts=2, num_experts_per_tok=1),
         "logits differ",
     ),
-    "two_attentions": (partial(DiffLlamaConfig, **TINY), "logits differ from those of our decoding path"),
-    "makes_a_mask": (partial(DogeConfig, **TINY), "makes its own attention mask"),
+    "two_attentions": (partial(DiffLlamaConfig, **TINY), "logits differ from the logits of our decoding forward pass"),
+    "makes_a_mask": (partial(DogeConfig, **TINY), "creates an attention mask"),
     "fixed_functions": (
         partial(FalconConfig, vocab_size=102, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
-        "model_type='falcon' is not supported: its code has a fixed list of attention functions",
+        "model_type='falcon' is not supported: its code allows only a fixed list of attention functions",
     ),
     "arguments_not_passed_on": (
         partial(StableLmConfig, **TINY),
@@ -162,7 +162,7 @@ def test_packed_rows_and_decoding_reveal_mixing_outside_of_attention(monkeypatch
     monkeypatch.setattr(architecture_check, "check_architecture", lambda model: None)
     for name in ("linear_attention", "state_space"):
         for scale in (1, 3):
-            with pytest.raises(ConfigError, match=r"logits differ from those of our (packed|decoding) path"):
+            with pytest.raises(ConfigError, match=r"the logits of our (packed|decoding) forward pass"):
                 check_against_own_forward(tiny(REFUSED[name][0](), scale))
 
 

@@ -45,7 +45,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 
 def test_a_missing_folder_is_named():
-    with pytest.raises(ConfigError, match=r"'/no/such/model': that folder does not exist; give .* embedded"):
+    with pytest.raises(ConfigError, match=r"'/no/such/model': this folder does not exist; use .* embedded"):
         load_model("/no/such/model", torch.float32)
 
 

@@ -54,7 +54,7 @@ def test_the_best_checkpoint_is_the_one_that_the_settings_of_the_run_prefer(run)
     (run / "config.yaml").write_text("checkpoint: {metric: reward, mode: min}\n")
     assert model_folder(f"{run}@best") == weights_of(run, 20)
     (run / "config.yaml").write_text("checkpoint: {metric: accuracy}\n")
-    with pytest.raises(CheckpointError, match=r"metric 'accuracy', so none is the best; write .*@newest"):
+    with pytest.raises(CheckpointError, match=r"metric 'accuracy', so there is no best one; write .*@newest"):
         model_folder(f"{run}@best")
 
 
@@ -81,7 +81,7 @@ def test_a_run_of_another_kind_is_refused(tmp_path):
     with CheckpointManager(tmp_path / "checkpoints").saving(1) as folder:
         (folder / "policy").mkdir()
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match="holds no language model; choose a run of lucidrl grpo or sft"):
+    with pytest.raises(ConfigError, match="has no language model; choose a run of lucidrl grpo or sft"):
         model_folder(str(tmp_path))
 
 

@@ -334,7 +334,7 @@ def refusal(config: PreTrainedConfig, options: dict[str, Any]) -> str:
     ("options", "sentence"),
     [
         ({"custom_plan": "no_such_module.PLAN"}, "custom_parallel_plan='no_such_module.PLAN' cannot be imported"),
-        ({"custom_plan": f"{HERE}.VOCABULARY"}, "is a int; it must be a mapping of module names to styles"),
+        ({"custom_plan": f"{HERE}.VOCABULARY"}, "is a int; set it to a mapping of module names to styles"),
         (
             {"custom_plan": f"{HERE}.MISSPELT_PLAN"},
             "names 'model.layers.*.mlp.gate', which matches no module of LlamaForCausalLM; "
@@ -342,13 +342,13 @@ def refusal(config: PreTrainedConfig, options: dict[str, Any]) -> str:
         ),
         (
             {"custom_plan": f"{HERE}.UNKNOWN_STYLE_PLAN"},
-            "wants 'sideways' for model.layers.0.mlp.gate_proj; known are a ParallelStyle and colwise, rowwise",
+            "unknown style 'sideways' for model.layers.0.mlp.gate_proj .known: colwise, rowwise",
         ),
         (
             {"custom_plan": f"{HERE}.INCOMPLETE_PLAN"},
             "splits model.layers.0.mlp, but has no entry for model.layers.0.mlp.up_proj; set policy",
         ),
-        ({"custom_plan": f"{HERE}.NORM_PLAN"}, "splits model.norm, a LlamaRMSNorm; only nn.Linear can be split"),
+        ({"custom_plan": f"{HERE}.NORM_PLAN"}, "splits model.norm, a LlamaRMSNorm, but only nn.Linear can be split"),
         ({"custom_plan": f"{HERE}.EMPTY_PLAN"}, "splits no matrix of LlamaForCausalLM; set policy.dtensor_cfg.cust"),
         (
             {"custom_plan": f"{HERE}.FEED_FORWARD_PLAN", "sequence_parallel": True},
