@@ -205,7 +205,7 @@ def test_a_collector_class_as_an_actor_collects_until_its_frames_are_there():
             {"remote_options": {"runtime_env": {"env_vars": {"A": 1}}}},
             "Ray refuses the options .*env_vars",
         ),
-        ({"max_restarts": -1}, "max_restarts=-1 is negative; give 0 to never restart"),
+        ({"max_restarts": -1}, "max_restarts=-1 is negative; set 0 to never restart"),
         ({"frames_per_batch": 1, "sync": True}, "frames_per_batch=1 leaves some of 2 workers without a frame"),
         ({"timeout_s": 0}, "timeout_s=0 is not above 0"),
         ({"create_env_fn": [threading.Lock().acquire] * 2}, "create_env_fn of worker 0 cannot be sent"),
