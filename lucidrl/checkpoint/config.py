@@ -9,7 +9,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from lucidrl.utils.config import Config
 
 CONFIG_NAME, CHECKPOINTS_NAME = "config.yaml", "checkpoints"
-"""Settings and checkpoints in a run folder."""
+"""Names of the settings file and of the checkpoints folder in a run folder."""
 
 
 class CheckpointConfig(Config):
@@ -18,17 +18,17 @@ class CheckpointConfig(Config):
     every: NonNegativeInt = 50
     """Steps between checkpoints; 0 saves only the last step."""
     final: bool = True
-    """Also save the last step; with false, only if `every` says so. A run that is stopped early always saves."""
+    """Save the last step even if it is not a multiple of `every`. A run that is stopped early always saves."""
     weights_only: bool = False
-    """Save no optimizer: about a third of the size in float32, but runs cannot resume from such a checkpoint."""
+    """Save weights without optimizer state: about a third of the size in float32, but no run can resume from it."""
     keep_last: PositiveInt = 2
-    """Number of newest checkpoints to keep, beside the best."""
+    """Number of newest checkpoints to keep, in addition to the best."""
     metric: str | None = "reward"
     """Validation metric whose best checkpoint is also kept."""
     mode: Literal["max", "min"] = "max"
-    """Whether a larger or a smaller metric is better."""
+    """Whether a higher or a lower value of the metric is better."""
     background: bool = True
-    """Write while training continues; needs host memory for one copy of weights and optimizer."""
+    """Write while training continues; needs host memory for one copy of weights and optimizer state."""
 
 
 class SFTCheckpointConfig(CheckpointConfig):

@@ -1,7 +1,7 @@
 """Saves, finds, verifies and prunes the checkpoints of a run.
 
-A checkpoint is a folder `step_N` with the files of its writer, `state.json` and `manifest.json`. It gets its name when
-it is complete, so a `step_N` folder is either complete or was damaged later.
+A checkpoint is a folder `step_N` with the files of its writer, `state.json` and `manifest.json`. The folder gets this
+name only when it is complete, so a `step_N` folder is either complete or was damaged later.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Checkpoint:
     """Plain values of the caller, such as the position in the data."""
     metrics: dict[str, float]
     weights_only: bool = False
-    """It has no optimizer, so no run can resume from it."""
+    """Whether the checkpoint has no optimizer state, so that no run can resume from it."""
 
 
 class PendingCheckpoint:
@@ -66,10 +66,10 @@ class PendingCheckpoint:
         self._lock.enter_context(locked(self.folder))
 
     def commit(self, digests: Mapping[Path, FileDigest] | None = None) -> None:
-        """Make it a checkpoint, which survives a crash of the machine.
+        """Turn the folder into a checkpoint, which survives a crash of the machine.
 
         Args:
-            digests: digests of files that were hashed while they were written; the others are read.
+            digests: digests of files that were hashed while they were written; all other files are read and hashed.
         """
         try:
             (self.folder / STATE_NAME).write_text(self._record)
@@ -81,7 +81,8 @@ class PendingCheckpoint:
                 raise self.disk_full() from error
             if isinstance(error, OSError):
                 raise CheckpointError(
-                    f"cannot put {self.target} in place: {error}; check its folder (earlier checkpoints are unchanged)"
+                    f"cannot put {self.target} in place: {error}; check its parent folder (earlier checkpoints are "
+                    "unchanged)"
                 ) from error
             raise
         self._lock.close()
@@ -106,7 +107,7 @@ class CheckpointManager:
     """The checkpoints below one folder.
 
     Args:
-        root: folder of the checkpoints; the first save makes it.
+        root: folder of the checkpoints; the first save creates it.
         keep_last: number of newest checkpoints to keep.
         metric: name of the metric whose best checkpoint is also kept.
         mode: whether the largest or the smallest value is the best.
@@ -137,15 +138,15 @@ class CheckpointManager:
         *,
         weights_only: bool = False,
     ) -> PendingCheckpoint:
-        """A new folder to fill and then commit as `step_N`.
+        """Create a folder that the caller fills and then commits as `step_N`.
 
-        The commit replaces an existing checkpoint of that step, and prunes old ones.
+        The commit replaces an existing checkpoint of that step, and prunes old checkpoints.
 
         Args:
             step: step that the checkpoint belongs to, 0 or more.
             state: plain values (no tensors) to save; copied now.
-            metrics: metrics of that step; the one named by `metric` ranks the checkpoint.
-            weights_only: whether the caller writes no optimizer.
+            metrics: metrics of that step; the manager's `metric` ranks the checkpoint.
+            weights_only: whether the caller writes no optimizer state.
 
         Raises:
             CheckpointError: if the state cannot be written as JSON.
@@ -158,7 +159,7 @@ class CheckpointManager:
     def saving(
         self, step: int, state: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
     ) -> Iterator[Path]:
-        """`begin` as a context: leaving it commits, an exception discards.
+        """`begin` as a context manager: a normal exit commits the checkpoint, an exception discards it.
 
         Raises:
             CheckpointError: as `begin`, and if the disk is full.
@@ -181,7 +182,7 @@ class CheckpointManager:
         """The newest valid checkpoint, to resume from.
 
         Raises:
-            CheckpointError: if there is none, or if it has no optimizer.
+            CheckpointError: if there is no valid checkpoint, or if the newest one has no optimizer state.
         """
         newest = self.latest()
         if newest is None:
@@ -189,13 +190,13 @@ class CheckpointManager:
         if newest.weights_only:
             raise CheckpointError(
                 f"{newest.path} was saved with checkpoint.weights_only=true, or freed by lucidrl clean --optimizer: it "
-                "has no optimizer, so no run can be "
-                f"resumed from it; start a new run, of a language model with policy.model_name={newest.path / 'policy'}"
+                "has no optimizer, so no run can be resumed from it; start a new run (for a language model, from these "
+                f"weights with policy.model_name={newest.path / 'policy'})"
             )
         return newest
 
     def best(self) -> Checkpoint | None:
-        """The valid checkpoint with the best metric, or None; the newest of equal ones, never a NaN."""
+        """The valid checkpoint with the best metric, or None; of equal values the newest wins, and NaN never wins."""
         return self._first_valid(self.root / f"step_{step}" for step in self._ranked(self._metrics_by_step()))
 
     def superseded(self) -> list[Path]:
@@ -208,8 +209,8 @@ class CheckpointManager:
         """Verify and open the checkpoint of a step of this run, or the one at a path.
 
         Raises:
-            CheckpointError: if there is none, or if a file is missing, changed or unexpected; names the newest valid
-                one.
+            CheckpointError: if there is none, or if a file is missing, changed or unexpected; the message names the
+                newest valid checkpoint.
         """
         folder = self.root / f"step_{which}" if isinstance(which, int) else Path(which)
         if not folder.is_dir():
@@ -234,7 +235,7 @@ class CheckpointManager:
         """The step folders, oldest first; ignores other files.
 
         Args:
-            with_links: include links with such a name, which are refused when they are opened.
+            with_links: include symbolic links named `step_N`; opening such a link raises.
         """
         if not self.root.is_dir():
             return {}
@@ -294,7 +295,7 @@ def _open_checkpoint(folder: Path) -> Checkpoint:
 
 def _encode_record(step: int, state: Mapping[str, Any], metrics: Mapping[str, float], weights_only: bool) -> str:
     if step < 0:
-        raise CheckpointError(f"step={step} is negative; give 0 or more")
+        raise CheckpointError(f"step={step} is negative; pass 0 or more")
     numbers = {name: float(value) for name, value in metrics.items()}
     content = {"step": step, "weights_only": weights_only, "metrics": numbers, "state": dict(state)}
     tensors, record = flatten_state(content)

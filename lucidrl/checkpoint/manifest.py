@@ -28,7 +28,7 @@ def write_manifest(folder: Path, digests: Mapping[Path, FileDigest] | None = Non
     """Write `manifest.json` with every file below `folder`.
 
     Args:
-        digests: digests of files that were hashed while they were written; the others are read.
+        digests: digests of files that were hashed while they were written; all other files are read and hashed.
 
     Raises:
         CheckpointError: for a symbolic link, a special file, or a file whose size differs from its digest.
@@ -49,12 +49,12 @@ def verify_manifest(folder: Path, below: str = "") -> None:
     """Check that `folder` has exactly the files of its manifest, unchanged.
 
     Args:
-        below: check only files of this folder inside it.
+        below: check only the files in this subfolder of `folder`.
 
     Raises:
         CheckpointError: with the first wrong file and the reason.
     """
-    # Before the manifest is opened, to refuse a link or a pipe in its place.
+    # List the files before opening the manifest, to refuse a link or a pipe in its place.
     present = {name: path for name, path in _regular_files(folder) if name.is_relative_to(below)}
     listed = _read_manifest(folder)
     for name, expected in listed.items():

@@ -11,12 +11,12 @@ from lucidrl.checkpoint.manifest import listed_files
 
 
 def remove_part(manager: CheckpointManager, folder: Path, part: str) -> None:
-    """Replace a checkpoint by one without a folder such as `optimizer`, from which no run can resume.
+    """Replace a checkpoint by one without the folder `part`, such as `optimizer`; no run can resume from the new one.
 
-    The other files are linked, not copied. A killed process leaves one of the two checkpoints complete.
+    The other files are linked, not copied. If the process is killed, one of the two checkpoints is complete.
 
     Raises:
-        CheckpointError: the checkpoint is damaged; it stays as it is.
+        CheckpointError: if the checkpoint is damaged; it is not changed.
     """
     checkpoint = manager.load(folder)
     pending = manager.begin(checkpoint.step, checkpoint.state, checkpoint.metrics, weights_only=True)

@@ -1,7 +1,7 @@
 """Folders that get their name only when they are complete.
 
-They are written under a hidden name and renamed. A process locks its hidden folders, so an unlocked one was left by a
-killed process.
+A folder is written under a hidden name and renamed at the end. A process locks its hidden folders, so an unlocked
+hidden folder was left by a killed process.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ def make_hidden_folder(target: Path) -> Path:
 
 
 def is_hidden(folder: Path) -> bool:
-    """Whether it was never put in place, or was removed."""
+    """Whether the folder was never put in place, or was removed or replaced."""
     return folder.name.startswith(_PREFIXES)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[bool]:
-    """Lock a folder until the context or the process ends. False if another process holds the lock.
+    """Context manager: lock a folder until the context or the process ends; yields whether this process has the lock.
 
-    Also False where the file system has no locks: saving continues, and all hidden folders count as used.
+    It yields False if another process has the lock, and also if the file system has no locks: then saving continues,
+    and all hidden folders count as used.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -55,7 +56,7 @@ def locked(folder: Path) -> Iterator[bool]:
 
 
 def put_in_place(folder: Path, target: Path) -> None:
-    """Give a complete hidden folder its name, durably; an earlier folder of that name stays complete until then."""
+    """Rename a complete hidden folder to `target`, durably; an earlier `target` stays complete until then."""
     _sync_tree(folder)
     # A temporary folder is private; a finished one is as readable as its parent, and never writable for others.
     folder.chmod(stat.S_IMODE(target.parent.stat().st_mode) & 0o755)
@@ -65,7 +66,7 @@ def put_in_place(folder: Path, target: Path) -> None:
         folder.rename(target)
         _sync(target.parent)
         return
-    # No system call replaces a full folder: rename the old one first; the next start undoes that after a crash.
+    # No system call replaces a full folder, so rename the old one first. After a crash, the next start undoes that.
     aside = target.parent / f"{_REPLACED}{target.name}-{uuid.uuid4().hex}"
     with locked(target):
         target.rename(aside)
@@ -93,10 +94,10 @@ def remove_folder(folder: Path) -> None:
 
 
 def clean_up_after_killed_processes(parent: Path, name: str | None = None) -> None:
-    """Delete their hidden folders in `parent`, and restore folders that they were replacing.
+    """Delete hidden folders that killed processes left in `parent`; restore folders that they were replacing.
 
     Args:
-        name: restrict this to hidden folders of `name`.
+        name: handle only the hidden folders of the folder `name`; by default those of all folders.
     """
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
         if not is_hidden(path) or not path.is_dir() or path.is_symlink():
@@ -118,10 +119,10 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def disk_full(target: Path, needed: str) -> CheckpointError:
-    """The error for a folder that does not fit the disk.
+    """The error for a folder that does not fit on the disk.
 
     Args:
-        needed: the bytes that it takes, as text.
+        needed: how many bytes the folder takes, as a clause.
     """
     named = Path(*(_name_of(part) if part.startswith(_PREFIXES) else part for part in target.parts))
     return CheckpointError(
@@ -131,7 +132,7 @@ def disk_full(target: Path, needed: str) -> CheckpointError:
 
 
 def _name_of(hidden: str) -> str:
-    """The name of a hidden folder when it is in place."""
+    """The name that a hidden folder has when it is in place."""
     return hidden.split("-", 1)[1].rpartition("-")[0]
 
 

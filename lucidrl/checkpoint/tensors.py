@@ -1,8 +1,9 @@
-"""Tensors as safetensors files of one folder, laid out as Hugging Face does: one file, or shards and an index. Nested
-states, such as that of an optimizer, as tensors plus strict JSON, bit-exact.
+"""Save tensors as safetensors files in the layout of Hugging Face: one file, or shards and an index.
+
+Nested states, such as an optimizer's, are saved bit-exact as tensors and strict JSON.
 
 A file is filled in host memory, then written and hashed. The writer of the safetensors library would hold the
-interpreter lock meanwhile and so stop training. Nothing here pickles or unpickles.
+interpreter lock while it writes, and so stop training. Nothing here pickles or unpickles.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class TensorFile:
 
     Args:
         specs: specs of the tensors, by name.
-        memory: to reuse, if it has the right size; new memory by default.
+        memory: memory to reuse, if it has the right size; new memory by default.
         pin_memory: whether new memory is pinned, for copies from an accelerator.
 
     Example:
@@ -69,10 +70,12 @@ class TensorFile:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._places: dict[str, tuple[int, TensorSpec]] = {}
         end = 0
-        # Wide elements first: then every tensor is aligned to its elements.
+        # Wide dtypes first, so that every tensor is aligned to its element size.
         for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
             if spec.dtype not in _DTYPE_NAMES:
-                raise CheckpointError(f"{name} has dtype {spec.dtype}, which safetensors does not support; convert it")
+                raise CheckpointError(
+                    f"{name} has dtype {spec.dtype}, which safetensors does not support; convert the tensor"
+                )
             start, end = end, end + spec.size_bytes
             header[name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [start, end]}
             self._places[name] = (start, spec)
@@ -93,7 +96,7 @@ class TensorFile:
         return len(self._header) + self.memory.nbytes
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor to its place, in the dtype of its spec; asynchronously from an accelerator."""
+        """Copy a tensor into the memory, converted to the dtype of its spec; asynchronously from an accelerator."""
         start, spec = self._places[name]
         place = self.memory[start : start + spec.size_bytes]
         source = tensor.detach()
@@ -125,7 +128,7 @@ def write_file(path: Path, chunks: Iterable[bytes]) -> FileDigest:
 def plan_shards(
     sizes: Mapping[str, int], num_writers: int, largest_bytes: int = LARGEST_SHARD_BYTES
 ) -> list[list[str]]:
-    """Distribute tensors over files of about equal size, equally many per writer.
+    """Distribute tensors over files of about equal size, with equally many files per writer.
 
     Args:
         sizes: bytes of each tensor; the order of names is kept within a file.
@@ -162,14 +165,19 @@ def index_name(stem: str) -> str:
 
 
 def index_text(shards: Mapping[str, list[str]], sizes: Mapping[str, int]) -> str:
-    """The index of several shards, from the names in each file."""
+    """The content of the index file.
+
+    Args:
+        shards: names of the tensors in each file.
+        sizes: bytes of each tensor.
+    """
     files = {name: file for file, names in shards.items() for name in names}
     content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {name: files[name] for name in sizes}}
     return json.dumps(content, indent=2) + "\n"
 
 
 def open_tensors(folder: Path, stem: str) -> dict[str, torch.Tensor]:
-    """The tensors of a folder by name, mapped into memory and read at use.
+    """The tensors of a folder by name, mapped into memory and read at first use.
 
     Raises:
         CheckpointError: with the file and the reason; also for an index that does not match its files.

@@ -48,15 +48,15 @@ class TensorSet:
 
 
 class CheckpointWriter:
-    """One rank's share of the files of a checkpoint.
+    """Writes one rank's files of a checkpoint.
 
-    It copies tensors into host memory, which it keeps for the next save because allocating costs several times the
-    copy. A thread then writes the memory to disk.
+    The writer copies tensors into host memory, and a thread writes the memory to disk. The memory is kept for the next
+    save, because allocating it takes several times as long as copying.
 
     Args:
-        rank: rank of this process among those that save together.
-        num_ranks: number of ranks that save together.
-        group: process group of these ranks; None for one rank.
+        rank: rank of this process among the ranks that write the checkpoint.
+        num_ranks: number of ranks that write the checkpoint.
+        group: process group of these ranks; None for a single rank.
         pin_memory: whether the tensors come from an accelerator.
     """
 
@@ -64,10 +64,10 @@ class CheckpointWriter:
         self._rank, self._num_ranks, self._group = rank, num_ranks, group
         self._pin_memory = pin_memory
         self._memory: dict[str, torch.Tensor] = {}
-        """Tensors by the name of their last file."""
+        """Host memory of the last save, by file name."""
         self._writing: Future[dict[Path, FileDigest]] | None = None
         self._needed_bytes = 0
-        """Disk space of all ranks in the last save."""
+        """Bytes of all ranks' tensors in the last save."""
 
     @torch.no_grad()
     def begin(self, sets: Sequence[TensorSet], small_files: Mapping[Path, bytes]) -> int:
@@ -76,7 +76,7 @@ class CheckpointWriter:
         Waits for the previous save. When it returns, the tensors may change.
 
         Args:
-            small_files: other files; only those of rank 0 are written.
+            small_files: other files; only rank 0 writes them.
 
         Returns:
             The bytes that this rank writes.
@@ -108,11 +108,11 @@ class CheckpointWriter:
         return sum(file.size_bytes for file in files.values()) + sum(map(len, contents.values()))
 
     def is_done(self) -> bool:
-        """Whether `finish` would not wait."""
+        """Whether `finish` would return at once."""
         return self._writing is None or self._writing.done()
 
     def finish(self) -> dict[Path, FileDigest]:
-        """Wait until this rank's files are on disk; their digests, empty if no save was begun.
+        """Wait until this rank's files are on disk; returns their digests, none if no save was begun.
 
         Raises:
             CheckpointError: if writing failed.
@@ -186,8 +186,8 @@ def _fill(files: Sequence[TensorFile], tensor_set: TensorSet) -> None:
 def _write_all(
     writing: Future[dict[Path, FileDigest]], files: Mapping[Path, TensorFile], contents: Mapping[Path, bytes]
 ) -> None:
-    if sys.platform == "linux":  # where threads have their own priority
-        thread = threading.get_native_id()  # raising its priority again, after `nice`, would be refused
+    if sys.platform == "linux":  # only there, each thread has a priority of its own
+        thread = threading.get_native_id()  # Linux would refuse to raise its priority if the process runs under `nice`
         os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
     digests: dict[Path, FileDigest] = {}
     path = Path()

@@ -3,7 +3,7 @@
 A column is a tensor whose dim 0 is rows, or a list with one entry per row. Only token columns have a time dimension, so
 only they are padded and truncated.
 
-New batches share memory with their source where torch would (a slice is a view).
+A batch derived from another one shares memory with it wherever torch does: a slice is a view.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DynamicBatchingArgs(TypedDict):
     sequence_length_round: int
     """Padded lengths are rounded up to a multiple of this."""
     input_key: str
-    """The token column of the lengths."""
+    """The token column that the lengths belong to."""
     input_lengths_key: str
     """The column with the length of each row."""
 
@@ -48,12 +48,12 @@ class DynamicBatchingArgs(TypedDict):
 @dataclass(frozen=True)
 class _MicroBatchPlan:
     groups: Plan
-    """Row numbers are ascending in each group."""
+    """Row indices of each micro-batch, in ascending order."""
     lengths_key: str
     length_multiple: int
 
     def between(self, start: int, end: int) -> Self | None:
-        """The plan of rows start:end; None if a border splits a group."""
+        """The plan of rows start:end; None if `start` or `end` splits a group."""
         inside = [group for group in self.groups if start <= group[0] and group[-1] < end]
         if sum(len(group) for group in inside) != end - start:
             return None
@@ -71,11 +71,11 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
 
     Args:
         data: the columns.
-        kinds: kinds that differ from the default; a name may be declared before its column is set.
+        kinds: kinds of columns, where they differ from the default; a name may be declared before its column is set.
 
     Raises:
         DataError: if columns differ in their number of rows, token columns in their length, or a column does not match
-            its kind. Setting and updating raise it too, without any change.
+            its kind. Setting and updating columns raise it too, and then change nothing.
     """
 
     def __init__(self, data: Mapping[str, Any] | None = None, kinds: Mapping[str, ColumnKind] | None = None):
@@ -148,7 +148,7 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
     def update(  # type: ignore[override] # one signature instead of the base's overloads, the same calls
         self, other: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), /, **columns: Any
     ) -> None:
-        """Set several columns at once, so that all can change their length; copies the kinds declared in a batch."""
+        """Set several columns at once, so that their common length can change; copies kinds declared in `other`."""
         kinds = self._kinds | (other._kinds if isinstance(other, BatchedDataDict) else {})
         merged = self._columns | dict(other) | columns
         check_columns(merged, kinds)
@@ -158,7 +158,7 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
             self._plan = None
 
     def kind(self, key: str) -> ColumnKind:
-        """The declared kind of a column, else the default of its type."""
+        """The declared kind of a column, or the default for its type."""
         return kind_of(self[key], self._kinds.get(key))
 
     def get_dict(self) -> dict[str, Any]:
@@ -199,25 +199,26 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         return self._with({name: value[start:end] for name, value in self._columns.items()}, plan)
 
     def get_batch(self, batch_idx: int, batch_size: int) -> Self:
-        """Batch number `batch_idx` of those with `batch_size` rows; the last one may be shorter."""
+        """Batch `batch_idx`, counted from 0, of consecutive batches of `batch_size` rows; the last may be shorter."""
         num_batches = len(fixed_plan(self.size, batch_size))
         if not 0 <= batch_idx < num_batches:
             raise DataError(
-                f"there is no batch {batch_idx}: {self.size} rows make {num_batches} batches of {batch_size}, from 0"
+                f"there is no batch {batch_idx}: {self.size} rows make {num_batches} batches of {batch_size}; "
+                "batch_idx counts from 0"
             )
         return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
 
     def chunk(self, rank: int, chunks: int) -> Self:
-        """Chunk number `rank` of `chunks` consecutive ones, whose sizes differ by at most one row."""
+        """Chunk `rank` of `chunks` consecutive chunks, whose sizes differ by at most one row."""
         if not 0 <= rank < chunks:
             raise DataError(f"chunk {rank} of {chunks} does not exist; ranks are from 0 to chunks - 1")
         start, end = even_parts(self.size, chunks)[rank]
         return self.slice(start, end)
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """Rows by number, in the order of `indices`; repeated rows share their list entries."""
+        """The rows at `indices`, in this order; a row selected twice refers to the same list entries."""
         if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
-            raise DataError("indices are a bool mask, but row numbers are needed; use mask.nonzero().flatten()")
+            raise DataError("indices are a bool mask, but row indices are needed; use mask.nonzero().flatten()")
         rows = as_list(indices)
         if rows and not 0 <= min(rows) <= max(rows) < self.size:
             raise DataError(
@@ -236,7 +237,7 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         """Reorder the rows in place; `inverse_permutation` gives the order that undoes it."""
         rows = inverse_permutation(inverse_permutation(indices))
         if len(rows) != self.size:
-            raise DataError(f"an order of {len(rows)} rows cannot reorder {self.size}; it needs each row once")
+            raise DataError(f"an order of {len(rows)} rows cannot reorder {self.size} rows; list each row once")
         self._columns = self.select_indices(rows)._columns
         self._plan = None
 
@@ -255,17 +256,17 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         allow_uneven_shards: bool = False,
         dynamic_batching_args: DynamicBatchingArgs | None = None,
     ) -> list[Self]:
-        """Split the rows over data-parallel ranks: each shard has its consecutive part of every global batch.
+        """Split the rows over data-parallel ranks: each shard gets consecutive rows of every global batch.
 
         Args:
             shards: number of ranks.
             batch_size: rows per global batch (the last one may be shorter); None for one batch of all rows.
-            allow_uneven_shards: whether the shards' parts of a global batch may differ by a row.
+            allow_uneven_shards: whether shards may differ by one row in a global batch.
             dynamic_batching_args: plan micro-batches by tokens, for `make_microbatch_iterator_with_dynamic_shapes`.
-                No micro-batch spans two global batches, and all shards have the same number of them in each.
+                No micro-batch spans two global batches, and all shards have equally many per global batch.
         """
         if allow_uneven_shards and dynamic_batching_args:
-            raise DataError("uneven shards cannot have equal numbers of dynamic micro-batches; use one of the two")
+            raise DataError("uneven shards cannot have equal numbers of dynamic micro-batches; set only one of the two")
         global_batches = shard_plan(self.size, shards, batch_size, allow_uneven_shards)
         result = [
             self.select_indices([row for parts in global_batches for row in parts[shard]]) for shard in range(shards)
@@ -301,17 +302,17 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         if self._plan is None:
             raise DataError(
                 "this batch has no plan of dynamic micro-batches; use a shard of shard_by_batch_size(..., "
-                "dynamic_batching_args=...), whole or one global batch of it, without reordering its rows"
+                "dynamic_batching_args=...) or one global batch of such a shard, and do not reorder the rows"
             )
         return self.microbatches(self._plan.groups, self._plan.lengths_key, self._plan.length_multiple)
 
     def microbatches(self, plan: Plan, lengths_key: str = "input_lengths", length_multiple: int = 1) -> Iterator[Self]:
-        """One micro-batch per group of the plan, with token columns truncated to its longest row (at least 1).
+        """One micro-batch per group of the plan; token columns are truncated to the group's longest row, at least 1.
 
         Args:
-            plan: groups of row numbers, for instance from `dynamic_plan`.
+            plan: groups of row indices, for instance from `dynamic_plan`.
             lengths_key: the column with the length of each row.
-            length_multiple: lengths are rounded up to a multiple of this, up to the length of the columns.
+            length_multiple: truncated lengths are rounded up to a multiple of this, if the columns are long enough.
         """
         lengths = as_list(self[lengths_key])  # once: each read of a value on an accelerator synchronizes
         for group in plan:

@@ -1,6 +1,6 @@
-"""Plans of micro-batches: which rows share one.
+"""Plans of micro-batches: which rows form each micro-batch.
 
-A plan is a list of groups, a group is a list of row numbers, and every row is in exactly one group. Plans are
+A plan is a list of groups, a group is a list of row indices, and every row is in exactly one group. Plans are
 deterministic: ranks with the same lengths compute the same plan.
 """
 
@@ -24,7 +24,7 @@ def fixed_plan(num_rows: int, rows_per_batch: int) -> Plan:
 
 
 def dynamic_plan(lengths: Sequence[int] | torch.Tensor, max_tokens: int, length_multiple: int = 1) -> Plan:
-    """Group rows of similar length so that rows x padded length of each group fits into `max_tokens`.
+    """Group rows of similar length so that each group has at most `max_tokens` tokens: rows x padded length.
 
     The plan has the fewest groups and, among such plans, the least padding. The group with the longest rows comes
     first, so that a batch too large for memory fails at once.
@@ -55,14 +55,15 @@ def packed_plan(lengths: Sequence[int] | torch.Tensor, max_tokens: int) -> Plan:
     """
     lengths = _checked_lengths(lengths)
     _check_budget(lengths, max_tokens)
-    room = np.full(len(lengths), max_tokens)
+    free_tokens = np.full(len(lengths), max_tokens)
     groups: Plan = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        index = int(np.argmax(room[: len(groups) + 1] >= lengths[row]))  # the first group with room, or a new one
+        # The first group with enough free tokens, or a new group.
+        index = int(np.argmax(free_tokens[: len(groups) + 1] >= lengths[row]))
         if index == len(groups):
             groups.append([])
         groups[index].append(row)
-        room[index] -= lengths[row]
+        free_tokens[index] -= lengths[row]
     return [sorted(group) for group in groups]
 
 
@@ -76,7 +77,7 @@ def even_parts(num_rows: int, num_parts: int) -> list[tuple[int, int]]:
 def shard_plan(num_rows: int, shards: int, batch_size: int | None = None, allow_uneven: bool = False) -> list[Plan]:
     """For each global batch of `batch_size` rows (None: one batch of all rows), the consecutive rows of each shard.
 
-    The last global batch may be shorter; without rows there is one empty global batch.
+    The last global batch may be shorter. If there are no rows, the result is one empty global batch.
 
     Raises:
         DataError: if a global batch does not split evenly, unless `allow_uneven`.
@@ -99,12 +100,12 @@ def shard_plan(num_rows: int, shards: int, batch_size: int | None = None, allow_
 def grow_plan(plan: Plan, num_groups: int) -> Plan:
     """Split the largest groups in halves until there are `num_groups`; all groups stay within their budget.
 
-    All ranks must make the same number of collective calls, so each grows its plan to the largest number of all.
+    All ranks must make the same number of collective calls, so each rank grows its plan to the size of the largest.
     """
     num_rows = sum(len(group) for group in plan)
     if num_rows < num_groups:
         raise DataError(
-            f"{num_rows} rows cannot be split into {num_groups} micro-batches, which another shard needs; "
+            f"{num_rows} rows cannot be split into {num_groups} micro-batches, the number of another shard; "
             f"give every shard the same number of rows"
         )
     groups = [list(group) for group in plan]
@@ -118,12 +119,12 @@ def grow_plan(plan: Plan, num_groups: int) -> Plan:
 def dynamic_shard_plans(
     lengths: Sequence[int] | torch.Tensor, global_batches: Sequence[Plan], max_tokens: int, length_multiple: int = 1
 ) -> list[Plan]:
-    """Plan the micro-batches of every shard of an even `shard_plan`, in row numbers of the shard.
+    """Plan the micro-batches of every shard of an even `shard_plan`; row indices count within the shard.
 
     No group spans two global batches, and in each global batch all shards have the same number of groups.
     """
     lengths = _checked_lengths(lengths)
-    # dynamic_plan checks it too, but the error here names the row by its number in the whole batch.
+    # dynamic_plan checks the lengths too, but this error names the row by its index in the whole batch.
     _padded_lengths(lengths, max_tokens, length_multiple)
     shard_groups: list[Plan] = [[] for _ in global_batches[0]]
     num_planned = 0
@@ -153,12 +154,12 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def as_list(values: Sequence[int] | torch.Tensor) -> list[int]:
-    """Row numbers or lengths as plain integers."""
+    """Row indices or lengths as plain integers."""
     return values.tolist() if isinstance(values, torch.Tensor) else list(values)
 
 
 def _cheapest_partition(widths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Cut ascending widths into (start, end) runs: fewest runs first, then fewest padded tokens.
+    """Cut ascending widths into (start, end) runs: as few runs as possible and, among those, fewest padded tokens.
 
     Dynamic programming over prefixes. Runs of sorted rows are optimal: moving the shorter rows of two groups into one
     of them never makes either group wider.
@@ -206,7 +207,7 @@ def _checked_lengths(lengths: Sequence[int] | torch.Tensor) -> list[int]:
     lengths = as_list(lengths)
     for row, length in enumerate(lengths):
         if length < 0:
-            raise DataError(f"row {row} has length {length}; lengths count tokens and start at 0")
+            raise DataError(f"row {row} has length {length}; lengths are numbers of tokens, 0 or more")
     return lengths
 
 

@@ -23,14 +23,14 @@ class ColumnKind(StrEnum):
 
 
 def kind_of(value: Any, declared: ColumnKind | None) -> ColumnKind:
-    """The declared kind, else the default of the value's type."""
+    """The declared kind, or the default for the value's type if none is declared."""
     if declared is not None:
         return declared
     return ColumnKind.TOKEN if isinstance(value, torch.Tensor) and value.dim() >= 2 else ColumnKind.ROW
 
 
 def check_columns(columns: Mapping[str, Any], kinds: Mapping[str, ColumnKind]) -> None:
-    """Raise DataError unless columns match their kinds, and have equal numbers of rows and equal lengths of time."""
+    """Raise DataError unless columns match their kinds, have equally many rows, and have equal lengths in time."""
     first_name = first_token_name = None
     for name, value in columns.items():
         kind = kind_of(value, kinds.get(name))
@@ -47,8 +47,8 @@ def check_columns(columns: Mapping[str, Any], kinds: Mapping[str, ColumnKind]) -
         length = columns[first_token_name].shape[1]
         if value.shape[1] != length:
             raise DataError(
-                f"token column {name!r} has length {value.shape[1]}, {first_token_name!r} has {length}; pad them to "
-                f"one length, or declare a column without time with kinds={{name: ColumnKind.ROW}}"
+                f"token column {name!r} has length {value.shape[1]}, {first_token_name!r} has {length}; pad both to "
+                f"one length, or declare a column without a time dimension with kinds={{name: ColumnKind.ROW}}"
             )
 
 
@@ -81,7 +81,9 @@ def concatenate(name: str, parts: Sequence[tuple[ColumnKind, Any]], pad_value: f
         values = [_pad_time(value, length, pad_value) for value in values]
     if len({value.shape[1:] for value in values}) > 1:
         described = ", ".join(describe(value) for value in values)
-        raise DataError(f"column {name!r} cannot be concatenated from {described}; only rows and time may differ")
+        raise DataError(
+            f"column {name!r} cannot be concatenated from {described}; shapes may differ only in rows and time"
+        )
     return torch.cat(values)
 
 
@@ -93,7 +95,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any, ki
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a view of a larger storage, which would be pickled as a whole."""
+    """Copy a tensor that is a view of a larger storage, because pickle would save the whole storage."""
     size_bytes = tensor.numel() * tensor.element_size()
     return tensor.clone() if tensor.untyped_storage().nbytes() > size_bytes else tensor
 

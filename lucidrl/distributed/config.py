@@ -10,36 +10,38 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from lucidrl.utils.config import Config
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
-"""A timeout; at most a month, the limit of the libraries below."""
+"""A timeout; at most 30 days, the limit of the underlying libraries."""
 
 
 class ClusterConfig(Config):
     """Number of workers, where they run, and their timeouts."""
 
     num_workers: PositiveInt = 1
-    """Number of ranks. A single one runs in this process; several are processes of this machine or of Ray nodes. Each
-    has its own GPU if there are any."""
+    """Number of ranks. A single rank runs in this process; several ranks are processes on this machine or on Ray nodes.
+    If there are GPUs, each rank has its own."""
     launcher: Literal["auto", "local", "ray"] = "auto"
-    """What starts the ranks: this program on its machine (`local`) or Ray, also for a single rank (`ray`); `auto` is
-    `ray` if `address` is set, else `local`."""
+    """What starts the ranks: `local` is this program, on its own machine; `ray` is Ray, even for a single rank; `auto`
+    is `ray` if `address` is set, else `local`."""
     address: str | None = None
-    """Ray cluster: `auto` for the cluster of this machine, `host:port` of its head if this program runs on one of its
-    nodes; `local` or unset for a local cluster, started and stopped with the run."""
+    """Ray cluster to use. `auto`: the cluster that runs on this machine. `host:port`: the head node of a cluster that
+    this machine belongs to. `local` or unset: a local cluster, started and stopped with the run."""
     allow_open_dashboard: bool = False
-    """Join a cluster even if other machines reach its dashboard without a token, and so can run programs on it."""
+    """Join a cluster even if other machines reach its dashboard without a token and so can run programs on its
+    nodes."""
     num_nodes: PositiveInt = 1
-    """Nodes of the Ray cluster that the workers run on, with the same number on each."""
+    """Number of Ray nodes that the workers run on; every node runs the same number of workers."""
     num_cpus_per_worker: PositiveFloat | None = None
-    """CPUs that Ray reserves per worker; by default 1, and 0.01 in a local cluster, where workers share the cores as
-    without Ray. `num_threads` sets how many a worker uses."""
+    """CPUs that Ray reserves per worker. Default: 1; in a local cluster 0.01, because its workers share the cores, as
+    they do without Ray. `num_threads` sets how many CPU threads a worker uses."""
     num_gpus_per_worker: Literal[0, 1] | None = None
-    """GPUs that Ray reserves per worker; by default 1 if the cluster has any. A worker without one runs on CPUs."""
+    """GPUs that Ray reserves per worker; by default 1 if the cluster has GPUs. A worker without a GPU runs on CPUs."""
     num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads per worker of several; by default OMP_NUM_THREADS or, unset, an equal share of the cores."""
+    """CPU threads per worker, if there are several workers. Default: OMP_NUM_THREADS; if unset, the cores are divided
+    equally among the workers."""
     start_timeout_s: Seconds = 600.0
-    """Timeout of the start of several workers: imports, loading the model, rendezvous."""
+    """Timeout for starting several workers: imports, loading the model, rendezvous."""
     call_timeout_s: Seconds = 1800.0
-    """Timeout of one call of several workers, for instance a training step."""
+    """Timeout of one call to several workers, for instance a training step."""
 
     @property
     def uses_ray(self) -> bool:
@@ -61,7 +63,7 @@ class ClusterConfig(Config):
             return address
         raise ValueError(
             f"{address!r} is neither auto, local nor host:port; ray:// addresses are for clients outside of the "
-            "cluster, but this program must run on one of its nodes"
+            "cluster, but this program must run on a node of the cluster"
         )
 
     @model_validator(mode="after")
@@ -75,7 +77,7 @@ class ClusterConfig(Config):
         }
         found = [f"{name}={value}" for name, value in of_ray.items() if value is not None]
         if found and not self.uses_ray:
-            raise ValueError(f"{found[0]} is for workers that Ray starts; set launcher=ray, or remove it")
+            raise ValueError(f"{found[0]} is for workers that Ray starts; set launcher=ray, or remove the setting")
         if self.num_workers % self.num_nodes:
             raise ValueError(
                 f"num_workers={self.num_workers} is not a multiple of num_nodes={self.num_nodes}, but every node runs "

@@ -29,18 +29,18 @@ class RankInfo:
 
     rank: int = 0
     local_rank: int = 0
-    """Its number on this machine, which is also the index of its GPU."""
+    """Index of the rank among the ranks of this machine; also the index of its GPU."""
     world_size: int = 1
     own_group: ReferenceType[ProcessGroup] | None = field(default=None, compare=False, repr=False)
-    """The default process group, if this module created it and so may destroy it. A weak reference: a group that is
-    alive at interpreter exit sometimes aborts there."""
+    """The default process group, if this module created it and so may destroy it. The reference is weak, because a
+    group that is alive at interpreter exit sometimes aborts the process."""
 
 
 def init_process_group_from_environment(timeout_s: float) -> RankInfo:
-    """Join torch's default process group: gloo for CPU tensors and, where there are GPUs, nccl for theirs.
+    """Join torch's default process group: gloo for CPU tensors and, if there are GPUs, nccl for GPU tensors.
 
-    Without RANK in the environment this process is the only rank, and no group is created. An existing default group
-    and the current GPU stay as they are.
+    Without RANK in the environment this process is the only rank, and no group is created. If a default group exists
+    already, this changes neither the group nor the current GPU.
 
     Args:
         timeout_s: timeout of the rendezvous and of every collective.
@@ -81,8 +81,8 @@ def check_exchanges_cpu_tensors(why: str) -> None:
     backend = dist.get_backend_config()
     if "cpu:" not in backend:
         raise ConfigError(
-            f"{why} exchanges CPU tensors, but the existing process group has only the backend {backend}; create it "
-            "with cpu:gloo,cuda:nccl, or let the worker create it"
+            f"{why} exchanges CPU tensors, but the existing process group has only the backend {backend}; create the "
+            "group with cpu:gloo,cuda:nccl, or let the worker create it"
         )
 
 
@@ -90,7 +90,7 @@ def _info_from_environment() -> RankInfo:
     needed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in needed if name not in os.environ]:
         raise ConfigError(
-            f"RANK={os.environ['RANK']} is set, but {' and '.join(missing)} not; a rank needs all of "
+            f"RANK={os.environ['RANK']} is set without {' and '.join(missing)}; a rank needs all of "
             f"{', '.join(needed)}: start it with torchrun, or unset RANK to run a single rank"
         )
     rank, local_rank, world_size = (int(os.environ[name]) for name in needed[:3])
@@ -119,7 +119,7 @@ def largest_over(value: int, group: ProcessGroup | None) -> int:
 
 
 def gather_over(value: T, group: ProcessGroup | None) -> list[T]:
-    """`value` of every rank, in rank order. For small objects: it is pickled."""
+    """`value` of every rank, in rank order. For small objects only, because they are pickled."""
     if group is None:
         return [value]
     values: list[T | None] = [None] * group.size()
@@ -132,7 +132,7 @@ DP, CP, TP, DP_CP = "dp", "cp", "tp", "dp_cp"
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes."""
+    """Sizes of the mesh axes."""
 
     dp: int = 1
     cp: int = 1
@@ -148,7 +148,7 @@ class Layout:
         if world_size % (cp * tp):
             raise ConfigError(
                 f"{world_size} ranks do not split into groups of context_parallel_size={cp} x "
-                f"tensor_parallel_size={tp}; set cluster.num_workers to a multiple of {cp * tp}, or lower one of them"
+                f"tensor_parallel_size={tp}; set cluster.num_workers to a multiple of {cp * tp}, or lower a size"
             )
         return cls(world_size // (cp * tp), cp, tp)
 
@@ -165,7 +165,7 @@ class Layout:
 
 
 class RankMesh:
-    """The process groups of this rank; a collective constructor, so every rank has to call it."""
+    """The process groups of this rank. The constructor is a collective call: every rank must make it."""
 
     def __init__(self, layout: Layout, device: torch.device):
         self.layout, self.device = layout, device
@@ -188,17 +188,17 @@ class RankMesh:
 
     @cached_property
     def dp_group(self) -> ProcessGroup | None:
-        """Ranks with different rows."""
+        """Ranks that process different rows."""
         return self._group(DP)
 
     @cached_property
     def cp_group(self) -> ProcessGroup | None:
-        """Ranks with different tokens of the same rows."""
+        """Ranks that process different tokens of the same rows."""
         return self._group(CP)
 
     @cached_property
     def tp_group(self) -> ProcessGroup | None:
-        """Ranks with different shards of the same layers."""
+        """Ranks that hold different shards of the same layers."""
         return self._group(TP)
 
     def _group(self, axis: str) -> ProcessGroup | None:

@@ -1,7 +1,8 @@
-"""Rendezvous of a process group besides torch's default one: on one interface, with a timeout.
+"""Rendezvous of the process group for weight transfer, which is separate from torch's default group.
 
-Rank 0 hosts the store on exactly one address; torch by itself would listen on every interface. It waits for all members
-and publishes the outcome to them: the group is complete, or the problem.
+Rank 0 of the group is policy rank 0, the other ranks are generators. Rank 0 hosts the store on exactly one address;
+torch by itself would listen on every interface. Rank 0 waits for all members, up to a timeout, and publishes the
+outcome to them: the group is complete, or an error message.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lucidrl.errors import RefitError
 
 _POLL_S = 0.02
 _READ_TIMEOUT_S = 5.0
-"""How long rank 0 keeps the store of a failed group, so that members can read the problem."""
+"""How long rank 0 keeps the store of a failed group, so that members can read the error message."""
 _COMPLETE = "complete"
 
 
@@ -34,7 +35,7 @@ class Membership:
     """Address, size and rank with which a process joins a group.
 
     Raises:
-        RefitError: if they are not valid.
+        RefitError: if a value is not valid.
     """
 
     ip: str
@@ -48,18 +49,19 @@ class Membership:
         try:
             is_wildcard = ipaddress.ip_address(self.ip).is_unspecified
         except ValueError:
-            raise RefitError(f"ip={self.ip!r} is not an IP address; pass that of the first policy rank") from None
+            raise RefitError(f"ip={self.ip!r} is not an IP address; pass the address of policy rank 0") from None
         if is_wildcard:
             raise RefitError(
                 f"ip={self.ip} means every interface of the machine, but weights are sent over a single one; "
-                "pass the address at which the generators reach the first policy rank"
+                "pass the address at which the generators reach policy rank 0"
             )
         if not 0 < self.port < 1 << 16:
             raise RefitError(f"port={self.port} is not a TCP port; pass a free one from 1 to 65535")
         if self.world_size < 2 or not 0 <= self.rank < self.world_size:
             raise RefitError(
-                f"rank={self.rank} of world_size={self.world_size} cannot join a weight group: it has one sender, "
-                "rank 0, and at least one generator; world_size counts all of them"
+                f"rank={self.rank} of world_size={self.world_size} cannot join the process group for weight transfer; "
+                "pass rank 0 for policy rank 0, ranks from 1 for the generators, and the number of all of these as "
+                "world_size"
             )
 
     @property
@@ -68,7 +70,7 @@ class Membership:
 
 
 def free_port(ip: str) -> int:
-    """A port that is free now, at an address of this machine."""
+    """A port that is currently free at `ip`, an address of this machine."""
     with socket.create_server((ip, 0), family=_family(ip)) as listener:
         return listener.getsockname()[1]
 
@@ -76,7 +78,7 @@ def free_port(ip: str) -> int:
 def meet(member: Membership, timeout_s: float) -> tuple[dist.TCPStore, Any]:
     """Join the group; returns the store, which must live as long as the group, and torch's backend.
 
-    Gloo listens on the interface that leads to `member.ip`; NCCL_SOCKET_IFNAME sets that of nccl.
+    Gloo listens on the interface that leads to `member.ip`; NCCL_SOCKET_IFNAME sets the interface of nccl.
 
     Args:
         timeout_s: timeout of the rendezvous and of every operation of the group.
@@ -98,8 +100,9 @@ def meet(member: Membership, timeout_s: float) -> tuple[dist.TCPStore, Any]:
         return store, _make_backend(store, member, own_ip, timeout_s)
     except RuntimeError as error:
         raise RefitError(
-            f"rank {member.rank} could not connect to the other members of the weight group at {member.address}: "
-            f"{error}; check whether one of them has exited, and whether a firewall separates their machines"
+            f"rank {member.rank} of the process group for weight transfer at {member.address} could not connect to the "
+            f"other members: {error}; check whether a member has exited, and whether a firewall separates their "
+            "machines"
         ) from error
 
 
@@ -108,8 +111,8 @@ def _host(member: Membership, timeout_s: float) -> dist.TCPStore:
         listener = socket.create_server((member.ip, member.port), family=_family(member.ip))
     except OSError as error:
         raise RefitError(
-            f"rank 0 cannot listen on {member.address}: {os.strerror(error.errno or 0)}; ip must be an address of the "
-            "machine of the first policy rank, and port a free one there"
+            f"policy rank 0 cannot listen on {member.address}: {os.strerror(error.errno or 0)}; ip must be an address "
+            "of its machine, and port must be free there"
         ) from error
     store = dist.TCPStore(
         member.ip,
@@ -140,9 +143,9 @@ def _reach(member: Membership, timeout_s: float, until: float) -> str:
         except OSError as error:
             if time.monotonic() + _POLL_S >= until:
                 raise RefitError(
-                    f"rank {member.rank} did not reach rank 0 at {member.address} within {timeout_s:g} s: "
-                    f"{error.strerror or error}; pass ip and port of init_collective on the first policy rank, and "
-                    "call it at the same time"
+                    f"rank {member.rank} did not reach policy rank 0 at {member.address} within {timeout_s:g} s: "
+                    f"{error.strerror or error}; call init_collective on policy and generators at the same time, with "
+                    "the same ip and port"
                 ) from error
         time.sleep(_POLL_S)
 
@@ -157,14 +160,14 @@ def _connect(member: Membership, until: float) -> dist.TCPStore:
         except RuntimeError as error:
             store.set_exception(error)
 
-    # In a thread, because torch waits forever for another kind of server.
-    threading.Thread(target=connect, name="weight group", daemon=True).start()
+    # In a thread, because torch waits forever if the server is not a TCPStore.
+    threading.Thread(target=connect, name="weight-transfer-store", daemon=True).start()
     try:
         return store.result(timeout.total_seconds())
     except (RuntimeError, TimeoutError) as error:
         raise RefitError(
-            f"the server at {member.address} is not rank 0 of a weight group; pass ip and port of init_collective on "
-            "the first policy rank"
+            f"the server at {member.address} is not policy rank 0; pass the same ip and port to init_collective on "
+            "policy and generators"
         ) from error
 
 
@@ -180,9 +183,9 @@ def _await_members(store: dist.TCPStore, host: Membership, timeout_s: float, unt
             present.append(arrived["rank"])
         else:
             problem = (
-                f"{len(present)} of {host.world_size} members (rank {', '.join(map(str, present))}) joined at "
+                f"only {len(present)} of {host.world_size} members (rank {', '.join(map(str, present))}) joined at "
                 f"{host.address} within {timeout_s:g} s; start the others with this address, or correct world_size, "
-                "which counts the first policy rank and all generators"
+                "which counts policy rank 0 and all generators"
             )
     store.set("outcome", problem or _COMPLETE)
     if problem is not None:
@@ -197,18 +200,21 @@ def _disagreement(arrived: dict[str, Any], host: Membership, present: list[int])
     who = f"a member joined at {host.address} as rank {arrived['rank']}"
     if arrived["world_size"] != host.world_size:
         return (
-            f"{who} with world_size={arrived['world_size']}, but rank 0 has {host.world_size}; pass the same "
-            "everywhere: one for the first policy rank and one for each generator"
+            f"{who} with world_size={arrived['world_size']}, but policy rank 0 has {host.world_size}; pass the same "
+            "world_size everywhere: 1 for policy rank 0, plus the number of generators"
         )
     if arrived["device"] != host.device.type:
-        return f"{who} with weights on {arrived['device']}, but rank 0 has them on {host.device.type}; use one type"
+        return (
+            f"{who} with weights on {arrived['device']}, but policy rank 0 has them on {host.device.type}; use the "
+            "same device type"
+        )
     if arrived["rank"] in present:
-        return f"{who}, which has joined already; give every generator a different rank, from 1"
+        return f"{who}, but this rank has joined already; give every generator a different rank, starting at 1"
     return None
 
 
 def _await_outcome(store: dist.TCPStore, member: Membership, timeout_s: float, until: float) -> None:
-    """On the other ranks: join, wait for the outcome, and raise the problem if there is one."""
+    """On the other ranks: join, wait for the outcome, and raise it if it is an error message."""
     try:
         number = store.add("arrivals", 1)
         arrival = {"rank": member.rank, "world_size": member.world_size, "device": member.device.type}
@@ -219,25 +225,25 @@ def _await_outcome(store: dist.TCPStore, member: Membership, timeout_s: float, u
         store.add("readers", 1)  # last: rank 0 may close the store now
     except RuntimeError as error:
         raise RefitError(
-            f"rank 0 at {member.address} exited before the weight group was complete; see the error of the first "
-            "policy rank"
+            f"policy rank 0 at {member.address} exited before the process group for weight transfer was complete; see "
+            "the error of policy rank 0"
         ) from error
     if not is_decided:
         raise RefitError(
-            f"the weight group at {member.address} was not complete within {timeout_s:g} s; start all of its "
-            f"{world_size} members at the same time"
+            f"the process group for weight transfer at {member.address} was not complete within {timeout_s:g} s; start "
+            f"all {world_size} members at the same time"
         )
     if outcome != _COMPLETE:
         raise RefitError(outcome)
     if number >= world_size:
         raise RefitError(
-            f"rank {member.rank} joined at {member.address} after all {world_size} members of the weight group; give "
-            "every group a different address, and every generator a different rank"
+            f"rank {member.rank} joined at {member.address} after all {world_size} members of the process group for "
+            "weight transfer; give every group a different address, and every generator a different rank"
         )
 
 
 def _is_set_in_time(store: dist.TCPStore, key: str, until: float) -> bool:
-    """Wait for a key. Polls, because torch logs warnings when its own wait times out."""
+    """Wait for a key; returns whether it is set. Polls, because torch logs warnings when its own wait times out."""
     while not store.check([key]):
         if time.monotonic() >= until:
             return False
@@ -247,10 +253,10 @@ def _is_set_in_time(store: dist.TCPStore, key: str, until: float) -> bool:
 
 def _make_backend(store: dist.TCPStore, member: Membership, own_ip: str, timeout_s: float) -> Any:
     timeout = timedelta(seconds=timeout_s)
-    torch_dist: Any = dist  # its type stubs lack both classes
+    torch_dist: Any = dist  # torch's type stubs lack both classes
     if member.device.type == "cuda":
         options = torch_dist.ProcessGroupNCCL.Options()
-        # At this timeout torch's watchdog kills the process; waits with the real timeout raise before.
+        # At this timeout torch's watchdog kills the process; waits with the real timeout raise earlier.
         options._timeout = 2 * timeout
         return torch_dist.ProcessGroupNCCL(store, member.rank, member.world_size, options)
     options = torch_dist.ProcessGroupGloo._Options()

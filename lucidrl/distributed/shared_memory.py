@@ -1,11 +1,11 @@
 """Shared memory of this machine: a policy packs weights into it, generators read them there.
 
-Host memory is an anonymous file (`memfd_create`). Other processes of the same user open it through its owner, as
-`/proc/<pid>/fd/<number>`. The kernel frees it when the last process exits or is killed. Memory of `shm_open`, in
-contrast, stays in /dev/shm after a kill, and containers limit it (often to 64 MB). Readers hold a shared lock on the
-file, so that the owner knows when it may write again.
+Host memory is an anonymous file (`memfd_create`). Other processes of the same user open it as `/proc/<pid>/fd/<number>`
+of the process that owns it. The kernel frees the memory when the last process that opened it exits or is killed.
+(Memory of `shm_open` would stay in /dev/shm after a kill, and containers limit it, often to 64 MB.) Readers hold a
+shared lock on the file, so that the owner knows when it may write again.
 
-Device memory is a CUDA tensor that others open by CUDA IPC.
+Device memory is a CUDA tensor that other processes open by CUDA IPC.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SharedMemory:
         descriptor = os.memfd_create(NAME_PREFIX + token, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             _allocate(descriptor, size_bytes)
-            # Reading behind the end of a shrunk file would kill a process by SIGBUS.
+            # Seal the size: reading beyond the end of a shrunk file would kill a process by SIGBUS.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self.tensor = _map(descriptor, size_bytes)
         except BaseException:
@@ -88,7 +88,7 @@ class SharedMemory:
 
     @property
     def is_held(self) -> bool:
-        """Whether a process holds it (`AttachedMemory.hold`)."""
+        """Whether a process holds the memory (`AttachedMemory.hold`)."""
         assert self._descriptor is not None
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,7 +98,7 @@ class SharedMemory:
         return False
 
     def close(self) -> None:
-        """No other process can open it from now on; freed with the last tensor that uses it. May be called twice."""
+        """Let no further process open the memory; the last tensor that uses it frees it. May be called twice."""
         self.tensor = torch.empty(0, dtype=torch.uint8)
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
@@ -127,19 +127,19 @@ class DeviceMemory:
 
 
 class HostPool:
-    """Reused memory for whole versions: receivers compute with the packed weights, without another copy.
+    """Reusable host memory for the weights: receivers compute with the packed weights, without another copy.
 
-    A piece is written again in a later refit once no process holds it: the version that receivers use is never
-    changed, also after failed refits. Allocation costs more than the copy, so memory is kept.
+    A later refit writes to a piece only if no process holds it, so the weights that receivers use never change, even
+    if a refit fails. Pieces are kept, because allocating them costs more than copying the weights.
     """
 
     def __init__(self) -> None:
         self._written: list[SharedMemory] = []
-        """Pieces of this refit; receivers may be about to hold them."""
+        """Pieces of the current refit; receivers may be about to hold them."""
         self._spare: list[SharedMemory] = []
 
     def begin(self) -> None:
-        """Begin another refit; pieces of the previous one are held by now, or never will be."""
+        """Begin another refit; by now, receivers hold the pieces of the previous refit, or never will."""
         self._spare += self._written
         self._written = []
 
@@ -170,9 +170,9 @@ class HostPool:
 
 
 class DevicePool:
-    """Two pieces of device memory, used in turn: receivers copy, since the memory is freed with its process.
+    """Two pieces of device memory, used in turn. Receivers copy them, because the exit of this process frees them.
 
-    The second next `take` reuses a piece; receivers must have copied it by then.
+    `take` reuses the piece of the call before the last; receivers must have copied it by then.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -212,8 +212,8 @@ def pool_for(device: torch.device) -> HostPool | DevicePool:
 class AttachedMemory:
     """Host memory of another process; `tensor` is all of it, as bytes, also after that process has exited.
 
-    Between `hold` and `release`, its owner does not write to it. Mapping takes about as long as writing, so keep the
-    object if the memory will be used again.
+    Between `hold` and `release`, the owner does not write to the memory. Mapping takes about as long as writing, so
+    keep the object if the memory will be used again.
 
     Raises:
         RefitError: if the process has exited or has closed the memory.
@@ -225,8 +225,8 @@ class AttachedMemory:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise RefitError(
-                f"the weights of process {handle.pid} cannot be opened ({path}: {error.strerror}); it must run as the "
-                "same user and in the same container; otherwise set policy.generation.refit=collective"
+                f"the weights of process {handle.pid} cannot be opened ({path}: {error.strerror}); both processes "
+                "must run as the same user and in the same container; otherwise set policy.generation.refit=collective"
             ) from error
         weakref.finalize(self, os.close, self._descriptor)
         name = os.readlink(f"/proc/self/fd/{self._descriptor}")
@@ -250,7 +250,7 @@ class AttachedMemory:
 def open_device_memory(handle: DeviceMemoryHandle) -> torch.Tensor:
     """Device memory of another process, as bytes."""
     arguments = list(handle.arguments)
-    # Processes may number devices differently; the receiver of the handle uses the right one.
+    # Processes may number devices differently; the current device of the receiver is the right one.
     arguments[_DEVICE_ARGUMENT] = torch.cuda.current_device()
     return rebuild_cuda_tensor(*arguments)
 

@@ -24,9 +24,9 @@ ALIGNMENT_BYTES = 64
 """Alignment of every tensor in a bucket: a cache line, and enough for a view of any dtype."""
 
 PIECE_BYTES = 1 << 20
-"""Larger tensors are copied in pieces, by several threads."""
+"""Size of a piece; larger tensors are copied piece by piece, by several threads."""
 BYTES_PER_THREAD = 8 << 20
-"""Starting a thread for less takes longer than it saves."""
+"""Fewest bytes per copying thread; for fewer, starting the thread costs more time than it saves."""
 
 Piece = tuple[int, int, int]
 """Memory to copy: address of the target, address of the source, number of bytes."""
@@ -34,7 +34,7 @@ Piece = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Metadata of a tensor, which a receiver has in advance."""
+    """Name, shape and dtype of a tensor; receivers know them before a refit."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class Bucket:
 
     @classmethod
     def of(cls, tensors: Sequence[TensorInfo]) -> Bucket:
-        """A bucket of at least one tensor, in order."""
+        """Lay out the tensors, at least one, in their order."""
         ends = accumulate(_aligned(tensor.size_bytes) for tensor in tensors)
         return cls(tuple(tensors), (0, *ends)[:-1])
 
@@ -79,13 +79,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketHandle:
-    """A packed bucket in memory of another process of this machine."""
+    """Handle by which another process of this machine opens a packed bucket."""
 
     bucket: Bucket
     memory: MemoryHandle
     version: int
     digest: str | None
-    """`digest_of` the packed bytes, if the receiver verifies them."""
+    """`digest_of` the packed bytes; None if the receiver does not verify them."""
 
 
 def plan_buckets(infos: Sequence[TensorInfo], bucket_bytes: int) -> list[Bucket]:
@@ -105,12 +105,12 @@ def plan_buckets(infos: Sequence[TensorInfo], bucket_bytes: int) -> list[Bucket]
 def copy_weights(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """`target.copy_(source)` for many pairs; on a GPU the copies are queued on the current stream.
 
-    Host memory is copied by as many threads as torch has, but not by torch's own: these synchronize after every tensor,
-    which takes longer than the copy on busy cores.
+    Host memory is copied by separate threads, as many as torch has. Torch's own threads would synchronize after every
+    tensor; on busy cores that takes longer than the copy.
     """
     pieces: list[Piece] = []
     for target, source in pairs:
-        assert target.shape == source.shape, f"{tuple(source.shape)} does not fit its place {tuple(target.shape)}"
+        assert target.shape == source.shape, f"source {tuple(source.shape)} does not fit target {tuple(target.shape)}"
         if _is_contiguous_host_memory(target) and _is_contiguous_host_memory(source) and target.dtype == source.dtype:
             to, start = target.data_ptr(), source.data_ptr()
             pieces += [
@@ -131,14 +131,14 @@ def fitting_bucket_bytes(infos: Sequence[TensorInfo], most_bytes: int, free_byte
     """The bucket size: `most_bytes`, or less if two buckets do not fit into the free memory.
 
     Raises:
-        RefitError: if the largest weight does not fit twice.
+        RefitError: if the largest weight does not fit into the free memory twice.
     """
     largest = max(infos, key=lambda info: info.size_bytes)
     if 2 * largest.size_bytes > free_bytes:
         raise RefitError(
-            f"{largest.name} takes {largest.size_bytes:,} bytes, and twice that while one bucket is packed and one is "
-            f"read, but policy and generators have {int(free_bytes):,} bytes free; free memory there, or use a "
-            "smaller model"
+            f"{largest.name} takes {largest.size_bytes:,} bytes, and a refit needs twice that (one bucket is packed "
+            f"while another is read), but policy and generators have {int(free_bytes):,} bytes free; free memory on "
+            "their devices, or use a smaller model"
         )
     return min(most_bytes, int(free_bytes) // 2)
 
@@ -156,7 +156,7 @@ def checksum_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a device."""
+    """Free memory of a device, in bytes; for the CPU, that of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
@@ -171,7 +171,7 @@ def _is_contiguous_host_memory(tensor: torch.Tensor) -> bool:
 
 
 def _shares(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces of each thread; consecutive ones, which is faster than interleaved ones."""
+    """Split the pieces over threads; each thread gets consecutive pieces, which is faster than interleaving them."""
     size_bytes = sum(piece[-1] for piece in pieces)
     num_threads = max(1, min(torch.get_num_threads(), size_bytes // BYTES_PER_THREAD))
     shares: list[list[Piece]] = [[] for _ in range(num_threads)]

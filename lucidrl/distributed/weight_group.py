@@ -1,8 +1,8 @@
 """Weight sync from a policy to separate generators: packed buckets, broadcast over a separate process group.
 
 A refit is a header and then buckets. Each bucket is broadcast while the sender packs the next one and the receivers
-unpack the previous one. Both sides know names, shapes and dtypes in advance and plan the same buckets; the member with
-the least free memory limits their size.
+unpack the previous one. Sender and receivers know names, shapes and dtypes in advance and plan the same buckets; the
+member with the least free memory limits the bucket size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TIMEOUT_S = 120.0
 _SENDER = 0
 _IN_FLIGHT = 2
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_ANNOUNCE = "pass the receivers the result of prepare_info_for_collective of the sending policy"
+_ANNOUNCE = "pass the result of the policy's prepare_info_for_collective to the receivers"
 
 
 class WeightSink(Protocol):
@@ -46,11 +46,11 @@ class WeightSink(Protocol):
         """Called before the tensors of a version."""
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor; its memory is reused after the call."""
+        """Copy a tensor; the caller reuses its memory after the call."""
 
 
 class _Header(NamedTuple):
-    """Parameters of a refit, from the sender."""
+    """Parameters of a refit, which the sender broadcasts before the buckets."""
 
     version: int
     bucket_bytes: int
@@ -60,9 +60,9 @@ class _Header(NamedTuple):
 
 
 class WeightGroup:
-    """One sender, rank 0, and its receivers; joined once and used for every refit.
+    """The process group for weight transfer: rank 0 sends, the others receive. Joined once, used for every refit.
 
-    It holds memory for two buckets. A failed refit closes the group, so that the other members fail at once too.
+    Each member holds memory for two buckets. A failed refit closes the group, so that the other members fail at once.
 
     Example:
         >>> with WeightGroup.join("127.0.0.1", 29400, rank, 2, torch.device("cpu"), timeout_s=60) as group:
@@ -78,7 +78,7 @@ class WeightGroup:
         self._backend = backend
         self._timeout = timedelta(seconds=timeout_s)
         self._memories = [torch.empty(0, dtype=torch.uint8, device=member.device)] * _IN_FLIGHT
-        # Not in local variables: the frames of an error would hold the connections open.
+        # Not in local variables: the traceback of an error would keep the connections open.
         self._pending: deque[Any] = deque()
 
     @classmethod
@@ -89,7 +89,7 @@ class WeightGroup:
 
         Args:
             ip: address of the only interface that rank 0 listens on.
-            port: a free port there.
+            port: a free port at `ip`.
             rank: 0 for the sender, generators from 1.
             world_size: number of members.
             device: device of the buckets; every CUDA member needs its own GPU.
@@ -113,9 +113,9 @@ class WeightGroup:
         """On rank 0: send one version of the weights; all other members must call `receive`.
 
         Args:
-            weights: full tensors by name, in the order of `infos`; converted to their dtypes.
-            infos: the same that the receivers have.
-            most_bucket_bytes: bucket size, unless a member lacks memory for two buckets or a tensor is larger.
+            weights: full tensors by name, in the order of `infos`; converted to the dtypes of `infos`.
+            infos: the same as on the receivers.
+            most_bucket_bytes: bucket size; less if a member lacks memory for two buckets, more for a larger tensor.
             version: version of the weights.
             verify: send a SHA-256 with every bucket; the receivers check it.
 
@@ -136,7 +136,7 @@ class WeightGroup:
                 if verify:
                     buffer[bucket.size_bytes :] = _digest(buffer[: bucket.size_bytes])
                 self._start(buffer)
-            next(tensors, None)  # raises if there are more
+            next(tensors, None)  # raises if `weights` has more tensors than `infos`
             while self._pending:
                 self._finish()
 
@@ -146,7 +146,7 @@ class WeightGroup:
 
         Raises:
             RefitError: if the sender exited or timed out, sends other tensors than `infos`, or a bucket does not match
-                its SHA-256. `sink` has an incomplete version then.
+                its SHA-256. `sink` then holds an incomplete version.
         """
         with self._closed_by_failure():
             self._least_free_bytes()
@@ -190,7 +190,8 @@ class WeightGroup:
     def _closed_by_failure(self) -> Iterator[None]:
         if self._backend is None:
             raise RefitError(
-                f"the weight group at {self.member.address} is closed by shutdown or a failed refit; join another one"
+                f"the process group for weight transfer at {self.member.address} was closed by shutdown or a failed "
+                "refit; join another one with init_collective"
             )
         try:
             yield
@@ -208,16 +209,16 @@ class WeightGroup:
         return int(least)
 
     def _buffers(self, buckets: Sequence[Bucket], verify: bool) -> Iterator[torch.Tensor]:
-        """The memory of each bucket, with room for its digest; two memories take turns."""
-        room_bytes = _DIGEST_BYTES if verify else 0
-        needed_bytes = max((bucket.size_bytes for bucket in buckets), default=0) + room_bytes
+        """The memory for each bucket and its digest; consecutive buckets alternate between two memories."""
+        digest_bytes = _DIGEST_BYTES if verify else 0
+        needed_bytes = max((bucket.size_bytes for bucket in buckets), default=0) + digest_bytes
         if self._memories[0].numel() < needed_bytes:
             self._memories = []  # free them before allocating larger ones
             self._memories = [
                 torch.empty(needed_bytes, dtype=torch.uint8, device=self.member.device) for _ in range(_IN_FLIGHT)
             ]
-        for number, bucket in enumerate(buckets):
-            yield self._memories[number % _IN_FLIGHT][: bucket.size_bytes + room_bytes]
+        for index, bucket in enumerate(buckets):
+            yield self._memories[index % _IN_FLIGHT][: bucket.size_bytes + digest_bytes]
 
     def _put(self, bucket: Bucket, buffer: torch.Tensor, header: _Header, sink: WeightSink) -> None:
         self._finish()
@@ -226,7 +227,7 @@ class WeightGroup:
             if not torch.equal(_digest(content), digest.cpu()):
                 raise RefitError(
                     f"the bucket of version {header.version} that starts with {bucket.tensors[0].name} does not match "
-                    "its SHA-256: it was corrupted in transfer; check memory and network, then start again"
+                    "its SHA-256: it was corrupted in transfer; check memory and network, then restart the run"
                 )
         for name, tensor in bucket.unpack(buffer):
             sink.put(name, tensor)
@@ -237,27 +238,27 @@ class WeightGroup:
             self._pending.append(self._backend.broadcast(tensor, _SENDER))
 
     def _finish(self) -> None:
-        """Wait for the oldest transfer; with a timeout nccl, too, blocks the CPU and not only the stream."""
+        """Wait for the oldest transfer. The timeout makes nccl block the CPU, as gloo does, and not only the stream."""
         with self._as_refit_error():
             self._pending[0].wait(self._timeout)
         self._pending.popleft()
 
     @contextmanager
     def _as_refit_error(self) -> Iterator[None]:
-        """Convert errors of torch, in a wait or in a call (the first call of nccl connects), to RefitError."""
+        """Convert torch's errors to RefitError, both of waits and of calls (the first call of nccl connects)."""
         try:
             yield
         except RuntimeError as error:
             reason = str(error).partition("] ")[2].partition(". ")[0] or str(error)
             raise RefitError(
-                f"the refit failed on rank {self.member.rank} of the weight group at {self.member.address}: {reason}; "
-                f"a member exited, refused the weights, or took longer than {self._timeout.total_seconds():g} s: see "
-                "the errors of the other members, then restart all of them"
+                f"the refit failed on rank {self.member.rank} of the process group for weight transfer at "
+                f"{self.member.address}: {reason}; a member exited, refused the weights, or took longer than "
+                f"{self._timeout.total_seconds():g} s: see the errors of the other members, then restart all members"
             ) from error
 
 
 def problem_of(part: Callable[[], object]) -> str | None:
-    """Run a part of a refit; returns the message of a RefitError instead of raising, which would kill the workers."""
+    """Run `part` of a refit; returns the message of a RefitError, because raising it would kill the workers."""
     try:
         part()
     except RefitError as error:
@@ -266,7 +267,7 @@ def problem_of(part: Callable[[], object]) -> str | None:
 
 
 def _announced(weights: Iterable[tuple[str, torch.Tensor]], infos: Sequence[TensorInfo]) -> Iterator[torch.Tensor]:
-    """The tensors; raises unless their names are exactly those of `infos`, in order."""
+    """The tensors of `weights`; RefitError unless their names are exactly those of `infos`, in order."""
     remaining = iter(weights)
     for info in infos:
         name, tensor = next(remaining, (None, torch.empty(0)))

@@ -1,4 +1,7 @@
-"""Whether this process has per-frame ranges, decided when `lucidrl` is imported. Imports nothing heavy."""
+"""Whether this process has the per-frame ranges of `lucidrl.profiling.ranges`, decided when `lucidrl` is imported.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 
 VARIABLES = ("LUCIDRL_PROFILING", "TORCHRL_PROFILING")
-"""The first one that is set decides. Child processes inherit them."""
+"""Variables that arm the ranges; the first one that is set decides. Child processes inherit them."""
 
 
 def _asks_for_ranges(environment: Mapping[str, str]) -> bool:
@@ -25,8 +28,8 @@ is_enabled = is_armed
 def set_profiling_enabled(enabled: bool) -> None:
     """Turn the per-frame ranges of this process on or off.
 
-    They must have been armed before the import of `lucidrl`; otherwise this only warns. For the workers of a collector,
-    call `collector.map_fn("set_profiling_enabled", [(True,)] * collector.num_workers)`.
+    The ranges must have been armed (LUCIDRL_PROFILING=1) before the import of `lucidrl`; otherwise this only warns. For
+    the workers of a collector, call `collector.map_fn("set_profiling_enabled", [(True,)] * collector.num_workers)`.
     """
     global is_enabled
     if enabled and not is_armed:

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_PATH = "traces/{host}_{pid}_worker_{worker_idx}.json"
 _PROFILER_OPTIONS = ("record_shapes", "profile_memory", "with_stack", "with_flops")
-_LONGEST_NAME = 255 - 38  # `write_trace` first adds 38 characters
+_LONGEST_NAME = 255 - 38  # the temporary name in `write_trace` has 38 more characters
 
 
 @with_config(ConfigDict(strict=True, arbitrary_types_allowed=True))
@@ -54,7 +54,7 @@ class ProfileSettings:
     num_rollouts: int = 3
     """Rollouts until the trace is written, including the warm-up."""
     warmup_rollouts: int = 1
-    """First rollouts that are not recorded; 0 records the next one."""
+    """Rollouts before the recording starts; 0 starts with the next rollout."""
     save_path: str | os.PathLike[str] | None = None
     """Path of the trace, compressed if it ends in .gz; each worker fills in `{worker_idx}`, `{pid}` and `{host}`. By
     default `traces/{host}_{pid}_worker_{worker_idx}.json`, or no file with `on_trace_ready`."""
@@ -65,8 +65,8 @@ class ProfileSettings:
     with_stack: bool = False
     with_flops: bool = False
     on_trace_ready: Callable[[profile], object] | None = None
-    """Called in the worker with the profiler at the end. With a `save_path` it is too late to export a trace: torch can
-    do that only once."""
+    """Called in the worker with the profiler at the end. With a `save_path`, the callback cannot export the trace
+    again: torch can export it only once."""
 
     def __post_init__(self) -> None:
         try:
@@ -79,7 +79,7 @@ class ProfileSettings:
         if self.warmup_rollouts >= self.num_rollouts:
             raise ConfigError(
                 f"warmup_rollouts={self.warmup_rollouts} of num_rollouts={self.num_rollouts} leaves nothing to record; "
-                "give a smaller number"
+                "lower warmup_rollouts, or raise num_rollouts"
             )
 
     def checked(self, num_workers: int) -> ProfileSettings:
@@ -90,7 +90,7 @@ class ProfileSettings:
         """
         for index in self.workers:
             if not 0 <= index < num_workers:
-                raise ConfigError(f"workers has {index!r}, but they are numbered from 0 to {num_workers - 1}")
+                raise ConfigError(f"workers has {index!r}, but workers are numbered from 0 to {num_workers - 1}")
         if len(set(self.workers)) < len(self.workers):
             raise ConfigError(f"workers={list(self.workers)} has a worker twice; list each once")
         template = self.path_template
@@ -124,15 +124,15 @@ class _Running:
     profiler: profile
     process: ProcessName
     thread: threading.Thread
-    """The only thread that may stop it."""
+    """The only thread that may stop the profiler."""
     pid: int
 
 
 class _ProfilerHook:
     """Records rollouts of one worker and writes the trace; errors are logged and never stop a rollout.
 
-    The thread that makes a rollout calls `before_rollout` before it, and the hook with the batch after it: torch's
-    profiler records that thread.
+    The thread that makes rollouts calls `before_rollout` before each one, and the hook itself, with the batch, after
+    it: torch's profiler records only the thread that starts it.
 
     Args:
         role: name of the process in the trace.
@@ -145,7 +145,7 @@ class _ProfilerHook:
         self._running: _Running | None = None
         self._is_to_stop = False
         self.is_done = False
-        """Whether the trace is written, or will never be."""
+        """Whether the trace was written, or never will be."""
 
     @property
     def is_ending(self) -> bool:
@@ -177,7 +177,8 @@ class _ProfilerHook:
     def stop(self) -> None:
         """Write the trace recorded so far and record no more; may be called twice.
 
-        From another thread this is a request: the rollout thread does it after its rollout, or before its next.
+        From another thread this is only a request: the rollout thread stops after its current rollout, or before the
+        next one.
         """
         running, was_asked, self._is_to_stop = self._running, self._is_to_stop, True
         if running is not None and running.pid != os.getpid():  # a fork does not own its parent's recording
@@ -185,14 +186,14 @@ class _ProfilerHook:
             return
         if running is not None and running.thread is not threading.current_thread() and running.thread.is_alive():
             if not was_asked:
-                _log.warning("the rollout thread of %s will write its trace when its rollout ends", self._name)
+                _log.warning("the rollout thread of %s will write the trace when its rollout ends", self._name)
             return
-        # Released first: the profiler holds much memory, and if it fails to stop it would fail again.
+        # Release the profiler first: it holds much memory, and a failed stop would fail again.
         was_done, self._running, self.is_done = self.is_done, None, True
         if running is None:
             if not was_done:
                 done, warmup = self._num_rollouts, self._settings.warmup_rollouts
-                _log.warning("no trace of %s: it ended after %d of %d warm-up rollouts", self._name, done, warmup)
+                _log.warning("no trace of %s: it stopped after %d of %d warm-up rollouts", self._name, done, warmup)
             return
         try:
             running.profiler.stop()
@@ -224,16 +225,16 @@ class _ProfilerHook:
 def profiler_obstacle(activities: Sequence[ProfilerActivity] | None) -> str | None:
     """The reason why torch's profiler cannot record these activities here, or None."""
     if torch.autograd.profiler._is_profiler_enabled:
-        return "a torch profiler already records in this process, which can have only one; stop it first"
+        return "a torch profiler already records in this process, which can have only one; stop that profiler first"
     if missing := sorted(activity.name for activity in set(activities or ()) - supported_activities()):
         return f"activities has {missing[0]}, which this machine cannot record; leave it out"
     return None
 
 
 def started_profiler(activities: Sequence[ProfilerActivity] | None = None, **options: Any) -> profile:
-    """torch's profiler, recording this thread; by default the CPU, and the GPU if there is one.
+    """Start torch's profiler for this thread; by default it records the CPU, and the GPU if there is one.
 
-    Only this thread may stop it: torch crashes the process if another thread does and then exports the trace.
+    Only this thread may stop the profiler: if another thread stops it and exports the trace, torch crashes the process.
 
     Raises:
         ConfigError: if it cannot record.

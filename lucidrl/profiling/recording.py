@@ -1,4 +1,7 @@
-"""Records one process for a while: its spans, written continuously, and its operators. Errors never stop it."""
+"""Records one process for some time: its spans, written continuously, and torch's operators.
+
+Errors of a recording never stop the process.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from lucidrl.profiling.trace_files import KEY, ProcessName, write_trace
 _log = logging.getLogger(__name__)
 
 DRAIN_INTERVAL_S = 0.1
-"""A killed process loses the spans of about this time."""
+"""Seconds between two writes of spans; a killed process loses the spans since the last write."""
 _END = b"\n]\n"
 _CAPACITY = 200_000
 """Most spans between two writes; older ones are dropped."""
@@ -36,15 +39,15 @@ class Recording:
     """Records this process between `start` and `stop`, as files in the traces folder.
 
     `<name>_<host>_<pid>_<time>.spans.json` holds the spans and is written as they end. `stop` writes `….json`, torch's
-    trace of the starting thread; under Nsight Systems, that records the GPU instead. `….memory.pickle` is a snapshot of
-    the GPU's memory, if requested.
+    trace of the thread that called `start`; under Nsight Systems, Nsight Systems records the GPU instead, and there is
+    no such file. `….memory.pickle` is a snapshot of the GPU's memory, if requested.
 
     While one recording of the process runs, starting another does nothing. Errors are logged; they never stop the
     process.
 
     Args:
         name: name of the process in the trace.
-        operators: record torch's operators too, beside the spans.
+        operators: record torch's operators in addition to the spans.
     """
 
     def __init__(self, name: str, *, operators: bool = True):
@@ -60,7 +63,7 @@ class Recording:
         process = ProcessName(self.name)
         stem = f"{self.name}_{socket.gethostname()}_{os.getpid()}_{datetime.now(UTC):%Y%m%dT%H%M%S_%f}"
         folder = traces_folder()
-        parts = ExitStack()  # closed in reverse order: the most expensive part records shortest
+        parts = ExitStack()  # closed in reverse order: the most expensive recorder runs shortest
         parts.callback(_turn.release)
         self._parts, self._pid = parts, os.getpid()  # first: Ctrl-C may interrupt at any moment
         atexit.register(self.stop)
@@ -74,7 +77,7 @@ class Recording:
 
     def stop(self) -> None:
         """Write the recording and stop."""
-        # Released first: the profiler holds much memory, and if it fails to stop it would fail again.
+        # Release the parts first: the profiler holds much memory, and a failed stop would fail again.
         parts, self._parts = self._parts, None
         if parts is None or self._pid != os.getpid():  # a fork does not own its parent's recording
             return
@@ -130,7 +133,7 @@ def _operator_trace(path: Path, process: ProcessName) -> Callable[[], None]:
     thread = threading.get_ident()
 
     def end() -> None:
-        profiler.stop()  # always: else the process crashes at its end
+        profiler.stop()  # always: otherwise the process crashes when it exits
         if threading.get_ident() != thread:  # exporting the trace would crash the process
             raise RuntimeError("only the thread that started the recording can stop it")
         write_trace(profiler, path, process)
@@ -146,7 +149,7 @@ class SpanFile:
     fails, it logs a warning and drops all later spans.
 
     Raises:
-        OSError: if the file cannot be made.
+        OSError: if the file cannot be created.
     """
 
     def __init__(self, path: Path, process: ProcessName):

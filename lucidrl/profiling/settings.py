@@ -1,4 +1,4 @@
-"""Environment variables of recordings, read only here, when one starts. Imports nothing heavy."""
+"""Environment variables of profiling, read only here, when a recording starts. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MEMORY_VARIABLE = "LUCIDRL_PROFILE_MEMORY"
 """1 requests a snapshot of the GPU's memory with each trace."""
 
 NSYS_SESSION = "NSYS_PROFILING_SESSION_ID"
-"""Nsight Systems sets it for the processes that it runs."""
+"""Variable that Nsight Systems sets for the processes that it runs."""
 
 
 def traces_folder() -> Path:

@@ -7,8 +7,8 @@
     @span("refit")
     def broadcast(self): ...
 
-A span costs about a microsecond, so phases are always timed; profilers show them too. Durations come from the
-monotonic clock; starts are that clock plus one wall-clock anchor per process, so they line up across processes.
+A span costs about a microsecond, so phases are always timed; profilers show the spans too. Durations come from the
+monotonic clock. Start times are that clock plus one wall-clock anchor per process, so that processes are comparable.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ R = TypeVar("R")
 NOT_RECORDED: AbstractContextManager[None] = nullcontext()
 """The context of a block that no profiler records; one shared object."""
 
-# `torch.profiler.record_function` without the dispatcher: a third of its time.
+# Like `torch.profiler.record_function`, but without the dispatcher, in a third of the time.
 _enter: Any = torch._C._autograd._record_function_with_args_enter
 _exit: Any = torch._C._autograd._record_function_with_args_exit
 
 
 def is_under_nsys() -> bool:
-    """Whether Nsight Systems runs this process and it has a GPU."""
+    """Whether Nsight Systems runs this process and the process has a GPU."""
     return NSYS_SESSION in os.environ and torch.cuda.is_available()
 
 
@@ -47,8 +47,8 @@ _emits_nvtx = is_under_nsys()
 
 
 def recorded(name: str) -> AbstractContextManager[None]:
-    """A context that names its block in the current trace; `NOT_RECORDED` without one."""
-    # The flag of the process: a profiler of all threads does not set the flag of any thread.
+    """A context manager that names its block in the current trace; `NOT_RECORDED` if no profiler records."""
+    # Read the flag of the process: a profiler of all threads does not set the flag of any thread.
     if torch_profiler._is_profiler_enabled or _emits_nvtx:
         return _RecordedBlock(name)
     return NOT_RECORDED
@@ -105,7 +105,7 @@ class SpanRecorder:
     def span(self, name: str) -> _OpenSpan:
         """A context manager that times its block, or a decorator that times calls, even if they raise.
 
-        Nested spans each count their whole duration. A span inside another of the same name counts once: a driver and
+        Nested spans each count their whole duration. A span inside a span of the same name is not counted: a driver and
         its in-process worker may both name a phase.
         """
         return _OpenSpan(self, name)
@@ -122,12 +122,12 @@ class SpanRecorder:
             return _since({}, self._totals)
 
     def keep_spans(self, capacity: int) -> None:
-        """Keep the newest `capacity` single spans from now on; 0 stops and drops them."""
+        """From now on, keep the newest `capacity` spans for `take_spans`; 0 keeps none and drops the kept ones."""
         with self._lock:
             self._buffer = deque(maxlen=capacity) if capacity else None
 
     def take_spans(self) -> list[Span]:
-        """The single spans kept since the last call, in the order of their ends."""
+        """The spans kept since the last call, in the order in which they ended."""
         with self._lock:
             spans = list(self._buffer or ())
             if self._buffer is not None:

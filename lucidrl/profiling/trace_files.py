@@ -38,7 +38,10 @@ class ProcessName:
     """Unix time at which the recording began, in nanoseconds."""
 
     def described(self, base_time_ns: int = 0) -> dict[str, Any]:
-        """Metadata for a trace whose clock counts microseconds from `base_time_ns`, with one moment on both clocks."""
+        """Metadata for a trace whose clock counts microseconds from `base_time_ns`.
+
+        `anchor` is the start of the recording on the Unix clock and on the clock of the trace.
+        """
         return {
             "process": self.name,
             "host": socket.gethostname(),
@@ -48,7 +51,7 @@ class ProcessName:
 
 
 def check_template(template: str) -> set[str]:
-    """The placeholders in the path of a trace; unknown ones raise ConfigError."""
+    """The placeholders in the path of a trace; ConfigError for an unknown placeholder."""
     try:
         fields = [(field, spec, conversion) for _, field, spec, conversion in string.Formatter().parse(template)]
     except ValueError as error:
@@ -68,7 +71,7 @@ def filled(template: str, worker_idx: int) -> Path:
 
 
 def check_folder(folder: Path, setting: str) -> None:
-    """Create a folder and a file in it; an OSError becomes a ConfigError that names `setting`."""
+    """Create a folder and check that files can be written there; ConfigError, which names `setting`, if not."""
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +84,9 @@ def check_folder(folder: Path, setting: str) -> None:
 
 
 def write_trace(profiler: profile, path: Path, process: ProcessName) -> None:
-    """Write the trace of a profiler completely or not at all; compressed if the path ends in .gz. Works only once.
+    """Write the trace of a profiler completely or not at all; compressed if the path ends in .gz.
+
+    Call it once per profiler: torch cannot export a trace twice.
 
     Raises:
         OSError: if it cannot be written.
@@ -102,11 +107,11 @@ def write_trace(profiler: profile, path: Path, process: ProcessName) -> None:
 def _signed(trace: bytes, process: ProcessName) -> bytes:
     """Insert our metadata and the process name into the text of a trace, which is too large to parse."""
     begin = trace.find(_EVENTS)
-    # The header before it grows with the number of GPUs and process groups.
+    # The header before the events grows with the number of GPUs and process groups.
     base_time = _BASE_TIME.search(trace, 0, max(begin, 0))
     # torch's writer does not report a full disk.
     if base_time is None or begin < 0 or not trace.rstrip().endswith(b"}"):
-        raise OSError("the trace is not complete, as on a full disk")
+        raise OSError("the trace is not complete; perhaps the disk is full")
     description = orjson.dumps(process.described(int(base_time[1])))
     name = orjson.dumps(process.name)
     named = re.compile(rb'("name": "process_name",\s+"ts": [\d.]+,\s+"pid": %d,\s[^}]*"name": )"[^"]*"' % os.getpid())

@@ -20,7 +20,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
     other_names: ClassVar[OtherNames] = NO_OTHER_NAMES
-    """Aliases of its settings, and names that errors explain."""
+    """Aliases of the settings, and unknown names that errors explain."""
 
 
 C = TypeVar("C", bound=Config)
@@ -31,7 +31,7 @@ _MAX_DEPTH = 10  # of nested configs, in case one contains itself
 def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequence[str] = ()) -> C:
     """Merge the layers (files or mappings, later ones win), then the overrides, and validate.
 
-    A layer that changes a `name` also drops the `kwargs` of the old one.
+    A layer that changes a `name` also drops the `kwargs` of the old name.
 
     Args:
         schema: the config class to build.
@@ -39,7 +39,7 @@ def load_config(schema: type[C], *layers: Path | dict[str, Any], overrides: Sequ
         overrides: dotted assignments such as `policy.max_grad_norm=1`; values are read as YAML.
 
     Raises:
-        ConfigError: for an unreadable file, a malformed override or invalid values; it lists all of them.
+        ConfigError: for an unreadable file, a malformed override, or invalid values, all of which it lists.
     """
     return validate(schema, merged_settings(*layers, overrides=overrides, schema=schema))
 
@@ -50,10 +50,10 @@ def merged_settings(
     resolve: bool = True,
     schema: type[Config] | None = None,
 ) -> dict[str, Any]:
-    """Layers and overrides merged into one mapping, as `load_config` validates it; optionally keep `${...}`.
+    """Layers and overrides merged into the mapping that `load_config` validates; `resolve=False` keeps `${...}`.
 
     Args:
-        schema: its aliases are replaced by their keys; by default there are none.
+        schema: config class whose aliases are replaced by their keys; by default, no alias is replaced.
     """
     sourced = [(Source("file", str(layer)) if isinstance(layer, Path) else Source("Python"), layer) for layer in layers]
     aliases = None if schema is None else aliases_of(schema)

@@ -1,8 +1,8 @@
 """Models and datasets of a Hugging Face hub, by the names `hub:ORG/NAME[@REVISION][/PATH]`.
 
-Only a name with the prefix is downloaded. The files go to the cache of huggingface_hub, which also reads the variables:
-HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS. Neither code nor pickle files are
-downloaded.
+Only names with the prefix `hub:` are downloaded. The files go to the cache of huggingface_hub, which reads these
+variables: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, HF_HUB_DISABLE_PROGRESS_BARS. Neither code nor pickle files
+are downloaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PREFIX = "hub:"
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Weights, configs, chat templates and tokenizers."""
 DATA_FILES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
-"""Ends of the names of data files."""
+"""Suffixes of data files."""
 _FORM = "hub:ORG/NAME, with @REVISION (a branch, tag or commit) and /PATH after it if you want"
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _NAME = re.compile(rf"hub:(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[^/@\s]+))?(?:/(?P<path>.+))?")
@@ -73,15 +73,16 @@ def parse_hub_id(name: str) -> HubName:
 
 
 def downloaded(name: str, kind: Kind) -> Path:
-    """Download what is not in the cache, and return the folder of the repository's files.
+    """Download the files that are not in the cache, and return the folder of the repository's files.
 
     Args:
-        name: `hub:ORG/NAME[@REVISION][/PATH]`. Of a model, PATH is its folder in the repository. Of a dataset, PATH is
-            a folder, file or pattern: only such files are downloaded, and the caller selects them in the folder.
+        name: `hub:ORG/NAME[@REVISION][/PATH]`. For a model, PATH is the model's folder in the repository. For a
+            dataset, PATH is a folder, file or pattern: only such files are downloaded, and the caller selects them in
+            the returned folder.
 
     Raises:
-        ConfigError: the name is malformed, the hub has no such repository or revision, it refuses access, it cannot be
-            reached and the cache lacks files, or the repository has no usable files.
+        ConfigError: the name is malformed, the hub has no such repository or revision, the hub refuses access, the hub
+            cannot be reached and the cache lacks files, or the repository has no usable files.
     """
     return _download(parse_hub_id(name), kind)
 
@@ -89,7 +90,7 @@ def downloaded(name: str, kind: Kind) -> Path:
 def pinned(name: str, kind: Kind) -> str:
     """Download as `downloaded` does, and return the name with the commit as its revision.
 
-    A pinned name always means the same files, and those in the cache are used without asking the hub.
+    A pinned name always means the same files, so files in the cache are used without a request to the hub.
     """
     hub_name = parse_hub_id(name)
     return str(HubName(hub_name.repository, _download(hub_name, kind).name, hub_name.path))
@@ -124,7 +125,7 @@ def _patterns(name: HubName, kind: Kind) -> list[str]:
 
 
 def _ignored(name: HubName) -> list[str]:
-    """Folders inside a model's folder, and second copies of its weights."""
+    """Patterns of files not to download: subfolders of the model's folder, and second copies of its weights."""
     below = f"{name.path}/" if name.path else ""
     return [f"{below}*/*", f"{below}consolidated*.safetensors"]
 

@@ -1,4 +1,4 @@
-"""Imports by name: objects and modules of configs, optional packages, lazy names of packages."""
+"""Imports by name: objects and modules named in configs, optional packages, and names imported at first use."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def import_object(path: str, key: str) -> Any:
 
 
 def import_user_module(module_name: str, what: str = "the environment's name") -> ModuleType:
-    """Import the module of a setting `module:Name`, also from the working directory.
+    """Import the module of a setting `module:Name`; searches the working directory too.
 
     Args:
         what: what the setting holds, for errors.
 
     Raises:
-        ConfigError: if it does not exist, needs a missing package, or raises.
+        ConfigError: if the module does not exist, needs a missing package, or raises.
     """
     # Installed commands, unlike `python -m`, do not search the working directory.
     if os.getcwd() not in sys.path:
@@ -44,12 +44,12 @@ def import_user_module(module_name: str, what: str = "the environment's name") -
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"module {module_name} needs {error.name}, which is not installed") from error
+            raise ConfigError(f"module {module_name} needs {error.name}, which is not installed; install it") from error
         raise ConfigError(
             f"there is no module {module_name} in {os.getcwd()} or among the installed packages; "
             f"write {what} as module:Name"
         ) from error
-    except (Exception, SystemExit) as error:  # of a script without `if __name__ == "__main__":`
+    except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__":` may exit
         raise ConfigError(f"module {module_name} fails when imported, with {type(error).__name__}: {error}") from error
 
 
@@ -58,8 +58,8 @@ def require_package(package: str, reason: str, extra: str | None = None) -> None
 
     Args:
         package: import name.
-        reason: setting or feature that needs it.
-        extra: our extra that installs it; by default the same name.
+        reason: setting or feature that needs the package.
+        extra: extra of lucidrl that installs the package; by default the extra of the same name.
     """
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f'{reason} needs the package {package}; pip install "lucidrl[{extra or package}]"')

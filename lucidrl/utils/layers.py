@@ -23,7 +23,7 @@ RENAMED = {
 }
 """Old names of settings. A layer that uses one still works, with a warning."""
 EXCLUSIVE = (("sft", "max_steps", "epochs"),)
-"""(Section, key, key): two ways to set the same. A layer that sets one of them replaces the other of earlier layers."""
+"""(Section, key, key): two keys for the same thing. A layer that sets one key removes the other from earlier layers."""
 _TEXT = re.compile(r"\s*(\d+\s*:\s*\d*\s*|\*.*|\{[{%].*|[^\[{\"'].*\{[{%].*)", re.DOTALL)
 """Command-line values that YAML misreads: 3:5 as 185 (base 60), 3: as a mapping, `*policy*` as a reference, and a jinja
 template as a mapping."""
@@ -35,18 +35,18 @@ class Source:
 
     kind: Literal["preset", "file", "command line", "run", "Python"]
     name: str = ""
-    """Of the preset or file."""
+    """Name of the preset or file."""
     alias: str = ""
-    """Name that was written instead of the key."""
+    """Name that the layer used instead of the key."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}".rstrip() + (f" (as {self.alias})" if self.alias else "")
 
 
 class Origins(dict[str, Source]):
-    """Sources of the settings by dotted key; a key that is missing has its default.
+    """Sources of the settings by dotted key; a key without an entry has its default value.
 
-    All origins are equal: where settings come from does not make them differ.
+    All `Origins` compare equal, so that configs with equal values are equal wherever the values come from.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -64,7 +64,7 @@ COMMAND_LINE = Source("command line")
 
 @dataclass(frozen=True)
 class Merged:
-    """Merged layers."""
+    """Merged settings, and where each came from."""
 
     content: dict[str, Any]
     origins: Origins
@@ -80,7 +80,7 @@ def merge_layers(
 
     Args:
         resolve: replace `${...}` by values.
-        aliases: names at the top level that set other keys.
+        aliases: top-level names, and the keys that each of them sets.
 
     Raises:
         ConfigError: for an unreadable file, a malformed override, or a key that one layer sets twice.
@@ -145,7 +145,7 @@ def _read_overrides(overrides: Sequence[str]) -> Any:
 
 
 def _use_current_names(content: dict[str, Any]) -> None:
-    """Replace old names before layers are merged, so that a later layer wins by either name."""
+    """Replace old names before layers are merged, so that a later layer wins whichever name it uses."""
     for old, new in RENAMED.items():
         *parents, name = old.split(".")
         section: Any = content
@@ -155,7 +155,7 @@ def _use_current_names(content: dict[str, Any]) -> None:
             value = section.pop(name)
             if value is not None:
                 _log.warning("the setting %s is now called %s; rename it", old, new)
-            # Version 0.1.0 wrote data.validation_fraction also for runs without data.file, which did not use it.
+            # Version 0.1.0 wrote data.validation_fraction even for runs without data.file, which did not use it.
             is_unused = old == "env.validation_fraction" and (content.get("data") or {}).get("file") is None
             if is_unused or new not in _leaves(content):
                 _set(content, new, value, old)
@@ -169,7 +169,7 @@ def _use_keys_for(aliases: Mapping[str, tuple[str, ...]], content: dict[str, Any
     """
     written = {key: key for key in _leaves(content)}
     alias_of: dict[str, str] = {}
-    # An alias of several keys leaves out those that are set one by one.
+    # An alias of several keys does not set those that the layer sets one by one.
     for alias in sorted((name for name in content if name in aliases), key=lambda name: len(aliases[name])):
         value = content.pop(alias)
         keys = [key for key in aliases[alias] if key not in written]
@@ -186,7 +186,9 @@ def _set(content: dict[str, Any], key: str, value: Any, alias: str) -> None:
     *parents, name = key.split(".")
     for parent in parents:
         if not isinstance(content.setdefault(parent, {}), dict):
-            raise ConfigError(f"{alias} sets {key}, but {parent}={content[parent]!r} is not a mapping; remove one")
+            raise ConfigError(
+                f"{alias} sets {key}, but {parent}={content[parent]!r} is not a mapping; remove one of the two"
+            )
         content = content[parent]
     content[name] = value
 
@@ -201,7 +203,7 @@ def _leaves(content: Any, above: str = "") -> Iterator[str]:
 
 
 def _remove_replaced(base: Any, layer: Any) -> None:
-    """Remove from `base` what `layer` sets by another key; see `EXCLUSIVE`."""
+    """Remove keys from `base` that `layer` replaces by the other key of `EXCLUSIVE`."""
     from omegaconf import OmegaConf
 
     for section, *keys in EXCLUSIVE:
@@ -222,7 +224,7 @@ def _remove_conflicts(base: Any, layer: Any) -> None:
         return
     if "kwargs" in base and "name" in base and layer.get("name", base.name) != base.name:
         del base["kwargs"]
-    if "reward" in layer and OmegaConf.is_dict(base.get("env")):  # it replaces the environment
+    if "reward" in layer and OmegaConf.is_dict(base.get("env")):  # a reward replaces the environment
         for key in ("name", "kwargs"):
             base["env"].pop(key, None)
     if "scheduler" in layer and "scheduler_milestones" in base:

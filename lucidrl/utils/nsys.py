@@ -2,8 +2,8 @@
 
     NRL_NSYS_WORKER_PATTERNS='*policy*,*generation*' NRL_NSYS_PROFILE_STEP_RANGE=3:5
 
-Workers with matching names record the steps from `start` to before `stop`, counted from 1. Nsight Systems captures the
-workers that it runs (see `lucidrl.utils.nsys_launch`); the others use torch's profiler. Imports nothing heavy.
+Workers with matching names record the steps `start` to `stop` - 1, counted from 1. Nsight Systems captures the workers
+that it runs (see `lucidrl.utils.nsys_launch`); other workers use torch's profiler. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATTERNS_VARIABLE, RANGE_VARIABLE = "NRL_NSYS_WORKER_PATTERNS", "NRL_NSYS_PROFIL
 NRL_NSYS_WORKER_PATTERNS = os.environ.get("NRL_NSYS_WORKER_PATTERNS", "")
 """Shell wildcards for worker names, separated by commas; see `worker_name`."""
 NRL_NSYS_PROFILE_STEP_RANGE = os.environ.get("NRL_NSYS_PROFILE_STEP_RANGE", "")
-"""`start:stop`"""
+"""`start:stop`: the first step to record, and the first step after the recording."""
 
 POLICY, GENERATION, DRIVER = "policy", "generation", "driver"
 """Kinds of workers. The driver is the process that runs the loop."""
@@ -37,7 +37,7 @@ _RANGE = re.compile(r"\s*(\d{1,18})\s*:\s*(\d{1,18})\s*")
 
 
 class ProfilablePolicy(Protocol):
-    """Records itself, including its workers."""
+    """A policy that can record itself and its workers."""
 
     def start_gpu_profiling(self) -> None: ...
 
@@ -46,7 +46,7 @@ class ProfilablePolicy(Protocol):
 
 @dataclass(frozen=True)
 class StepRange:
-    """Steps from `start` on and before `stop`."""
+    """Steps from `start`, included, to `stop`, excluded."""
 
     start: int
     stop: int
@@ -107,7 +107,7 @@ def profile_request() -> ProfileRequest | None:
 
 
 def set_profile_request(patterns: str, steps: str) -> None:
-    """Replace the request of this process and of those that it starts; two empty texts remove it."""
+    """Replace the profile request of this process and of processes that it starts; two empty strings remove it."""
     global NRL_NSYS_WORKER_PATTERNS, NRL_NSYS_PROFILE_STEP_RANGE
     NRL_NSYS_WORKER_PATTERNS, NRL_NSYS_PROFILE_STEP_RANGE = patterns, steps
     os.environ.update(request_environment())
@@ -133,18 +133,19 @@ def check_patterns(names: Sequence[str]) -> None:
     request = profile_request()
     if request is not None and not any(map(request.matches, names)):
         raise ConfigError(
-            f"no worker of this run matches {','.join(request.patterns)!r}; the names are {', '.join(names)}"
+            f"no worker of this run matches {','.join(request.patterns)!r}; use a pattern that matches one of these: "
+            f"{', '.join(names)}"
         )
 
 
 def matches(name: str) -> bool:
-    """Whether the request names this worker."""
+    """Whether the profile request selects this worker."""
     request = profile_request()
     return request is not None and request.matches(name)
 
 
 def is_recorded(name: str) -> bool:
-    """Whether a worker of this name records when called to: without a request, all do."""
+    """Whether `start_gpu_profiling` records a worker of this name; without a profile request, it records all."""
     return profile_request() is None or matches(name)
 
 
@@ -157,8 +158,8 @@ os.register_at_fork(after_in_child=_running.clear)  # only the parent may stop t
 def maybe_gpu_profile_step(policy: ProfilablePolicy, step: int) -> None:
     """Start recording at the first requested step, stop after the last; call it at the start of each step.
 
-    Each happens once per policy. Recordings still running at the end of the program are stopped then;
-    `end_gpu_profile` stops one earlier.
+    A policy is recorded only once. A recording that still runs when the program exits is stopped then;
+    `end_gpu_profile` stops it earlier.
 
     Args:
         step: counted from 1.
@@ -200,4 +201,4 @@ def _end_all() -> None:
         try:
             end_gpu_profile(policy)
         except Exception:  # stop the others too
-            _log.warning("a recording could not be ended", exc_info=True)
+            _log.warning("a recording could not be stopped", exc_info=True)

@@ -34,14 +34,14 @@ OPTIONS = {
 }
 """Options of `nsys profile`, without the output."""
 _RAY_KEYS = {"trace": "t", "output": "o"}
-"""Ray completes the path of a report only under its short name."""
+"""Names of options for Ray, which completes the path of a report only if the option has its short name."""
 
 
 def nsys_command(name: str) -> list[str]:
     """Command-line prefix that runs a worker under Nsight Systems.
 
-    Empty for workers that are not recorded, if Nsight Systems runs the driver (it then sees the workers too), or if it
-    is not installed (logged once).
+    Empty if the worker is not recorded, if Nsight Systems runs the driver (and so sees the workers too), or if Nsight
+    Systems is not installed (logged once).
     """
     if not _is_for_nsys(name):
         return []
@@ -53,7 +53,7 @@ def warn_of_no_report(name: str) -> None:
     if nsys.matches(name) and NSYS_SESSION not in os.environ and shutil.which(PROGRAM) is not None:
         command = shlex.join(_command(OPTIONS))
         _warn_once(
-            f"{name} is in this process and records with torch's profiler; for Nsight Systems: {command} COMMAND"
+            f"{name} is in this process and records with torch's profiler; for Nsight Systems, run {command} COMMAND"
         )
 
 
@@ -70,7 +70,7 @@ def warn_of_no_nsys(where: str = "") -> None:
 
 
 def ray_nsight_options(name: str) -> dict[str, str]:
-    """`runtime_env["nsight"]` for a worker's Ray actor; empty as for `nsys_command`."""
+    """`runtime_env["nsight"]` for a worker's Ray actor; empty when `nsys_command` is empty."""
     if not _is_for_nsys(name):
         return {}
     return {_RAY_KEYS.get(option, option): value for option, value in _options(name).items()}
@@ -104,5 +104,5 @@ def _options(name: str) -> dict[str, str]:
 
 @functools.cache
 def _warn_once(sentence: str) -> None:
-    """Warn once per process: it concerns all workers of a run."""
+    """Warn once per process: the warning concerns all workers of a run."""
     _log.warning("%s", sentence)

@@ -1,6 +1,6 @@
-"""State of the global random generators of Python, numpy and torch, which user code may draw from.
+"""State of the global random generators of Python, numpy and torch, which user code may use.
 
-Our own code draws from keys instead.
+Lucid RL's own code derives its random numbers from keys instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lucidrl.errors import CheckpointError
 
 
 def seed_everything(seed: int, stream: int = 0) -> None:
-    """Seed all of them, including CUDA's; different streams of one seed are independent."""
+    """Seed all global generators, including CUDA's; different streams of one seed are independent."""
     digest = hashlib.blake2b(f"{seed}/{stream}".encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little")
     random.seed(number)
@@ -27,7 +27,7 @@ def seed_everything(seed: int, stream: int = 0) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Their state as plain values; `cuda` is the current GPU's, if this process uses one."""
+    """The state of all global generators as plain values; `cuda` is that of the current GPU, if it is in use."""
     version, words, next_gauss = random.getstate()
     of_numpy: Any = np.random.get_state(legacy=False)
     state: dict[str, Any] = {
@@ -45,7 +45,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the state of `random_state`, all of it or nothing; a GPU's state only if there is a GPU.
+    """Restore a state from `random_state`, completely or not at all; skips a GPU's state if there is no GPU.
 
     Raises:
         CheckpointError: for a state of another version of Python, numpy or torch.
@@ -57,7 +57,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         _set(before)
         raise CheckpointError(
             f"the saved random state cannot be restored ({type(error).__name__}: {error}); "
-            "resume with the versions of Python, numpy and torch that it was saved with"
+            "resume with the versions of Python, numpy and torch that saved it"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What records its process when the profile request selects it."""
+"""Base class of workers that record their process when the profile request selects them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ SYNONYMS = {
     "num_steps": "max_steps",
     "steps": "max_steps",
 }
-"""Names in other libraries of our settings and of torch's arguments."""
+"""Names in other libraries → names of our settings and of torch's arguments."""
 
 _MIN_SIMILARITY = 0.5  # of names of the same parent
 _CLEAR_SIMILARITY = 0.75  # of two spellings of one name, anywhere
@@ -77,8 +77,8 @@ def unknown_key(
 ) -> str:
     """The complaint about a key that does not exist, with a suggestion.
 
-    Suggests what `other_names` knows, else a key of the same parent that is clearly alike, else one elsewhere, else any
-    alike of the same parent.
+    The suggestion is the first of these that exists: what `other_names` knows, a very similar key of the same parent, a
+    very similar key elsewhere, a somewhat similar key of the same parent.
 
     Args:
         path: path of the key; numbers are entries of lists.
@@ -104,7 +104,7 @@ def unknown_key(
 
 
 def check_arguments(factory: Callable[..., Any], kwargs: Mapping[str, Any], key: str, num_given: int = 0) -> None:
-    """Raise ConfigError for arguments that `factory` does not take; skipped if its signature is open or unknown.
+    """Raise ConfigError for arguments that `factory` does not take, unless it takes any keyword or has no signature.
 
     Args:
         key: the setting that holds `kwargs`.

@@ -17,10 +17,10 @@ def wait_watching(
     timeout_s: float = float("inf"),
     until_one_raises: bool = False,
 ) -> set[Future[Any]]:
-    """Wait until all futures are done, one raised (`until_one_raises`) or the timeout passed; return the rest.
+    """Wait until all futures are done, one raised (`until_one_raises`) or the timeout passed; return unfinished ones.
 
     Args:
-        watch: called every few seconds; its errors end the wait.
+        watch: called every few seconds; an error that it raises ends the wait.
     """
     until = time.monotonic() + timeout_s
     return_when = FIRST_EXCEPTION if until_one_raises else ALL_COMPLETED

@@ -1,4 +1,4 @@
-"""`WorkerGroup`: workers that the driver calls in lock-step; a failure of one ends all."""
+"""`WorkerGroup`: workers that the driver calls in lock-step; if one fails, all are killed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lucidrl.utils.nsys_launch import warn_of_no_report
 class WorkerGroup:
     """One instance of a worker class per rank.
 
-    A single worker lives in this process: calls are plain method calls and timeouts do not interrupt them. Several live
-    in processes of this machine or of a Ray cluster, with torchrun's variables (see
+    A single worker lives in this process: calls are plain method calls and timeouts do not interrupt them. Several
+    workers live in processes of this machine or of a Ray cluster, with torchrun's variables (see
     `init_process_group_from_environment`): arguments and results are copies, output goes to `rank_N.log`, and after any
     failure all workers are killed and the group has ended. Only one thread at a time may call.
 
@@ -33,11 +33,11 @@ class WorkerGroup:
 
     Args:
         worker_class: any class with a `shutdown` method; for several ranks it must be importable by name.
-        args: arguments of its constructor, as `kwargs`; the same on every rank.
+        args: positional constructor arguments; like `kwargs`, the same on every rank.
         cluster: number of ranks, where they run, their threads and timeouts.
         log_dir: folder for `rank_N.log`; by default a temporary one, kept only after a failure.
-        own_processes: run a single worker, too, in a separate process, which can be killed.
-        name: how profiling names the workers, followed by their rank; see `lucidrl.utils.nsys`.
+        own_processes: run even a single worker in a separate process, which can be killed.
+        name: first part of the workers' names in profiles, as in `worker-0`; see `lucidrl.utils.nsys`.
 
     Raises:
         WorkerError: here and in calls, if one of several ranks raises, exits or times out. A `LucidError` of a worker
@@ -75,11 +75,11 @@ class WorkerGroup:
 
     @property
     def blind_nodes(self) -> Sequence[str]:
-        """Nodes that do not see `log_dir`: only logs are copied from there, no other files of the workers."""
+        """Nodes that do not see `log_dir`; the driver copies only logs from these nodes, no other files of workers."""
         return self._processes.blind_nodes if self._processes is not None else ()
 
     def run_all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call the method on every rank with the same arguments; the results, by rank.
+        """Call the method on every rank with the same arguments; returns the results in rank order.
 
         Args:
             timeout_s: `cluster.call_timeout_s` by default.
@@ -89,7 +89,7 @@ class WorkerGroup:
         return self._run(method, [Arguments(args, kwargs)] * self.size, timeout_s)
 
     def run_each(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call the method on every rank with separate arguments; the results, by rank.
+        """Call the method on every rank with separate arguments; returns the results in rank order.
 
         Arguments that are the same objects on several ranks are pickled once.
         """

@@ -43,15 +43,15 @@ class Hosting:
     """How the processes of workers are set up, on any machine."""
 
     role: str = "rank"
-    """How errors name a worker."""
+    """Noun for a worker in errors, such as "rank" in "rank 3"."""
     name: str = "worker"
-    """How profiling names the workers, followed by their number; see `lucidrl.utils.nsys`."""
+    """First part of the workers' names in profiles, as in `worker-0`; see `lucidrl.utils.nsys`."""
     first_number: int = 0
-    """Number of the group's first worker in its pool."""
+    """Index in the pool of the first worker of this group."""
     pool_size: int | None = None
     """Number of workers in the pool; None for a group that is not in a pool."""
     size_setting: str = "cluster.num_workers"
-    """The setting with the number of workers, for errors."""
+    """Name of the setting for the number of workers; errors mention it."""
     log_dir: Path | None = None
     """Folder for `<log_name>_N.log`, the output of worker N; by default a temporary one, kept only after a failure."""
     log_name: str = "rank"
@@ -62,7 +62,7 @@ class Hosting:
     imports_main: bool = True
     """Whether the process imports the program's main module first; objects pickled by reference to it need that."""
     uses_torch: bool = True
-    """Whether the process imports torch. If not, it also starts no other thread, so its worker may fork."""
+    """Whether the process imports torch. If not, the process also has a single thread, so the worker may fork."""
     preload: Sequence[str] = ()
     """Modules that the fork server imports once for all processes."""
     nodes: NodeChoice | None = None
@@ -70,9 +70,9 @@ class Hosting:
     ray_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `ray.remote` for the actor that holds a worker's resources."""
     start_setting: str = "cluster.start_timeout_s"
-    """The setting that limits the start, for errors."""
+    """Name of the setting for the start timeout; errors mention it."""
     call_setting: str = "cluster.call_timeout_s"
-    """The setting that limits a call, for errors."""
+    """Name of the setting for the call timeout; errors mention it."""
 
     @property
     def joins_process_group(self) -> bool:
@@ -97,13 +97,13 @@ class WorkerLabel:
     rank: int
     hosting: Hosting
     log_path: Path | None
-    """Where the driver finds its output; None if the output goes to the driver's."""
+    """File in which the driver finds the worker's output; None if the output goes to the driver's."""
     node: str | None = None
-    """The node that it runs on, if it is not this machine."""
+    """The Ray node that the worker runs on; None for this machine."""
     wrapper: str = ""
-    """The program that runs it, such as a profiler."""
+    """The program that runs the worker, such as a profiler; empty if there is none."""
     sees_logs: bool = True
-    """Whether its node sees the driver's log folder."""
+    """Whether the worker's node sees the driver's log folder."""
 
     @property
     def name(self) -> str:
@@ -119,9 +119,9 @@ class WorkerReport:
     """Diagnosis of a worker that did not return."""
 
     tail: str
-    """The last lines of its output."""
+    """The last lines of the worker's output."""
     stack: str = ""
-    """Its stack, innermost frame first; empty if it was not requested or not written."""
+    """The worker's stack, innermost frame first; empty if it was not requested or not written."""
 
 
 class NodeLost(Exception):  # noqa: N818 - something observed; becomes a WorkerError

@@ -47,7 +47,7 @@ class LocalWorkers:
 
     Args:
         ranks: which ranks of the cluster run on this machine.
-        environment: variables of every process, besides those of its rank.
+        environment: environment variables of every process, in addition to the variables of its rank.
         store: address and port of the store for the ranks' rendezvous; None if they form no process group.
     """
 
@@ -134,7 +134,7 @@ class LocalWorkers:
         return [(rank, message or Exited(self._processes[rank].how_it_ended())) for rank, message in found]
 
     def dead(self) -> dict[int, Exited]:
-        """Workers that have exited; only while no call is pending."""
+        """Workers that have exited; use it only while no call is pending."""
         return {rank: Exited(process.how_it_ended()) for rank, process in self._processes.items() if process.has_ended}
 
     def follow_log(self, rank: int, path: Path) -> None:
@@ -156,14 +156,14 @@ class LocalWorkers:
         return {number: WorkerReport(tails.get(number, ""), stacks.get(number, "")) for number in numbers}
 
     def shutdown(self, timeout_s: float) -> dict[int, int | None]:
-        """Let all workers shut down; their exit codes, None for those still running at the timeout."""
+        """Let all workers shut down; returns their exit codes, None for workers still running at the timeout."""
         for process in self._processes.values():
             process.end()
         until = time.monotonic() + timeout_s
         return {rank: process.join(max(0.0, until - time.monotonic())) for rank, process in self._processes.items()}
 
     def kill(self) -> None:
-        """Kill all; may be called twice."""
+        """Kill all workers; may be called twice."""
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
@@ -192,7 +192,7 @@ class _WorkerProcess(ChildProcess):
     def exchange(self, call: Sequence[Message]) -> Message | None:
         """Send a call and wait for the reply, without a timeout; None if the process exited or was killed."""
         try:
-            if self._worker is None:  # first comes the process id, which differs from that of a wrapper
+            if self._worker is None:  # the worker first sends its process id; `pid` may be the wrapper's
                 with suppress(psutil.NoSuchProcess):
                     self._worker = psutil.Process(receive_number(self.connection))
                 self.remove_wrapper()
@@ -218,12 +218,12 @@ class _WorkerProcess(ChildProcess):
 
 
 def listen_for_ranks(ip: str) -> socket.socket:
-    """Listen on a free port for the ranks' store; from now on no other program can take the port."""
+    """Listen on a free port for the rendezvous store of the ranks; no other program can take the port meanwhile."""
     return socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
 
 
 def rank_environment(rank: int, ranks: range, world_size: int, store: tuple[str, int] | None) -> dict[str, str]:
-    """Variables of a rank, as torchrun sets them; none without a store. `ranks` are those of its machine."""
+    """Environment variables of a rank, as torchrun sets them; none without a store. `ranks`: all of its machine."""
     if store is None:
         return {}
     return {
@@ -238,7 +238,7 @@ def rank_environment(rank: int, ranks: range, world_size: int, store: tuple[str,
 
 
 def threads_per_worker(num_workers: int) -> int:
-    """OMP_NUM_THREADS or, unset, an equal share of the cores that this process may use."""
+    """OMP_NUM_THREADS; if it is unset, the cores that this process may use, divided by the number of workers."""
     first, _, _ = os.environ.get("OMP_NUM_THREADS", "").partition(",")  # OpenMP takes a list, one per nesting level
     if first.isdigit() and int(first) > 0:
         return int(first)

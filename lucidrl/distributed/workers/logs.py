@@ -25,7 +25,7 @@ _THREAD_HEADER = re.compile(r"^(?:Current thread|Thread) 0x.*\(most recent call 
 
 
 class WorkerLog:
-    """Output of a worker since its start; the file may begin with that of earlier runs."""
+    """Output of a worker since its start; the file may begin with the output of earlier runs."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -60,7 +60,7 @@ class WorkerLog:
 
 
 def wait_for_growth(logs: Iterable[tuple[WorkerLog, int]]) -> None:
-    """Wait until every log has grown beyond its size, for two seconds at most."""
+    """Wait until every log has grown beyond the size paired with it, for two seconds at most."""
     until = time.monotonic() + _DUMP_TIMEOUT_S
     while time.monotonic() < until and not all(log.size_bytes() > size for log, size in logs):
         time.sleep(0.02)
@@ -99,7 +99,7 @@ class LogFolder:
 
 @contextmanager
 def marked(folder: Path) -> Iterator[Path]:
-    """Create a file in the folder and remove it at the end: a node that sees it shares the folder."""
+    """Context manager: a temporary file in the folder. A node that sees the file shares the folder."""
     file = folder / f".seen-{secrets.token_hex(8)}"
     file.touch()
     try:
@@ -112,7 +112,7 @@ class NewOutput:
     """New output of the workers of this machine, for the driver.
 
     Args:
-        paths: their logs, by rank.
+        paths: log files of the workers, by rank.
     """
 
     def __init__(self, paths: Mapping[int, Path]):
@@ -120,7 +120,7 @@ class NewOutput:
         self._sent = dict.fromkeys(paths, 0)
 
     def take(self, is_last: bool = False) -> dict[int, bytes]:
-        """Output since the last call, by rank: at most 64 KiB per worker, the newest MiB in the last call."""
+        """Output since the last call, by rank: at most 64 KiB per worker; with `is_last`, the newest MiB."""
         taken = {}
         for rank, path in self._paths.items():
             new_bytes = path.stat().st_size - self._sent[rank] if path.exists() else 0

@@ -1,7 +1,7 @@
 """Messages between driver and workers: a pickle, followed by the memory of tensors and arrays, which is not copied.
 
 Both ends of a connection are processes of one program and trust each other. Torch is imported only where tensors are
-pickled or unpickled, so that relaying a message does not need it.
+pickled or unpickled, so that relaying a message does not need torch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _COUNT = struct.Struct(">Q")
 class Message:
     """An object as parts: the pickle first, then the buffers that it refers to.
 
-    Buffers are arrays: the garbage collector must not clear a memoryview of a memoryview, as it would for a message
-    in the frames of an error.
+    Buffers are numpy arrays: the garbage collector must not clear a memoryview of a memoryview, and it would clear a
+    message that the traceback of an error refers to.
     """
 
     parts: Sequence[Any]

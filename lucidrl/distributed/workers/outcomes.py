@@ -36,7 +36,7 @@ class Raised:
     """Type and message."""
     trace: str
     lucid_error: LucidError | None
-    """The exception itself, if it is one of ours and can be pickled."""
+    """The exception itself, if it is a `LucidError` and can be pickled."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Exited:
 
 
 Outcome = Returned | Raised | Exited
-"""A worker that has none at the timeout has timed out."""
+"""A worker without an outcome at the timeout has timed out."""
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - the cause of an error, never raised by itself
@@ -72,7 +72,7 @@ def outcome_of(reply: Message | Exited) -> Outcome:
     try:
         return reply.content()
     except Exception as error:
-        return Raised(f"its result cannot be unpickled: {type(error).__name__}: {error}", "", None)
+        return Raised(f"the result cannot be unpickled: {type(error).__name__}: {error}", "", None)
 
 
 def explain_failure(phase: str, timeout_s: float, outcomes: Mapping[int, Outcome], workers: Workers) -> LucidError:
@@ -82,7 +82,7 @@ def explain_failure(phase: str, timeout_s: float, outcomes: Mapping[int, Outcome
     `LucidError`; the first other error; the timeout.
 
     Raises:
-        NodeLost: if that turns out to be the cause.
+        NodeLost: if the cause turns out to be a lost node.
     """
     for number, outcome in outcomes.items():
         if isinstance(outcome, Exited):
@@ -113,19 +113,20 @@ def _exited(outcome: Exited, number: int, workers: Workers, phase: str) -> Worke
     text = f"{_named(label, workers)} {outcome.how} in {phase}{_and_all_killed(workers.labels)}"
     if phase == START and label.wrapper and not report.tail:
         text += (
-            f". It wrote nothing; {label.wrapper} ran it: read the output of {label.wrapper}, or remove it from PATH"
+            f". It wrote nothing; {label.wrapper} ran it: read the output of {label.wrapper}, or remove "
+            f"{label.wrapper} from PATH"
         )
     elif phase == START and not report.tail and label.hosting.imports_main:
         text += (
             ". It wrote nothing: a script that starts workers must do so under `if __name__ == '__main__':`, "
-            f"because every {label.hosting.role} imports it"
+            f"because every {label.hosting.role} imports the script"
         )
     return LostWorkerError(text + _last_lines(label, report.tail))
 
 
 def _raised(outcome: Raised, number: int, late: Sequence[int], workers: Workers, phase: str) -> LucidError:
     label = workers.labels[number]
-    # The worker may have failed because it waited for a late one.
+    # The worker may have failed because it waited for a late worker.
     others = workers.report(late, with_stacks=True)
     error: LucidError
     if outcome.lucid_error is not None:

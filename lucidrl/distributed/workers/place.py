@@ -1,6 +1,7 @@
 """The node of a process, and the address at which other nodes reach it.
 
-Under Ray this is Ray's node, which the `NodeAgent` passes to its workers in variables; otherwise it is the machine.
+Under Ray, the node is Ray's node: the `NodeAgent` passes it to the workers in environment variables. Without Ray, the
+node is the machine.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ class Place:
     node: str
     """Ray's id of the node, or an id of the machine."""
     ip: str
-    """Address for other nodes; without Ray that of the loopback interface."""
+    """Address at which other nodes reach the worker; without Ray, the loopback address."""
     device: str
-    """The worker's device, by a name that is the same in all processes."""
+    """Name of the worker's device; all processes use the same name for it."""
 
 
 def place_with(device: str) -> Place:
-    """The place of this process."""
+    """The place of this process, which uses `device`."""
     return Place(node_id(), os.environ.get(_IP_VARIABLE, LOOPBACK), device)
 
 
 def node_id() -> str:
-    """Id of the node that this process runs on; that of a machine is the same at every start."""
+    """Id of the node that this process runs on; without Ray, an id of the machine that stays the same over restarts."""
     if _NODE_VARIABLE in os.environ:
         return os.environ[_NODE_VARIABLE]
-    # Containers made from one image may share the machine's id, and machines a name; hardly ever both.
+    # Containers of one image may share a machine id, and machines may share a host name; hardly ever both.
     machine = _MACHINE_ID.read_text().strip() if _MACHINE_ID.exists() else ""
     return hashlib.sha256(f"{machine}/{socket.gethostname()}".encode()).hexdigest()[:16]
 
 
 def node_environment(node: str, ip: str) -> Mapping[str, str]:
-    """Variables with the place of a process."""
+    """Environment variables that give a process its node id and address."""
     return {_NODE_VARIABLE: node, _IP_VARIABLE: ip}

@@ -1,7 +1,7 @@
 """`WorkerPool`: independent workers with futures and restarts.
 
-A worker that exits or hangs loses only its pending calls. The driver has one thread per worker: calls of one worker run
-in order, those of several overlap.
+A worker that exits or hangs loses only its pending calls. The driver has one thread per worker: calls to one worker run
+in order, calls to different workers overlap.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PoolWorker:
     def __init__(self, number: int, start_process: Callable[[int], ProcessGroup]):
         self.number = number
         self.loss: LostWorkerError | None = None
-        """Why its process was lost; None while it runs."""
+        """Why the worker's process was lost; None while it runs."""
         self.num_starts = 0
         self.restarts_in_a_row = 0
         """Consecutive restarts without a success in between."""
@@ -47,18 +47,18 @@ class PoolWorker:
 
     @property
     def process(self) -> ProcessGroup:
-        """Its current process."""
+        """The worker's current process."""
         assert self._process is not None, f"worker {self.number} has not started"
         return self._process
 
     def run(self, method: str, *args: Any, timeout_s: float | None = None, phase: str | None = None) -> Any:
-        """Call a method of the worker and wait; only in its thread, see `WorkerPool.each`.
+        """Call a method of the worker and wait; allowed only in the worker's thread, see `WorkerPool.each`.
 
         Args:
             phase: how errors name the call; by default the method.
 
         Raises:
-            LostWorkerError: if its process exits or times out.
+            LostWorkerError: if the worker's process exits or times out.
         """
         (result,) = self.process.run(method, [Arguments(args)], timeout_s, phase)
         return result
@@ -68,7 +68,7 @@ class PoolWorker:
         self.restarts_in_a_row = 0
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run a function in its thread, after everything submitted before."""
+        """Run a function in the worker's thread, after everything that was submitted before."""
         future: Future[T] = Future()
 
         def do() -> None:
@@ -119,21 +119,21 @@ class PoolWorker:
 class WorkerPool:
     """Workers in processes of this machine or of a Ray cluster; all have started when the constructor returns.
 
-    The caller decides about restarts: a call of a lost worker raises, `restart_lost` starts another process, and the
+    The caller decides about restarts: a call to a lost worker raises, `restart_lost` starts another process, and the
     caller retries the call.
 
     Args:
         worker_class: any class with a `shutdown` method, importable by name.
-        arguments: arguments of the constructor, one per worker.
-        cluster: where workers run, their threads and timeouts; its number of workers and nodes is ignored.
+        arguments: constructor arguments, one entry per worker.
+        cluster: where workers run, their threads and timeouts; `num_workers` and `num_nodes` are ignored.
         hosting: how the processes are set up.
-        ray_options: one per worker, instead of those of `hosting`.
-        max_restarts: consecutive restarts of one worker without a success in between (`PoolWorker.succeeded`).
+        ray_options: options of `ray.remote`, one entry per worker; replaces `hosting.ray_options`.
+        max_restarts: most consecutive restarts of one worker without a success in between (`PoolWorker.succeeded`).
         setting: prefix of setting names in errors, such as `policy.generation.`.
-        on_start: called with a worker after each of its starts, in its thread, to restore its state.
+        on_start: called with a worker after each start, in the worker's thread, to restore its state.
 
     Raises:
-        WorkerError: if a worker does not start; a `LucidError` of a worker keeps its type. All workers are killed.
+        WorkerError: if a worker does not start; then all workers are killed. A `LucidError` of a worker keeps its type.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class WorkerPool:
         cluster, hosting = (cluster or ClusterConfig()).of_one(), hosting or Hosting(role="worker")
         if max_restarts < 0:
             raise ConfigError(
-                f"{setting}max_restarts={max_restarts} is negative; give 0 to never restart, or a positive number"
+                f"{setting}max_restarts={max_restarts} is negative; set 0 to never restart, or a positive number"
             )
         self.max_restarts = max_restarts
         self.num_restarts = 0
@@ -182,9 +182,9 @@ class WorkerPool:
     def submit(
         self, number: int, method: str, *args: Any, timeout_s: float | None = None, phase: str | None = None
     ) -> Future[Any]:
-        """Call a method of a worker, after everything submitted to it before; the timeout begins with the call.
+        """Call a method of a worker, after all calls submitted to it before; the timeout begins with the call.
 
-        `Future.result` raises LostWorkerError if the process is lost; `PoolWorker.loss` is set until a restart.
+        `Future.result` raises LostWorkerError if the worker is lost; `PoolWorker.loss` is then set until a restart.
         """
         worker = self.workers[number]
 
@@ -203,16 +203,16 @@ class WorkerPool:
         workers: Sequence[PoolWorker] | None = None,
         watch: Callable[[], None] | None = None,
     ) -> list[T]:
-        """Run a function for all workers, or some, at the same time, each in its thread.
+        """Run a function for all workers, or for `workers`, at the same time, each in the worker's thread.
 
         Args:
             watch: see `wait_watching`.
 
         Returns:
-            The results, without those of workers that were lost; these have `PoolWorker.loss` set.
+            The results of the workers that were not lost; lost workers have `PoolWorker.loss` set.
 
         Raises:
-            The first other error, of a function or of `watch`; all workers are killed.
+            The first error of the function, except LostWorkerError, or of `watch`; all workers are killed.
         """
         chosen = self.workers if workers is None else workers
         lost = object()
@@ -230,7 +230,7 @@ class WorkerPool:
             wait_watching(futures, watch or (lambda: None), until_one_raises=True)
             for future in futures:
                 if future.done():
-                    future.result()  # raises the error, if this one has it
+                    future.result()  # raises if this worker failed
             results = [future.result() for future in futures]
         except BaseException:  # Ctrl-C too: the calls that threads wait for must end
             self.kill()
@@ -238,7 +238,7 @@ class WorkerPool:
         return [result for result in results if result is not lost]
 
     def move_logs(self, folder: Path) -> None:
-        """Let workers of this machine write their logs to another folder, also after restarts."""
+        """Let workers on this machine write their logs to `folder` from now on, even after restarts."""
         self._hosting = replace(self._hosting, log_dir=folder)
         self.each(lambda worker: worker.process.move_logs(folder))
 
@@ -270,7 +270,7 @@ class WorkerPool:
         return restarted
 
     def start_gpu_profiling(self) -> None:
-        """Start recording in the requested workers, also after restarts; see `lucidrl.utils.nsys`."""
+        """Start recording in the workers that the profile request selects, and after restarts; see `utils.nsys`."""
         self._are_recording = True
         self.each(lambda worker: worker.process.start_gpu_profiling())
 
@@ -291,7 +291,7 @@ class WorkerPool:
             thread.join()
 
     def kill(self) -> None:
-        """Kill all workers, also while they start; may be called twice."""
+        """Kill all workers, even while they start; may be called twice."""
         self._ended = True
         for worker in self.workers:
             with suppress(Exception):  # the others must be killed too
@@ -313,7 +313,7 @@ class WorkerPool:
 
         started = []
         try:
-            # In this thread, where Ctrl-C interrupts it; `kill` reaches all processes while workers are made.
+            # In this thread, which Ctrl-C interrupts; `kill` then reaches all processes while workers are made.
             for worker in workers:
                 try:
                     worker.start_process()
@@ -332,7 +332,9 @@ class WorkerPool:
             reported = {other.loss.node for other in self.workers if other.loss is not None}
             worker.loss = loss
         if loss.node is None or loss.node not in reported:  # a lost node is reported once
-            _log.warning("lost %s: %s", self._name(worker), str(loss))  # a record must not hold its frames
+            _log.warning(
+                "lost %s: %s", self._name(worker), str(loss)
+            )  # text: a log record must not hold the error's frames
 
     def _name(self, worker: PoolWorker) -> str:
         return f"{self._hosting.role} {worker.number}"

@@ -45,13 +45,13 @@ _executable_lock = threading.Lock()
 
 
 class ChildProcess:
-    """A process and a connection to it; the constructor starts it.
+    """A child process and the connection to it; the constructor starts the process.
 
     Args:
         target: a function of a module; the process calls it with its end of the connection, then `args`.
         imports_main: whether the process imports the program's main module first; objects pickled by reference to it
             need that. Without it, a program needs no `if __name__ == "__main__":` and the process starts faster.
-        preload: modules that the fork server imports; it starts once per program, later additions have no effect.
+        preload: modules that the fork server imports when it starts, which is once per program.
         wrapper: words of a command that runs the interpreter as its child; only for `spawn`.
     """
 
@@ -68,8 +68,8 @@ class ChildProcess:
     ):
         if start_method not in get_args(StartMethod):
             raise ConfigError(f"start_method={start_method!r} is not one of {', '.join(get_args(StartMethod))}")
-        # A separate context leaves the program's start method alone. Not a daemon: those may not start processes, as
-        # data loaders do.
+        # A separate context leaves the program's start method alone. Not a daemon: a daemon may not start processes,
+        # which data loaders do.
         context: Any = multiprocessing.get_context(start_method)
         self.connection, theirs = socket.socketpair()
         self._process = context.Process(target=target, args=(theirs, *args), name=name, daemon=False)
@@ -77,7 +77,7 @@ class ChildProcess:
             _preload(preload)
         self._folder = tempfile.TemporaryDirectory(prefix="lucidrl-wrapper-") if wrapper else None
         script = _wrapper_script(self._folder.name, [*wrapper, sys.executable]) if self._folder is not None else None
-        # Only the process holds its end, so the connection closes when it exits.
+        # Only the child holds its end of the connection, so the connection closes when the child exits.
         with theirs, nullcontext() if imports_main else main_seen_as(None, None), _started_by(script):
             self._process.start()
 
@@ -96,7 +96,7 @@ class ChildProcess:
         return self._process.exitcode is not None
 
     def join(self, timeout_s: float) -> int | None:
-        """Wait for the process to exit; its exit code, or None at the timeout."""
+        """Wait for the process to exit; returns the exit code, or None at the timeout."""
         until = time.monotonic() + timeout_s
         # In short waits: multiprocessing waits for the end of a pipe that a grandchild may hold open.
         while not self.has_ended and (remaining_s := until - time.monotonic()) > 0:
@@ -128,13 +128,13 @@ class ChildProcess:
             self._folder.cleanup()
 
     def how_it_ended(self) -> str:
-        """Verb and cause, for a process that has exited or is about to."""
+        """Verb and cause, such as `exited with code 3`, for a process that has exited or is about to exit."""
         code = self.join(_REAP_TIMEOUT_S)
         if code is None:
             return "closed its connection"
         if code >= 0:
             return f"exited with code {code}"
-        names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+        names = {number.value: number.name for number in signal.Signals}  # real-time signals have no name
         name = names.get(-code, f"signal {-code}")
         return f"was killed by {name}" + (", perhaps out of memory," if -code == signal.SIGKILL else "")
 
@@ -177,7 +177,7 @@ def _started_by(executable: Path | None) -> Iterator[None]:
         if executable is None:
             yield
             return
-        resource_tracker.ensure_running()  # it would be spawned that way too
+        resource_tracker.ensure_running()  # else it would be spawned with `executable` too
         before = spawn.get_executable()
         spawn.set_executable(str(executable))
         try:
@@ -188,10 +188,10 @@ def _started_by(executable: Path | None) -> Iterator[None]:
 
 @contextmanager
 def main_seen_as(spec: ModuleSpec | None, file: str | None) -> Iterator[None]:
-    """Within the context, multiprocessing sees another main module; without spec and file none, as in a notebook."""
+    """Within the context, multiprocessing sees another main module; with None twice, no module, as in a notebook."""
     with _main_lock:
         main = sys.modules["__main__"]
-        stand_in = types.ModuleType("__main__")  # with all that is in it: other threads may be pickling
+        stand_in = types.ModuleType("__main__")  # has all of main's content: other threads may be pickling
         vars(stand_in).update({**vars(main), "__spec__": spec, "__file__": file})
         sys.modules["__main__"] = stand_in
         try:
@@ -217,16 +217,16 @@ def pickled(what: str, content: Any) -> bytes:
 
 @dataclass(frozen=True)
 class ChildSettings:
-    """Settings of the process of a worker, from the driver."""
+    """Settings that the driver passes to the process of a worker."""
 
     rank: int
     hosting: Hosting
     environment: Mapping[str, str]
     num_threads: int
     log_path: Path | None
-    """File for its output; None for the driver's output."""
+    """File for the output of the process; None if the output goes to the driver's."""
     die_with_starting_thread: bool
-    """Let Linux kill the process with the thread that started it: only right for the main thread."""
+    """Let Linux kill the process when the thread that started it ends; only correct if that is the main thread."""
     wrapper: Sequence[str] = ()
     """Words of a command that runs the process, such as a profiler."""
 
@@ -234,7 +234,7 @@ class ChildSettings:
 def serve(connection: socket.socket, settings: ChildSettings) -> None:
     """Send the id of this process, then serve the driver's calls until it closes the connection.
 
-    The first call makes the worker, and also returns the id.
+    The first call makes the worker and returns the process id too.
     """
     leave_signals_to_driver()
     end_with_driver(settings.die_with_starting_thread, with_thread=settings.hosting.uses_torch)
@@ -246,7 +246,7 @@ def serve(connection: socket.socket, settings: ChildSettings) -> None:
     with suppress(OSError):
         connection.sendall(os.getpid().to_bytes(8, "big"))
     if settings.hosting.start_method == "forkserver":
-        os.environ.clear()  # the variables are those of the fork server's start
+        os.environ.clear()  # these variables date from the start of the fork server
     os.environ.update(settings.environment)
     nsys.take_request_from_environment()
 
@@ -284,7 +284,7 @@ def serve(connection: socket.socket, settings: ChildSettings) -> None:
 
 
 def leave_signals_to_driver() -> None:
-    """Ignore Ctrl-C and SIGHUP, which reach every process of a terminal: the driver decides."""
+    """Ignore Ctrl-C and SIGHUP, which reach every process of a terminal: the driver handles them for its workers."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
@@ -294,11 +294,11 @@ def end_with_driver(die_with_starting_thread: bool, with_thread: bool = True) ->
 
     Args:
         die_with_starting_thread: see `ChildSettings`.
-        with_thread: also watch the driver in a thread. Without it and without the above, a worker must watch its parent
-            while it is busy; an idle one sees the closed connection.
+        with_thread: also watch the driver in a thread. If both arguments are false, a busy worker must watch its parent
+            itself; an idle worker sees the closed connection.
     """
     if die_with_starting_thread and sys.platform == "linux":
-        # It also kills a process that is stopped, or stuck in native code.
+        # This signal also kills a process that is stopped, or stuck in native code.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         let_fork_server_end()
 

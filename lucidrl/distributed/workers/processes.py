@@ -1,6 +1,6 @@
 """`ProcessGroup`: worker processes that the driver calls together, on this machine or on Ray nodes.
 
-Every wait has a timeout. When one worker fails, all are killed: the others may wait for it in a collective.
+Every wait has a timeout. When one worker fails, all workers are killed: the others may wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lucidrl.utils.nsys import is_recorded
 _log = logging.getLogger(__name__)
 
 _GRACE_S = 1.0
-"""Wait after a worker raised: the first error may be a consequence of another one."""
+"""Wait for other outcomes after a worker raised: the error may be the consequence of another worker's failure."""
 _SHUTDOWN_TIMEOUT_S = 10.0
 _WRITING_TIMEOUT_S = 60.0
 """Timeout of a shutdown in which workers write traces."""
@@ -54,8 +54,8 @@ class ProcessGroup:
 
     Args:
         worker_class: importable by name in a new process.
-        arguments: arguments of its constructor, the same on every rank.
-        cluster: how many there are, where they run, their threads and timeouts.
+        arguments: constructor arguments, the same on every rank.
+        cluster: number of workers, where they run, their threads and timeouts.
         hosting: how the processes are set up.
     """
 
@@ -79,7 +79,7 @@ class ProcessGroup:
 
     @property
     def blind_nodes(self) -> Sequence[str]:
-        """Nodes that do not see the folder of the logs."""
+        """Nodes that do not see the driver's log folder."""
         return list(dict.fromkeys(str(label.node) for label in self._workers.labels if not label.sees_logs))
 
     def make_workers(self) -> None:
@@ -109,7 +109,7 @@ class ProcessGroup:
         Raises:
             WorkerError: if a rank raises, exits or times out, or the group has ended. A `LucidError` of a worker keeps
                 its type. All ranks are killed.
-            DataError: if the arguments cannot be pickled; the group goes on.
+            DataError: if the arguments cannot be pickled; the group stays usable.
         """
         phase = phase or method
         self._refuse_if_ended(phase)
@@ -118,7 +118,7 @@ class ProcessGroup:
         return self._run(phase, [messages[key] for key in keys], timeout_s or self._call_timeout_s)
 
     def move_logs(self, folder: Path) -> None:
-        """Let a single worker of this machine write its log to another folder from now on."""
+        """Let the only worker of the group, on this machine, write its log to `folder` from now on."""
         assert isinstance(self._workers, LocalWorkers)
         self._logs.end(everything_went_well=True)
         self._logs = LogFolder(folder, self._hosting.log_name)
@@ -132,9 +132,9 @@ class ProcessGroup:
             self._attempt(IDLE, 0.0, lambda: dict(self._workers.dead()), num_expected=0)
 
     def start_gpu_profiling(self) -> None:
-        """Start recording in the requested workers, by their methods of this name.
+        """Call `start_gpu_profiling` of the workers, if the profile request selects any of them.
 
-        If the group ends before `stop_gpu_profiling`, they have some seconds to write their traces.
+        If the group ends before `stop_gpu_profiling`, the workers have some seconds to write their traces.
         """
         if any(is_recorded(self._hosting.profiled_name(rank)) for rank in range(self.size)):
             self.is_recording = True
@@ -149,7 +149,7 @@ class ProcessGroup:
     def shutdown(self, timeout_s: float | None = None) -> None:
         """Let the workers shut down; kill those that time out. May be called twice.
 
-        If another thread is in a call, the worker finishes the call first.
+        If another thread waits for a call, the workers finish that call first.
 
         Args:
             timeout_s: 10 s by default; longer if workers have traces to write.
@@ -208,7 +208,7 @@ class ProcessGroup:
         raise failure
 
     def _exchange(self, messages: Sequence[Sequence[Message]], timeout_s: float) -> dict[int, Outcome]:
-        """Send the messages; outcomes in order of arrival, without those of ranks that time out."""
+        """Send the messages; returns the outcomes in order of arrival, without ranks that time out."""
         until = time.monotonic() + timeout_s
         self._workers.send(dict(enumerate(messages)))
         outcomes: dict[int, Outcome] = {}

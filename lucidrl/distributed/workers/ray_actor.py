@@ -1,7 +1,7 @@
 """The Ray actor that starts the workers of a node as processes of its machine and relays calls and replies.
 
-Everything runs in the actor's main thread, in calls of a second at most: an agent that does not reply is broken. Linux
-kills the workers when their agent exits.
+Everything runs in the actor's main thread, in calls of a second at most, so an agent that does not reply is broken.
+Linux kills the workers when their agent exits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class DriverProgram:
 
     @classmethod
     def of_this_process(cls) -> DriverProgram:
-        # Raises in a rank that imports the main module of a program without `if __name__ == "__main__":`.
+        # This raises in a rank that imports the main module of a program without `if __name__ == "__main__":`.
         main = spawn.get_preparation_data("rank")
         profiling = {**nsys.request_environment(), FOLDER_VARIABLE: str(traces_folder())}
         return cls(
@@ -83,13 +83,13 @@ class DriverProgram:
         """Give this process and its children the modules, working directory and variables of the driver."""
         sys.path[:0] = [path for path in self.paths if path not in sys.path]
         sys.argv = list(self.arguments)
-        with suppress(OSError):  # not on this machine
+        with suppress(OSError):  # this machine does not have the folder
             os.chdir(self.folder)
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it for all processes of a node
         os.environ.update(self.environment)
 
     def as_main(self) -> AbstractContextManager[None]:
-        """Inside, new processes import the driver's main module, if it exists on this machine."""
+        """Context manager: new processes inside it import the driver's main module, if it exists on this machine."""
         if self.main_name is not None:
             with suppress(ImportError, ValueError):
                 if importlib.util.find_spec(self.main_name) is not None:
@@ -117,19 +117,19 @@ class NodePlan:
     ranks: range
     cluster: ClusterConfig
     hosting: Hosting
-    """With the driver's log folder."""
+    """Settings of the processes; `log_dir` is the driver's log folder."""
     store: tuple[str, int] | None
     """Address and port of the store for the rendezvous of the ranks."""
     with_gpus: bool
     logs_mark: Path | None
-    """A file in the log folder: a node that sees it shares the folder."""
+    """A file in the log folder: a node that sees the file shares the folder with the driver."""
     traces_mark: Path | None
-    """A file in the folder of traces, if workers record."""
+    """The same for the folder of traces, if workers record."""
 
 
 @dataclass(frozen=True)
 class NodeStart:
-    """The result of starting a plan."""
+    """What a node reports after starting the workers of its `NodePlan`."""
 
     wrappers: Sequence[str]
     """The program that runs each worker, such as a profiler; empty strings without one."""
@@ -152,10 +152,10 @@ class NodeNews:
 
 
 class NodeAgent:
-    """The class of the Ray actor.
+    """The Ray actor of a node.
 
     Args:
-        program: the driver of the workers.
+        program: the program of the driver.
     """
 
     def __init__(self, program: DriverProgram):
@@ -202,7 +202,7 @@ class NodeAgent:
         )
 
     def send(self, indices: Mapping[int, Sequence[int]], *messages: Message) -> NodeNews:
-        """Send each worker its messages, given as indices, so that each message is passed to this node once."""
+        """Send each rank the messages at its `indices`; so this node gets each message once, even if ranks share it."""
         self.call("send", {rank: [messages[index] for index in of_rank] for rank, of_rank in indices.items()})
         return NodeNews()
 
@@ -243,7 +243,7 @@ class NodeAgent:
 
 
 def end_with_node() -> None:
-    """Kill this process, an actor, when its node exits: Ray lets it run on until the cluster has noticed."""
+    """Kill this actor process when its Ray node exits; Ray itself would wait until the cluster has noticed."""
     node = os.getppid()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""The program's single connection to Ray, shared by all its users and closed by the last one.
+"""The program's single connection to Ray: all users share it, and the last user closes it.
 
 A local cluster listens on the loopback interface only, has no dashboard, sends no usage statistics, and keeps its files
 in a separate folder. An existing cluster, or a connection that the program itself made, stays as it is. A cluster whose
@@ -32,13 +32,13 @@ from lucidrl.utils.imports import require_package
 LOCAL = "local"
 """The address of a local cluster, to be started."""
 VARIABLE = "RAY_ADDRESS"
-"""Use the address in Ray's variable of this name, which is set in jobs submitted to a cluster."""
+"""As an address: use the value of this variable, which Ray sets in jobs submitted to a cluster."""
 
 _CONNECT_TIMEOUT_S = 5.0
 _STATISTICS = "RAY_USAGE_STATS_ENABLED"
 _TOKENS = "RAY_AUTH_MODE"
 _PARENT = Path("/tmp")
-"""Parent of the folders; not TMPDIR, because the paths of Ray's sockets must be short."""
+"""Parent of the folders of local clusters; not TMPDIR, because the paths of Ray's sockets must be short."""
 _PREFIX = "lucid-ray-"
 _MOST_ATTEMPTS = 10
 
@@ -61,7 +61,7 @@ _connection = _Connection()
 
 @contextmanager
 def connected(address: str | None, allow_open_dashboard: bool = False, shows_output: bool = False) -> Iterator[bool]:
-    """Stay connected to Ray inside the context; yields whether it is a local cluster.
+    """Context manager: stay connected to Ray inside it; yields whether the cluster is a local one.
 
     Args:
         address: `host:port` of a cluster, `auto` for the cluster of this machine, `local` or None to start a local
@@ -70,8 +70,8 @@ def connected(address: str | None, allow_open_dashboard: bool = False, shows_out
         shows_output: whether the driver prints the output of actors, if this call connects.
 
     Raises:
-        ConfigError: if Ray is not installed, no cluster is reachable at the address, its dashboard is open, or the
-            program is connected to another cluster.
+        ConfigError: if Ray is not installed, no cluster is reachable at the address, the cluster's dashboard is open,
+            or the program is connected to another cluster.
         WorkerError: if the local cluster does not start.
     """
     require_package("ray", "cluster.launcher=ray")
@@ -134,8 +134,8 @@ def _start_on_loopback(folder: Path, setting: str, shows_output: bool) -> None:
             )
     except Exception as error:  # Ray raises plain exceptions
         raise WorkerError(
-            f"Ray did not start on this machine: {_first_line(error)}; check its load and free memory, or start a Ray "
-            f"yourself and set {setting}=auto"
+            f"Ray did not start on this machine: {_first_line(error)}; check the load and free memory of the machine, "
+            f"or start a cluster with `ray start --head` and set {setting}=auto"
         ) from error
     finally:
         _restore(_STATISTICS, statistics)
@@ -143,7 +143,7 @@ def _start_on_loopback(folder: Path, setting: str, shows_output: bool) -> None:
     if not ipaddress.ip_address(ip).is_loopback:
         raise ConfigError(
             f"a local cluster of Ray {ray.__version__} listens on {ip}, not only on the loopback interface; start a "
-            f"Ray yourself and set {setting}=auto"
+            f"cluster with `ray start --head` and set {setting}=auto"
         )
 
 
@@ -158,7 +158,7 @@ def _join(address: str, setting: str, shows_output: bool) -> None:
     except Exception as error:  # RuntimeError, ConnectionError, ValueError and errors of Ray
         raise ConfigError(
             f"{setting}={address} is no reachable Ray cluster: {_first_line(error)}; start one with "
-            f"`ray start --head`, run this on one of its nodes, or unset {setting} to start a local cluster"
+            f"`ray start --head`, run this program on a node of the cluster, or unset {setting} to start a local one"
         ) from error
 
 
@@ -193,7 +193,7 @@ def _check_is_at(address: str | None) -> None:
         return
     raise ConfigError(
         f"cluster.address={address} is not {current}, the Ray cluster that this program is connected to; set that "
-        "address or none, or call ray.shutdown() first"
+        "address, unset cluster.address, or call ray.shutdown() first"
     )
 
 
@@ -233,7 +233,7 @@ def _restore(variable: str, value: str | None) -> None:
 
 
 def _end_half_started(folder: Path) -> None:
-    """Kill the processes of a start that was interrupted, for instance by Ctrl-C; Ray does not."""
+    """Kill Ray's processes after an interrupted start, for instance by Ctrl-C; Ray does not kill them itself."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if any(str(folder) in word for word in process.cmdline()):
@@ -265,7 +265,7 @@ def _is_reachable(address: str) -> bool:
 
 
 def _asks_for_token(address: str) -> bool:
-    """Query the dashboard; one without this page belongs to a Ray without tokens."""
+    """Whether the dashboard requires a token; versions of Ray without this page have no tokens."""
     try:
         page = build_opener(ProxyHandler({})).open(
             f"http://{address}/api/authentication_mode", timeout=_CONNECT_TIMEOUT_S
@@ -279,8 +279,8 @@ def _asks_for_token(address: str) -> bool:
 class OwnFolder:
     """The new folder of a local cluster, locked by this process.
 
-    The lock is released when the process exits or is killed, and works across containers, where process ids do not.
-    Unlocked folders of killed programs of this user are removed first.
+    The lock is released when the process exits or is killed. Unlike process ids, locks work across containers. The
+    constructor first removes unlocked folders, which killed programs of this user left.
 
     Raises:
         WorkerError: if no folder can be created, or the file system has no locks.
@@ -309,20 +309,20 @@ def _new() -> tuple[Path, int]:
         except OSError as error:
             raise WorkerError(
                 f"the folder of a local cluster cannot be created in {_PARENT} ({error}); check the disk, or start a "
-                "Ray yourself and set cluster.address=auto"
+                "cluster with `ray start --head` and set cluster.address=auto"
             ) from error
         descriptor = _locked(path)
         if descriptor is not None:
             return path, descriptor
-        # Another program locked it in between, as a leftover, and removes it.
+        # Another program took the new folder for a leftover: it holds the lock and removes the folder.
     raise WorkerError(
-        f"folders in {_PARENT} cannot be locked, which a local cluster needs; start a Ray yourself and set "
-        "cluster.address=auto"
+        f"folders in {_PARENT} cannot be locked, which a local cluster needs; start a cluster with `ray start --head` "
+        "and set cluster.address=auto"
     )
 
 
 def _locked(path: Path) -> int | None:
-    """Lock the folder; None if it is of another user, locked, or removed."""
+    """Lock the folder; None if it belongs to another user, is locked, or was removed."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

@@ -1,4 +1,4 @@
-"""The private names of Ray that we use, each because Ray has no public one for it."""
+"""All uses of Ray's private names; for each, Ray has no public name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def free_by_node() -> dict[str, Mapping[str, float]]:
-    """Free resources per node id; `ray.available_resources` returns only their sum."""
+    """Free resources per node id; `ray.available_resources` returns only the sum over all nodes."""
     from ray._private.state import available_resources_per_node
 
     return available_resources_per_node()
@@ -16,9 +16,9 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
 
 @contextmanager
 def listening_on_loopback() -> Iterator[None]:
-    """Inside, `ray.init` starts a Ray that listens on the loopback interface only.
+    """Context manager: `ray.init` inside it starts a Ray that listens on the loopback interface only.
 
-    Ray has a variable for it, but reads that at import, which may have happened before.
+    Ray has an environment variable for this, but reads it at import, which may have happened before.
     """
     from ray._private import ray_constants
 
@@ -30,7 +30,7 @@ def listening_on_loopback() -> Iterator[None]:
 
 
 def bootstrap_address(address: str) -> str:
-    """Resolve an address such as `auto` to `host:port`; `ray.init` does too, but retries for minutes."""
+    """Resolve an address such as `auto` to `host:port`; `ray.init` would do so too, but retries for minutes."""
     from ray._private.services import canonicalize_bootstrap_address_or_die
 
     return canonicalize_bootstrap_address_or_die(address)
@@ -44,7 +44,7 @@ def resolve_loopback(host: str) -> str:
 
 
 def temporary_folder() -> str | None:
-    """Temporary folder of the Ray that this program is connected to, if its node is this machine."""
+    """Temporary folder of the Ray that this program is connected to; None if Ray has no node on this machine."""
     from ray._private.worker import _global_node
 
     node: Any = _global_node
@@ -52,7 +52,7 @@ def temporary_folder() -> str | None:
 
 
 def dashboard_address() -> str | None:
-    """Dashboard of the cluster that this program is connected to; Ray returns it only from `ray.init`."""
+    """Dashboard address of the cluster that this program is connected to; publicly, only `ray.init` returns it."""
     from ray._private.services import get_webui_url_from_internal_kv
 
     return get_webui_url_from_internal_kv()

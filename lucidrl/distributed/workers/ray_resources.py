@@ -22,7 +22,7 @@ Resources = Mapping[str, float]
 _RELEASE_TIMEOUT_S = 8.0
 """Resources that another program just released take some seconds to become free."""
 _NOTICE_S = 30.0
-"""Longest wait until Ray reports a node dead; it takes about half as long."""
+"""Longest wait until Ray reports a node dead; Ray takes about half as long."""
 _CONNECT_TIMEOUT_S = 1.0
 _SHARED_CPUS = 0.01
 """CPUs per worker of a local cluster: there, as without Ray, workers share the machine's cores."""
@@ -31,7 +31,7 @@ _ACCELERATOR_MARK = 0.001
 _ROUNDING = 1e-4
 """Precision of Ray's amounts."""
 _MOST_SHOWN = 300
-"""Characters of Ray's text about a lost actor, which may be a page; the error's cause has all of it."""
+"""Most characters shown of Ray's text about a lost actor, which may fill a page; the error's cause has all of it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Room:
         return list(placement_group_table(self.group)["bundles_to_node_id"].values())
 
     def actor(self, actor_class: type, bundle: int, runtime_env: Mapping[str, Any]) -> Any:
-        """The actor class for one of the bundles; variables of the options override those of `runtime_env`.
+        """The actor class for one of the bundles; `env_vars` of the options override those of `runtime_env`.
 
         Raises:
             ConfigError: if Ray refuses the options.
@@ -68,20 +68,20 @@ class Room:
             return ray.remote(actor_class).options(**options)
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"Ray refuses the options {dict(self.options)}: {error}; give options that ray.remote takes for actors"
+                f"Ray refuses the options {dict(self.options)}: {error}; use options that ray.remote takes for actors"
             ) from error
 
 
 @contextmanager
 def reserved(cluster: ClusterConfig, is_own_ray: bool, hosting: Hosting) -> Iterator[Room]:
-    """Hold resources for all workers of a group inside the context.
+    """Context manager: hold resources for all workers of a group inside it.
 
     Args:
         is_own_ray: whether this program started the cluster, on this machine.
         hosting: the nodes that workers may run on, and the options of `ray.remote` for each worker.
 
     Raises:
-        ConfigError: if the cluster lacks the resources; names the requested and the free ones.
+        ConfigError: if the cluster lacks the resources; the message names the requested and the free amounts.
     """
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -108,12 +108,13 @@ def check_can_be_placed(
 ) -> None:
     """Refuse workers that do not fit into a running Ray cluster together; starts nothing.
 
-    A local cluster that is not started yet is only checked for a single node.
+    If the run will start a local cluster, only the number of nodes is checked.
 
     Args:
-        others: workers of a pool that run besides those of the cluster.
-        choose_nodes: returns the nodes of these, from the nodes of the first group.
-        num_env_workers: environment workers, besides all of them.
+        cluster: the policy ranks.
+        others: workers of a pool that run at the same time as the policy ranks.
+        choose_nodes: returns the nodes for `others`, from the ids of the nodes of the policy ranks.
+        num_env_workers: number of environment workers that also run at the same time.
 
     Raises:
         ConfigError: if Ray is not installed, not reachable, or too small.
@@ -145,7 +146,7 @@ def is_to_be_started(cluster: ClusterConfig) -> bool:
 
 
 def wait_for_dead_nodes() -> None:
-    """Wait until Ray reports every dead node as dead, since Ray would place actors there, which fail at once."""
+    """Wait until Ray reports every dead node as dead; before, Ray would place actors there, which fail at once."""
     until = time.monotonic() + _NOTICE_S
     while time.monotonic() < until and not all(map(_is_reachable, _alive_nodes())):
         time.sleep(_CONNECT_TIMEOUT_S)
@@ -162,7 +163,7 @@ def _is_reachable(node: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def _held(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> Iterator[Any]:
-    """Hold a placement group of Ray inside the context."""
+    """Context manager: hold a placement group of Ray inside it."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -172,7 +173,7 @@ def _held(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> Iterat
         bundle_label_selector=None if hosting.nodes is None else [_selector(hosting.nodes)] * cluster.num_nodes,
     )
     try:
-        # If nodes seem to have room but Ray grants none, a node is dead and Ray has not noticed yet.
+        # If enough resources seem free but Ray grants none, a node is dead and Ray has not noticed yet.
         if not group.wait(_RELEASE_TIMEOUT_S) and not (
             _fits(cluster, bundle, hosting, ray_internals.free_by_node()) and group.wait(_NOTICE_S)
         ):
@@ -234,7 +235,7 @@ def _no_room(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> Con
     )
     return ConfigError(
         f"{who} asks Ray for {wanted} on {where}, but {free}. Lower {hosting.size_setting}{remedy}, or stop the "
-        "programs that hold the rest"
+        "programs that hold the other resources"
     )
 
 
@@ -251,7 +252,7 @@ def _totals() -> dict[str, Resources]:
 
 
 def node_name(ip: str, node_id: str) -> str:
-    """How errors name a node: several nodes of one machine may have the same address."""
+    """Name of a node in errors; it has the id, because several nodes of one machine may have the same address."""
     return f"{ip} ({node_id[:8]})"
 
 

@@ -30,7 +30,7 @@ from lucidrl.utils.nsys_launch import warn_of_no_nsys
 _log = logging.getLogger(__name__)
 
 _ROUND_S = 0.5
-"""Longest wait of an agent, in one call, for its workers to reply or exit."""
+"""Longest time that one call of an agent waits for workers to reply or exit."""
 _SILENCE_S = 20.0
 """An agent without a reply for this long is unresponsive."""
 _REPORT_TIMEOUT_S = 6.0
@@ -51,10 +51,10 @@ class RayNode:
     news: Any = None
     """Reference to the pending `NodeNews`."""
     silent_after: float = 0.0
-    """Time at which the pending news are overdue."""
+    """Monotonic time after which the agent counts as unresponsive if the news are still pending."""
     is_lost: bool = False
     logs: Sequence[WorkerLog] = ()
-    """Logs of its workers, where the driver sees them."""
+    """Logs of the node's workers, as the driver sees them."""
 
     def check_connected(self) -> None:
         """Raise NodeLost if the program has disconnected from Ray: the next call would start another Ray."""
@@ -69,7 +69,7 @@ class RayNode:
         self.silent_after = time.monotonic() + _SILENCE_S
 
     def result(self, reference: Any, timeout_s: float) -> Any:
-        """The result of a call of the agent; NodeLost if it fails or times out."""
+        """The result of a call to the agent; NodeLost if the call fails or times out."""
         import ray
         from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError
 
@@ -103,7 +103,7 @@ def start_on_ray(cluster: ClusterConfig, hosting: Hosting, logs: LogFolder) -> R
         WorkerLabel(rank, hosting, logs.of_worker(hosting.number(rank)) if hosting.captures_output else None)
         for rank in range(cluster.num_workers)
     ]
-    share = cluster.ranks_per_node
+    per_node = cluster.ranks_per_node
     with ExitStack() as held:
         is_own_ray = held.enter_context(connected(cluster.address, cluster.allow_open_dashboard))
         room = held.enter_context(reserved(cluster, is_own_ray, hosting))
@@ -111,14 +111,14 @@ def start_on_ray(cluster: ClusterConfig, hosting: Hosting, logs: LogFolder) -> R
         for number in range(cluster.num_nodes):
             actor = room.actor(NodeAgent, number, program.runtime_env).remote(program)
             held.callback(_end_agent, actor)
-            node = RayNode(actor, range(number * share, (number + 1) * share), f"number {number}")
+            node = RayNode(actor, range(number * per_node, (number + 1) * per_node), f"number {number}")
             node.logs = [WorkerLog(path) for rank in node.ranks if (path := labels[rank].log_path) is not None]
             nodes.append(node)
         try:
             found = _results(nodes, [node.actor.node.remote() for node in nodes], cluster.start_timeout_s)
             for node, (node_id, ip) in zip(nodes, found, strict=True):
                 node.name = node_name(ip, node_id)
-            labels = [replace(label, node=nodes[label.rank // share].name) for label in labels]
+            labels = [replace(label, node=nodes[label.rank // per_node].name) for label in labels]
             starts = _start_processes(cluster, nodes, found[0][1], hosting, room.options["num_gpus"] > 0)
         except NodeLost as lost:
             raise explain_loss(lost, START, labels) from lost.__cause__
@@ -142,7 +142,7 @@ def _start_processes(
         logs_mark = None if hosting.log_dir is None else held.enter_context(marked(hosting.log_dir))
         traces_mark: Path | None = None
         if any(nsys.matches(hosting.profiled_name(rank)) for rank in range(cluster.num_workers)):
-            with suppress(OSError):  # writing the traces reports it
+            with suppress(OSError):  # reported when workers write the traces
                 traces_folder().mkdir(parents=True, exist_ok=True)
                 traces_mark = held.enter_context(marked(traces_folder()))
         plans = [NodePlan(node.ranks, cluster, hosting, store, with_gpus, logs_mark, traces_mark) for node in nodes]
@@ -165,10 +165,10 @@ def _warn_of_traces(nodes: Sequence[RayNode], starts: Sequence[NodeStart]) -> No
 
 
 class RayWorkers:
-    """The methods of `LocalWorkers` for workers on nodes; `send`, `poll`, `dead` and `report` may raise `NodeLost`.
+    """The same methods as `LocalWorkers`, on Ray nodes; `send`, `poll`, `dead` and `report` may raise `NodeLost`.
 
     Args:
-        nodes: with agents that have started the workers.
+        nodes: the nodes, whose agents have started the workers.
         labels: labels of all workers.
         held: resources to release when the workers have exited.
     """
@@ -221,7 +221,7 @@ class RayWorkers:
         return {number: found[number] for number in numbers}
 
     def shutdown(self, timeout_s: float) -> dict[int, int | None]:
-        """As on one machine; without unreachable workers."""
+        """Like `LocalWorkers.shutdown`; the result leaves out unreachable workers."""
         until = time.monotonic() + timeout_s
         while True:
             remaining_s = max(0.0, until - time.monotonic())
@@ -230,12 +230,12 @@ class RayWorkers:
                 return codes
 
     def kill(self) -> None:
-        """Kill all and release what was held for them; may be called twice."""
+        """Kill all workers and release their resources; may be called twice."""
         import ray
 
         nodes, self._nodes = [node for node in self._nodes if not node.is_lost], []
         try:
-            # The agents kill their workers and return the rest of the output. Workers exit with a lost agent.
+            # The agents kill their workers and return the rest of the output. If an agent is lost, its workers exit.
             if nodes and ray.is_initialized():
                 references = [node.actor.kill.remote() for node in nodes]
                 ray.wait(references, num_returns=len(nodes), timeout=_KILL_TIMEOUT_S)
@@ -256,7 +256,7 @@ class RayWorkers:
         for node, reference in zip(nodes, references, strict=True):
             try:
                 news: NodeNews = node.result(reference, max(0.0, until - time.monotonic()))
-            except NodeLost as lost:  # workers of other nodes keep their time
+            except NodeLost as lost:  # workers on other nodes may still shut down
                 _log.warning("node %s was lost during the shutdown of its ranks: %s", lost.node, lost)
                 continue
             self._take_logs(news)
@@ -293,7 +293,7 @@ def _end_agent(actor: Any) -> None:
 
 
 def _reference_to(message: Message) -> Any:
-    """Ray's reference to a message; a `Stored` one is put into the object store once."""
+    """Ray's reference to a message; a `Stored` message is put into the object store only once."""
     import ray
 
     if not isinstance(message, Stored):

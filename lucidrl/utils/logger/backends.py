@@ -24,7 +24,7 @@ TRACKERS: dict[str, Any] = {
     "mlflow": MlflowLogger,
     "trackio": TrackioLogger,
 }
-"""By package name; keys in `LoggerConfig` and folders have the same names."""
+"""Trackers by package name; their keys in `LoggerConfig` and their folders have the same names."""
 
 _MONITORING = GPUMonitoringConfig(collection_interval=10, flush_interval=10)
 

@@ -24,7 +24,7 @@ _MOST_REASON_CHARS = 300
 
 
 class Losses:
-    """The records that a back end did not take, and the reasons."""
+    """Counts the records that a back end lost, by reason."""
 
     def __init__(self) -> None:
         self._reasons: Counter[str] = Counter()
@@ -70,8 +70,8 @@ class BackgroundWriter(Generic[B]):
         name: name of the back end in messages.
         start: creates the back end; may be slow, and may fail.
         capacity: maximum number of waiting records.
-        max_wait_s: how long `put` may wait for room, on average per record: for a back end that must be complete and
-            is only a little slower than a tight loop.
+        max_wait_s: how long `put` may wait for a place in the queue, on average per record: for a back end that must
+            not lose records and is only a little slower than a tight loop.
     """
 
     def __init__(self, name: str, start: Callable[[], B], capacity: int, max_wait_s: float = 0.0) -> None:
@@ -123,7 +123,7 @@ class BackgroundWriter(Generic[B]):
             log.warning("%s lost %d of %d records: %s", self.name, self.losses.count, total, self.losses)
 
     def _wait_for_room(self) -> bool:
-        """Whether there is room before the allowed wait is over."""
+        """Whether the queue has a free place before the allowed wait is over."""
         start = time.monotonic()
         while (waited_s := time.monotonic() - start) < self._wait_left_s:
             time.sleep(0.001)

@@ -30,7 +30,7 @@ def tracked_text_files(root: Path) -> dict[str, bytes]:
 
 
 def uncommitted_diff(root: Path) -> bytes:
-    """The changes since the last commit of the files of `tracked_text_files`; raises as it does.
+    """The changes since the last commit in the files of `tracked_text_files`; raises the same errors.
 
     A deleted file appears without its old content.
     """

@@ -27,13 +27,13 @@ class TensorboardConfig(TypedDict):
     """Configuration of a `TensorboardLogger`."""
 
     log_dir: NotRequired[str]
-    """Folder of the event files without `Logger`, which uses `<log_dir>/tensorboard`."""
+    """Folder of the event files of a tracker without `Logger`; `Logger` uses `<log_dir>/tensorboard`."""
 
 
 class WandbConfig(TypedDict):
-    """Configuration of a `WandbLogger`: every argument of `wandb.init`, which explains them, and two more.
+    """Configuration of a `WandbLogger`: all arguments of `wandb.init`, and `log_code` and `log_diffs`.
 
-    Only differences from `wandb.init` are explained below.
+    See `wandb.init` for its arguments; only what differs from it is explained below.
     """
 
     project: NotRequired[str]
@@ -49,7 +49,7 @@ class WandbConfig(TypedDict):
     tags: NotRequired[list[str]]
     notes: NotRequired[str]
     config: NotRequired[dict[str, Any] | str]
-    """Entries beside the hyperparameters, which win for equal top-level keys; or a YAML file with them."""
+    """Further entries of the run's config, or a YAML file with them; hyperparameters win for equal top-level keys."""
     config_exclude_keys: NotRequired[list[str]]
     config_include_keys: NotRequired[list[str]]
     allow_val_change: NotRequired[bool]
@@ -57,7 +57,7 @@ class WandbConfig(TypedDict):
     """Default: folder of the logger."""
     force: NotRequired[bool]
     reinit: NotRequired[bool | Literal["default", "return_previous", "finish_previous", "create_new"]]
-    """Default "create_new": an open run stays open."""
+    """Default "create_new": a run that is open already stays open."""
     resume: NotRequired[bool | Literal["allow", "never", "must", "auto"]]
     """Default "allow", unless `resume_from` or `fork_from` is set."""
     resume_from: NotRequired[str]
@@ -133,7 +133,7 @@ class LoggerConfig(TypedDict):
     gpu_monitoring: NotRequired[GPUMonitoringConfig]
     """How often to monitor; by default every 10 seconds."""
     run_id: NotRequired[str]
-    """Id of the run in every tracker, which a resumed run continues; by default a new one."""
+    """Id of the run in every tracker; trackers continue a run with this id. Default: a new id."""
     finish_timeout_s: NotRequired[Seconds]
     """Timeout of each back end at the end of a run, in seconds; 10 by default."""
 

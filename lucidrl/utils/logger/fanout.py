@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lucidrl.utils.logger.monitor import Monitor
 
 _MOST_WAITING_RECORDS = 10_000
-# The run folder is complete and at most moments behind: a tight loop waits for it.
+# metrics.jsonl loses no line and is at most moments behind: a loop that logs faster waits for it.
 _MOST_WAITING_LINES, _MAX_WAIT_S = 1000, 0.002
 _MOST_WAITING_BATCHES = 16  # of rows or curves, which may be many megabytes each
 _FINISH_TIMEOUT_S = 10.0
@@ -39,7 +39,7 @@ WARNINGS_NAME = "warnings.jsonl"
 """File in the run folder: one JSON object per warning, with its step, name and message."""
 _OWN_NAMES = frozenset(
     {"metrics.jsonl", WARNINGS_NAME, "hyperparams.json", "config.yaml", "run.lock", "checkpoints", "plots", *TRACKERS}
-)  # of a run folder, beside rows
+)  # names in a run folder that batches of rows must not use
 
 
 class Logger(LoggerInterface):
@@ -47,8 +47,8 @@ class Logger(LoggerInterface):
 
     The constructor raises ConfigError for an unwritable run folder, a wrong setting or a missing package. After that,
     logging never stops or slows a run: callers queue a copy, each back end has a thread and a bounded queue, and lost
-    records are counted and logged. The first metrics of each step include the cost of logging the step before
-    (`logger/caller_s`, `logger/background_cpu_s`) and the losses so far (`logger/lost_records`).
+    records are counted and logged. The first metrics of each step include the cost of logging the previous step
+    (`logger/caller_s`, `logger/background_cpu_s`) and the number of records lost so far (`logger/lost_records`).
 
     Args:
         cfg: where to record, see `LoggerConfig`.
@@ -84,7 +84,7 @@ class Logger(LoggerInterface):
         self._writers += [BackgroundWriter(name, make, _MOST_WAITING_RECORDS) for name, make in makers]
         # A separate thread: rows and curves take long, and must not delay metrics.
         self._batches = BackgroundWriter("samples and plots", lambda: None, _MOST_WAITING_BATCHES)
-        # No thread may hold a reference to the logger, which would never be collected: the monitor has a proxy.
+        # The monitor gets a proxy: if a thread held a reference to the logger, the logger would never be collected.
         monitor = make_monitor(cfg, weakref.proxy(self))
         self._end = weakref.finalize(self, _end_parts, monitor, self._batches, self._writers, self._timeout_s)
         _end_with_process(self)
@@ -134,7 +134,9 @@ class Logger(LoggerInterface):
         """
         path = path_inside(self._log_dir, filename)
         if path.relative_to(self._log_dir.resolve()).parts[0] in _OWN_NAMES:
-            raise ConfigError(f"the run itself uses the file name {filename!r}; choose another, as in samples/")
+            raise ConfigError(
+                f"the run itself uses the file name {filename!r}; choose another, for example samples/{filename}"
+            )
         with self._guarded(f"rows of {filename}"):
             batch, warn_once = frozen(to_log), self._warn_once
 
@@ -177,8 +179,8 @@ class Logger(LoggerInterface):
         """Plot the sample whose token probabilities differ most between generation and training.
 
         Reads `generation_logprobs`, `prev_logprobs`, `token_mask`, `sample_mask`, `prompt_lengths` and `full_lengths`.
-        The error of a token is exp(|difference|), that of a sample its mean over valid tokens. If there is nothing to
-        plot, it logs the reason.
+        The error of a token is exp(|difference of log-probabilities|), the error of a sample is the mean over its valid
+        tokens. If there is nothing to plot, the reason is logged.
         """
         with self._guarded(f"plot {name}", step):
             columns, warn_once = frozen(dict(data)), self._warn_once
@@ -214,7 +216,7 @@ class Logger(LoggerInterface):
 
     @contextmanager
     def _guarded(self, records: str, step: Any = None) -> Iterator[None]:
-        """Time the caller's share, and log any error instead of raising it."""
+        """Time what the caller spends on logging, and log any error instead of raising it."""
         start = time.perf_counter()
         try:
             yield
@@ -309,7 +311,7 @@ def _end_with_process(logger: Logger) -> None:
     global _has_hooks
     if not _has_hooks:
         _has_hooks = True
-        # It registers exit hooks when imported, which is too late once `_finish_all` runs.
+        # This module registers exit hooks when imported, which is too late once `_finish_all` runs.
         import concurrent.futures.thread  # noqa: F401
 
         # The usual hooks run when threads can no longer be started; only this private function runs earlier.

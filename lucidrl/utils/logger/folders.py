@@ -32,7 +32,7 @@ def get_next_experiment_dir(base_log_dir: str) -> str:
 
 
 def path_inside(folder: Path, filename: str) -> Path:
-    """`folder / filename`; ConfigError if it is outside of `folder`, also by a link, or cannot be a file."""
+    """`folder / filename`; ConfigError if it is outside of `folder`, directly or by a link, or cannot be a file."""
     try:
         path = (folder / filename).resolve()
         root = folder.resolve()

@@ -90,7 +90,7 @@ class DrawnFigure:
 
 
 def png_of(figure: Any) -> bytes:
-    """The PNG file of a matplotlib figure, or of any object with its `savefig`; thread-safe."""
+    """The PNG file of a matplotlib figure, or of any object with such a `savefig` method; thread-safe."""
     buffer = io.BytesIO()
     with _drawing:
         figure.savefig(buffer, format="png")

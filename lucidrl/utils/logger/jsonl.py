@@ -1,7 +1,7 @@
-"""JSON lines: the run's own record, readable during the run and after a kill, and batches with a line per row.
+"""JSON lines: the metrics of a run, readable during the run and after a kill, and batches with one line per row.
 
-Writes rows of tensors directly from their memory, which is many times faster than through Python numbers. Recognises
-tensors and arrays by their attributes, without importing torch or numpy.
+Rows of tensors are written directly from their memory, which is many times faster than through Python numbers. Tensors
+and arrays are recognised by their attributes, without importing torch or numpy.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def text_columns(samples: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
 
 
 def _prompt_and_completion(messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """A single message is its text; several have their roles before them."""
+    """Prompt and completion as text; if one has several messages, each begins with its role."""
     start = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
 
     def text(part: Sequence[Mapping[str, Any]]) -> str:
@@ -209,7 +209,7 @@ def _read(column: Any) -> _Column:
 
 
 def _agreed_num_rows(columns: Mapping[str, _Column]) -> int:
-    """The row count of most columns; in a tie, that of the tokens or their lengths, else the first."""
+    """The row count of most columns; in a tie that of `input_ids`, else of `input_lengths`, else the first."""
     votes = Counter(len(column.rows) for column in columns.values())
     named = [len(columns[name].rows) for name in ("input_lengths", "input_ids") if name in columns]
     return max(votes, key=lambda count: (votes[count], named.index(count) if count in named else -1), default=0)
@@ -239,7 +239,7 @@ def _field(name: str, value: Any, warn_once: WarnOnce) -> Any:
 
 
 def _length(value: Any) -> int | None:
-    """Number of tokens of a row without padding; None, which keeps all, for an invalid length."""
+    """Number of tokens of a row without padding; None, which keeps all tokens, for an invalid length."""
     number = value.tolist() if hasattr(value, "tolist") else value
     return max(int(number), 0) if isinstance(number, int | float) and math.isfinite(number) else None
 

@@ -36,9 +36,9 @@ _REFUSED_CHARS = re.compile(r"[^\w./ -]")
 class MlflowLogger(Tracker):
     """Sends scalars, hyperparameters (flattened) and figures to a run of MLflow.
 
-    MLflow has no histograms: a list becomes `<name>.mean`, `<name>.min` and `<name>.max` of its finite values. It plots
-    against the step only. Characters that it refuses in names become "_". It cannot change a hyperparameter: if a
-    resumed run does, the tag `changed.<name>` holds both values.
+    MLflow has no histograms: a list becomes `<name>.mean`, `<name>.min` and `<name>.max` of its finite values. MLflow
+    plots against the step only. Characters that it refuses in names become "_". It cannot change a hyperparameter: if a
+    resumed run has another value, the tag `changed.<name>` holds both values.
 
     Args:
         cfg: see `MlflowConfig`.
@@ -94,7 +94,7 @@ class MlflowLogger(Tracker):
         from PIL import Image
 
         picture = Image.open(io.BytesIO(png))
-        key = _accepted_name(name.encode("ascii", "replace").decode())  # stricter here than for metrics
+        key = _accepted_name(name.encode("ascii", "replace").decode())  # MLflow is stricter with image names
         self._client.log_image(self.run_id, picture, key=key, step=step, synchronous=True)
 
     def finish(self) -> None:
@@ -133,7 +133,7 @@ def _experiment_id(client: MlflowClient, name: str, artifacts: str | None) -> st
 
 
 def _run_id(client: MlflowClient, experiment_id: str, own_id: str, name: str | None) -> str:
-    """MLflow's id of the run with our tag: one to continue, or a new one."""
+    """MLflow's id of the run with our tag; creates the run if it does not exist."""
     found = client.search_runs([experiment_id], f"tags.`{_ID_TAG}` = '{own_id}'", max_results=1)
     if found:
         client.update_run(found[0].info.run_id, status="RUNNING")

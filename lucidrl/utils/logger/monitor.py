@@ -1,4 +1,7 @@
-"""Monitors: a thread that collects snapshots of the machines and logs them. The one of this machine needs no Ray."""
+"""Monitors: threads that collect and log the use of CPUs, memory and GPUs.
+
+The monitor of this machine needs no Ray.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +43,17 @@ class Monitor(ABC):
 
     Per node i: `node.{i}.cpu.util` (percent of all cores), `node.{i}.mem_gb`, `node.{i}.mem_total_gb`; per GPU j of it:
     `node.{i}.gpu.{j}.util` (percent), `node.{i}.gpu.{j}.mem_gb`. A GB is 1024**3 bytes. GPU models,
-    `node.{i}.gpu.{j}.type`, are text: they are logged once instead.
+    `node.{i}.gpu.{j}.type`, are text, so they are not metrics but one log message.
 
-    A failed collection logs one warning. The monitor may be started and stopped repeatedly; steps continue.
+    A failed collection logs one warning. The monitor may be started and stopped repeatedly; the step numbers continue.
 
     Args:
         collection_interval: seconds between two snapshots.
-        flush_interval: seconds between sending snapshots to the parent.
+        flush_interval: seconds between sending snapshots to the parent logger.
         metric_prefix: prefix of all names except the step metric's.
         step_metric: full name of the metric with the seconds since the first start.
-        parent_logger: gets the snapshots; if it is a weak proxy, the monitor stops when its logger is deleted.
-            Without a parent, the latest 10,000 snapshots stay in `metrics_buffer`.
+        parent_logger: gets the snapshots; if it is a weak proxy, the monitor stops when the logger behind it is
+            deleted. Without a parent logger, the latest 10,000 snapshots stay in `metrics_buffer`.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class Monitor(ABC):
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, waiting at most `_timeout_s`, and send the rest; may be called twice."""
+        """End the thread, waiting at most `_timeout_s`, and send the remaining snapshots; may be called twice."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._stopping.set()
@@ -113,7 +116,7 @@ class Monitor(ABC):
         self.flush()
 
     def flush(self) -> None:
-        """Send the snapshots to the parent logger, in order; if it raises, the rest stays for the next flush.
+        """Send the snapshots to the parent logger, in order; if it raises, the others stay for the next flush.
 
         Does nothing while another thread flushes.
         """
@@ -192,7 +195,7 @@ _GPU_SKU: dict[str, Callable[[Any, Any], Any]] = {"type": lambda nvml, gpu: nvml
 class LocalMonitorLogger(Monitor):
     """Monitors this machine as node 0: CPU and memory, and all NVIDIA GPUs if `pynvml` and a driver are installed.
 
-    GPUs have the numbers of NVML, whichever of them this process may use.
+    GPUs are numbered as in NVML, which also lists those that this process may not use.
     """
 
     _cpu_thread: int | None = None
@@ -211,7 +214,7 @@ class LocalMonitorLogger(Monitor):
         return found
 
     def _cpu_percent(self) -> float:
-        """Use of all cores since the last call; psutil keeps that per thread, so the first call measures a moment."""
+        """Use of all cores since the last call; psutil counts per thread, so a thread's first call measures 0.1 s."""
         is_first = self._cpu_thread != threading.get_ident()
         self._cpu_thread = threading.get_ident()
         return psutil.cpu_percent(interval=_FIRST_CPU_WINDOW_S if is_first else None)

@@ -115,7 +115,7 @@ class RayGpuMonitorLogger(Monitor):
 
 
 def _gpu_index(sample: Sample) -> int | None:
-    """Number of the sample's GPU on its node, if it has one."""
+    """Number of the sample's GPU on its node; None if the sample is not of a GPU."""
     label = sample.labels.get("GpuIndex", "")
     return int(label) if sample.name in _GPU_METRICS and label.isascii() and label.isdecimal() else None
 
@@ -126,7 +126,7 @@ def _address(node: Mapping[str, Any]) -> str:
 
 
 def _wanted_samples(page: str) -> Iterator[Sample]:
-    """The samples of our metrics. Parses only their lines, because the parser is slow, and no line without its end."""
+    """The samples of our metrics. Parses only their complete lines, because the parser is slow."""
     from prometheus_client.parser import text_string_to_metric_families
 
     for family in text_string_to_metric_families("".join(_WANTED_LINE.findall(page))):
@@ -136,8 +136,8 @@ def _wanted_samples(page: str) -> Iterator[Sample]:
 async def _fetch_page(address: str) -> str:
     """The page `http://<address>/metrics`; cancelling the call closes the connection.
 
-    The usual clients limit each read instead of the whole, and follow redirects and proxies. Nodes have numeric
-    addresses: a name lookup could not be cancelled.
+    The usual HTTP clients limit the time of each read instead of the whole call, and follow redirects and proxies.
+    Nodes have numeric addresses: a name lookup could not be cancelled.
     """
     place = urlsplit(f"//{address}")
     reader, writer = await asyncio.open_connection(place.hostname, place.port, flags=socket.AI_NUMERICHOST)

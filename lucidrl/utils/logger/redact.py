@@ -168,7 +168,7 @@ def _opened(value: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
 
 
 def _names_of_items(items: Sequence[Any]) -> list[str | None]:
-    """The name of each item, if the item before it is one: the first of a pair, or a command-line option."""
+    """The name of each item, if the item before it is a name: the first of a pair, or a command-line option."""
     names: list[str | None] = [None]
     for name, item in pairwise(items):
         is_name = isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)
@@ -178,7 +178,7 @@ def _names_of_items(items: Sequence[Any]) -> list[str | None]:
 
 
 def _hidden(value: Any) -> Any:
-    """The redacted value of a secret name; the whole of it, because inner names may reveal something too."""
+    """The value of a secret name, redacted as a whole, because inner names may reveal something too."""
     is_unset = value is None or isinstance(value, bool) or (isinstance(value, str) and not value)
     return value if is_unset else REDACTED
 

@@ -57,7 +57,7 @@ class WorstSample:
 
 
 def token_error_figure(data: Mapping[str, Any]) -> tuple[Figure | None, str]:
-    """A figure of the worst sample, or None and the reason."""
+    """A figure of the worst sample, or None and the reason why there is none."""
     try:
         require_package("matplotlib", "a plot of token errors", extra="plots")
         return _drawn(worst_sample(data)), ""
@@ -85,9 +85,15 @@ def worst_sample(data: Mapping[str, Any]) -> WorstSample:
     num_skipped = int((valid_BT & ~np.isfinite(difference_BT)).sum())
     valid_BT &= np.isfinite(difference_BT)
     if not valid_BT.any() and num_skipped:
-        raise DataError(f"all {num_skipped} valid tokens have log-probabilities that are not finite")
+        raise DataError(
+            f"all {num_skipped} valid tokens have log-probabilities that are not finite; check generation_logprobs and "
+            "prev_logprobs"
+        )
     if not valid_BT.any():
-        raise DataError("no token of a response is valid by token_mask and sample_mask")
+        raise DataError(
+            "token_mask and sample_mask leave no valid token in any response; set both to 1 for the tokens to compare, "
+            "and check prompt_lengths and full_lengths"
+        )
     log_error_B = _log_mean_exp(abs(difference_BT), valid_BT)
     row = int(log_error_B.argmax())
     tokens = valid_BT[row].nonzero()[0]
@@ -108,7 +114,7 @@ def _columns(data: Mapping[str, Any]) -> dict[str, np.ndarray]:
     columns: dict[str, np.ndarray] = {}
     for name in (*_TOKEN_COLUMNS, *_ROW_COLUMNS):
         if data.get(name) is None:
-            raise DataError(f"the data has no column {name!r}")
+            raise DataError(f"the data has no column {name!r}; add it")
         column = data[name]
         # Through torch's float64, because numpy lacks bfloat16.
         plain = column.detach().cpu().double() if hasattr(column, "detach") else column
@@ -121,7 +127,8 @@ def _columns(data: Mapping[str, Any]) -> dict[str, np.ndarray]:
         raise DataError(f"column 'token_mask' has shape {shape}; it must have the shape [rows, tokens]")
     for name, column in columns.items():
         if column.shape != (shape if name in _TOKEN_COLUMNS else shape[:1]):
-            raise DataError(f"column {name!r} has shape {column.shape}, but token_mask (rows, tokens) has {shape}")
+            expected = shape if name in _TOKEN_COLUMNS else shape[:1]
+            raise DataError(f"column {name!r} has shape {column.shape}, but must have {expected} to match token_mask")
     return columns
 
 

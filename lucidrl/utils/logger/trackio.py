@@ -21,8 +21,8 @@ _choosing_folder = threading.Lock()
 class TrackioLogger(Tracker):
     """Writes scalars, histograms (of lists), the nested configuration and figures to Trackio's database.
 
-    `TRACKIO_DIR=<log_dir> trackio show` displays it. Writes directly to the database, because `trackio.init` prints,
-    monitors the machine, starts threads, and sends data to a Space that the environment names.
+    `TRACKIO_DIR=<log_dir> trackio show` displays the run. The logger writes directly to the database, because
+    `trackio.init` prints, monitors the machine, starts threads, and sends data to a Space that the environment names.
 
     Args:
         cfg: see `TrackioConfig`.
@@ -77,7 +77,7 @@ class TrackioLogger(Tracker):
 
 @contextmanager
 def _stored_in(folder: Path) -> Iterator[None]:
-    """Let Trackio store in `folder` during the block; it has one folder per process, set at import."""
+    """Let Trackio store in `folder` during the block; Trackio has one folder per process, set at import."""
     from trackio import sqlite_storage
 
     with _choosing_folder:

@@ -40,7 +40,7 @@ class WarnOnce:
 
 
 def described(error: BaseException, form: Callable[[BaseException], str] = repr) -> str:
-    """`repr` of an error, or another form of it; its class name if that raises or is empty."""
+    """`form` of an error, by default `repr`; the class name of the error if `form` raises or is empty."""
     try:
         return form(error) or type(error).__name__
     except Exception:
@@ -54,7 +54,7 @@ class PlainMetrics(dict[str, Scalar | list[Scalar]]):
 def plain_metrics(
     metrics: Mapping[str, Any], prefix: str | None, step_metric: str | None, warn_once: WarnOnce
 ) -> PlainMetrics:
-    """Flatten `metrics` with "/" and convert every value; leave out other values, with one warning each."""
+    """Flatten `metrics` with "/" and convert every value; leave out what is not a number, with one warning each."""
     if isinstance(metrics, PlainMetrics) and not prefix:
         return metrics
     plain = PlainMetrics()
@@ -74,7 +74,7 @@ def plain_metrics(
 
 
 def frozen(value: Any, depth: int = 0) -> Any:
-    """A deep copy of `value`, tensors on the CPU without gradients; objects that cannot be copied become the error."""
+    """A deep copy of `value` with tensors on the CPU, without gradients; an error replaces what cannot be copied."""
     if type(value) in _PLAIN:
         return value
     if depth > _MOST_DEPTH:

@@ -121,7 +121,7 @@ class WandbLogger(Tracker):
         self.run.log({name: wandb.Image(picture), _STEP: step})
 
     def log_table(self, columns: Mapping[str, Sequence[Any]], step: int, name: str) -> None:
-        """Log the first rows as a `wandb.Table`; with every step, W&B shows the newest."""
+        """Log the first rows as a `wandb.Table`; W&B shows the table of the newest step."""
         import wandb
 
         rows = [list(row) for row in islice(zip(*columns.values(), strict=True), _MOST_TABLE_ROWS)]
@@ -147,9 +147,9 @@ class WandbLogger(Tracker):
 
 @contextmanager
 def _service_files_in(log_dir: str | None) -> Iterator[None]:
-    """Let a service that starts in the block log below `log_dir` instead of the home folder.
+    """If W&B's service process starts in the block, let it log below `log_dir` instead of the home folder.
 
-    Only in the block: the variable also moves the artifact cache, which the user's code may rely on.
+    The variable is set only in the block, because it also moves the artifact cache, which user code may rely on.
     """
     if log_dir is None or "WANDB_CACHE_DIR" in os.environ:
         yield
@@ -210,7 +210,7 @@ def _init(arguments: dict[str, Any]) -> wandb.Run:
 
 
 def _settings(given: Any) -> wandb.Settings:
-    """Our settings, overridden by the given ones."""
+    """The logger's settings of W&B, overridden by `given`."""
     import wandb
 
     ours = wandb.Settings(

@@ -211,7 +211,7 @@ def test_a_profiler_of_the_user_is_not_disturbed(tmp_path):
 def test_impossible_recordings_are_refused_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Collector(Walk(), frames_per_batch=4) as collector:
-        with pytest.raises(ConfigError, match="workers has 1, but they are numbered from 0 to 0"):
+        with pytest.raises(ConfigError, match="workers has 1, but workers are numbered from 0 to 0"):
             collector.enable_profile(workers=[1])
         with pytest.raises(TypeError, match="num_rolouts"):
             collector.enable_profile(num_rolouts=3)

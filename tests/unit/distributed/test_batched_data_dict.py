@@ -272,7 +272,7 @@ def test_uneven_shards_must_be_allowed_and_then_lose_no_row():
         batch.shard_by_batch_size(2)
     assert [shard["row"] for shard in batch.shard_by_batch_size(2, allow_uneven_shards=True)] == [[0, 1, 2], [3, 4]]
     assert [s.size for s in batch.shard_by_batch_size(7, allow_uneven_shards=True)] == [1, 1, 1, 1, 1, 0, 0]
-    with pytest.raises(DataError, match="use one of the two"):
+    with pytest.raises(DataError, match="set only one of the two"):
         batch.shard_by_batch_size(2, allow_uneven_shards=True, dynamic_batching_args=dynamic_args(8))
 
 

@@ -65,7 +65,7 @@ def test_a_group_is_destroyed_by_its_owner(monkeypatch, make_group):
 
 def test_a_group_for_gpus_alone_is_refused_where_cpu_tensors_travel(make_group):
     make_group("cuda:gloo")
-    with pytest.raises(ConfigError, match=r"offloading exchanges .* has only the backend cuda:gloo; create it"):
+    with pytest.raises(ConfigError, match=r"offloading exchanges .* has only the backend cuda:gloo; create the"):
         check_exchanges_cpu_tensors("offloading")
 
 
@@ -77,7 +77,7 @@ def test_a_group_for_all_tensors_will_do(make_group):
 def test_an_incomplete_environment_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"RANK=1 is set, but LOCAL_RANK and MASTER_ADDR and MASTER_PORT not;.*torch"):
+    with pytest.raises(ConfigError, match=r"RANK=1 is set without LOCAL_RANK and MASTER_ADDR and MASTER_PORT;.*torch"):
         init_process_group_from_environment(10)
 
 

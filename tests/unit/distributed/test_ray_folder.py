@@ -73,5 +73,5 @@ def test_a_file_system_without_locks_is_refused(monkeypatch):
 
 def test_a_disk_without_room_for_a_folder_is_an_error(parent, monkeypatch):
     monkeypatch.setattr(ray_cluster, "_PARENT", parent / "missing")
-    with pytest.raises(WorkerError, match=r"cannot be created in .* \(.*\); check the disk, or start a Ray yourself"):
+    with pytest.raises(WorkerError, match=r"cannot be created in .* \(.*\); check the disk, or start a cluster"):
         OwnFolder()

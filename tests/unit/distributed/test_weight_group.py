@@ -172,7 +172,7 @@ def test_buckets_respect_the_member_with_the_least_memory(monkeypatch, poor):
 
         free[torch.device("cpu", poor)] = -1500
         done = outcome_of(members[1].receive, infos, Kept())
-        with pytest.raises(RefitError, match=r"a takes 400 bytes, and twice that .* bytes free"):
+        with pytest.raises(RefitError, match=r"a takes 400 bytes, and a refit needs twice that .* bytes free"):
             members[0].send([], infos, 1 << 20, 3, False)
         done()
 
@@ -231,7 +231,8 @@ def test_only_the_given_interface_is_listened_on_and_only_while_the_group_lives(
 
 def test_a_wrong_port_is_an_error_at_the_timeout():
     start = time.monotonic()
-    with pytest.raises(RefitError, match=r"rank 1 did not reach rank 0 at 127.0.0.1:\d+ within 0.5 s: Connection ref"):
+    message = r"rank 1 did not reach policy rank 0 at 127.0.0.1:\d+ within 0.5 s: Connection ref"
+    with pytest.raises(RefitError, match=message):
         WeightGroup.join("127.0.0.1", free_port(), 1, 2, CPU, 0.5)
     assert 0.3 < time.monotonic() - start < 30
 
@@ -239,7 +240,7 @@ def test_a_wrong_port_is_an_error_at_the_timeout():
 def test_another_server_on_the_port_is_an_error_soon_after_the_timeout():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         start = time.monotonic()
-        with pytest.raises(RefitError, match="is not rank 0 of a weight group"):
+        with pytest.raises(RefitError, match=r"the server at .* is not policy rank 0"):
             WeightGroup.join("127.0.0.1", listener.getsockname()[1], 1, 2, CPU, 0.5)
         assert time.monotonic() - start < 20
 
@@ -264,7 +265,7 @@ def test_a_port_in_use_and_an_address_of_another_machine_are_refused_at_once():
         ({"port": 65536}, "port=65536 is not a TCP port"),
         ({"rank": 2}, "rank=2 of world_size=2 cannot join"),
         ({"rank": -1}, "rank=-1 of world_size=2 cannot join"),
-        ({"rank": 0, "world_size": 1}, "rank=0 of world_size=1 cannot join.*at least one generator"),
+        ({"rank": 0, "world_size": 1}, "rank=0 of world_size=1 cannot join.*ranks from 1 for the generators"),
     ],
 )
 def test_what_can_be_no_group_is_refused_at_once(changed, message):
@@ -285,9 +286,9 @@ def test_missing_members_are_an_error_at_the_timeout_for_all():
 @pytest.mark.parametrize(
     ("rank", "world_size", "device", "message"),
     [
-        (1, 4, "cpu", "as rank 1 with world_size=4, but rank 0 has 3; pass the same"),
-        (1, 3, "cuda", "as rank 1 with weights on cuda, but rank 0 has them on cpu"),
-        (2, 3, "cpu", "as rank 2, which has joined already; give every generator a different rank"),
+        (1, 4, "cpu", "as rank 1 with world_size=4, but policy rank 0 has 3; pass the same"),
+        (1, 3, "cuda", "as rank 1 with weights on cuda, but policy rank 0 has them on cpu"),
+        (2, 3, "cpu", "as rank 2, but this rank has joined already; give every generator a different rank"),
     ],
 )
 def test_members_that_disagree_all_raise_at_once(rank, world_size, device, message):
@@ -304,7 +305,7 @@ def test_a_member_too_many_is_turned_away():
     done = outcome_of(lambda: WeightGroup.join("127.0.0.1", port, 1, 2, CPU, 20))
     with WeightGroup.join("127.0.0.1", port, 0, 2, CPU, 20), done()[0]:
         for world_size in (2, 3):
-            with pytest.raises(RefitError, match=r"joined at .* after all 2 members of the weight group"):
+            with pytest.raises(RefitError, match=r"joined at .* after all 2 members of the process group for weight"):
                 WeightGroup.join("127.0.0.1", port, 1, world_size, CPU, 20)
 
 
@@ -314,7 +315,7 @@ def test_other_weights_than_announced_are_refused_by_both_sides():
         with pytest.raises(RefitError, match="the refit failed on rank"):
             keep_sending(sender)
         assert "has other tensors than the 6 that this receiver expects" in done()[0]
-        with pytest.raises(RefitError, match=r"weight group at 127.0.0.1:\d+ is closed.*join another one"):
+        with pytest.raises(RefitError, match=r"weight transfer at 127.0.0.1:\d+ was closed.*join another one"):
             receiver.receive(INFOS, Kept())
 
 

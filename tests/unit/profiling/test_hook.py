@@ -192,8 +192,8 @@ def test_the_trace_of_a_thread_that_has_ended_is_lost_with_a_warning(tmp_path, c
         ({"activities": []}, "activities: .* is not valid: .*at least 1 item"),
         ({"activities": ["cpu"]}, "activities: 'cpu' is not valid: Input should be an instance of .*ProfilerActivity"),
         ({"workers": []}, "workers: .* is not valid: .*at least 1 item"),
-        ({"workers": [2]}, "workers has 2, but they are numbered from 0 to 1"),
-        ({"workers": [0, -1]}, "workers has -1, but they are numbered from 0 to 1"),
+        ({"workers": [2]}, "workers has 2, but workers are numbered from 0 to 1"),
+        ({"workers": [0, -1]}, "workers has -1, but workers are numbered from 0 to 1"),
         ({"workers": ["0"]}, "workers: '0' is not valid: Input should be a valid integer"),
         ({"workers": [1, 1]}, r"workers=\[1, 1\] has a worker twice; list each once"),
         ({"save_path": "{rank}.json"}, r"save_path='{rank}.json' has the unknown placeholder {rank}; use {worker_idx}"),
@@ -254,7 +254,7 @@ def test_an_end_within_the_warm_up_is_logged(caplog):
     hook(None)
     hook.stop()
     hook.stop()
-    assert caplog.text.count("it ended after 1 of 5 warm-up rollouts") == 1
+    assert caplog.text.count("it stopped after 1 of 5 warm-up rollouts") == 1
 
 
 def test_every_option_reaches_torchs_profiler(monkeypatch):

@@ -72,7 +72,7 @@ def test_a_full_disk_raises_and_keeps_the_older_trace(tmp_path):
         assert path.read_text() == "older"
         assert list(pathlib.Path().iterdir()) == [path]
     """
-    assert run_program(code, tmp_path).strip() == "the trace is not complete, as on a full disk"
+    assert run_program(code, tmp_path).strip() == "the trace is not complete; perhaps the disk is full"
 
 
 def test_placeholders_are_filled_in_and_doubled_braces_stay():

@@ -39,6 +39,7 @@ def make_run(folder: Path, rewards: dict[int, float], max_steps: int = 40, **pol
     for name, size in (("traces/a.json", 3), ("samples/step_1.jsonl", 4), ("logs/driver.log", 5), ("metrics.jsonl", 6)):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"x" * size * KIB)
+    (folder / "warnings.jsonl").touch()
     return folder
 
 

@@ -205,7 +205,7 @@ def test_the_variables_are_refused_just_as_early(tmp_path, monkeypatch):
 def test_patterns_without_a_match_are_refused_with_the_names(tmp_path):
     settings = ["profile.steps=1:2", "profile.workers=*generation*", f"run.root={tmp_path}"]
     for start in (lambda: launch("ppo", None, None, settings, None), lambda: check_run("ppo", None, None, settings)):
-        with pytest.raises(ConfigError, match=r"no worker of this run matches .*the names are policy-0, driver"):
+        with pytest.raises(ConfigError, match=r"no worker of this run matches .*one of these: policy-0, driver"):
             start()
     assert not any(tmp_path.iterdir())
     assert FOLDER_VARIABLE not in os.environ

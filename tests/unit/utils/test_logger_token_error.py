@@ -112,11 +112,11 @@ def test_a_missing_column_is_named(name):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"token_mask": torch.zeros(1, 2)}, "no token of a response is valid"),
-        ({"sample_mask": torch.zeros(1)}, "no token of a response is valid"),
-        ({"prompt_lengths": torch.tensor([2])}, "no token of a response is valid"),
-        ({"full_lengths": torch.tensor([-5])}, "no token of a response is valid"),
-        ({"prompt_lengths": torch.tensor([NAN])}, "no token of a response is valid"),
+        ({"token_mask": torch.zeros(1, 2)}, "leave no valid token in any response"),
+        ({"sample_mask": torch.zeros(1)}, "leave no valid token in any response"),
+        ({"prompt_lengths": torch.tensor([2])}, "leave no valid token in any response"),
+        ({"full_lengths": torch.tensor([-5])}, "leave no valid token in any response"),
+        ({"prompt_lengths": torch.tensor([NAN])}, "leave no valid token in any response"),
         ({"prev_logprobs": torch.full((1, 2), NAN)}, "all 1 valid tokens .* not finite"),
         ({"prev_logprobs": torch.zeros(1, 3)}, r"'prev_logprobs' has shape \(1, 3\)"),
         ({"sample_mask": torch.ones(1, 1)}, r"'sample_mask' has shape \(1, 1\)"),
@@ -135,7 +135,7 @@ def test_nothing_to_plot_returns_a_reason(changes, reason):
 def test_an_empty_batch_returns_a_reason():
     figure, reason = token_error_figure({name: column[:0] for name, column in GOOD.items()})
     assert figure is None
-    assert "no token" in reason
+    assert "no valid token" in reason
 
 
 def test_lengths_beyond_the_tensor_are_clipped():

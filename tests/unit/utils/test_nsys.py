@@ -118,7 +118,7 @@ def test_patterns_are_shell_wildcards_with_commas_between_them(set_request):
 def test_patterns_that_no_worker_has_are_refused_with_the_names(set_request):
     set_request("*critic*", "1:2")
     with pytest.raises(
-        ConfigError, match=r"no worker of this run matches '\*critic\*'.*the names are policy-0, driver"
+        ConfigError, match=r"no worker of this run matches '\*critic\*'.*one of these: policy-0, driver"
     ):
         nsys.check_patterns(["policy-0", "driver"])
     set_request("*policy*,*generation*", "1:2")
@@ -300,7 +300,7 @@ def test_a_failure_at_the_end_is_logged_and_the_others_are_stopped(set_request, 
     with caplog.at_level(logging.WARNING):
         nsys._end_all()
     assert fine.calls == ["start at 2", "stop at 2"]
-    assert "a recording could not be ended" in caplog.text
+    assert "a recording could not be stopped" in caplog.text
 
 
 def test_a_fork_does_not_stop_what_its_parent_records(tmp_path):
