@@ -186,7 +186,7 @@ def _fill(files: Sequence[TensorFile], tensor_set: TensorSet) -> None:
 def _write_all(
     writing: Future[dict[Path, FileDigest]], files: Mapping[Path, TensorFile], contents: Mapping[Path, bytes]
 ) -> None:
-    if sys.platform == "linux":  # only there, each thread has a priority of its own
+    if sys.platform == "linux":  # only there, a thread has a separate priority
         thread = threading.get_native_id()  # Linux would refuse to raise its priority if the process runs under `nice`
         os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
     digests: dict[Path, FileDigest] = {}
