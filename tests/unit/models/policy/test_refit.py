@@ -196,7 +196,7 @@ def test_a_corrupt_bucket_is_refused_and_the_old_version_stays(generator, worker
         return handles
 
     monkeypatch.setattr(worker, "get_weights_ipc_handles", pack_and_change)
-    with pytest.raises(RefitError, match=r"has SHA-256 \w+…, not \w+…: it was changed on its way"):
+    with pytest.raises(RefitError, match=r"has SHA-256 \w+…, not \w+…: it was changed in transit"):
         refit()
     monkeypatch.undo()
     assert checksums(generator) == before
