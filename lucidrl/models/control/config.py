@@ -17,17 +17,17 @@ class NetworkOptimizerConfig(OptimizerConfig):
     name: str = "torch.optim.Adam"
     """Import path of the optimizer class."""
     kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 3e-4, "eps": 1e-5})
-    """Its arguments. AdamW and Adam default to `fused=true`."""
+    """Arguments of the optimizer class. AdamW and Adam default to `fused=true`."""
 
 
 class NetworkConfig(OptimizationConfig):
-    """A network with its own optimizer."""
+    """A network and its optimizer."""
 
     network: str | None = None
     """Your own network, as `module:function`. The function gets the shapes of an observation and of an action, and
     returns a torch module for observations `[N, ...]`. Default: fully connected layers."""
     network_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of that function."""
+    """Further arguments of the function in `network`."""
     hidden_sizes: tuple[PositiveInt, ...] = (64, 64)
     """Units of each hidden layer; not used with `network`."""
     activation: Activation = "tanh"

@@ -12,9 +12,10 @@ class ControlTrainResult:
     """Result of one `ControlPolicy.train` call."""
 
     metrics: dict[str, float]
-    """Means over all minibatches, gradient norms and learning rates; the critic's have the prefix `critic_`."""
+    """Means over all minibatches, gradient norms and learning rates; names of the critic's metrics start with
+    `critic_`."""
     num_skipped_steps: int
-    """Optimizer steps skipped because gradients were NaN or infinite."""
+    """Optimizer updates skipped because gradients were NaN or infinite."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class DiscreteActions:
 
 @dataclass(frozen=True)
 class ContinuousActions:
-    """Numbers between limits, which may be infinite; limits have the shape of an action."""
+    """Numbers between `low` and `high`, which have the shape of an action and may be infinite."""
 
     low: torch.Tensor
     high: torch.Tensor

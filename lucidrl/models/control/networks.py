@@ -28,7 +28,7 @@ class ActionHead(nn.Module, ABC):
     """
 
     num_inputs: int
-    """P, the number of network outputs it needs."""
+    """P, the number of network outputs that the head needs."""
 
     @abstractmethod
     def sample(self, outputs_BP: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class DiscreteHead(ActionHead):
         probabilities = outputs_BP.softmax(-1).view(-1, self.num_inputs)
         try:
             return torch.multinomial(probabilities, 1).view(outputs_BP.shape[:-1])
-        except RuntimeError as error:  # a check beforehand would slow every frame
+        except RuntimeError as error:  # checking before the call would slow every frame
             raise TrainingError(
                 f"the policy cannot sample an action: {error}; check for NaN or infinite observations, or lower "
                 "policy.optimizer.kwargs.lr"
@@ -132,7 +132,7 @@ def action_head(space: ActionSpace, initial_std: float) -> ActionHead:
 
 ACTIVATIONS: dict[Activation, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 FIRST_POLICY_GAIN, FIRST_CRITIC_GAIN = 0.01, 1.0
-"""Initial gains of the last layers: a policy starts close to uniform for every observation."""
+"""Initial gains of the last layers; the small gain makes a new policy close to uniform for every observation."""
 
 
 class MLP(nn.Module):
@@ -191,7 +191,7 @@ class PolicyNetwork(nn.Module):
 
 
 class GreedyPolicy(nn.Module):
-    """Returns a policy's most likely env actions; shares its weights."""
+    """Returns a policy's most likely env actions; uses the weights of this policy."""
 
     def __init__(self, policy: PolicyNetwork):
         super().__init__()

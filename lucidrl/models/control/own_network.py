@@ -1,6 +1,6 @@
 """A user's network, by import path: `policy.network=my_nets:make`.
 
-Shapes: N rows, O the shape of an observation, P the outputs that are needed.
+Shapes: N rows, O the shape of an observation, P the number of outputs that the role needs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lucidrl.models.control.interfaces import ActionSpace, DiscreteActions, Obse
 from lucidrl.utils.imports import import_user_module
 
 _NUM_ROWS = 2
-"""Rows of the observations that test a network."""
+"""Number of observations in the batch that tests a network."""
 
 
 class OwnNetwork(nn.Module):
@@ -43,7 +43,7 @@ def own_network(
         num_outputs: P.
 
     Raises:
-        ConfigError: it cannot be imported or called, or its outputs have another shape or dtype.
+        ConfigError: the function cannot be imported or called, or the network's outputs have another shape or dtype.
     """
     key = f"{role}.network={config.network!r}"
     dtype: torch.dtype = getattr(torch, config.precision)
@@ -66,7 +66,7 @@ def own_network(
 
 
 def check_share_nothing(policy: nn.Module, critic: nn.Module) -> None:
-    """Raise ConfigError if two networks share parameters, which two optimizers would then change."""
+    """Raise ConfigError if policy and critic share parameters: both optimizers would change them."""
     shared = {id(parameter) for parameter in policy.parameters()}
     for name, parameter in critic.named_parameters():
         if id(parameter) in shared:

@@ -31,7 +31,7 @@ WEIGHTS_STEM, OPTIMIZERS = "model", "optimizer"
 
 
 class Role:
-    """A trained network with its optimizer; config, metrics and checkpoints use its name.
+    """A trained network with its optimizer; config, metrics and checkpoints use the name of the role.
 
     A checkpoint holds `<name>/model.safetensors`, `optimizer/<name>.safetensors` and `optimizer/<name>.json`.
     """
@@ -43,10 +43,10 @@ class Role:
         self._max_nonfinite_steps = config.max_nonfinite_steps
 
     def step(self) -> float:
-        """Make one optimizer step; return the gradient norm before clipping. Skips a NaN or infinite gradient.
+        """Make one optimizer update; return the gradient norm before clipping. Skip nonfinite gradients.
 
         Raises:
-            TrainingError: after too many consecutive skipped steps.
+            TrainingError: too many consecutive updates were skipped.
         """
         norm = self.optimizer.step()
         self.nonfinite_steps_in_a_row = 0 if math.isfinite(norm) else self.nonfinite_steps_in_a_row + 1
@@ -103,7 +103,7 @@ class Role:
         return {"weights": weights, "optimizer": optimizer}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load what `read` returned."""
+        """Load the result of `read`."""
         self.network.load_state_dict(saved["weights"])
         self.optimizer.load_state_dict(saved["optimizer"])
 
@@ -143,7 +143,7 @@ class ControlPolicy(Recorded):
     def train(
         self, frames: Frames, loss_fn: FrameLoss, *, num_epochs: int, minibatch_frames: int
     ) -> ControlTrainResult:
-        """Train for several epochs of shuffled minibatches, one optimizer step per minibatch."""
+        """Train for several epochs of shuffled minibatches, one optimizer update per minibatch."""
         measured: list[Mapping[str, torch.Tensor]] = []
         norms: list[dict[str, float]] = []
         rates = {_metric(role, "learning_rate"): role.optimizer.learning_rate for role in self._roles}
@@ -179,21 +179,21 @@ class ControlPolicy(Recorded):
         return self._writer.finish()
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint folder; all or nothing."""
+        """Load a checkpoint folder; an invalid folder raises an error before anything changes."""
         saved = [(role, role.read(folder)) for role in self._roles]
         for role, state in saved:
             role.load(state)
 
     def load_weights(self, folder: Path) -> None:
-        """Load the networks of a checkpoint folder, which needs no optimizers."""
+        """Load the networks of a checkpoint folder; the folder may lack the optimizers."""
         saved = [(role, role.read_weights(folder)) for role in self._roles]
         for role, weights in saved:
             role.network.load_state_dict(weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the layout, and the state beside weights and optimizers, as plain values.
+        """Return the layout, and the state except weights and optimizers, as plain values.
 
-        The driver saves the process's random state.
+        The random state is not included: the driver saves it.
         """
         return {
             "layout": f"{type(self).__name__} on {'GPU' if self.device.type == 'cuda' else 'CPU'}",
@@ -206,7 +206,7 @@ class ControlPolicy(Recorded):
 
 
 def _metric(role: Role, name: str) -> str:
-    """Return the metric's name: the critic's have a prefix, the policy's have none."""
+    """Return the name of a role's metric: the critic's metrics have a prefix, the policy's have none."""
     return name if role.name == "policy" else f"{role.name}_{name}"
 
 

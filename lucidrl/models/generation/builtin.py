@@ -1,6 +1,6 @@
 """The built-in engine: batched decoding with the forward pass and the weights that are trained.
 
-Equal prompts are prefilled once, finished rows leave the batch, and each row draws from its own random numbers.
+Equal prompts are prefilled once, finished rows leave the batch, and each row has a separate random stream.
 
 Shapes: B rows, P distinct prompts, T prompt tokens, N new tokens, V vocabulary.
 """
@@ -27,7 +27,7 @@ from lucidrl.models.logprobs import LogprobModel
 from lucidrl.profiling.spans import span
 
 COMPACT_BELOW = 7 / 8
-"""Drop finished rows from the cache when at most this share of its rows is active."""
+"""Drop finished rows from the cache when at most this fraction of its rows is unfinished."""
 
 BYTES_PER_CHARACTER = 4
 """A byte-level token may hold as little as a quarter of a character."""
@@ -37,9 +37,9 @@ class BuiltinGenerator:
     """Completes prompts with a `LogprobModel`, which may be trained between calls.
 
     Args:
-        model: its weights are read at each call; the caller sets `policy_version`.
-        seed: for rows without `draw_keys`.
-        whole_weights: entered around each call; inside, the model has all its weights.
+        model: every call uses its current weights; the caller sets `policy_version`.
+        seed: seed of the sampling of rows without `draw_keys`.
+        whole_weights: context manager for each call, inside which the model has its full weights.
     """
 
     num_restarts = 0
@@ -58,12 +58,12 @@ class BuiltinGenerator:
         self.policy_version = 0
         self._seed, self._whole_weights = seed, whole_weights
         self.calls = 0
-        """Number of `generate` calls so far; seeds the draws of rows without keys."""
+        """Number of `generate` calls so far; with `seed`, it seeds the sampling of rows without `draw_keys`."""
         stop_ids = stop_token_ids(model.model, tokenizer) | set(config.stop_token_ids)
         self._stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64)
 
     def update_weights(self, version: int) -> None:
-        """Set the version of the weights, which the model shares with the policy."""
+        """Set the version of the weights. Nothing is copied: generator and policy share the model."""
         self.policy_version = version
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ class BuiltinGenerator:
         keys: torch.Tensor,
         greedy: bool,
     ) -> None:
-        """Complete a batch of rows, in place in `completions`."""
+        """Complete a batch of rows; write the tokens to `completions`."""
         config, device = self.config, prompts.input_ids.device
         chosen_P, prompt_of_row_B = torch.unique(prompts.prompt_of_row_B[rows_B], return_inverse=True)
         lengths_B = prompts.lengths[chosen_P][prompt_of_row_B]
@@ -142,7 +142,7 @@ class BuiltinGenerator:
     def _prefill(
         self, prompts: _Prompts, chosen_P: torch.Tensor, prompt_of_row_B: torch.Tensor
     ) -> tuple[KVCache, torch.Tensor]:
-        """Run the chosen prompts; returns their cache and the logits of their next tokens [P, V]."""
+        """Run the chosen prompts; return their cache and the logits of their next tokens [P, V]."""
         lengths_P = prompts.lengths[chosen_P]
         packed = pack_rows(prompts.input_ids[chosen_P, : int(lengths_P.max())], lengths_P)
         cache = KVCache(lengths_P, prompt_of_row_B, prompts.max_new_tokens)
@@ -183,8 +183,8 @@ class _Prompts:
         for row, (content, length) in enumerate(zip(contents, lengths.tolist(), strict=True)):
             if not 0 < length < context:
                 raise DataError(
-                    f"prompt in row {row} has {length} tokens; the model's context of {context} tokens must hold at "
-                    "least one prompt token and one new token"
+                    f"prompt in row {row} has {length} tokens; give it at least 1 and at most {context - 1} tokens, as "
+                    f"the model's context has {context}"
                 )
             first_row.setdefault(content, row)
         number_of = {content: number for number, content in enumerate(first_row)}
@@ -204,7 +204,7 @@ class _Prompts:
         return int(self.limits.max()) if len(self.limits) else 0
 
     def batches(self, max_rows: int) -> Iterator[torch.Tensor]:
-        """Batches of at most `max_rows` rows, ordered by length and then prompt."""
+        """Yield batches of at most `max_rows` row indices, ordered by length and then by prompt."""
         order = torch.argsort(self.prompt_of_row_B, stable=True)
         order = order[torch.argsort(self.lengths[self.prompt_of_row_B[order]], descending=True, stable=True)]
         yield from order.split(max_rows) if len(order) else ()
@@ -230,7 +230,7 @@ class _Completions:
         self._lengths[rows] = position + 1
 
     def newest_tokens(self, row: int, position: int, most: int) -> torch.Tensor:
-        """Up to `most` sampled tokens of a row, the last of them at `position`."""
+        """Return up to `most` sampled tokens of a row; the last one is at `position`."""
         end = int(self._starts[row]) + position + 1
         return self._ids[row, end - min(most, position + 1) : end]
 

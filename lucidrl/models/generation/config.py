@@ -21,29 +21,30 @@ class GenerationConfig(Config):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Sample from the smallest set of most likely tokens with this total probability; 1 = all."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """A completion ends when it contains one of these."""
+    """A completion ends when it contains one of these strings."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
-    """Tokens that end a completion, in addition to those that the model declares."""
+    """Tokens that end a completion, in addition to the end tokens of the model."""
     max_concurrent_rows: PositiveInt = 512
-    """Completions decoded at a time; limits the key-value cache. Changes results by rounding only."""
+    """Completions decoded at a time; limits the size of the key-value cache. The value changes results by rounding
+    only."""
     placement: Literal["policy", "separate"] = "policy"
-    """Who generates: the policy's ranks, or separate processes with a copy of the weights that is refitted after every
-    step."""
+    """policy: the policy's ranks generate; separate: other processes generate with a copy of the weights, which is
+    refitted after every step."""
     num_workers: PositiveInt = 1
-    """Number of separate processes, which split the prompts."""
+    """Number of separate processes; they split the prompts."""
     nodes: Literal["any", "policy", "other"] = "any"
-    """Nodes of a Ray cluster for separate processes: any (with `refit=ipc` those of the policy's ranks), those of the
-    policy's ranks, or all others."""
+    """Nodes of a Ray cluster for separate processes. policy: nodes with a policy rank; other: nodes without a policy
+    rank; any: all nodes, but with `refit=ipc` only nodes with a policy rank."""
     max_restarts: NonNegativeInt = 3
-    """Consecutive restarts of one separate process, after it exited or timed out, without a completed chunk in between.
-    One more loss stops the run."""
+    """Most consecutive restarts of one separate process without a completed chunk in between; a process is restarted
+    when it exits or times out. One more failure stops the run."""
     refit: Literal["auto", "ipc", "collective"] = "auto"
     """How weights reach separate processes: through shared memory on a node (`ipc`), over the network (`collective`),
-    or by whichever fits each process (`auto`)."""
+    or the method that fits each process (`auto`)."""
     refit_bucket_mb: PositiveInt = 256
     """Size of a bucket of weights; two buckets are in flight at a time."""
     verify_refit: bool = False
-    """Compare checksums of the weights on both sides at every refit."""
+    """Compare checksums of the weights in the policy and in each generator at every refit."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

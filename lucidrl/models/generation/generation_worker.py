@@ -1,7 +1,7 @@
-"""A generator in a separate process, with its own copy of the policy's weights.
+"""A generator in a separate process, with a copy of the policy's weights.
 
-New weights are staged beside the version in use, then swapped in as a whole: the model only ever computes with a
-complete version. The next refit drops a version that was interrupted.
+A refit stages the new weights beside the weights in use, then swaps in all of them at once. So the model never computes
+with weights of two versions. After an interrupted refit, the next refit drops the staged weights.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from lucidrl.utils.recorded import Recorded
 
 
 class WeightReceiver:
-    """Stages new weights for a model, which keeps its own until `commit`.
+    """Stages new weights for a model; the model keeps its current weights until `commit`.
 
     Weights in shared host memory are used in place: the sender does not overwrite memory in use, and the memory
     outlives the sender. All other weights are copied into memory of this process.
 
     Args:
-        model: its parameters are swapped; their current values are version 0.
-        device_id: the policy's name for the device of this process.
+        model: the model whose weights are replaced; its current weights are version 0.
+        device_id: id of this process's device; see `introspection.device_id`.
     """
 
     def __init__(self, model: nn.Module, device_id: str):
@@ -57,24 +57,24 @@ class WeightReceiver:
         self._device_id = device_id
         self._incoming: int | None = None
         self._staged: dict[str, torch.Tensor] = {}
-        """Weights of the incoming version so far."""
+        """Weights of the incoming version that have arrived so far."""
         self._shared: dict[str, AttachedMemory] = {}
-        """Sender's memory, by token, that holds the version in use; empty if that was copied."""
+        """The sender's memory with the version in use, by token; empty if this version was copied."""
         self._incoming_shared: dict[str, AttachedMemory] = {}
         self._released: dict[str, AttachedMemory] = {}
-        """Sender's memory of the version before, which the sender may reuse for the next one."""
+        """The sender's memory with the previous version; the sender may reuse it for the next version."""
         self._own: dict[str, torch.Tensor] = {}
-        """Memory of this process to copy the incoming version to."""
+        """Memory of this process that the incoming version is copied to."""
 
     def begin(self, version: int) -> None:
-        """Expect all weights of a version; drop those staged for another one."""
+        """Expect all weights of `version`; drop weights that were staged before."""
         self._incoming, self._staged = version, {}
         for memory in self._incoming_shared.values():
             memory.release()
         self._incoming_shared = {}
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Stage a copy of one weight; on a GPU the copy is ordered on the current stream and may still run."""
+        """Stage a copy of one weight. On a GPU, the copy runs asynchronously on the current stream."""
         self._check(name, tensor)
         if name not in self._own:
             self._own[name] = torch.empty_like(self._live[name].data)
@@ -104,7 +104,7 @@ class WeightReceiver:
             raise RefitError(
                 f"a bucket of version {handle.version} ({handle.bucket.tensors[0].name} and "
                 f"{len(handle.bucket.tensors) - 1} more) has SHA-256 {found[:12]}…, not {handle.digest[:12]}…: it was "
-                "changed on its way; the generator keeps its version, refit again"
+                "changed in transit; the generator keeps its current weights, refit again"
             )
         for name, tensor in handle.bucket.unpack(memory):
             if memory.is_cpu:
@@ -119,7 +119,7 @@ class WeightReceiver:
         """Swap in the staged weights, without a copy.
 
         Raises:
-            RefitError: if a weight is missing; the model keeps its version.
+            RefitError: a weight is missing; the model keeps its current weights.
         """
         if version != self._incoming:
             raise RefitError(
@@ -135,7 +135,7 @@ class WeightReceiver:
         before = {name: parameter.data for name, parameter in self._live.items()}
         for name, parameter in self._live.items():
             parameter.data = self._staged[name]
-        # The next copies go to the memory of the version before, unless the sender owns that, or the current one.
+        # The next version is copied to the memory of the previous one, unless one of the two is in the sender's memory.
         self._own = {} if self._shared or self._incoming_shared else before
         for memory in self._shared.values():
             memory.release()
@@ -143,11 +143,11 @@ class WeightReceiver:
         self.version, self._incoming, self._staged = version, None, {}
 
     def checksum(self) -> str:
-        """SHA-256 of the weights in use; see `checksum_of`."""
+        """Return the SHA-256 of the weights in use; see `checksum_of`."""
         return checksum_of(self._live.items())
 
     def _opened(self, handle: MemoryHandle) -> torch.Tensor:
-        """The sender's memory as bytes; host memory is held as long as its version is in use."""
+        """Return the sender's memory as bytes; keep host memory reserved as long as its version is in use."""
         if isinstance(handle, DeviceMemoryHandle):
             return open_device_memory(handle)
         known = self._incoming_shared.get(handle.token) or self._released.get(handle.token)
@@ -173,15 +173,15 @@ class WeightReceiver:
 class GenerationWorker(Recorded):
     """One generator replica. It joins no process group of the policy.
 
-    It loads the model as the policy does, for the buffers that no refit sends and for the weights of version 0.
-    Methods of a refit return problems instead of raising them: a raised error would end the process, which still has
-    a complete version.
+    The replica loads the model as the policy does: a refit sends no buffers, and the loaded weights are version 0.
+    Refit methods return a problem as text. They do not raise an error, because an error ends the process, and after a
+    failed refit the process can still generate with its current weights.
 
     Args:
         config: config of the policy.
-        seed: seed of the weights of an untrained model, and of rows without draw keys.
-        number: number of this replica.
-        gpu: number of its GPU among the visible ones, if there are any.
+        seed: seed of the weights of an untrained model, and of the sampling of rows without `draw_keys`.
+        number: index of this replica.
+        gpu: index of the replica's GPU among the visible GPUs; ignored without a GPU.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class GenerationWorker(Recorded):
         self.receiver = WeightReceiver(model, self._device_id)
 
     def report_place(self) -> Place:
-        """Node and device of this process."""
+        """Return the node and device of this process."""
         return place_with(self._device_id)
 
     def generate(
@@ -226,20 +226,20 @@ class GenerationWorker(Recorded):
         return self._generator.generate(data, greedy)
 
     def begin_refit(self, version: int) -> float:
-        """Prepare to take the weights of a version; returns the free bytes of this process's device."""
+        """Prepare to take the weights of a version; return the free bytes of this process's device."""
         self.receiver.begin(version)
         return float(free_bytes(self._device))
 
     def take_weights(self, handles: Mapping[str, tuple[bool, BucketHandle]]) -> str | None:
-        """Take a packed bucket; returns the problem, if any."""
+        """Take a packed bucket; return the problem, if any."""
         return problem_of(lambda: self.receiver.take(handles))
 
     def prepare_collective(self, info: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        """Set the tensors that the policy will broadcast: the result of its `prepare_info_for_collective`."""
+        """Set the tensors that the policy will broadcast; `info` is the result of `prepare_info_for_collective`."""
         self._announced = [TensorInfo(name, tuple(shape), dtype) for name, (shape, dtype) in info.items()]
 
     def join_collective(self, ip: str, port: int, rank: int, world_size: int, timeout_s: float) -> str | None:
-        """Leave the current weight group and join another, see `WeightGroup.join`; returns the problem, if any."""
+        """Leave the current weight group and join a new one, see `WeightGroup.join`; return the problem, if any."""
 
         def join() -> None:
             self._leave_collective()
@@ -248,10 +248,12 @@ class GenerationWorker(Recorded):
         return problem_of(join)
 
     def receive_weights(self) -> str | None:
-        """Receive the weights that the policy broadcasts; returns the problem, if any."""
+        """Receive the weights that the policy broadcasts; return the problem, if any."""
         group = self._weight_group
         if group is None:
-            raise RefitError("receive_weights was called before join_collective; call that and prepare_collective")
+            raise RefitError(
+                "receive_weights was called before join_collective; call prepare_collective and join_collective first"
+            )
         return problem_of(lambda: group.receive(self._announced, self.receiver))
 
     def commit_refit(self, version: int) -> None:

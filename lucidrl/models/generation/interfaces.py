@@ -20,7 +20,7 @@ class GenerationDatumSpec(TypedDict):
     stop_strings: NotRequired[list[list[str] | None]]
     """Stop strings per row, in addition to the configured ones."""
     draw_keys: NotRequired[torch.Tensor]
-    """[B] int64 seeds of the rows' random draws; see `sampling.draw_key`."""
+    """[B] int64, the seed of each row's random stream; see `sampling.draw_key`."""
 
 
 class GenerationOutputSpec(TypedDict):
@@ -33,7 +33,8 @@ class GenerationOutputSpec(TypedDict):
     unpadded_sequence_lengths: torch.Tensor
     """[B] tokens of prompt and completion."""
     logprobs: torch.Tensor
-    """[B, T'] float32, 0 on the prompt and on padding; of the full distribution at the configured temperature."""
+    """[B, T'] float32 log-probabilities under the full distribution at the configured temperature; 0 on the prompt and
+    on padding."""
     truncated: torch.Tensor
     """[B] bool, True where the token limit ended the completion."""
     policy_versions: torch.Tensor
@@ -48,10 +49,10 @@ class GenerationInterface(Protocol):
 
     @property
     def num_restarts(self) -> int:
-        """Restarts of its processes so far."""
+        """Restarts of generator processes so far."""
 
     def update_weights(self, version: int) -> None:
-        """Use the policy's current weights, which get this version, from the next call on."""
+        """Use the policy's current weights from the next call on; `version` is their version."""
         ...
 
     def generate(

@@ -1,8 +1,8 @@
-"""Key-value cache of a batch that is decoded: once per prompt, and per completion.
+"""Key-value cache for decoding: one entry per prompt, and one per completion.
 
-Completions of the same prompt share its cached keys and values: one matrix product serves all their queries. Column i
-of a completion's cache holds its i-th new token, whatever the length of its prompt: keys carry their positions in their
-rotary embedding, not in where they are stored.
+Completions of the same prompt share the cached keys and values of the prompt; one matrix product serves the queries of
+all of them. Column i of a completion's cache holds its i-th new token for any prompt length: the position of a key is
+in its rotary embedding, not in its column.
 
 Shapes: P prompts, G most rows of one prompt, B rows, T padded prompt length, N new tokens, Hq/Hkv heads, D head size.
 """
@@ -15,8 +15,8 @@ from lucidrl.distributed.packing import PackedRows
 from lucidrl.models.attention import AttentionCall, PackedLayout, causal_attention, soft_cap
 
 GROWTH = 16
-"""Columns allocated at a time. Matrix products run over whole buffers, which is faster than over slices, so that few
-columns may be unused."""
+"""Columns allocated at a time. The number is small, because matrix products include unused columns: products over whole
+buffers are faster than over slices."""
 
 
 class PrefillLayout(PackedLayout):
@@ -69,12 +69,12 @@ class KVCache:
         return (from_prompt + from_own).reshape(rows, 1, query_heads, call.value.shape[-1])
 
     def step_done(self) -> None:
-        """Call it after every layer has stored the newest token."""
+        """Count the newest token; call this after every layer has stored it."""
         self.num_new += 1
         self._masks.clear()
 
     def keep_rows(self, rows: torch.Tensor) -> None:
-        """Keep only the given rows; also drop prompts that have no rows left."""
+        """Keep only the rows with these indices; drop prompts without rows."""
         prompts, prompt_of_row = torch.unique(self._prompt_of_row_B[rows], return_inverse=True)
         # One layer at a time, so that only one layer's cache exists twice.
         for own in (self._keys, self._values):
@@ -117,7 +117,7 @@ class KVCache:
         return slots if self._is_identity else slots.index_select(0, self._slot_of_row_B)
 
     def _append(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store key and value of the newest token; returns those of all tokens [B, Hkv, C, D]."""
+        """Store key and value of the newest token; return the keys and values of all new tokens [B, Hkv, C, D]."""
         for own, new in ((self._keys, call.key), (self._values, call.value)):
             if call.layer not in own:
                 own[call.layer] = self._new_columns(new)

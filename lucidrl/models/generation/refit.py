@@ -1,7 +1,7 @@
 """Refit: copy a policy's weights to its generators, through shared memory on the same device, else by broadcast.
 
-A generator that is lost during a refit is left out. A failed transfer ends neither side: both return the problem, since
-a raised error would end their processes, and the refit can be repeated.
+A refit continues without generators that are lost meanwhile. If a transfer fails, policy and generators return the
+problem as text, because a raised error would end their processes; so the refit can be repeated.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lucidrl.models.policy.policy import Policy
 
 _BYTES_PER_MB = 1 << 20
 _POLICY_GRACE_S = 5.0
-"""Added to the policy's timeout: if it waits for a generator that hangs, the generator must time out first."""
+"""Added to the policy's timeout: if the policy waits for a generator that hangs, the generator times out first."""
 
 
 @dataclass
 class GeneratorState:
-    """What the driver knows about the process of a generator."""
+    """The driver's record of a generator process."""
 
     place: Place
     version: int | None = None
-    """Version of its last refit; None while it has the weights that it loaded."""
+    """Version of the last refit; None before the first refit."""
 
 
 class Refit:
@@ -55,20 +55,20 @@ class Refit:
         self._policy, self._places = policy.group, policy.places
         self._pool, self._states, self._config = pool, states, config
         self._policy_timeout_s = timeout_s + _POLICY_GRACE_S
-        # Members of the group stop waiting for one that hangs before their own calls time out.
+        # If one member of the group hangs, the others stop waiting before their own calls time out.
         self._group_timeout_s = min(TIMEOUT_S, timeout_s / 2)
         self._members: list[tuple[int, int]] = []
-        """Generators in the policy's weight group, each with its number of starts."""
+        """Generators in the policy's weight group: (number, number of starts)."""
 
     def run(self, version: int, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
-        """Copy the policy's current weights to some generators, which use them from their next call on.
+        """Copy the policy's current weights to the receivers, which use them from their next call on.
 
         Returns:
-            Receivers without the new weights; at least one of them was lost.
+            Receivers without the new weights. If there are any, at least one of them was lost.
 
         Raises:
-            RefitError: if a transfer fails although no generator was lost.
-            WorkerError: if a rank of the policy dies. Each living generator still has one complete version.
+            RefitError: a transfer failed although no generator was lost.
+            WorkerError: a rank of the policy exited. Each running generator still has complete weights of one version.
         """
         self._policy.run_all("export.set_header", version, self._config.verify_refit)
         near = [worker for worker in receivers if self.shares_memory(worker)]
@@ -90,17 +90,17 @@ class Refit:
         return [worker for worker in receivers if worker not in done]
 
     def shares_memory(self, worker: PoolWorker) -> bool:
-        """Whether a generator gets its weights through shared memory."""
+        """Return whether a generator gets the weights through shared memory."""
         if self._config.refit == "auto":
             device = self._states[worker.number].place.device
             return sys.platform == "linux" and device in [place.device for place in self._places]
         return self._config.refit == "ipc"
 
     def _by_ipc(self, version: int, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
-        """Let generators read a bucket while the policy packs the next; returns those that have all buckets.
+        """Let generators read a bucket while the policy packs the next; return the generators that have all buckets.
 
-        On a GPU the policy packs into two buffers in turn: generators must have read a bucket before the policy packs
-        the next but one.
+        On a GPU the policy alternates between two buffers: it packs a bucket only after all generators have read the
+        bucket before the previous one.
         """
         free_bytes = self._pool.each(lambda worker: worker.run("begin_refit", version), receivers)
         if not free_bytes:
@@ -117,7 +117,7 @@ class Refit:
         return _alive(receivers)
 
     def _by_collective(self, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
-        """Broadcast the weights, in a new group if the receivers changed; returns those that have all weights."""
+        """Broadcast the weights, in a new group if the receivers changed; return the receivers with all weights."""
         if not receivers or (_processes(receivers) != self._members and not self._form_group(receivers)):
             return []
         calls = [self._pool.submit(worker.number, "receive_weights") for worker in receivers]
@@ -127,7 +127,7 @@ class Refit:
         """Connect the policy and all receivers; False if a receiver was lost."""
         forms = self._policy.run_all("prepare_info_for_collective")[0]
         self._pool.each(lambda worker: worker.run("prepare_collective", forms), receivers)
-        if len(_alive(receivers)) < len(receivers):  # the others would wait for it until their timeout
+        if len(_alive(receivers)) < len(receivers):  # the others would wait for the lost one until their timeout
             return False
         host = self._places[0]
         ip = LOOPBACK if all(self._states[worker.number].place.node == host.node for worker in receivers) else host.ip
@@ -143,10 +143,10 @@ class Refit:
     def _succeeds(
         self, receivers: Sequence[PoolWorker], calls: Sequence[Future[str | None]], method: str, *args: Any
     ) -> bool:
-        """Call `method` of the policy while the receivers' `calls` run; False, with the group closed, if one was lost.
+        """Call `method` of the policy while `calls` of the receivers run; return False if a receiver was lost.
 
         Raises:
-            RefitError: if the policy or a receiver reports a problem and no receiver was lost; names all problems.
+            RefitError: the policy or a receiver reports a problem, and no receiver was lost; names all problems.
         """
         try:
             of_policy = next(filter(None, self._policy.run_all(method, *args, timeout_s=self._policy_timeout_s)), None)
@@ -172,7 +172,7 @@ class Refit:
         """Wait for all calls of generators; return a problem, if any. Calls of lost generators are skipped.
 
         Raises:
-            LucidError: as soon as a generator raises; all generators are killed then.
+            LucidError: a generator raised; all generators are killed.
         """
         problem = None
         for call in as_completed(calls):
@@ -195,15 +195,15 @@ def check_device(config: GenerationConfig, number: int, device: str, policy_plac
     if config.refit == "ipc" and device not in devices:
         raise ConfigError(
             f"policy.generation.refit=ipc shares the memory of a device, but generator {number} is on {device} and the "
-            f"policy on {', '.join(devices)}; set refit=auto"
+            f"policy on {', '.join(devices)}; set policy.generation.refit=auto"
         )
 
 
 def buckets_of_names(sizes: Sequence[tuple[str, int]], config: GenerationConfig, free_bytes: float) -> list[list[str]]:
-    """Group the names of weights, in order, into buckets; at least one per bucket, and two buckets fit into memory.
+    """Group the names of weights, in order, into buckets of at least one weight, so that two buckets fit into memory.
 
     Raises:
-        RefitError: if the largest weight does not fit twice.
+        RefitError: the largest weight does not fit into memory twice.
     """
     infos = [TensorInfo(name, (size_bytes,), torch.uint8) for name, size_bytes in sizes]
     bucket_bytes = fitting_bucket_bytes(infos, config.refit_bucket_mb * _BYTES_PER_MB, free_bytes)

@@ -1,4 +1,4 @@
-"""Sampling of tokens: the draws of a row depend on its key only.
+"""Sampling of tokens: the random numbers of a row depend only on its draw key.
 
 A hash of (row key, position) gives one uniform number per token, which picks the token by inverse CDF. Rows share no
 random stream, so that a completion does not depend on the rest of its batch.
@@ -20,7 +20,7 @@ BLOCK = 256
 
 
 def draw_key(*parts: int | str) -> int:
-    """The key of a row's draws, from what identifies the row: seed, step, prompt, sample, turn.
+    """Return the draw key of a row, which seeds its random numbers, from seed, step, prompt, sample and turn.
 
     Example:
         >>> draw_key(0, 7, "12+30", 3) == draw_key(0, 7, "12+30", 3) != draw_key(0, 7, "12+30", 4)
@@ -31,7 +31,7 @@ def draw_key(*parts: int | str) -> int:
 
 
 def prompts_of(data: BatchedDataDict[GenerationDatumSpec]) -> list[bytes]:
-    """The prompt of each row as bytes, to compare prompts."""
+    """Return the prompt of each row as bytes, to compare prompts."""
     rows = zip(data["input_ids"].cpu().numpy(), data["input_lengths"].tolist(), strict=True)
     return [tokens[:length].tobytes() for tokens, length in rows]
 
@@ -39,9 +39,10 @@ def prompts_of(data: BatchedDataDict[GenerationDatumSpec]) -> list[bytes]:
 def with_draw_keys(
     data: BatchedDataDict[GenerationDatumSpec], seed: int, call: int
 ) -> BatchedDataDict[GenerationDatumSpec]:
-    """Add the column `draw_keys`, unless present, made of each row's prompt and its count among equal prompts so far.
+    """Add the column `draw_keys` if the batch has none. A key depends on the prompt and on the number of earlier rows
+    with the same prompt.
 
-    Call it before rows are split over workers, which would change these counts.
+    Call this before rows are split over workers: in a part of the rows, these numbers would differ.
     """
     if "draw_keys" in data:
         return data
@@ -78,7 +79,7 @@ def draw(
         uniform_B: one number in [0, 1) per row; unused if greedy.
 
     Returns:
-        (tokens [B], their log-probabilities [B] under the full distribution, without top-k and top-p)
+        (tokens [B], log-probabilities of these tokens [B] under the full distribution, without top-k and top-p)
     """
     peak_B1 = logits_BV.amax(dim=-1, keepdim=True)
     weights_BV = torch.exp(logits_BV - peak_B1)
@@ -94,7 +95,7 @@ def draw(
 
 
 def _inverse_cdf(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
-    """The first token at which the cumulative sum exceeds u times the total; searches a block, then inside it."""
+    """Return the first token at which the cumulative sum exceeds u times the total; search the block, then inside."""
     rows, vocabulary = weights_BV.shape
     padded = F.pad(weights_BV, (0, -vocabulary % BLOCK))
     blocks = padded.view(rows, -1, BLOCK)
@@ -111,7 +112,7 @@ def _inverse_cdf(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Ten
 
 
 def _truncated(weights_BV: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Zero all weights but the k largest, then all but the smallest set of largest ones that holds `top_p`."""
+    """Keep the k largest weights, then the smallest set of largest weights that reaches `top_p`; zero all others."""
     count = min(top_k, weights_BV.shape[-1]) if top_k else weights_BV.shape[-1]
     ordered, index = weights_BV.topk(count, dim=-1)
     if top_p < 1.0:

@@ -1,4 +1,4 @@
-"""Generation in separate processes, which get the policy's weights by a refit."""
+"""Generation in separate processes; a refit copies the policy's weights to them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class SeparateGenerator:
     Args:
         policy: source of the weights.
         config: config of the policy; `config.generation` sets the number of replicas and the kind of refit.
-        cluster: where they run, with their threads and timeouts.
-        log_dir: their logs go to its folder `generation`.
-        seed: for rows without `draw_keys`.
+        cluster: launcher, threads and timeouts of the replicas.
+        log_dir: the replicas write their logs to its folder `generation`.
+        seed: seed of the sampling of rows without `draw_keys`.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class SeparateGenerator:
         self._num_calls = 0
         self._max_rows = config.generation.max_concurrent_rows
         self._refitted: int | None = None
-        """Version of the last refit; None while generators have the weights that they loaded."""
+        """Version of the last refit; None before the first refit."""
         self._pad_id = int(tokenizer.pad_token_id)  # always set by `load_tokenizer`
         generation, cluster = config.generation, (cluster or ClusterConfig()).of_one()
         check_nodes(generation, cluster)
-        # With shared memory a generator uses the GPU of a rank; nccl needs one GPU per member of a group. Under Ray a
-        # generator sees its own GPU only.
+        # With shared memory, a generator uses the GPU of a rank. With a broadcast it needs another GPU, because nccl
+        # needs one GPU per group member. Under Ray, a generator sees only the GPU that Ray assigned.
         first_gpu = policy.group.size if generation.refit == "collective" else 0
         arguments = [
             Arguments(
@@ -95,7 +95,7 @@ class SeparateGenerator:
 
     @property
     def num_restarts(self) -> int:
-        """How many times generators were restarted."""
+        """Restarts of generators so far."""
         return self.pool.num_restarts
 
     def generate(
@@ -107,12 +107,12 @@ class SeparateGenerator:
         not on which generator takes which chunk.
 
         Raises:
-            WorkerError: if a rank of the policy dies meanwhile, or a generator exceeds `max_restarts`.
+            WorkerError: a rank of the policy exited meanwhile, or a generator exceeded `max_restarts`.
         """
         prompts, data = prompts_of(data), with_draw_keys(data, self._seed, self._num_calls)
         self._num_calls += 1
         size = len(self.pool.workers)
-        # As few chunks as the generators decode at a time: smaller ones cost more than they save.
+        # A chunk is as large as a generator decodes at a time: smaller chunks cost more than they save.
         per_generator = max(1, math.ceil(len(prompts) / (size * self._max_rows)))
         chunks = prompt_chunks(prompts, 1 if size == 1 else size * per_generator)
         completed: dict[int, BatchedDataDict[Any]] = {}
@@ -143,12 +143,12 @@ class SeparateGenerator:
         return BatchedDataDict.from_batches(outputs, {"output_ids": self._pad_id}).select_indices(original_order)
 
     def update_weights(self, version: int) -> None:
-        """Copy the policy's current weights, which get this version, to all generators.
+        """Copy the policy's current weights to all generators; `version` is the version of these weights.
 
         Raises:
-            RefitError: if the transfer fails.
-            WorkerError: if a rank of the policy dies, or a generator exceeds `max_restarts`. Each living generator
-                still has one complete version; `generate` first brings all of them to the same.
+            RefitError: the transfer failed.
+            WorkerError: a rank of the policy exited, or a generator exceeded `max_restarts`. Each running generator
+                still has complete weights of one version; the next `generate` first brings all to the same version.
         """
         with span("refit"):
             self._restart_lost()
@@ -157,11 +157,11 @@ class SeparateGenerator:
         self.policy_version = self._refitted = version
 
     def start_gpu_profiling(self) -> None:
-        """Start to record the requested generators; see `lucidrl.utils.nsys`."""
+        """Start recording on the requested generators; see `lucidrl.utils.nsys`."""
         self.pool.start_gpu_profiling()
 
     def stop_gpu_profiling(self) -> None:
-        """Write the recordings, if there are any."""
+        """Stop recording and write the traces, if any."""
         self.pool.stop_gpu_profiling()
 
     def shutdown(self) -> None:
@@ -182,14 +182,14 @@ class SeparateGenerator:
             return
         if self._policy.is_ahead:
             raise RefitError(
-                f"generator {behind[0].number} lacks version {self.policy_version} of the weights, and the policy has "
-                "changed them since; call update_weights before generate"
+                f"generator {behind[0].number} lacks version {self.policy_version} of the weights, and the policy no "
+                "longer has this version; call update_weights before generate"
             )
         with span("refit"):
             self._run_refit(self.policy_version, behind)
 
     def _run_refit(self, version: int, receivers: Sequence[PoolWorker]) -> None:
-        """Copy the weights, and repeat with restarted processes for generators that are lost meanwhile."""
+        """Copy the weights; restart generators that are lost meanwhile and repeat the refit for them."""
         while receivers:
             receivers = self._refit.run(version, receivers)
             self._restart_lost()
@@ -221,7 +221,7 @@ def prompt_chunks(prompts: Sequence[bytes], most: int) -> list[list[int]]:
 
 
 def generator_hostings(config: GenerationConfig) -> list[Hosting]:
-    """Number each separate generator; empty if the policy generates."""
+    """Return one `Hosting` per separate generator; empty if the policy generates."""
     if config.placement == "policy":
         return []
     total, setting = config.num_workers, "policy.generation.num_workers"
@@ -229,16 +229,16 @@ def generator_hostings(config: GenerationConfig) -> list[Hosting]:
 
 
 def generator_nodes(config: GenerationConfig, policy_nodes: Sequence[str]) -> NodeChoice | None:
-    """Nodes that generators may use, given those of the policy; None for all. `refit=ipc` needs the policy's nodes."""
+    """Return the nodes that generators may use; None for all nodes. `refit=ipc` needs the nodes of the policy."""
     if config.nodes == "any" and config.refit != "ipc":
         return None
     return NodeChoice(tuple(sorted(set(policy_nodes))), is_excluding=config.nodes == "other")
 
 
 def check_nodes(config: GenerationConfig, cluster: ClusterConfig) -> None:
-    """Refuse a choice of nodes for generators that Ray does not start."""
+    """Refuse `policy.generation.nodes` if generators do not run under Ray."""
     if config.nodes != "any" and not cluster.uses_ray:
         raise ConfigError(
             f"policy.generation.nodes={config.nodes} chooses nodes of a Ray cluster, but generators are processes of "
-            "this machine; set cluster.address, or leave nodes out"
+            "this machine; set cluster.address, or remove policy.generation.nodes"
         )

@@ -1,4 +1,4 @@
-"""Saves and loads a policy's weights and optimizer; all ranks take part.
+"""Saves and loads a policy's weights and optimizer; every rank must make these calls.
 
 The weights are a Hugging Face model folder. Files hold full tensors, so any number of ranks and any sharding can resume
 from them.
@@ -78,10 +78,10 @@ class PolicyCheckpoints:
 
     @span("save")
     def save(self, weights: str, optimizer: str | None = None, tokenizer: str | None = None) -> None:
-        """Write folders with manifests; each appears under its name when it is complete.
+        """Write folders with manifests; a folder appears under its final name only when it is complete.
 
         Raises:
-            CheckpointError: if writing fails, or if an existing folder holds files that `save` did not write.
+            CheckpointError: writing failed, or an existing folder has files that `save` did not write.
         """
         targets = {path: Path(path).resolve() for path in (weights, optimizer, tokenizer) if path is not None}
         with ExitStack() as at_end:
@@ -95,14 +95,14 @@ class PolicyCheckpoints:
 
     @span("load")
     def load(self, weights: str, optimizer: str | None = None, *, verify: bool) -> None:
-        """Load weights, and the optimizer's state if its folder is given; all or nothing.
+        """Load weights and, if `optimizer` is set, the optimizer's state.
 
         Args:
-            verify: compare files with the manifest of their folder or checkpoint, if there is one. Names and shapes are
-                always compared with the model's.
+            verify: compare files with the manifest of their folder or checkpoint, if there is one. Tensor names and
+                shapes are always compared with the model's.
 
         Raises:
-            CheckpointError: on all ranks, before anything changes; names the file and the reason.
+            CheckpointError: raised on all ranks, before anything changes; names the file and the reason.
         """
         self._offload.check_weights("loading")
         known = None
@@ -139,7 +139,8 @@ class PolicyCheckpoints:
         for name, tensor in saved.items():
             if not tensor.is_floating_point():
                 raise CheckpointError(
-                    f"{folder} cannot be used: {name} is {tensor.dtype}, but weights are floating point"
+                    f"{folder} cannot be used: {name} is {tensor.dtype}, but weights must be floating point; "
+                    "use unquantized weights"
                 )
         found = {name: list(tensor.shape) for name, tensor in saved.items() if name not in buffers}
         check_same_shapes(folder, self._sharding.shapes, found)
@@ -175,7 +176,7 @@ def _verify(folders: Iterable[Path]) -> None:
 
 
 def _make_hidden(targets: set[Path], at_end: ExitStack) -> dict[Path, Path]:
-    """Create a locked, hidden folder per target; `at_end` removes those that were not put in place."""
+    """Create a locked, hidden folder per target; `at_end` removes folders that were not moved to their target."""
     for target in targets:
         inside = [other for other in targets if other != target and other.is_relative_to(target)]
         if inside:

@@ -31,7 +31,7 @@ class OptimizerConfig(Config):
     name: str = "torch.optim.AdamW"
     """Import path of the optimizer class."""
     kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 1e-6})
-    """Its arguments. AdamW and Adam default to `fused=true`."""
+    """Arguments of the optimizer class. AdamW and Adam default to `fused=true`."""
 
     @field_validator("kwargs")
     @classmethod
@@ -40,7 +40,7 @@ class OptimizerConfig(Config):
         if rate is not None and not (
             isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < float("inf")
         ):
-            raise ValueError(f"lr={rate!r} is not a learning rate; give a positive number such as 1e-6")
+            raise ValueError(f"lr={rate!r} is not a learning rate; set a positive number such as 1e-6")
         return kwargs
 
 
@@ -49,14 +49,15 @@ SCHEDULES = ("constant", "cosine", "linear")
 
 
 class SchedulerConfig(Config):
-    """A learning-rate schedule; it advances once per step of the run."""
+    """A learning-rate schedule; it advances once per training step."""
 
     name: str
     """constant, cosine or linear, or the import path of a torch scheduler, such as
     torch.optim.lr_scheduler.LinearLR."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Its arguments, without the optimizer. Those of a named schedule are `warmup_steps`, `total_steps` (default: the
-    steps of the run) and `final_fraction` (of the learning rate, at the end; default 0)."""
+    """Arguments of the schedule, without the optimizer. constant, cosine and linear accept `warmup_steps`,
+    `total_steps` (default: the steps of the run) and `final_fraction`, the final fraction of the learning rate
+    (default 0)."""
 
     @field_validator("name")
     @classmethod
@@ -87,14 +88,14 @@ class OptimizationConfig(Config):
     """How the learning rate changes: `cosine` or `linear` (down to 0 at the end of the run), `constant`, or one or
     several torch schedulers that run one after another; see `scheduler_milestones`."""
     scheduler_milestones: tuple[NonNegativeInt, ...] = ()
-    """Numbers of steps after which the next scheduler starts; one fewer than there are schedulers."""
+    """Steps after which the next scheduler starts; one value fewer than there are schedulers."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly; for the schedules cosine, linear and constant."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this norm; null turns clipping off."""
     max_nonfinite_steps: PositiveInt = 5
-    """Stop training after this many consecutive optimizer steps were skipped because of NaN or infinite gradients.
-    Steps that only lower the float16 loss scale do not count."""
+    """Stop training after this many consecutive optimizer updates were skipped because of NaN or infinite gradients.
+    Updates that are skipped only to lower the float16 loss scale do not count."""
 
     @model_validator(mode="after")
     def _milestones_fit(self) -> Self:
@@ -112,7 +113,7 @@ class OptimizationConfig(Config):
         return self
 
     def with_total_steps(self, total_steps: int) -> Self:
-        """Return a copy whose named schedules end with the run, unless they set their own end."""
+        """Return a copy whose schedules cosine and linear end with the run, unless they set `total_steps`."""
         entries = self.scheduler or ([SchedulerConfig(name="constant")] if self.warmup_steps else [])
         spelled_out = tuple(
             entry.model_copy(
@@ -129,7 +130,7 @@ class TokenBudgetConfig(Config):
     """Micro-batches filled up to a token budget."""
 
     enabled: bool = False
-    """Whether to use it, for training and scoring."""
+    """Whether training and scoring use this kind of micro-batch."""
     train_mb_tokens: PositiveInt = 4096
     """Maximum tokens per training micro-batch, padding included."""
     logprob_mb_tokens: PositiveInt = 8192
@@ -147,11 +148,11 @@ class SequencePackingConfig(TokenBudgetConfig):
     """Micro-batches of concatenated rows, without padding, up to a token budget."""
 
     enabled: bool = True
-    """Whether to use it, for training and scoring."""
+    """Whether training and scoring use this kind of micro-batch."""
 
 
 class DTensorConfig(Config):
-    """Parallelism over several ranks; ranks beyond tensor and context parallel groups are data parallel."""
+    """Parallelism over several ranks; the number of ranks / (tensor * context parallel size) is data parallel."""
 
     enabled: bool = True
     """Use `DTensorPolicyWorker` (FSDP2); if false, `FSDP1PolicyWorker`, which is data parallel only."""
@@ -166,7 +167,7 @@ class DTensorConfig(Config):
     activation_checkpointing: bool = False
     """Keep only layer inputs for the backward pass and recompute the other activations."""
     custom_parallel_plan: str | None = None
-    """Import path of a tensor parallel plan, for a model without its own plan."""
+    """Import path of a tensor parallel plan, for a model for which transformers has no plan."""
 
 
 class PolicyConfig(OptimizationConfig):
@@ -175,13 +176,13 @@ class PolicyConfig(OptimizationConfig):
     model_name: str = "embedded"
     """Path of a Hugging Face model folder, or `embedded` (tiny, warm-started), or `embedded-untrained`."""
     tokenizer: str | None = None
-    """Path of the tokenizer folder; by default the model's."""
+    """Path of the tokenizer folder; by default the model folder."""
     pad_token: str | None = None
-    """Padding token; by default the tokenizer's or, if it has none, its end-of-sequence token."""
+    """Padding token; by default the tokenizer's pad token or, if there is none, its end-of-sequence token."""
     trust_remote_code: bool = False
     """Run Python code from the model folder."""
     train_global_batch_size: PositiveInt | None = None
-    """Rows per optimizer step, over all ranks; by default all rows of a `train` call, so one step per call."""
+    """Rows per optimizer update, over all ranks; by default all rows of a `train` call, so one update per call."""
     train_micro_batch_size: PositiveInt = 32
     """Rows per training micro-batch when both dynamic batching and packing are off."""
     logprob_batch_size: PositiveInt = 64
@@ -208,7 +209,7 @@ class PolicyConfig(OptimizationConfig):
         if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
             raise ValueError(
                 "dtensor_cfg.sequence_parallel=true has no effect with tensor_parallel_size=1; "
-                "raise tensor_parallel_size, or turn it off"
+                "raise tensor_parallel_size, or set sequence_parallel=false"
             )
         for name, is_on in (
             (f"context_parallel_size={parallel.context_parallel_size}", parallel.context_parallel_size > 1),

@@ -107,10 +107,10 @@ def offload_policy(device: torch.device) -> CPUOffloadPolicy:
 
 
 class FSDP2Sharding(Sharding):
-    """Wraps each decoder layer; embedding, final norm and head belong to the root.
+    """Shards each decoder layer separately; embedding, final norm and head belong to the root.
 
     Args:
-        model: on the meta device; sharded in place and allocated, uninitialised.
+        model: a model on the meta device; it is sharded in place and allocated, uninitialised.
     """
 
     def __init__(self, model: LogprobModel, mesh: RankMesh, config: PolicyConfig):
@@ -119,7 +119,7 @@ class FSDP2Sharding(Sharding):
         offloads = config.dtensor_cfg.cpu_offload
         options: dict[str, Any] = {
             "mesh": mesh.sharding_mesh,
-            # At the root too: the next forward pass must gather weights that were swapped or loaded in between.
+            # True at the root too: the next forward pass must gather weights that were swapped or loaded in between.
             "reshard_after_forward": True,
             "mp_policy": MixedPrecisionPolicy(**mixed_precision(model, config)),
             "offload_policy": offload_policy(mesh.device) if offloads else OffloadPolicy(),

@@ -1,7 +1,7 @@
 """The policy worker on FSDP1 (FullyShardedDataParallel): data parallel only. A single rank is not wrapped.
 
 FSDP1 concatenates the weights of a unit into one flat parameter, pads it to a multiple of the number of ranks, and
-gives each rank an equal shard. The optimizer and the reference policy work on those shards.
+gives each rank an equal shard. The optimizer and the reference policy work on these shards.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class FSDP1PolicyWorker(PolicyWorker):
         for name in ("tensor_parallel_size", "context_parallel_size"):
             if (size := getattr(config.dtensor_cfg, name)) > 1:
                 raise ConfigError(
-                    f"policy.dtensor_cfg.{name}={size} with FSDP1, which is data parallel only; "
-                    "set it to 1, or policy.dtensor_cfg.enabled=true to use DTensorPolicyWorker"
+                    f"policy.dtensor_cfg.{name}={size} is not supported by FSDP1, which is data parallel only; "
+                    "set it to 1, or set policy.dtensor_cfg.enabled=true to use DTensorPolicyWorker"
                 )
         return Layout(dp=world_size)
 
@@ -50,7 +50,7 @@ class FSDP1PolicyWorker(PolicyWorker):
 
 
 class FSDP1Sharding(Sharding):
-    """Makes each decoder layer one unit; embedding, final norm and head are another.
+    """Makes each decoder layer one unit; embedding, final norm and head together are one more unit.
 
     Args:
         model: on the meta device; the units' parameters are allocated, uninitialised.
@@ -111,7 +111,7 @@ class FSDP1Sharding(Sharding):
         dist.all_gather_into_tensor(full, shard.contiguous(), group=self.mesh.dp_group)
         for name, start, stop in self._offsets(unit):
             if name in names:
-                # A copy: a reference to one tensor must not keep the whole unit alive.
+                # The tensor is a copy, so that a reference to it does not keep the whole unit in memory.
                 yield name, full[start:stop].view(self.shapes[name]).clone()
 
     def shard_of(self, unit: Unit, full: FullTensors) -> torch.Tensor:
@@ -138,7 +138,7 @@ class FSDP1Sharding(Sharding):
 
 
 def _materializer(device: torch.device) -> Callable[[nn.Module], None]:
-    """Return a function that allocates the tensors of one module; tied ones stay tied."""
+    """Return a function that allocates the tensors of one module; tied tensors stay tied."""
     made: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
 
     def make(module: nn.Module) -> None:

@@ -19,12 +19,12 @@ class ReferenceLogprobOutputSpec(TypedDict):
     """Log-probabilities of a batch under the reference policy."""
 
     reference_logprobs: torch.Tensor
-    """[B, T] float32, laid out as `logprobs`."""
+    """[B, T] float32; position i is for token i, position 0 and padding are 0."""
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Options of a worker beside its config."""
+    """Options of a worker that are not in its config."""
 
     seed: int = 0
     """Seed for the weights of an untrained model, and for sampling."""
@@ -37,16 +37,16 @@ class TrainResult:
     """Result of one `train` call."""
 
     loss: float
-    """Globally normalised loss, averaged over the optimizer steps of the call."""
+    """Globally normalised loss, averaged over the optimizer updates of the call."""
     grad_norm: float
-    """Gradient norm of the last optimizer step, before clipping."""
+    """Gradient norm of the last optimizer update, before clipping."""
     metrics: dict[str, float]
-    """The loss function's metrics, reduced as it declared."""
+    """Metrics of the loss function, with the reductions that the loss function declared."""
     num_skipped_steps: int
-    """Optimizer steps skipped because gradients were NaN or infinite."""
+    """Optimizer updates skipped because gradients were NaN or infinite."""
 
     @property
     def logged(self) -> dict[str, float]:
-        """All of it as metrics."""
+        """All fields as metrics."""
         skipped = float(self.num_skipped_steps)
         return {**self.metrics, "loss": self.loss, "grad_norm": self.grad_norm, "skipped_optimizer_steps": skipped}

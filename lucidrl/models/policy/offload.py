@@ -1,6 +1,6 @@
 """Offload weights and optimizer state to host memory, to free the accelerator for other processes.
 
-On a CPU nothing moves, but the state is tracked all the same: a missing reload fails on a laptop as it does on a GPU.
+On a CPU nothing moves, but calls that need offloaded weights fail as on a GPU, so that tests find a missing reload.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from lucidrl.models.policy.sharding import Sharding, local_shard
 
 
 class HostMemory:
-    """Offloads the storage of tensors; the tensor objects stay valid, so an optimizer or a profiler may hold them.
+    """Offloads the storage of tensors; the tensor objects stay valid, so an optimizer or a profiler may keep them.
 
     Args:
-        takes: selects the tensors to offload; the others stay.
+        takes: returns whether to offload a tensor.
     """
 
     def __init__(self, takes: Callable[[torch.Tensor], bool] = lambda tensor: not tensor.is_cpu) -> None:
         self._takes = takes
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-        """Address of a storage, which its views share → the storage and a host copy of its bytes."""
+        """Address of a storage, equal for all views of it → the storage and a host copy of its bytes."""
 
     def offload(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy storages to the host and free them; skips tensors that are already offloaded."""
+        """Copy storages to the host and free them; skip tensors that are already offloaded."""
         taken = []
         for tensor in (local_shard(tensor.detach()) for tensor in tensors):
             storage = tensor.untyped_storage()
@@ -45,7 +45,7 @@ class HostMemory:
             torch.cuda.empty_cache()  # for other processes on this device
 
     def reload(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Undo `offload`; skips tensors that are not offloaded."""
+        """Undo `offload`; skip tensors that are not offloaded."""
         copies = []
         for tensor in (local_shard(tensor.detach()) for tensor in tensors):
             storage, copy = self._copies.pop(tensor.untyped_storage()._cdata, (None, None))
@@ -57,7 +57,7 @@ class HostMemory:
 
 
 class Offload:
-    """Offloads and reloads one worker's optimizer and weights, and knows where they are."""
+    """Offloads and reloads one worker's optimizer and weights, and records which of them are offloaded."""
 
     def __init__(self, sharding: Sharding, optimizer: PolicyOptimizer | None):
         self.optimizer = optimizer
@@ -104,7 +104,7 @@ class Offload:
         if self.optimizer is None:
             raise ConfigError(
                 f"{what} needs an optimizer, but this policy was created with init_optimizer=False; "
-                f"create it with one{alternative}"
+                f"create it with init_optimizer=True{alternative}"
             )
         if self._is_optimizer_offloaded:
             raise ConfigError(

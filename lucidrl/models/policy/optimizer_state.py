@@ -1,7 +1,7 @@
 """Optimizer state of the full model by Hugging Face name, so that any layout can resume from it.
 
-State with the shape of the weights (moments, master weights) is gathered and sharded like them; other state, such as a
-step count, is copied from the parameter that contains a weight.
+State with the shape of the weights (moments, master weights) is gathered and sharded like the weights. Other state,
+such as a step count, is saved once per weight, as a copy of the state of the parameter that contains the weight.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MASTER = "master"
 def full_state_files(
     folder: Path, sharding: Sharding, optimizer: PolicyOptimizer
 ) -> tuple[TensorSet, dict[Path, bytes]]:
-    """Return what a checkpoint writes: tensors that all ranks gather, and the remaining state as JSON.
+    """Return the contents of the optimizer folder: tensors that all ranks gather, and the remaining state as JSON.
 
     Raises:
-        CheckpointError: if the state of several ranks cannot be gathered.
+        CheckpointError: the state of several ranks cannot be gathered.
     """
     own = optimizer.state_dict()
     states: dict[int, dict[str, Any]] = {index: dict(state) for index, state in own["optimizer"]["state"].items()}
@@ -67,7 +67,7 @@ def full_state_files(
 
 
 def read_full_state(folder: Path, sharding: Sharding, optimizer: PolicyOptimizer) -> dict[str, Any]:
-    """Open what `full_state_files` saved, with lazy tensors; check that it fits this model and optimizer.
+    """Open the files of `full_state_files`, with lazy tensors; check that they fit this model and optimizer.
 
     Raises:
         CheckpointError: names the file and the reason.
@@ -90,7 +90,7 @@ def read_full_state(folder: Path, sharding: Sharding, optimizer: PolicyOptimizer
 
 
 def load_full_state(sharding: Sharding, optimizer: PolicyOptimizer, full: Mapping[str, Any]) -> None:
-    """Load this rank's shards of what `read_full_state` returned."""
+    """Load this rank's shards of `full`, the result of `read_full_state`."""
     saved: dict[str, dict[str, Any]] = full["state"]
     moments = [key for key in full["like_weights"] if key != _MASTER]
     state: dict[int, dict[str, Any]] = {}
@@ -116,7 +116,7 @@ def load_full_state(sharding: Sharding, optimizer: PolicyOptimizer, full: Mappin
 
 
 def check_same_shapes(path: Path, expected: Mapping[str, list[int]], found: Mapping[str, list[int]]) -> None:
-    """Raise CheckpointError if the shapes are of another model; names the first difference."""
+    """Raise CheckpointError if the shapes are those of another model; the message names the first difference."""
     for name in [*expected, *sorted(found.keys() - expected.keys())]:
         if found.get(name) != expected.get(name):
             raise CheckpointError(
@@ -126,7 +126,7 @@ def check_same_shapes(path: Path, expected: Mapping[str, list[int]], found: Mapp
 
 
 def _full_tensor(sharding: Sharding, saved: Mapping[str, Mapping[str, Any]], key: str, name: str) -> torch.Tensor:
-    """Return a saved tensor by kind and name; zeros if there is none, for example for a weight without gradients."""
+    """Return a saved tensor by state key and weight name; zeros if none was saved, as for a weight without gradient."""
     tensor = saved.get(name, {}).get(key)
     if tensor is not None:
         return tensor
@@ -135,7 +135,7 @@ def _full_tensor(sharding: Sharding, saved: Mapping[str, Mapping[str, Any]], key
 
 
 def _shards_like_weights(sharding: Sharding, states: Mapping[int, Mapping[str, Any]]) -> dict[str, list[torch.Tensor]]:
-    """Return this rank's state that has the shape of its weights, by kind; zeros for parameters without it."""
+    """Return this rank's state tensors that have the shape of the weights, by state key; zeros where missing."""
     weights = sharding.local_weights()
     shards: dict[str, list[torch.Tensor]] = {}
     for key in dict.fromkeys(key for state in states.values() for key in state):

@@ -29,7 +29,7 @@ from lucidrl.utils.config import validate
 from lucidrl.utils.nsys import POLICY, profile_request
 
 OPTIMIZER = "optimizer"
-"""Folders of a checkpoint; the first is a complete Hugging Face model with tokenizer."""
+"""Folder inside a checkpoint that has the optimizer's state."""
 
 
 def worker_class_of(config: PolicyConfig) -> type[PolicyWorker]:
@@ -38,19 +38,19 @@ def worker_class_of(config: PolicyConfig) -> type[PolicyWorker]:
 
 
 class Policy:
-    """A policy on one or more ranks; also the generator of its samples.
+    """A policy on one or more ranks, which can also generate samples.
 
-    Data parallel ranks get consecutive shares of the rows; ranks of a context or tensor parallel group get the same.
+    Data parallel ranks get consecutive rows; ranks of a context or tensor parallel group get the same rows.
 
     Args:
-        cluster: number and placement of workers; by default one, in this process.
+        cluster: number and placement of workers; by default one worker, in this process.
         log_dir: folder for the logs of several workers.
 
     Other arguments are those of `PolicyWorker`.
     """
 
     num_restarts = 0
-    """Always 0: a policy never restarts a single worker. Generators have this attribute."""
+    """Always 0, because a policy never restarts a worker; part of `GenerationInterface`."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Policy:
         self.group.check()
 
     def update_weights(self, version: int) -> None:
-        """Set the version; the policy generates with the trained weights, so there is nothing to send."""
+        """Set the version. Nothing is sent, because the policy generates with the trained weights."""
         self.policy_version, self.is_ahead = version, False
 
     def save(self, folder: Path) -> None:
@@ -170,11 +170,11 @@ class Policy:
         self.group.run_all("checkpoints.load", str(folder / WEIGHTS), self._optimizer_path(folder), verify=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the layout, and each rank's state beside weights and optimizer, as plain values."""
+        """Return the layout, and each rank's state except weights and optimizer, as plain values."""
         return {"layout": self._layout_name, "ranks": self.group.run_all("state_dict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore every rank's state; on another layout only rank 0's, without random state."""
+        """Restore every rank's state. On another layout, every rank gets rank 0's state, without the random state."""
         ranks = state["ranks"]
         if state["layout"] != self._layout_name:
             common = {name: value for name, value in ranks[0].items() if name != "process"}
@@ -203,7 +203,7 @@ class Policy:
         return str(folder / OPTIMIZER) if self._has_optimizer else None
 
     def _shards(self, data: BatchedDataDict[Any], gbs: int | None) -> list[BatchedDataDict[Any]]:
-        """Return the rows of each rank: its data parallel share of every global batch."""
+        """Return the rows of each rank; data parallel ranks split every global batch."""
         if self.layout.dp == 1:
             return [data] * self.layout.size
         plan = shard_plan(data.size, self.layout.dp, gbs, allow_uneven=True)
@@ -211,5 +211,5 @@ class Policy:
         return [shares[self.layout.data_rank(rank)] for rank in range(self.layout.size)]
 
     def _by_data_rank(self, results: Sequence[Any]) -> Sequence[Any]:
-        """Return one result per data parallel rank, in order; ranks with the same rows return the same."""
+        """Return one result per data parallel rank, in order; ranks with the same rows have equal results."""
         return results[:: self.layout.cp * self.layout.tp]

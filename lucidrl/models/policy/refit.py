@@ -1,7 +1,7 @@
 """Exports a policy's weights as one stream of full tensors.
 
-Generators on the same node read them from shared memory, bucket by bucket (`pool_for` says when it is reused).
-Generators on other nodes receive a broadcast from rank 0; the other ranks only take part in the gathering.
+Generators on the same node read the weights from shared memory, bucket by bucket; see `pool_for` for the reuse of this
+memory. Generators on other nodes receive a broadcast from rank 0; the other ranks only help to gather the weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lucidrl.profiling.spans import span
 
 
 class WeightExport:
-    """Sends weights under Hugging Face names, in the configured precision, tied ones once.
+    """Sends weights under Hugging Face names, in the configured precision; tied weights are sent once.
 
     `stream`, `ipc_handles`, `broadcast` and `checksum` gather tensors: call them on every rank.
 
@@ -51,7 +51,7 @@ class WeightExport:
         """Names packed in this refit."""
         self._is_collective = False
         self._group: WeightGroup | None = None
-        """Rank 0 only, which sends for all."""
+        """Set on rank 0 only, which sends the weights."""
 
     def infos(self) -> list[TensorInfo]:
         """Return name, shape and dtype of every tensor of `stream`, in order."""
@@ -71,7 +71,7 @@ class WeightExport:
 
     @span("refit")
     def prepare_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
-        """Start a refit; return name and size in bytes of each weight, and how many bytes buckets may take."""
+        """Start a refit; return name and size in bytes of each weight, and the bytes available for buckets."""
         self._offload.check_weights("prepare_weights_for_ipc")
         self._shards = self._sharding.local_weights()
         self._begin_refit()
@@ -80,12 +80,12 @@ class WeightExport:
 
     @span("refit")
     def ipc_handles(self, keys: Sequence[str]) -> dict[str, tuple[bool, BucketHandle]]:
-        """Pack the named weights into one bucket; return device id → (True, handle), or {} on ranks that skip it."""
+        """Pack the named weights into one bucket; return device id → (True, handle), or {} if another rank packs it."""
         self._offload.check_weights("get_weights_ipc_handles")
         if self._shards is None:
             raise RefitError(
-                f"get_weights_ipc_handles was called for {len(keys)} weights before prepare_weights_for_ipc; call that "
-                "first, on every rank: it lists the weights"
+                f"get_weights_ipc_handles was called for {len(keys)} weights before prepare_weights_for_ipc; call "
+                "prepare_weights_for_ipc first, on every rank"
             )
         bucket = self._bucket_of(keys)
         stream = self._sharding.full_tensors(self._shards, set(keys), self._dtype)
@@ -135,8 +135,8 @@ class WeightExport:
         self._offload.check_weights("broadcast_weights_for_collective")
         if not self._is_collective:
             raise RefitError(
-                "broadcast_weights_for_collective was called before init_collective; call that first, on every rank, "
-                "while the generators join"
+                "broadcast_weights_for_collective was called before init_collective; call init_collective first, on "
+                "every rank, while the generators join"
             )
         stream = self.stream()
         try:

@@ -25,7 +25,7 @@ class MicroBatch:
 
     rows: BatchedDataDict[Any]
     is_real: bool
-    """False for a placeholder that keeps this rank in lock-step with the others."""
+    """False for a placeholder, which keeps this rank in lock-step with the other ranks."""
     is_last: bool
 
 
@@ -41,13 +41,13 @@ class RowPlans:
         self._length_multiple = dynamic.sequence_length_round if dynamic.enabled else 1
 
     def global_batches(self, data: BatchedDataDict[Any], gbs: int | None) -> list[BatchedDataDict[Any]]:
-        """Return this rank's share of each global batch.
+        """Return this rank's rows of each global batch.
 
         Args:
-            gbs: rows per global batch, over all ranks; by default as configured, or all rows.
+            gbs: rows per global batch, over all ranks; by default `train_global_batch_size`, or all rows.
 
         Raises:
-            DataError: if a column is missing, a length is invalid, or the rows do not split evenly.
+            DataError: a column is missing, a length is invalid, or the rows do not split evenly.
         """
         _check_rows(data, _TRAINED_COLUMNS, "train")
         sizes = gather_over(data.size, self._mesh.dp_group)
@@ -61,7 +61,7 @@ class RowPlans:
         if any(size % number for size in sizes):
             raise DataError(
                 f"ranks with {sizes} rows cannot form {number} global batches; "
-                "give every rank the same share of each (see shard_by_batch_size)"
+                "give every rank the same number of rows of each global batch (see shard_by_batch_size)"
             )
         share = data.size // number
         return [data.slice(start, start + share) for start in range(0, share * number, share or 1)] or [data] * number
@@ -81,7 +81,7 @@ class RowPlans:
         return plan, inverse_permutation([row for group in plan for row in group])
 
     def micro_batches(self, data: BatchedDataDict[Any], plan: Plan) -> Iterator[MicroBatch]:
-        """Yield the planned micro-batches, then placeholders until this rank has as many as any other.
+        """Yield the planned micro-batches, then placeholders until all ranks have equally many micro-batches.
 
         Ranks gather weights from each other, so all must make the same number of forward passes.
         """
@@ -111,7 +111,7 @@ def _check_rows(data: BatchedDataDict[Any], needed: Sequence[str], method: str) 
         if not 0 <= length <= width:
             raise DataError(
                 f"row {row} has input_lengths={length}, but its input_ids hold {width} tokens; "
-                f"set it to the number of its tokens, from 0 to {width}, or widen input_ids"
+                f"set input_lengths to the number of tokens in the row, from 0 to {width}, or widen input_ids"
             )
 
 

@@ -1,6 +1,6 @@
 """Log-probabilities of rows under the current weights or the reference policy.
 
-The reference policy is the weights that a run started from; scoring swaps them in for a moment.
+The reference policy has the weights that the run started from; scoring swaps these weights in temporarily.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Scorer:
 class ReferencePolicy:
     """Holds a copy of a model's weights in host memory (pinned for a GPU) and swaps it in.
 
-    A small buffer swaps the two piece by piece, so there is never a third copy of the model. All copies, in and out,
-    form one list with a counter of completed ones. Each copy is idempotent until the next one starts, so an
-    interrupted swap can always continue.
+    The swap goes piece by piece through a small buffer, so there is never a third copy of the model. All copy
+    operations form one list, and a counter records the completed ones. A copy can be repeated until the next one
+    starts, so an interrupted swap can always continue.
 
     Args:
         weights: the tensors that the model computes with; swapped in place.
@@ -95,9 +95,9 @@ class ReferencePolicy:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Context in which the model has the reference weights; restored on exit, even after an exception.
+        """Context in which the model has the reference weights. The exit restores the weights, even after an exception.
 
-        Nested contexts change nothing.
+        Entering the context again, inside it, has no effect.
         """
         if self._num_done == self._num_copies_in:
             yield
@@ -110,10 +110,10 @@ class ReferencePolicy:
             finally:
                 self._restore()
         finally:
-            self._restore()  # only has an effect if an interrupt prevented the first one
+            self._restore()  # only has an effect if an interrupt prevented the restore above
 
     def _restore(self) -> None:
-        """Swap the model's own weights back from any state; a KeyboardInterrupt is raised afterwards."""
+        """Swap the trained weights back, from any state; raise a KeyboardInterrupt only afterwards."""
         try:
             if self._num_done < self._num_copies_in:
                 self._copy_until(round_up(self._num_done, _COPIES_PER_PIECE))

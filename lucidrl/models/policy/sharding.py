@@ -25,46 +25,46 @@ FullTensors = Callable[[str], torch.Tensor]
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor behind a parameter, gradient or buffer of this rank; shares its memory."""
+    """Return the plain tensor behind a parameter, gradient or buffer of this rank. Both share memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Weights that ranks hold, and gather, in one parameter."""
+    """Weights that are sharded and gathered together, as one parameter."""
 
     parameter: nn.Parameter
     names: list[str]
-    """Hugging Face names of the full tensors in it, in order; tied ones once."""
+    """Hugging Face names of the full tensors in the parameter, in order; tied tensors are listed once."""
 
 
 class Sharding(ABC):
     """Shards and gathers the weights of a model.
 
-    Call `root` for a forward pass (FSDP gathers weights there); `model` is the module inside with the model's methods.
+    Call `root` for a forward pass, because FSDP gathers weights there. `model` is the `LogprobModel` inside `root`.
 
     Args:
-        model: not sharded yet; its parameters may be on the meta device.
+        model: the unsharded model; its parameters may be on the meta device.
     """
 
     root: nn.Module
     units: list[Unit]
     """Units in the order in which they are gathered."""
     gradient_scale: float = 1.0
-    """Multiply losses by this; not 1 where the back end averages gradients over ranks instead of summing them."""
+    """Multiply losses by this factor. It is not 1 if the back end averages gradients over ranks; sums are needed."""
 
     def __init__(self, model: LogprobModel, mesh: RankMesh):
         self.model, self.mesh = model, mesh
         self.shapes = {name: list(parameter.shape) for name, parameter in self._trainable()}
-        """Hugging Face name → shape of every full trainable tensor, in model order; tied ones once."""
+        """Hugging Face name → shape of every full trainable tensor, in model order; tied tensors are listed once."""
 
     @abstractmethod
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
-        """Context of one micro-batch; ranks reduce gradients in the last one only."""
+        """Return the context for one micro-batch; ranks reduce gradients in the last micro-batch only."""
 
     @abstractmethod
     def gathered(self) -> AbstractContextManager[None]:
-        """Context in which `model` has its full weights on every rank, and its submodules can be called directly."""
+        """Return a context in which `model` has full weights on every rank, so submodules can be called directly."""
 
     @abstractmethod
     def _gather(self, unit: Unit, shard: torch.Tensor, names: Sequence[str]) -> Iterable[tuple[str, torch.Tensor]]:
@@ -72,14 +72,17 @@ class Sharding(ABC):
 
     @abstractmethod
     def shard_of(self, unit: Unit, full: FullTensors) -> torch.Tensor:
-        """Return this rank's shard of a unit, cut from full tensors."""
+        """Return this rank's shard of a unit, taken from full tensors."""
 
     def parameters(self) -> list[nn.Parameter]:
         """Return this rank's trainable parameters."""
         return [unit.parameter for unit in self.units]
 
     def local_weights(self) -> list[torch.Tensor]:
-        """Return this rank's shards of the weights, in the order of `parameters`; shares their memory."""
+        """Return this rank's shards of the weights, in the order of `parameters`.
+
+        The returned tensors share memory with the parameters.
+        """
         return [local_shard(parameter.detach()) for parameter in self.parameters()]
 
     def full_tensors(
@@ -88,12 +91,12 @@ class Sharding(ABC):
         names: Collection[str] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather full tensors one at a time; a collective, so every rank must exhaust the iterator.
+        """Gather full tensors one at a time. Each is a collective, so every rank must exhaust the iterator.
 
         Args:
-            shards: tensors of this rank, shaped as `local_weights`: weights, or optimizer moments.
-            names: gather only these; all by default.
-            dtype: cast shards to this before they are sent.
+            shards: tensors of this rank with the shapes of `local_weights`: weights, or optimizer moments.
+            names: names of the tensors to gather; all by default.
+            dtype: cast shards to this dtype before they are sent.
 
         Yields:
             Hugging Face names and tensors, in the order of `units`; tied weights once.
@@ -103,7 +106,7 @@ class Sharding(ABC):
                 yield from self._gather(unit, shard.to(dtype or shard.dtype), wanted)
 
     def shards_of(self, full: FullTensors) -> Iterator[torch.Tensor]:
-        """Cut this rank's shards from full tensors, in the order of `parameters`."""
+        """Return this rank's shards, taken from full tensors, in the order of `parameters`."""
         return (self.shard_of(unit, full) for unit in self.units)
 
     def full_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -126,8 +129,8 @@ class Sharding(ABC):
         return sum_over(square, self.mesh.world).sqrt()
 
     def _num_copies(self, parameter: nn.Parameter) -> int:
-        """Return how many ranks hold the same shard: tensor parallel ranks replicate what they do not split."""
-        # The first axis is FSDP's. The second, if any, is tensor parallel and may replicate (norms of attention heads).
+        """Return how many ranks hold the same shard: tensor parallel ranks replicate parameters that are not split."""
+        # The first mesh axis is FSDP's. The second, if any, is tensor parallel; it replicates norms of attention heads.
         placements = parameter.placements if isinstance(parameter, DTensor) else ()
         return 1 if len(placements) == 2 and placements[1].is_shard() else self.mesh.layout.tp
 
@@ -166,7 +169,7 @@ def load_sharded(
     """Load the model and shard it; a single rank is not wrapped.
 
     Args:
-        seed: for the weights of an untrained model.
+        seed: seed of the weights of an untrained model.
         shard: shards a model that is on the meta device.
     """
     name, trust = config.model_name, config.trust_remote_code
@@ -184,8 +187,10 @@ def load_sharded(
 
 
 def with_logprobs(config: PolicyConfig, model: PreTrainedModel, **parallel: Any) -> LogprobModel:
-    """Wrap a model to return log-probabilities. It stays in evaluation mode during training: with dropout, the trained
-    policy would differ from the one that sampled and scored.
+    """Wrap a model to return log-probabilities.
+
+    The model stays in evaluation mode during training: with dropout, the trained policy would differ from the policy
+    that sampled and scored.
 
     Args:
         **parallel: parallelism arguments of `LogprobModel`.
@@ -196,7 +201,7 @@ def with_logprobs(config: PolicyConfig, model: PreTrainedModel, **parallel: Any)
 
 
 def mixed_precision(model: nn.Module, config: PolicyConfig) -> dict[str, Any]:
-    """Return FSDP arguments: compute in the configured precision, keep and reduce in the parameters' dtype."""
+    """Return FSDP arguments: compute in the configured precision; store and reduce in the dtype of the parameters."""
     stored, computed = next(model.parameters()).dtype, DTYPES[config.precision]
     param_dtype, reduce_dtype = (computed, stored) if computed != stored else (None, None)
     return {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "cast_forward_inputs": False}

@@ -1,6 +1,6 @@
-"""Training: one optimizer step per global batch; losses of micro-batches are normalised by global counts.
+"""Training: one optimizer update per global batch; losses of micro-batches are normalised by global counts.
 
-Steps with NaN or infinite gradients are skipped.
+Updates with NaN or infinite gradients are skipped.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class StepResult:
     global_valid_seqs: torch.Tensor
     global_valid_toks: torch.Tensor
     losses: list[torch.Tensor] = field(default_factory=list)
-    """Share of each micro-batch; they sum to the loss."""
+    """One summand of the loss per micro-batch."""
     parts: list[tuple[Metrics, torch.Tensor]] = field(default_factory=list)
     """(Metrics, number of valid samples) per micro-batch."""
     names: list[list[Any]] = field(default_factory=list)
     """Sample ids (column `idx`) per micro-batch, for errors."""
     grad_norm: float = 0.0
-    """Before clipping; 0 in evaluation."""
+    """Gradient norm before clipping; 0 in evaluation."""
 
     @property
     def is_skipped(self) -> bool:
-        """Gradients were NaN or infinite; the weights did not change."""
+        """Whether gradients were NaN or infinite, so that the weights did not change."""
         return not math.isfinite(self.grad_norm)
 
     def add(self, loss: torch.Tensor, metrics: Metrics, micro: BatchedDataDict[Any]) -> None:
@@ -51,7 +51,7 @@ class StepResult:
 
     @property
     def loss(self) -> torch.Tensor:
-        """Sum of the shares, in float64 on every rank, including ranks without a micro-batch."""
+        """Sum of `losses`, in float64 on every rank, even on ranks without a micro-batch."""
         zero = torch.zeros_like(self.global_valid_toks, dtype=torch.float64)
         return sum(self.losses, start=zero)
 
@@ -63,13 +63,13 @@ class StepResult:
         ]
 
     def suspects(self) -> list[Any]:
-        """Samples of micro-batches with a NaN or infinite loss; empty if only gradients are not finite."""
+        """Return the samples of micro-batches with a NaN or infinite loss; empty if all losses are finite."""
         bad = [names for names, loss in zip(self.names, self.losses, strict=True) if not torch.isfinite(loss)]
         return [name for names in bad for name in names]
 
 
 class Training:
-    """Makes optimizer steps from this rank's rows, in lock-step with the other ranks.
+    """Makes optimizer updates from this rank's rows, in lock-step with the other ranks.
 
     Args:
         max_nonfinite_steps: raise TrainingError after this many consecutive skipped steps.
@@ -83,7 +83,7 @@ class Training:
     def step(
         self, batch: BatchedDataDict[Any], loss_fn: LossFunction, optimizer: PolicyOptimizer | None, mbs: int | None
     ) -> StepResult:
-        """Run forward and backward on this rank's share of a global batch, then one optimizer step.
+        """Run forward and backward pass on this rank's rows of a global batch, then one optimizer update.
 
         Args:
             optimizer: None to evaluate only.
@@ -128,7 +128,10 @@ class Training:
         return result
 
     def _update(self, optimizer: PolicyOptimizer, result: StepResult) -> None:
-        """Step; raise TrainingError after too many consecutive skipped steps. All ranks see the same norm."""
+        """Update the weights; raise TrainingError after too many consecutive skipped updates.
+
+        All ranks get the same gradient norm, so all ranks raise together.
+        """
         loss_scale = optimizer.loss_scale
         with span("optimizer"):
             result.grad_norm = optimizer.step()
@@ -143,7 +146,7 @@ class Training:
             named = suspects or self._over_all_ranks([name for names in result.names for name in names])
             raise TrainingError(
                 f"gradients were NaN or infinite in {self.nonfinite_steps_in_a_row} optimizer steps in a row "
-                f"(last in samples {', '.join(map(str, named[:8]))}); lower the learning rate or look at those samples"
+                f"(last in samples {', '.join(map(str, named[:8]))}); lower the learning rate or check these samples"
             )
 
     def _over_all_ranks(self, names: list[Any]) -> list[Any]:
@@ -153,7 +156,7 @@ class Training:
 
 
 def merged_results(results: Sequence[StepResult], rate: float, dp_group: ProcessGroup | None) -> dict[str, Any]:
-    """Return what `PolicyWorker.train` documents, except `rank`."""
+    """Return the result of `PolicyWorker.train`, without `rank`."""
     per_micro_batch: dict[str, list[float]] = {}
     own_parts: list[tuple[Metrics, float]] = []
     for result in results:

@@ -1,7 +1,7 @@
-"""The policy worker: trains, scores and samples from a language model, as one of one or more ranks.
+"""The policy worker: one rank that trains, scores and samples from a language model.
 
-It is composed of parts, each in its own module; a worker group calls them as `checkpoints.begin`. Each subclass chooses
-a `Sharding`.
+A worker is composed of components, each in a separate module. A worker group calls their methods by path, such as
+`checkpoints.begin`. Each subclass chooses a `Sharding`.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ class PolicyWorker(Recorded, ABC):
     """One rank of a policy.
 
     A worker started by a worker group or torchrun joins the other ranks; otherwise it is the only rank. Call methods
-    that use the model, and those of its parts, on every rank. Each data parallel rank gets its own rows; ranks of a
-    context or tensor parallel group get the same rows.
+    that use the model, including methods of the components, on every rank. Data parallel ranks get different rows;
+    ranks of a context or tensor parallel group get the same rows.
 
     Args:
         config: a `PolicyConfig`, or a mapping of its fields.
         tokenizer: saved with the weights.
-        weights_path: folder written by `save_checkpoint`, to start from instead of the model's own weights.
-        optimizer_path: the optimizer folder saved with it.
+        weights_path: folder written by `save_checkpoint`; its weights replace those of `config.model_name`.
+        optimizer_path: the optimizer folder of the same `save_checkpoint`.
         init_optimizer: if False, the worker scores and evaluates, but does not train.
-        init_reference_model: keep the model's loaded weights, before any checkpoint, as the reference policy.
+        init_reference_model: keep the weights of `config.model_name`, not of `weights_path`, as the reference policy.
         **kwargs: fields of `WorkerOptions`.
     """
 
@@ -131,7 +131,7 @@ class PolicyWorker(Recorded, ABC):
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Train on this rank's rows, one optimizer step per global batch. Ranks may have different numbers of rows.
+        """Train on this rank's rows, one optimizer update per global batch. Ranks may have different numbers of rows.
 
         Args:
             eval_mode: compute losses and metrics only.
@@ -179,14 +179,14 @@ class PolicyWorker(Recorded, ABC):
     def save_checkpoint(
         self, weights_path: str, optimizer_path: str | None = None, tokenizer_path: str | None = None
     ) -> None:
-        """Write the weights as a Hugging Face folder; optimizer and tokenizer only with a path.
+        """Write the weights as a Hugging Face folder; write optimizer and tokenizer only if their path is set.
 
         Replaces folders of an earlier save once the new ones are complete. Returns when all files are on disk.
         """
         self.checkpoints.save(weights_path, optimizer_path, tokenizer_path)
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
-        """Load folders of `save_checkpoint`, or any Hugging Face weights; verifies files before it changes anything."""
+        """Load folders of `save_checkpoint`, or any Hugging Face weights; verify all files before the first change."""
         self.checkpoints.load(weights_path, optimizer_path, verify=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class PolicyWorker(Recorded, ABC):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict`; without its `process` entry, random state is unchanged."""
+        """Restore a `state_dict`. If it has no `process` entry, the random state does not change."""
         self.generator.calls = state["generator_calls"]
         self.training.nonfinite_steps_in_a_row = state["nonfinite_steps_in_a_row"]
         if "process" in state:
@@ -304,9 +304,9 @@ class PolicyWorker(Recorded, ABC):
     def return_state_dict(self) -> dict[str, Any]:
         """Return the model's state dict under Hugging Face names; call it on every rank.
 
-        A single rank and FSDP2 return the rank's own tensors (FSDP2: DTensors); FSDP1 gathers full tensors.
+        A single rank returns its tensors, FSDP2 returns DTensors, and FSDP1 gathers full tensors.
         """
-        # From the root, which knows how the weights are sharded; it prefixes names with "model.".
+        # The root knows how the weights are sharded. It prefixes names with "model.".
         return {name.removeprefix("model."): value for name, value in self.sharding.root.state_dict().items()}
 
     @torch.no_grad()
@@ -330,11 +330,11 @@ class PolicyWorker(Recorded, ABC):
 
 @contextmanager
 def _gathered_weights(config: PolicyConfig, offload: Offload, sharding: Sharding) -> Iterator[None]:
-    """Context of each generator call. Not a method, which would make a reference cycle with the worker."""
+    """Context of each generator call. It is a function, because a method would make a reference cycle."""
     if config.dtensor_cfg.sequence_parallel:
         raise ConfigError(
             "policy.dtensor_cfg.sequence_parallel=true splits the tokens of a row over ranks, but generation adds one "
-            "token at a time; turn it off, or set policy.generation.placement=separate"
+            "token at a time; set it to false, or set policy.generation.placement=separate"
         )
     offload.check_weights("generate")
     with sharding.gathered():

@@ -301,7 +301,7 @@ def test_a_policy_that_raised_once_is_called_again():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"frames_per_batch": 0}, "frames_per_batch=0 makes no batch"),
+        ({"frames_per_batch": 0}, "frames_per_batch=0 is less than 1"),
         ({"create_env_fn": Walk}, "create_env_fn is not a list; pass a list with one factory per env"),
         ({"create_env_fn": [lambda: None]}, "the factory of env 0 returned None"),
         ({"create_env_fn": [partial(Walk, (2,))]}, r"the factories make envs of batch size \[2\]"),

@@ -261,7 +261,7 @@ def test_the_context_of_the_model_limits_a_completion(tiny_model, generator_of, 
 
 @pytest.mark.parametrize("length", [0, 128, 140])
 def test_an_empty_or_too_long_prompt_is_refused(tiny_model, generator_of, length):
-    with pytest.raises(DataError, match=rf"prompt in row 1 has {length} tokens; the model's context of 128 tokens"):
+    with pytest.raises(DataError, match=rf"prompt in row 1 has {length} tokens; give it at least 1 and at most 127"):
         generator_of(tiny_model("llama")).generate(as_batch([[5], [7] * length]))
 
 

@@ -38,7 +38,7 @@ def test_ipc_needs_a_device_of_the_policy():
 
     check("ipc", "device")
     check("auto", "GPU-1")
-    with pytest.raises(ConfigError, match="generator 0 is on device and the policy on GPU-1; set refit=auto"):
+    with pytest.raises(ConfigError, match="generator 0 is on device and the policy on GPU-1; set policy"):
         check("ipc", "GPU-1")
 
 

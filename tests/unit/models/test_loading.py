@@ -51,7 +51,7 @@ def test_a_missing_folder_is_named():
 
 def test_a_folder_without_config_is_named(tmp_path):
     for load in (model_folder, model_facts, load_tokenizer, lambda name: load_model(name, torch.float32)):
-        with pytest.raises(ConfigError, match=r"that folder has no config\.json"):
+        with pytest.raises(ConfigError, match=r"this folder has no config\.json"):
             load(str(tmp_path))
 
 
@@ -80,12 +80,12 @@ def test_the_tokenizers_own_pad_token_is_kept(own_folder, caplog):
 def test_without_pad_token_the_end_token_pads_with_a_warning(own_folder, caplog):
     without_special_tokens(own_folder, "pad_token")
     assert load_tokenizer(str(own_folder)).pad_token == END
-    assert "has no pad token; padding with its '<|end|>'" in caplog.text
+    assert "has no pad token; padding with its end-of-sequence token '<|end|>'" in caplog.text
 
 
 def test_with_neither_pad_nor_end_token_the_remedy_is_named(own_folder):
     without_special_tokens(own_folder, "pad_token", "eos_token")
-    with pytest.raises(ConfigError, match=r"neither a pad nor an end-of-sequence token.*policy\.pad_token="):
+    with pytest.raises(ConfigError, match=r"neither a pad nor an end-of-sequence token.*policy\.pad_token"):
         load_tokenizer(str(own_folder))
     assert load_tokenizer(str(own_folder), pad_token="#").pad_token == "#"
 

@@ -61,7 +61,7 @@ def test_a_prompt_longer_than_the_context_is_refused(model_folder):
 
 
 def test_a_folder_of_anything_else_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"that folder has no config\.json; give .* a run folder"):
+    with pytest.raises(ConfigError, match=r"this folder has no config\.json; use .* a run folder"):
         complete(tmp_path, "1+1=")
 
 

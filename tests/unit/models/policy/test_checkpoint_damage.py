@@ -195,5 +195,5 @@ def test_integer_weights_are_refused(make_worker, tmp_path):
     (tmp_path / "weights" / "manifest.json").unlink()
     file = tmp_path / "weights" / "model.safetensors"
     save_file({name: tensor.to(torch.int8) for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(CheckpointError, match=r"is torch\.int8, but weights are floating point"):
+    with pytest.raises(CheckpointError, match=r"is torch\.int8, but weights must be floating point"):
         worker.load_checkpoint(str(tmp_path / "weights"))

@@ -129,5 +129,5 @@ def test_a_sender_killed_in_the_middle_leaves_the_generator_its_version(tiny_mod
 
 
 def test_a_broadcast_before_anyone_has_joined_is_refused(make_worker):
-    with pytest.raises(RefitError, match="before init_collective; call that first, on every rank"):
+    with pytest.raises(RefitError, match="before init_collective; call init_collective first, on every rank"):
         make_worker(init_optimizer=False).broadcast_weights_for_collective()

@@ -251,7 +251,7 @@ def test_only_rank_0_reads_weights_and_each_rank_holds_half_in_float32(two_ranks
 @pytest.mark.parametrize("axis", ["tensor_parallel_size", "context_parallel_size"])
 def test_other_parallelism_is_refused(axis):
     with pytest.raises(
-        ConfigError, match=rf"dtensor_cfg\.{axis}=2 with FSDP1, which is data parallel only; set it to 1"
+        ConfigError, match=rf"dtensor_cfg\.{axis}=2 is not supported by FSDP1, which is data parallel only; set it to 1"
     ):
         make_worker(sequence_packing={"enabled": False}, dtensor_cfg={axis: 2})
 

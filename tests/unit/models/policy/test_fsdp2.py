@@ -201,6 +201,6 @@ def generate_with_sequence_parallel() -> str:
 def test_generation_with_sequence_parallel_is_refused(two_ranks):
     sentence = (
         "policy.dtensor_cfg.sequence_parallel=true splits the tokens of a row over ranks, but generation adds one "
-        "token at a time; turn it off, or set policy.generation.placement=separate"
+        "token at a time; set it to false, or set policy.generation.placement=separate"
     )
     assert two_ranks(generate_with_sequence_parallel) == [sentence] * 2

@@ -196,7 +196,7 @@ def test_a_corrupt_bucket_is_refused_and_the_old_version_stays(generator, worker
         return handles
 
     monkeypatch.setattr(worker, "get_weights_ipc_handles", pack_and_change)
-    with pytest.raises(RefitError, match=r"has SHA-256 \w+…, not \w+…: it was changed on its way"):
+    with pytest.raises(RefitError, match=r"has SHA-256 \w+…, not \w+…: it was changed in transit"):
         refit()
     monkeypatch.undo()
     assert checksums(generator) == before
@@ -282,7 +282,7 @@ def test_a_policy_killed_between_buckets_leaves_the_old_version_complete(config)
 
 def test_handles_need_a_prepared_refit_and_known_names(make_worker):
     worker = make_worker(init_optimizer=False)
-    with pytest.raises(RefitError, match="weights before prepare_weights_for_ipc; call that first, on every rank"):
+    with pytest.raises(RefitError, match="weights before prepare_weights_for_ipc; call prepare_weights_for_ipc first"):
         worker.get_weights_ipc_handles(["model.norm.weight"])
     worker.prepare_weights_for_ipc()
     with pytest.raises(RefitError, match=r"no weight 'lm_head\.weight' \(1 of 2 keys are unknown\)"):

@@ -247,7 +247,7 @@ def test_without_optimizer_a_worker_scores_and_evaluates_but_does_not_train(make
     assert worker.train(make_rows(), NLLLoss(), eval_mode=True)["metrics"]["lr"] == 0.0
     worker.save_checkpoint(str(tmp_path))
     worker.load_checkpoint(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"train needs an optimizer, but .* init_optimizer=False; create it with one"):
+    with pytest.raises(ConfigError, match=r"train needs an optimizer, but .* create it with init_optimizer=True"):
         worker.train(make_rows(), NLLLoss())
 
 
