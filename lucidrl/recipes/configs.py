@@ -106,7 +106,7 @@ class TextRunConfig(BaseRunConfig):
             ("rows per step", self.rows_per_step, "product of the above"),
             ("rows per optimizer step", rows, "policy.train_global_batch_size"),
             (
-                "optimizer steps per training step",
+                "optimizer steps per step",
                 self.updates_per_step,
                 f"{epochs}rows per step / rows per optimizer step",
             ),
@@ -244,7 +244,7 @@ class PPORunConfig(BaseRunConfig):
             ("frames per env", frames // self.env.num_envs, "frames per step / env.num_envs"),
             ("frames per optimizer step", minibatch, "ppo.minibatch_frames"),
             (
-                "optimizer steps per training step",
+                "optimizer steps per step",
                 num_updates,
                 "ppo.num_epochs x frames per step / ppo.minibatch_frames",
             ),

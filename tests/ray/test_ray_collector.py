@@ -198,7 +198,7 @@ def test_a_collector_class_as_an_actor_collects_until_its_frames_are_there():
         ({"remote_options": {"resources": {"lake": 1}}}, r"lake 1 on one node, but .*, lake 0 of 0 free\. Lower"),
         ({"remote_options": {"accelerator_type": "H100"}}, r"accelerator_type:H100 0\.001 on one node, but"),
         ({"remote_options": [{}] * 3}, "remote_options has 3 entries for 2 workers; pass one mapping, or one per"),
-        ({"remote_options": [{}, 4]}, "remote_options has 4, which is no mapping"),
+        ({"remote_options": [{}, 4]}, "remote_options has 4, which is not a mapping"),
         ({"remote_options": {"max_restarts": 2}}, "remote_options has max_restarts, which the collector sets itself"),
         ({"remote_options": {"name": "walker"}}, "remote_options has name, which the collector sets itself"),
         ({"remote_options": {"num_spus": 1}}, "Ray refuses the options .*num_spus"),

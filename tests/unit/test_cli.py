@@ -175,7 +175,7 @@ MISTAKES = {
     "no equals sign": (["grpo", "fast"], ["'fast'", "key=value"]),
     "missing model": (["grpo", "policy.model_name=nowhere"], ["'nowhere'", "does not exist", "Hugging Face"]),
     "model without weights": (["grpo", "policy.model_name=model_without_weights"], ["model_without_weights"]),
-    "tokenizer without pad or eos": (["grpo", "policy.model_name=bare_model"], ["bare_model", "policy.pad_token=..."]),
+    "tokenizer without pad or eos": (["grpo", "policy.model_name=bare_model"], ["bare_model", "set policy.pad_token"]),
     "empty dataset": (["grpo", "data.file=empty.jsonl"], ["empty.jsonl has no rows", "one JSON object"]),
     "missing dataset": (["grpo", "data.file=absent.jsonl"], ["absent.jsonl does not exist"]),
     "missing examples": (["sft", "data.file=absent.jsonl"], ["absent.jsonl does not exist"]),

@@ -155,7 +155,7 @@ def test_other_numbers_of_threads_are_said(run, monkeypatch):
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ("arithmetic", "has a state of the environment, but ArithmeticEnv has none"),
+        ("arithmetic", "has a state of the environment, but ArithmeticEnv has no state"),
         ("tests.faults.drawing:Picky", r"Picky\.load_state_dict raised KeyError: 'level'"),
     ],
 )

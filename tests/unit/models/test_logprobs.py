@@ -119,7 +119,7 @@ def test_gradients_do_not_depend_on_the_layout(every_model, make_rows, packed):
 def test_unsupported_needs_are_refused(tiny_model, make_rows):
     rows = make_rows()
     model = LogprobModel(load_model(tiny_model("llama"), torch.float32), 1.0)
-    with pytest.raises(ConfigError, match=r"needs \['values'\].*offers"):
+    with pytest.raises(ConfigError, match=r"needs \['values'\].*only returns"):
         model(rows["input_ids"], rows["input_lengths"], frozenset({"values"}))
 
 

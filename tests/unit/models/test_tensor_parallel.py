@@ -342,7 +342,7 @@ def refusal(config: PreTrainedConfig, options: dict[str, Any]) -> str:
         ),
         (
             {"custom_plan": f"{HERE}.UNKNOWN_STYLE_PLAN"},
-            "unknown style 'sideways' for model.layers.0.mlp.gate_proj .known: colwise, rowwise",
+            "unknown style 'sideways' for model.layers.0.mlp.gate_proj (known: colwise, rowwise",
         ),
         (
             {"custom_plan": f"{HERE}.INCOMPLETE_PLAN"},

@@ -140,7 +140,7 @@ def test_the_arithmetic_of_a_step_is_spelled_out():
     found = {quantity: value for quantity, value, _ in config.arithmetic()}
     assert found["rows per step"] == 256
     assert found["rows per optimizer step"] == 64
-    assert found["optimizer steps per training step"] == 4
+    assert found["optimizer steps per step"] == 4
     assert config.updates_per_step == 4
 
 
@@ -174,7 +174,7 @@ def test_the_arithmetic_of_a_control_step_is_spelled_out():
     config = load_config(PPORunConfig, preset_path("cartpole"))
     found = {quantity: value for quantity, value, _ in config.arithmetic()}
     assert found["frames per env"] == 256
-    assert found["optimizer steps per training step"] == 10 * 2048 // 256
+    assert found["optimizer steps per step"] == 10 * 2048 // 256
     assert found["frames per run"] == 2048 * config.ppo.max_steps
 
 

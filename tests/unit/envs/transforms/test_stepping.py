@@ -115,7 +115,7 @@ def test_noops_in_each_env_of_a_batch_happen_where_one_is_reset():
 
 @pytest.mark.parametrize("transform", [lambda: FrameSkip(2), lambda: NoopReset(2)])
 def test_envs_of_a_batch_cannot_be_stepped_apart(transform):
-    with pytest.raises(ConfigError, match=r"a batch of \[3\] envs; apply it in the factory of each env"):
+    with pytest.raises(ConfigError, match=r"single envs of a batch of \[3\]; apply it in the factory of each env"):
         TransformedEnv(Weather((3,)), transform())
     TransformedEnv(Weather((1,)), transform()).rollout(5)
 
