@@ -18,14 +18,6 @@ def test_epochs_reuse_the_batch_and_make_the_ratio_move(run):
 
 
 @pytest.mark.slow
-def test_clipping_takes_effect_from_the_second_update_on(run):
-    tight, _ = run("grpo", "tight", *SEVERAL, "epsilon=0.0001")
-    assert max(tight.train_metric("clip_fraction/low") + tight.train_metric("clip_fraction/high")) > 0
-    wide, _ = run("grpo", "wide", *SEVERAL, "epsilon=0.9")
-    assert wide.train_metric("loss") != tight.train_metric("loss")
-
-
-@pytest.mark.slow
 def test_without_learning_every_epoch_is_on_policy(run):
     still, _ = run("grpo", "still", "grpo.num_epochs=2", "validation.num_prompts=0", "lr=1e-30", "grpo.max_steps=2")
     ratios = still.train_metric("ratio/min") + still.train_metric("ratio/max")
