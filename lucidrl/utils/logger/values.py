@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import re
 import sys
 import zlib
@@ -148,9 +147,11 @@ def finite_histogram(values: Sequence[Scalar]) -> tuple[np.ndarray, np.ndarray] 
     if low == high:
         margin = max(0.5, abs(low) * 2**-20)  # visible beside a large number too
         low, high = max(low - margin, -sys.float_info.max), min(high + margin, sys.float_info.max)
-    unit = 2 if math.isinf(high - low) else 1  # differences of halves cannot overflow
+    unit = 2 if max(-low, high) > sys.float_info.max / 2 else 1  # sums and differences of halves cannot overflow
     # Explicit edges, because numpy refuses to choose them for values that are nearly equal.
-    return np.histogram(array, bins=unit * np.linspace(low / unit, high / unit, _NUM_BINS + 1))
+    edges = unit * np.linspace(low / unit, high / unit, _NUM_BINS + 1)
+    edges[0], edges[-1] = low, high  # half of the smallest number is 0
+    return np.histogram(array, bins=edges)
 
 
 def printable(text: str) -> str:

@@ -42,6 +42,14 @@ def test_no_finite_value_is_lost_and_nothing_overflows(first, values):
     assert edges[0] < edges[-1]
 
 
+@pytest.mark.parametrize("values", [[MAX, 8.19010297e307], [MAX, -TINY], [-MAX, TINY]])
+def test_edges_near_the_largest_float_neither_overflow_nor_lose_a_value(values):
+    with np.errstate(over="raise"):
+        counts, edges = finite_histogram(values)
+    assert counts.sum() == len(values)
+    assert (edges[0], edges[-1]) == (min(values), max(values))
+
+
 def test_values_that_are_further_apart_than_any_float_fill_the_outer_bins():
     counts, edges = finite_histogram([-1.7e308, 1.7e308, 1.7e308, 0.0])
     assert (counts[0], counts[32], counts[63]) == (1, 1, 2)
