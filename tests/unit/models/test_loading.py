@@ -193,5 +193,5 @@ def test_rotary_embeddings_that_depend_on_the_batch_are_limited_to_their_origina
 
 def test_a_hostile_chat_template_is_refused_at_load(own_folder):
     (own_folder / "chat_template.jinja").write_text("{{ 'x' * 10 ** 10 }}")
-    with pytest.raises(ConfigError, match=r"chat_template\.jinja needs more than 1024 MB"):
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja needs more than 512 MB"):
         load_tokenizer(str(own_folder))
