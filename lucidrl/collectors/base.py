@@ -1,4 +1,4 @@
-"""Options and interface of all frame collectors, and the post-processing of their batches."""
+"""Options and interface of the frame collectors, which step envs of control tasks, and post-processing of batches."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ class CollectorOptions:
 
 
 class FrameCollector(ABC):
-    """Iterate to get batches until `total_frames` are collected. See `Collector` for the arguments."""
+    """Iterate to get batches until `total_frames` are collected; a frame is one step of one env.
+
+    See `Collector` for the arguments.
+    """
 
     num_workers: int
 
@@ -169,7 +172,7 @@ class FrameCollector(ABC):
         return num_frames
 
     def _num_wanted(self, num_requested: int) -> int:
-        """Return the size of the next batch after `num_requested` frames; 0 if `total_frames` are requested."""
+        """Return the size of the next batch after `num_requested` frames; 0 if they already reach `total_frames`."""
         if self.total_frames < 0:
             return self.frames_per_batch
         return max(0, min(self.total_frames - num_requested, self.frames_per_batch))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LocalCollector(FrameCollector):
-    """A collector whose policy acts in this process. The collector is its own only worker."""
+    """A collector whose policy acts in this process. The collector itself is the only worker."""
 
     num_workers = 1
     _numbers: TrajectoryNumbers | PolicyServer

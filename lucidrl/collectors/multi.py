@@ -112,7 +112,7 @@ class MultiCollector(FrameCollector):
             raise
 
     def update_policy_weights_(self, policy_or_weights: Any = None, *, version: int | None = None) -> None:
-        """Publish weights. Every worker loads the newest published weights when it begins a batch, never in between.
+        """Publish weights. Every worker loads the newest published weights when it begins a batch, never during one.
 
         Args:
             policy_or_weights: a state dict, a TensorDict of parameters, or a module with the weights; by default the
@@ -217,7 +217,7 @@ class MultiCollector(FrameCollector):
 
     @property
     def _envs_per_step(self) -> int:
-        """Envs that step together; the frames of a batch are a multiple of this."""
+        """Number of envs that step together; the number of frames in a batch is a multiple of it."""
         env_batch_size = self.workers.specs[0].batch_size
         if not self._is_sync:
             return math.prod(env_batch_size)

@@ -64,7 +64,7 @@ class RayCollector(MultiCollector):
         create_env_fn, policy, arguments: see `MultiCollector`; `cat_results` is among the arguments.
 
     Raises:
-        ConfigError: the cluster lacks the resources of the actors; none was started.
+        ConfigError: the cluster lacks resources for the actors; no actor was started.
         WorkerError: see `MultiCollector`; the error also names the node.
     """
 
@@ -130,7 +130,7 @@ def _check_resources(options: Sequence[Options], is_own_ray: bool) -> None:
     """Check, before any worker is started, that the cluster has resources for all workers together.
 
     Raises:
-        ConfigError: it has not; the message names the required and the free resources.
+        ConfigError: the resources do not suffice; the message names the required and the free resources.
     """
     cluster = ClusterConfig(launcher="ray")
     with ExitStack() as held:

@@ -49,7 +49,7 @@ class Collector(LocalCollector):
         device: default of `storing_device` and `policy_device`.
         storing_device: device of the batches.
         policy_device: device that the policy acts on; a policy on another device is copied to it.
-        env_device: device of the TensorDicts that a TensorDict env receives.
+        env_device: device of the TensorDicts that an env with TensorDict hooks receives; see `EnvBase`.
         create_env_kwargs: arguments of `create_env_fn`.
         init_random_frames: act at random, in whole batches, until this many frames are collected.
         max_frames_per_traj: truncate episodes at this length.

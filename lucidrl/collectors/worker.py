@@ -103,7 +103,7 @@ class CollectorWorker:
     def start(
         self, shared: bytes, own: bytes, stream: int, state: Mapping[str, Any] | None, calls: Mapping[str, bytes]
     ) -> Reply:
-        """Create the collector; return its `EnvSpecs`, by cloudpickle because scripts may define spec classes.
+        """Create the collector; return its `EnvSpecs`, pickled with cloudpickle: scripts may define spec classes.
 
         Args:
             shared, own: arguments of the collector, pickled with cloudpickle.

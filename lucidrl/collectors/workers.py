@@ -297,7 +297,7 @@ class CollectorWorkers:
             wait([request.future for request in self._records[worker.number].unfinished])  # these fail at once
             if worker.number in self.recording:
                 self.recording.discard(worker.number)
-                _log.warning("the trace that worker %d was recording is lost", worker.number)
+                _log.warning("the trace that collector worker %d was recording is lost", worker.number)
         for worker in self._pool.restart_lost():
             record = self._records[worker.number]
             record.failure, record.has_newest_weights = None, self._weights is None

@@ -62,7 +62,7 @@ class EnvBase:
     """
 
     observation_spec: Composite
-    """Spec of all entries that the env returns, except reward and flags."""
+    """Spec of all entries that the env returns, except the reward and the flags done, terminated and truncated."""
     action_spec: Spec | Composite
     """Spec of the entry "action"."""
     num_seeds: int = 1
@@ -263,7 +263,11 @@ class EnvBase:
             self._reset_into(root, next_.done[..., 0])
 
     def _reset(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return the observation of new episodes; if `tensordict` has the mask `_reset`, other rows are ignored."""
+        """Return the observation of new episodes.
+
+        If `tensordict` has the mask `_reset`, start new episodes only in the envs of the mask. The result has a row for
+        every env nevertheless; the caller reads the rows of the mask and discards the others.
+        """
         frame = self.new_frame()
         self._reset_into(frame, None)
         return tensordict_of(frame.observation, self.batch_size, self.device)
@@ -294,7 +298,9 @@ class EnvBase:
 
     def _partial_reset(self, frame: Frame, mask: torch.Tensor) -> None:
         if mask.dtype != torch.bool or tuple(mask.shape) not in (self.batch_size, (*self.batch_size, 1)):
-            raise DataError(f"_reset is {mask.dtype} {list(mask.shape)}; give a bool mask of {list(self.batch_size)}")
+            raise DataError(
+                f"_reset is {mask.dtype} {list(mask.shape)}; give a bool mask of shape {list(self.batch_size)}"
+            )
         rows = mask.cpu().numpy().reshape(self.batch_size)
         if self._has_tensordict_hooks:
             copy_rows(frame.observation, self._root_arrays())
@@ -305,7 +311,7 @@ class EnvBase:
             self._reset_and_clear(frame, rows)
 
     def _set_root(self, tensordict: TensorDictBase) -> None:
-        """Set the observation that a TensorDict env reads in its next step."""
+        """Set the observation that an env with TensorDict hooks reads in its next step."""
         if self._has_tensordict_hooks:
             copy_rows(arrays_of(tensordict, list(self.observation_leaves())), self._root_arrays())
 

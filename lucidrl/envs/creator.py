@@ -15,7 +15,7 @@ EnvFactory = Callable[..., EnvBase]
 
 
 class EnvCreator:
-    """An env factory that can be pickled, made from any function: a lambda, a local function, a function of a notebook.
+    """An env factory that can be pickled, made from any function: even a lambda, or a function in a notebook.
 
         EnvCreator(lambda: GymEnv("CartPole-v1"))
 
@@ -58,8 +58,8 @@ def make_env(creator: EnvCreator, index: int) -> EnvBase:
         index: index of the env, for errors.
 
     Raises:
-        EnvironmentFailure: if the factory raises an exception that is no LucidError.
-        LucidError: if the factory raises it; a note names the env.
+        EnvironmentFailure: if the factory raises an exception that is not a LucidError.
+        LucidError: if the factory raises one; a note names the env.
         ConfigError: if the factory does not return an env.
     """
     try:

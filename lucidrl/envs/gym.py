@@ -46,7 +46,7 @@ class GymEnv(EnvBase):
         kwargs: arguments of `gymnasium.make`.
 
     Raises:
-        ConfigError: for an unknown id or option, or a space without a spec.
+        ConfigError: for an unknown id or option, or an unsupported space.
     """
 
     def __init__(

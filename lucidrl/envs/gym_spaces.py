@@ -60,7 +60,7 @@ def codec_of(key: Key, space: Space, categorical: bool) -> Codec:
         categorical: discrete values are indices; otherwise they are one-hot vectors.
 
     Raises:
-        ConfigError: for a space without a spec.
+        ConfigError: for an unsupported space.
     """
     from gymnasium import spaces
 
@@ -234,4 +234,7 @@ def _indices(key: Key, value: Any, space: Any) -> np.ndarray:
 
 
 def _no_one_hot(key: Key, values: list[float]) -> DataError:
-    return DataError(f"{key!r} is {values}, not a one-hot vector; fix it, or set categorical_action_encoding=True")
+    return DataError(
+        f"{key!r} is {values}, not a one-hot vector; fix the policy, or set categorical_action_encoding=True to pass "
+        "indices"
+    )

@@ -79,9 +79,9 @@ def other_dtype(key: Key, dtype: torch.dtype, before: torch.dtype) -> DataError:
 
 
 def check_actions(env: EnvBase, taken: Arrays, given: Tensors, rows: Any = ...) -> None:
-    """Raise DataError for actions outside the action spec; callers check the first actions of a policy only.
+    """Raise DataError for actions that do not fit the action spec, apart from numbers beyond its bounds.
 
-    Numbers beyond their bounds are accepted: Gaussian policies rely on the env to clip them.
+    Gaussian policies rely on the env to clip such numbers. Callers check a policy's first actions only.
 
     Args:
         taken: actions after the cast to the env's dtype.

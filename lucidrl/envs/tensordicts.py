@@ -61,7 +61,7 @@ def checked_entries(result: TensorDictBase, expected: Mapping[Key, np.ndarray], 
 
 
 def write_step(result: TensorDictBase, out: Frame, env_name: str) -> None:
-    """Write the step result of a TensorDict env into `out`; fill in the done flags that the env did not return.
+    """Write a result of the TensorDict hook `_step` into `out`; fill in the done flags that the env did not return.
 
     Raises:
         EnvironmentFailure: if an entry does not fit its spec, or a reward is not finite.

@@ -1,7 +1,7 @@
 """The loss protocol between policy workers and loss functions.
 
-Shapes: B rows, T tokens, V vocabulary; N frames. Position i of a [B, T] log-probability tensor belongs to token i of
-`input_ids`; position 0 has no prediction and holds 0.
+Shapes: B rows, T tokens, V vocabulary; N frames, each one step of one env in a control task. Position i of a [B, T]
+log-probability tensor belongs to token i of `input_ids`; position 0 has no prediction and holds 0.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def valid_token_mask(data: Mapping[str, Any]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Frames:
-    """Frames to train on, in any order."""
+    """Frames (env steps) to train on, in any order."""
 
     observations: torch.Tensor
     """[N, ...]"""

@@ -16,10 +16,10 @@ from lucidrl.losses.interfaces import LossType, TokenOutputs
 from lucidrl.losses.reductions import Max, Mean, Min
 
 PROVIDERS: dict[str, str] = {
-    "advantages": "compute_advantages returns them",
-    "prev_logprobs": "the policy's get_logprobs returns them before the first update (not needed if on_policy=True)",
-    "generation_logprobs": "the generator returns them as `logprobs` with its samples",
-    "reference_policy_logprobs": "the policy's get_reference_policy_logprobs returns them (not needed if "
+    "advantages": "compute_advantages returns it",
+    "prev_logprobs": "the policy's get_logprobs returns it before the first update (not needed if on_policy=True)",
+    "generation_logprobs": "the generator returns it as `logprobs` with its samples",
+    "reference_policy_logprobs": "the policy's get_reference_policy_logprobs returns it (not needed if "
     "kl_coefficient=0)",
 }
 
@@ -36,7 +36,7 @@ def token_column(
         DataError: the column is missing or has another shape.
     """
     if name not in data:
-        raise DataError(f"the batch has no column {name!r}, which the loss reads; {PROVIDERS[name]}")
+        raise DataError(f"the batch has no column {name!r}, which the loss reads; add it: {PROVIDERS[name]}")
     column: torch.Tensor = data[name]
     if per_row_allowed and column.shape == mask_BT.shape[:1]:
         column = column[:, None].expand_as(mask_BT)

@@ -4,7 +4,7 @@ transformers looks up an attention function by name and passes the keyword argum
 registers the function `lucidrl`, which receives a *layout*. A layout knows how the tokens of a call are stored
 (right-padded rows, a packed stream, prompts to be cached, one new token per row) and computes their causal attention.
 
-Shapes: B rows, T tokens, S packed tokens, Hq/Hkv query/key heads, D head size.
+Shapes: B rows, R rows of a packed stream, T tokens, S packed tokens, Hq/Hkv query/key heads, D head size.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class PaddedLayout:
 
 
 class PackedLayout:
-    """Rows packed into one stream [1, S]; only attention unpacks them, to padded rows."""
+    """Rows packed into one stream [1, S]; attention unpacks them to padded rows, other layers process the stream."""
 
     def __init__(self, rows: PackedRows):
         self.rows = rows

@@ -47,7 +47,7 @@ class ContextParallel:
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """This rank's chunks of a row, in order."""
+        """Indices of this rank's two chunks, the earlier chunk of the row first."""
         return self.rank, self.multiple - 1 - self.rank
 
     def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:

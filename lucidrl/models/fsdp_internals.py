@@ -44,7 +44,10 @@ def kept_after_forward(modules: Sequence[FSDPModule]) -> Iterator[None]:
 
 
 def reset_roots(modules: Sequence[FSDPModule]) -> None:
-    """Release the parameters of a failed forward pass; only roots can be reset."""
+    """Free the parameters that a failed forward pass left gathered.
+
+    The public `reset_iter_state` works on root modules only, and no public method tells which modules are roots.
+    """
     for module in modules:
         if module._get_fsdp_state()._is_root:
             module.reset_iter_state()
@@ -72,15 +75,18 @@ def flat_parameter(module: FullyShardedDataParallel) -> nn.Parameter | None:
 
 
 def tensors_in(flat: Any) -> list[tuple[nn.Module, str, torch.Size]]:
-    """Return owner, name and shape of each tensor in a flat parameter, in order; tied tensors are listed once."""
+    """Return owner, name and shape of each tensor in a flat parameter, in memory order; tied tensors are listed once.
+
+    No public method returns the contents of a flat parameter.
+    """
     infos = zip(flat._param_infos, flat._shapes, strict=True)
     return [(info.module, info.param_name, shape) for info, shape in infos]
 
 
 @contextmanager
 def gathered_unit(module: FullyShardedDataParallel) -> Iterator[None]:
-    """Context manager: inside it, the unit has its full weights in compute precision, and calls bypass FSDP, which
-    would free the weights.
+    """Context manager: inside it, an FSDP unit has its full weights in compute precision, and calls of the unit bypass
+    FSDP, which would free the weights after the call.
 
     The public `summon_full_params` gathers float32 weights even if the model computes in half precision.
     """
@@ -96,7 +102,10 @@ def gathered_unit(module: FullyShardedDataParallel) -> Iterator[None]:
 
 
 def end_failed_pass(root: FullyShardedDataParallel, parameters: Iterable[Any]) -> None:
-    """Let FSDP clean up after a failed pass, in any state of the gradients."""
+    """Let FSDP clean up after a failed forward or backward pass, even if only some gradients were computed.
+
+    FSDP1 has no public method for this; it cleans up only at the end of a complete backward pass.
+    """
     for parameter in parameters:
         parameter._post_backward_called = False  # the parameter has no usable gradient
     _post_backward_final_callback(root, root)

@@ -201,7 +201,7 @@ def model_config(model_name: str, trust_remote_code: bool) -> Any:
     """Read the config of a causal language model.
 
     Raises:
-        ConfigError: config.json is unreadable, has absurd sizes, or is of another kind of model.
+        ConfigError: config.json is unreadable, has absurd sizes, or describes another kind of model.
     """
     if model_name in EMBEDDED_MODELS:
         return embedded.embedded_config()
@@ -239,7 +239,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers of a model, the modules whose classes `_no_split_modules` names.
 
     Raises:
-        ConfigError: there are none; sharding or checkpointing the model as one piece would save no memory.
+        ConfigError: the model names none; without layers, sharding and activation checkpointing would save no memory.
     """
     kinds = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in kinds]

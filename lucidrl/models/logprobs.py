@@ -69,8 +69,9 @@ class LogprobModel(nn.Module):
             input_ids: [B, T].
             input_lengths: [B] on the same device.
             needs: which outputs to compute.
-            selected: [B, T] bool, the tokens to score; all by default. Outputs of other positions are 0.
-            packed: run the model without padding; outputs have the same layout.
+            selected: [B, T] bool, the tokens to score; all by default. Log-probabilities and entropies of other tokens
+                are 0.
+            packed: run the model on packed rows, without padding; outputs are padded rows nevertheless.
         """
         if not needs <= SUPPORTED_NEEDS:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Checks of a model's files, before large allocations, and of its logits: ours against those of the original code.
+"""Checks a model's files before large allocations, and compares our forward passes with the model's original code.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -151,7 +151,7 @@ def check_against_own_forward(model: PreTrainedModel) -> None:
     matter.
 
     Raises:
-        ConfigError: the logits differ; the message names the path and the difference.
+        ConfigError: the logits differ; the message names the forward pass and the difference.
     """
     check_architecture(model)
     with _in_float32(model):

@@ -36,7 +36,7 @@ class PolicyOptimizer:
         parameters: parameters of this rank; only those that require gradients are trained.
         local: returns the plain tensor behind a parameter or gradient.
         total_norm: returns the gradient norm of the full model, over all ranks.
-        key: name of the config's setting, for errors.
+        key: section of the settings that `config` comes from, such as `policy`; used in errors.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ def model_folder(name: str, key: str = MODEL_KEY) -> Path:
     """Return the folder with the files of a model. Download a hub model; verify a checkpoint.
 
     Args:
-        name: a name of the table above, except the embedded models.
-        key: the setting that has this name, for messages.
+        name: a name from the table at the top of this module, except the embedded models.
+        key: the setting whose value is `name`, for messages.
 
     Raises:
         ConfigError: there is no model of this name.
@@ -86,7 +86,7 @@ def with_resolved_names(policy: PolicyConfig) -> PolicyConfig:
         if is_hub_id(name) and policy.trust_remote_code:
             raise ConfigError(
                 f"policy.trust_remote_code=true does not apply to policy.{key}={name}, because code is not downloaded; "
-                f"set it to false, or read the code and set policy.{key} to a folder that has it"
+                f"set policy.trust_remote_code=false, or read the code and set policy.{key} to a folder that has it"
             )
     return policy.model_copy(
         update={key: resolved_name(name, f"policy.{key}") for key, name in names.items() if name is not None}
@@ -124,7 +124,7 @@ def _weights(checkpoint: Checkpoint, source: str) -> Path:
     folder = checkpoint.path / WEIGHTS
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{source} has no language model; choose a run of lucidrl grpo or sft (lucidrl play shows a trained "
-            "control policy)"
+            f"{source} has no language model; choose a run of `lucidrl grpo` or `lucidrl sft` (`lucidrl play` shows a "
+            "trained control policy)"
         )
     return folder

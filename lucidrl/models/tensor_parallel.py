@@ -211,7 +211,9 @@ def _planned_styles(
             )
         for name, module in matches:
             if module in by_vocabulary:
-                logger.info("ignoring the tensor-parallel plan for %s, which is split by vocabulary", name)
+                logger.info(
+                    "ignoring the entry of the tensor-parallel plan for %s: it is always split by vocabulary", name
+                )
             else:
                 styles[name] = _style(name, style, between)
     return styles

@@ -135,7 +135,7 @@ def test_a_killed_worker_is_restarted_in_the_middle_of_a_call_too(caplog, tmp_pa
             os.kill(collector.workers.pids[0], signal.SIGKILL)
             assert collector.map_fn("set_seed", [(3,), (30,)]) == [4, 31]
         assert collector.num_restarts == 2
-        assert caplog.text.count("the trace that worker 0 was recording is lost") == 1
+        assert caplog.text.count("the trace that collector worker 0 was recording is lost") == 1
         collector.next()  # a success: two more restarts in a row are allowed
         consumer = threading.Thread(target=collector.next)
         consumer.start()

@@ -55,6 +55,7 @@ class Failure:
 
 
 Outcome = EnvReply | Failure
+"""Result of one request: the environment's reply, or the reason why there is none."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ def _normalized(reply: Any) -> Outcome:
         return Failure("bad_reward", f"returned a reward of type {type(reply.reward).__name__} instead of a number")
     reward = _as_float(reply.reward)
     if not math.isfinite(reward) or abs(reward) > LARGEST_REWARD:
-        rule = f"rewards must be finite and at most {LARGEST_REWARD:.1e} in size, which float32 holds"
+        rule = f"rewards must be finite and within ±{LARGEST_REWARD:.1e}, the range of float32"
         return Failure("bad_reward", f"returned the reward {reward:g}, but {rule}")
     if not isinstance(reply.metrics, Mapping) or not all(isinstance(name, str) for name in reply.metrics):
         return Failure("bad_reply", "returned metrics that are not a dictionary of numbers by name")
@@ -241,7 +242,8 @@ def _normalized(reply: Any) -> Outcome:
         return Failure("bad_reply", f"returned an info of type {type(reply.info).__name__} instead of a dictionary")
     if not reply.done and not _are_observations(reply.messages):
         what = (
-            "returned done=False without messages; return messages with role and content, the last not of the assistant"
+            "returned done=False without messages; return messages with role and content, the last with another role "
+            "than assistant"
         )
         return Failure("bad_reply", what)
     metrics = {name: _as_float(value) for name, value in reply.metrics.items()}

@@ -145,11 +145,13 @@ class Transform:
         """Load a result of `state_dict`.
 
         Raises:
-            CheckpointError: if the state is of another transform.
+            CheckpointError: if the state was saved from another transform.
         """
         if state:
             name, names = type(self).__name__, ", ".join(state)
-            raise CheckpointError(f"{name} learns nothing, but the state has {names}; load it into the same transforms")
+            raise CheckpointError(
+                f"{name} learns nothing, but the state has {names}; load it into the transforms it was saved from"
+            )
 
     def clone(self) -> Self:
         """A copy with the same parameters and statistics, for another env."""
@@ -190,14 +192,15 @@ class Compose:
         """Load a result of `state_dict`.
 
         Raises:
-            CheckpointError: if the state is of other transforms.
+            CheckpointError: if the state was saved from other transforms.
         """
         parts: list[dict[str, Any]] = [{} for _ in self]
         for name, value in state.items():
             index, _, rest = name.partition(".")
             if not index.isdecimal() or int(index) >= len(parts):
                 raise CheckpointError(
-                    f"the state has {name!r}, but there are {len(parts)} transforms; load it into the same transforms"
+                    f"the state has {name!r}, but there are {len(parts)} transforms; load it into the transforms it "
+                    "was saved from"
                 )
             parts[int(index)][rest] = value
         for transform, part in zip(self, parts, strict=True):

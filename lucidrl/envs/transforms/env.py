@@ -58,7 +58,11 @@ class TransformedEnv(EnvBase):
         self._put_around(TransformedEnv(env, Compose(*inner)) if inner else env, outermost)
 
     def append_transform(self, transform: Transform | Compose) -> None:
-        """Add a transform around the existing ones; frames made before this call become invalid."""
+        """Add a transform around the existing ones.
+
+        Call this before the env is passed to a collector. Do not pass a `Frame` to the env afterwards that `new_frame`
+        returned before this call: it does not have the entries of the new transform.
+        """
         for each in transforms_of(transform):
             below = copy.copy(self)
             self._put_around(below, each)

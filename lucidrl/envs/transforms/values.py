@@ -303,6 +303,7 @@ def _taken(state: State, key: Key, name: str) -> Any:
     path = f"{_name(key)}.{name}"
     if path not in state:
         raise CheckpointError(
-            f"the state has {', '.join(state) or 'nothing'}, but no {path}; load the state of the same transforms"
+            f"the state has {', '.join(state) or 'nothing'}, but no {path}; load it into the transforms it was saved "
+            "from"
         )
     return state[path]

@@ -1,4 +1,4 @@
-"""Types shared by algorithms and control policies, beside the frames of `lucidrl.losses.interfaces`."""
+"""Types shared by algorithms and control policies; see `lucidrl.losses.interfaces` for more, such as `Frames`."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class DiscreteHead(ActionHead):
         probabilities = outputs_BP.softmax(-1).view(-1, self.num_inputs)
         try:
             return torch.multinomial(probabilities, 1).view(outputs_BP.shape[:-1])
-        except RuntimeError as error:  # checking before the call would slow every frame
+        except RuntimeError as error:  # checking before the call would slow every env step
             raise TrainingError(
                 f"the policy cannot sample an action: {error}; check for NaN or infinite observations, or lower "
                 "policy.optimizer.kwargs.lr"

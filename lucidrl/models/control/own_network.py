@@ -20,7 +20,7 @@ _NUM_ROWS = 2
 
 
 class OwnNetwork(nn.Module):
-    """Calls a user's network with observations [N, *O] for any leading dims, and returns its outputs [..., P]."""
+    """Flattens the leading dims of observations to [N, *O], calls a user's network, and returns outputs [..., P]."""
 
     def __init__(self, network: nn.Module, space: ObservationSpace, num_outputs: int, dtype: torch.dtype):
         super().__init__()

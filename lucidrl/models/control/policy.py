@@ -80,7 +80,8 @@ class Role:
             shape, saved = (list(tensors[name].shape) if name in tensors else "none" for tensors in (own, weights))
             if shape != saved:
                 raise CheckpointError(
-                    f"{folder / self.name} is of another network: {name} should have shape {shape}, found {saved}; "
+                    f"{folder / self.name} was saved from another network: {name} should have shape {shape}, found "
+                    f"{saved}; "
                     f"use the env, {self.name}.network and {self.name}.hidden_sizes it was saved with"
                 )
         return weights
@@ -97,7 +98,7 @@ class Role:
         found, expected = (_kind(state) for state in (optimizer, self.optimizer.state_dict()))
         if found != expected:
             raise CheckpointError(
-                f"{folder / OPTIMIZERS} has the {self.name}'s {found}, but {expected} is configured; "
+                f"{folder / OPTIMIZERS} holds the state of the {self.name}'s {found}, but {expected} is configured; "
                 f"resume with the {self.name}.optimizer and the {self.name}.scheduler it was saved with"
             )
         return {"weights": weights, "optimizer": optimizer}

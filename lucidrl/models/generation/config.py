@@ -54,5 +54,8 @@ class GenerationConfig(Config):
                 "leave nodes out"
             )
         if self.refit == "ipc" and self.nodes == "other":
-            raise ValueError("refit=ipc shares memory on a node, but nodes=other; set refit=auto, or nodes=policy")
+            raise ValueError(
+                "refit=ipc needs generators on the policy's nodes, which nodes=other excludes; set refit=auto, or "
+                "nodes=policy"
+            )
         return self

@@ -59,7 +59,7 @@ class WeightReceiver:
         self._staged: dict[str, torch.Tensor] = {}
         """Weights of the incoming version that have arrived so far."""
         self._shared: dict[str, AttachedMemory] = {}
-        """The sender's memory with the version in use, by token; empty if this version was copied."""
+        """The sender's memory with the version in use, by the handle's token; empty if this version was copied."""
         self._incoming_shared: dict[str, AttachedMemory] = {}
         self._released: dict[str, AttachedMemory] = {}
         """The sender's memory with the previous version; the sender may reuse it for the next version."""
@@ -123,8 +123,8 @@ class WeightReceiver:
         """
         if version != self._incoming:
             raise RefitError(
-                f"version {version} cannot be committed: {self._incoming} is expected; begin the refit with that "
-                "version"
+                f"version {version} cannot be committed: the current refit is for version {self._incoming}; begin the "
+                f"refit with version {version}"
             )
         if missing := [name for name in self._live if name not in self._staged]:
             raise RefitError(

@@ -4,7 +4,7 @@ Completions of the same prompt share the cached keys and values of the prompt; o
 all of them. Column i of a completion's cache holds its i-th new token for any prompt length: the position of a key is
 in its rotary embedding, not in its column.
 
-Shapes: P prompts, G most rows of one prompt, B rows, T padded prompt length, N new tokens, Hq/Hkv heads, D head size.
+Shapes: P prompts, G maximum rows per prompt, B rows, T padded prompt length, N new tokens, Hq/Hkv heads, D head size.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class KVCache:
         self._regroup(prompt_of_row)
 
     def _regroup(self, prompt_of_row_B: torch.Tensor) -> None:
-        """Arrange the rows, in any order, as a grid [P, G] of slots, one line per prompt."""
+        """Arrange the rows, whatever their order, as a grid [P, G] of slots with one line per prompt."""
         self._prompt_of_row_B = prompt_of_row_B
         self._masks.clear()
         counts_P = torch.bincount(prompt_of_row_B, minlength=len(self._prompt_lengths_P))

@@ -95,7 +95,10 @@ def draw(
 
 
 def _inverse_cdf(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
-    """Return the first token at which the cumulative sum exceeds u times the total; search the block, then inside."""
+    """Return the first token at which the cumulative sum exceeds u times the total.
+
+    Search the block that contains the token first, then the token inside the block.
+    """
     rows, vocabulary = weights_BV.shape
     padded = F.pad(weights_BV, (0, -vocabulary % BLOCK))
     blocks = padded.view(rows, -1, BLOCK)

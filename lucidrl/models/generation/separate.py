@@ -239,6 +239,6 @@ def check_nodes(config: GenerationConfig, cluster: ClusterConfig) -> None:
     """Refuse `policy.generation.nodes` if generators do not run under Ray."""
     if config.nodes != "any" and not cluster.uses_ray:
         raise ConfigError(
-            f"policy.generation.nodes={config.nodes} chooses nodes of a Ray cluster, but generators are processes of "
-            "this machine; set cluster.address, or remove policy.generation.nodes"
+            f"policy.generation.nodes={config.nodes} chooses nodes of a Ray cluster, but the generators run as "
+            "processes on this machine; set cluster.address, or remove policy.generation.nodes"
         )

@@ -152,7 +152,8 @@ class SequencePackingConfig(TokenBudgetConfig):
 
 
 class DTensorConfig(Config):
-    """Parallelism over several ranks; the number of ranks / (tensor * context parallel size) is data parallel."""
+    """Parallelism over several ranks. The data parallel size is the number of ranks, divided by
+    `tensor_parallel_size * context_parallel_size`."""
 
     enabled: bool = True
     """Use `DTensorPolicyWorker` (FSDP2); if false, `FSDP1PolicyWorker`, which is data parallel only."""

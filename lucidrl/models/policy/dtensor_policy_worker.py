@@ -102,7 +102,8 @@ def get_cpu_state_dict(
 
 
 def offload_policy(device: torch.device) -> CPUOffloadPolicy:
-    """Keep weights in host memory; pinned if the device is a GPU, so that copies overlap with computation."""
+    """Return the FSDP2 option to keep weights in host memory; pinned if the device is a GPU, so that copies overlap
+    with computation."""
     return CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
 
@@ -110,7 +111,8 @@ class FSDP2Sharding(Sharding):
     """Shards each decoder layer separately; embedding, final norm and head belong to the root.
 
     Args:
-        model: a model on the meta device; it is sharded in place and allocated, uninitialised.
+        model: must be on the meta device. It is sharded in place; the shards are allocated uninitialised, so load the
+            weights afterwards.
     """
 
     def __init__(self, model: LogprobModel, mesh: RankMesh, config: PolicyConfig):

@@ -1,7 +1,7 @@
 """The policy worker on FSDP1 (FullyShardedDataParallel): data parallel only. A single rank is not wrapped.
 
-FSDP1 concatenates the weights of a unit into one flat parameter, pads it to a multiple of the number of ranks, and
-gives each rank an equal shard. The optimizer and the reference policy work on these shards.
+FSDP1 concatenates the weights of an FSDP unit into one flat parameter, pads it to a multiple of the number of ranks,
+and gives each rank an equal shard. The optimizer and the reference policy work on these shards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lucidrl.models.policy.worker import PolicyWorker
 
 
 class FSDP1PolicyWorker(PolicyWorker):
-    """One rank of a policy whose parameters are shards of flat parameters, over all ranks."""
+    """One rank of a policy whose flat parameters are sharded over all ranks."""
 
     manual_offload_to_cpu = PolicyWorker.move_to_cpu
     manual_load_to_gpu = PolicyWorker.move_to_cuda
@@ -50,10 +50,11 @@ class FSDP1PolicyWorker(PolicyWorker):
 
 
 class FSDP1Sharding(Sharding):
-    """Makes each decoder layer one unit; embedding, final norm and head together are one more unit.
+    """Makes each decoder layer one FSDP unit; embedding, final norm and head together are one more unit.
 
     Args:
-        model: on the meta device; the units' parameters are allocated, uninitialised.
+        model: must be on the meta device. Wrapping allocates the parameters of each FSDP unit uninitialised; load the
+            weights afterwards.
     """
 
     root: FullyShardedDataParallel

@@ -83,8 +83,8 @@ def read_full_state(folder: Path, sharding: Sharding, optimizer: PolicyOptimizer
         _check_can_be_gathered(sharding, state["state"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{folder / STRUCTURE_NAME} holds no state of this policy's optimizer ({error}); "
-            "resume with the policy.optimizer, policy.scheduler and policy.precision it was saved with"
+            f"{folder / STRUCTURE_NAME} does not fit this policy's optimizer ({error}); resume with the "
+            "policy.optimizer, policy.scheduler and policy.precision that the file was saved with"
         ) from error
     return state
 
@@ -120,7 +120,7 @@ def check_same_shapes(path: Path, expected: Mapping[str, list[int]], found: Mapp
     for name in [*expected, *sorted(found.keys() - expected.keys())]:
         if found.get(name) != expected.get(name):
             raise CheckpointError(
-                f"{path} is of another model: {name} should have shape {expected.get(name, 'none')}, "
+                f"{path} was saved from another model: {name} should have shape {expected.get(name, 'none')}, "
                 f"found {found.get(name, 'nothing')}; resume with the policy.model_name it was saved from"
             )
 
@@ -164,11 +164,13 @@ def _check_can_be_gathered(sharding: Sharding, by_name: Mapping[str, Mapping[str
 def _check_settings(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     expected = {*_settings(own), "param_groups"}
     for name in sorted(expected ^ saved.keys()):
-        raise ValueError(f"it has no {name}" if name in expected else f"it has a {name}, which the policy has not")
+        raise ValueError(
+            f"the file has no {name}" if name in expected else f"the file has {name}, but this policy has none"
+        )
     if saved["kind"] != own["kind"]:
-        raise ValueError(f"it is of {saved['kind']}, the policy has {own['kind']}")
+        raise ValueError(f"the file was saved with {saved['kind']}, but this policy uses {own['kind']}")
     if len(saved["param_groups"]) != len(_groups(own)):
-        raise ValueError(f"it has {len(saved['param_groups'])} groups of parameters instead of {len(_groups(own))}")
+        raise ValueError(f"the file has {len(saved['param_groups'])} param_groups instead of {len(_groups(own))}")
 
 
 def _check_state(sharding: Sharding, full: Mapping[str, Any], *, has_masters: bool) -> None:
@@ -179,11 +181,15 @@ def _check_state(sharding: Sharding, full: Mapping[str, Any], *, has_masters: bo
                 raise ValueError(f"{key} of {name} has shape {list(entry[key].shape)} instead of {shapes[name]}")
     for name in shapes:
         if (_MASTER in state.get(name, {})) != has_masters:
-            raise ValueError(f"it has {'no' if has_masters else 'a'} master weight of {name}")
+            raise ValueError(
+                f"the file has no master weight of {name}, which this policy needs"
+                if has_masters
+                else f"the file has a master weight of {name}, which this policy does not use"
+            )
 
 
 def _settings(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that belongs to no parameter: kind, schedule, loss scale."""
+    """Return the state that belongs to no parameter: kind (the optimizer's class name), schedule, loss scale."""
     return {key: value for key, value in own.items() if key not in ("optimizer", "masters")}
 
 

@@ -122,11 +122,12 @@ class WeightExport:
         return free_port(ip) if self._sharding.mesh.rank == 0 else None
 
     def try_join(self, ip: str, port: int, world_size: int, timeout_s: float) -> str | None:
-        """`join_collective`, but return the text of a RefitError: the driver can restart generators and retry."""
+        """`join_collective`, but return the message of a RefitError instead of raising it: the driver can then restart
+        generators and retry."""
         return problem_of(lambda: self.join_collective(ip, port, world_size, timeout_s))
 
     def try_broadcast(self) -> str | None:
-        """`broadcast`, but return the text of a RefitError, as `try_join`."""
+        """`broadcast`, but return the message of a RefitError instead of raising it, as `try_join` does."""
         return problem_of(self.broadcast)
 
     @span("refit")

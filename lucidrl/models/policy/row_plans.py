@@ -60,8 +60,8 @@ class RowPlans:
             )
         if any(size % number for size in sizes):
             raise DataError(
-                f"ranks with {sizes} rows cannot form {number} global batches; "
-                "give every rank the same number of rows of each global batch (see shard_by_batch_size)"
+                f"ranks with {sizes} rows cannot form {number} global batches, because a rank must have equally many "
+                f"rows in every global batch; give each rank a multiple of {number} rows (see shard_by_batch_size)"
             )
         share = data.size // number
         return [data.slice(start, start + share) for start in range(0, share * number, share or 1)] or [data] * number

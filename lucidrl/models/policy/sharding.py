@@ -35,7 +35,7 @@ class Unit:
 
     parameter: nn.Parameter
     names: list[str]
-    """Hugging Face names of the full tensors in the parameter, in order; tied tensors are listed once."""
+    """Hugging Face names of the full tensors in the parameter, in memory order; tied tensors are listed once."""
 
 
 class Sharding(ABC):
@@ -51,7 +51,7 @@ class Sharding(ABC):
     units: list[Unit]
     """Units in the order in which they are gathered."""
     gradient_scale: float = 1.0
-    """Multiply losses by this factor. It is not 1 if the back end averages gradients over ranks; sums are needed."""
+    """Multiply losses by this factor, so that gradients are sums over ranks even if the back end averages them."""
 
     def __init__(self, model: LogprobModel, mesh: RankMesh):
         self.model, self.mesh = model, mesh
@@ -60,7 +60,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context for one micro-batch; ranks reduce gradients in the last micro-batch only."""
+        """Return the context for one micro-batch; after the last one, gradients are reduced over ranks."""
 
     @abstractmethod
     def gathered(self) -> AbstractContextManager[None]:
@@ -208,9 +208,9 @@ def mixed_precision(model: nn.Module, config: PolicyConfig) -> dict[str, Any]:
 
 
 def materialize(model: nn.Module, parameters_device: torch.device, buffers_device: torch.device) -> None:
-    """Allocate the tensors of a model on the meta device, uninitialised.
+    """Allocate uninitialised tensors for a model that is on the meta device.
 
-    The devices differ with CPU offload: FSDP moves parameters to the accelerator, but never buffers.
+    The two devices differ with CPU offload: FSDP moves parameters to the accelerator, but never buffers.
     """
     model.to_empty(device=parameters_device)
     for module in model.modules():

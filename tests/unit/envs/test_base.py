@@ -151,7 +151,7 @@ def test_a_reset_mask_of_another_shape_is_refused():
     env = Walk((3,))
     root = env.reset()
     root["_reset"] = torch.ones(3, 1, 1, dtype=torch.bool)
-    with pytest.raises(DataError, match=r"_reset is torch.bool \[3, 1, 1\]; give a bool mask of \[3\]"):
+    with pytest.raises(DataError, match=r"_reset is torch.bool \[3, 1, 1\]; give a bool mask of shape \[3\]"):
         env.reset(root)
 
 

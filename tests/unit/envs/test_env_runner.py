@@ -137,7 +137,7 @@ def test_samples_are_retried_apart_from_their_neighbours(num_requests):
         ("hang", r"exceeded its timeout of 0\.2 s"),
         ("short", "returned 0 replies for 1 requests"),
         ("nothing", "returned a NoneType"),
-        ("nan", r"reward nan, but rewards must be finite and at most 3\.4e\+38"),
+        ("nan", r"reward nan, but rewards must be finite and within ±3\.4e\+38"),
         ("1e308", r"reward -1e\+308, but rewards must be finite"),
         ("beyond float", "reward inf, but rewards must be finite"),
         ("text reward", "reward of type str"),

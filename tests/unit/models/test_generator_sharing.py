@@ -57,7 +57,7 @@ def test_generators_that_share_memory_with_the_policy_are_on_its_nodes():
         ({"nodes": "other"}, "nodes=other is for separate generators, but placement=policy; set"),
         (
             {"placement": "separate", "nodes": "other", "refit": "ipc"},
-            "refit=ipc shares memory on a node, but nodes=",
+            "refit=ipc needs generators on the policy's nodes, which nodes=other excludes",
         ),
     ],
 )

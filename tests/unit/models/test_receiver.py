@@ -69,10 +69,10 @@ def test_an_incomplete_version_is_refused_and_the_next_refit_drops_it(model, rec
 
 
 def test_commit_refuses_another_version_than_begin(receiver):
-    with pytest.raises(RefitError, match="version 1 cannot be committed: None is expected"):
+    with pytest.raises(RefitError, match="version 1 cannot be committed: the current refit is for version None"):
         receiver.commit(1)
     receiver.begin(2)
-    with pytest.raises(RefitError, match="version 1 cannot be committed: 2 is expected"):
+    with pytest.raises(RefitError, match="version 1 cannot be committed: the current refit is for version 2"):
         receiver.commit(1)
 
 

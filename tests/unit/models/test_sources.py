@@ -81,7 +81,7 @@ def test_a_run_of_another_kind_is_refused(tmp_path):
     with CheckpointManager(tmp_path / "checkpoints").saving(1) as folder:
         (folder / "policy").mkdir()
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match="has no language model; choose a run of lucidrl grpo or sft"):
+    with pytest.raises(ConfigError, match="has no language model; choose a run of `lucidrl grpo` or `lucidrl sft`"):
         model_folder(str(tmp_path))
 
 

@@ -108,7 +108,7 @@ def test_weights_of_another_model_are_refused(make_worker, tiny_model, save_mode
     else:
         folder = tiny_model(other)
     before = weights_of(worker)
-    with pytest.raises(CheckpointError, match=rf"is of another model: {message}"):
+    with pytest.raises(CheckpointError, match=rf"was saved from another model: {message}"):
         worker.load_checkpoint(folder)
     assert same(weights_of(worker), before)
 
@@ -123,16 +123,19 @@ def test_an_optimizer_state_that_does_not_fit_is_refused(make_worker, tmp_path):
     worker = make_worker()
     worker.save_checkpoint(weights, optimizer)
     for options, message in (
-        (TRAINING, "no state of this policy's optimizer .it has no scheduler"),
-        ({"precision": "bfloat16"}, "no state of this policy's optimizer .it has no master weight of model"),
-        ({"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}}}, "it is of AdamW, the policy has SGD"),
+        (TRAINING, "does not fit this policy's optimizer .the file has no scheduler"),
+        ({"precision": "bfloat16"}, "does not fit this policy's optimizer .the file has no master weight of model"),
+        (
+            {"optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}}},
+            "the file was saved with AdamW, but this policy uses SGD",
+        ),
     ):
         with pytest.raises(CheckpointError, match=message):
             make_worker(**options).load_checkpoint(weights, optimizer)
     other = make_worker("qwen2")
     other.save_checkpoint(str(tmp_path / "own"))
     with pytest.raises(
-        CheckpointError, match=r"optimizer is of another model: model\.layers\.0\.self_attn\.q_proj\.bias"
+        CheckpointError, match=r"optimizer was saved from another model: model\.layers\.0\.self_attn\.q_proj\.bias"
     ):
         other.load_checkpoint(str(tmp_path / "own"), optimizer)
     with pytest.raises(CheckpointError, match=r"optimizer\.json: it is missing"):

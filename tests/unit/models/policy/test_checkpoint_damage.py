@@ -101,14 +101,14 @@ def edit(path: Path, change) -> None:
 
 
 HOSTILE = {
-    "another optimizer": (lambda s: s["settings"].update(kind="SGD"), "it is of SGD, the policy has AdamW"),
-    "no groups": (lambda s: s["settings"].pop("param_groups"), "it has no param_groups"),
-    "many groups": (lambda s: s["settings"].update(param_groups=[{}, {}]), "2 groups of parameters instead of 1"),
-    "another model": (lambda s: s["shapes"].update({"lm_head.weight": [7]}), r"is of another model: lm_head\.weight"),
+    "another optimizer": (lambda s: s["settings"].update(kind="SGD"), "saved with SGD, but this policy uses AdamW"),
+    "no groups": (lambda s: s["settings"].pop("param_groups"), "the file has no param_groups"),
+    "many groups": (lambda s: s["settings"].update(param_groups=[{}, {}]), "2 param_groups instead of 1"),
+    "another model": (lambda s: s["shapes"].update({"lm_head.weight": [7]}), r"from another model: lm_head\.weight"),
     "a tensor that is not there": (lambda s: s.update(state={"x": {"y": {"$tensor": "gone"}}}), "'gone'"),
-    "a name that is a list": (lambda s: s.update(state={"$tensor": ["a"]}), "no state of this policy's optimizer"),
-    "no dictionary": (lambda s: s.update(state=[1]), "no state of this policy's optimizer"),
-    "an unknown weight": (lambda s: s["state"].update({"lm_head.weight": {"exp_avg": 1}}), "no state of this policy"),
+    "a name that is a list": (lambda s: s.update(state={"$tensor": ["a"]}), "does not fit this policy's optimizer"),
+    "no dictionary": (lambda s: s.update(state=[1]), "does not fit this policy's optimizer"),
+    "an unknown weight": (lambda s: s["state"].update({"lm_head.weight": {"exp_avg": 1}}), "does not fit this policy"),
     "swapped shapes": (
         lambda s: s["state"]["model.norm.weight"].update(s["state"]["model.embed_tokens.weight"]),
         r"exp_avg(_sq)? of model\.norm\.weight has shape \[\d+, 32\] instead of \[32\]",
