@@ -138,7 +138,7 @@ def _check(
 
 @dataclass(frozen=True)
 class AdvantageEstimates:
-    """Advantages and value targets of frames, both [B, T]."""
+    """Advantages and value targets of frames (steps of one env), both [B, T]."""
 
     advantages: torch.Tensor
     value_targets: torch.Tensor

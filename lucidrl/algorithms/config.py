@@ -69,7 +69,7 @@ class PPOConfig(Config):
     """Proximal policy optimization of a control policy."""
 
     max_steps: PositiveInt = 100
-    """Steps of the run; each collects a batch of frames and trains on it for several epochs."""
+    """Steps of the run; each collects a batch of frames (env steps) and trains on it for several epochs."""
     discount: Annotated[float, Field(ge=0, le=1)] = 0.99
     """Discount factor per frame (gamma)."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95

@@ -31,7 +31,7 @@ class GRPO:
     collector: TextCollector
     pad_id: int
     on_policy: bool
-    """Each batch serves one optimizer update, so `prev_logprobs` need no separate forward pass."""
+    """Whether each batch serves one optimizer update only, so that `prev_logprobs` need no separate forward pass."""
     dump_samples_every: int = 0
     """Write the samples of the first step and of every n-th step; 0 = of the first step only."""
     plot_mismatch_every: int = 0
@@ -78,7 +78,7 @@ class GRPO:
 
     @span("advantages")
     def _with_advantages(self, rollouts: Rollouts) -> BatchedDataDict[Any]:
-        """Return the rollouts as a batch with `advantages`; `sample_mask` drops the rows that do not count."""
+        """Return the rollouts as a batch with `advantages`; `sample_mask` is 0 for rows that the loss ignores."""
         config, rewards, groups, valid = self.config, rollouts.rewards, rollouts.group_ids, rollouts.is_valid
         batch = rollouts.to_batch(self.pad_id)
         batch["advantages"] = compute_advantages(config.advantages, rewards, groups, valid, batch["idx"])

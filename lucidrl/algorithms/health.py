@@ -61,7 +61,7 @@ def constant_reward(history: Sequence[Metrics], settings: HealthSettings) -> str
     return (
         f"all samples of the last {CONSTANT_STEPS} steps got the reward {min(rewards):g}: there is nothing to learn; "
         "read samples/ to see what is scored, and check the reward (env.name, reward); if the reward is right, reward "
-        "partial success, choose easier prompts, or train on reference answers first with lucidrl sft"
+        "partial success, choose easier prompts, or train on reference answers first with `lucidrl sft`"
     )
 
 

@@ -1,6 +1,6 @@
 """PPO: collect frames, estimate the advantages of the actions, and train policy and critic with a clipped loss.
 
-Shapes: B envs, T time, N = B x T frames.
+A frame is one step of one env. Shapes: B envs, T time, N = B x T frames.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class PendingCheckpoint:
         if newest is None:
             return disk_full(self.target, "the bytes needed are not known")
         size_bytes = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
-        return disk_full(self.target, f"{newest.name} takes {size_bytes} bytes")
+        return disk_full(self.target, f"the newest checkpoint, {newest.name}, takes {size_bytes} bytes")
 
 
 class CheckpointManager:
@@ -189,9 +189,9 @@ class CheckpointManager:
             raise CheckpointError(f"{self.root} has no valid checkpoint to resume from; start a new run")
         if newest.weights_only:
             raise CheckpointError(
-                f"{newest.path} was saved with checkpoint.weights_only=true, or freed by lucidrl clean --optimizer: it "
-                "has no optimizer, so no run can be resumed from it; start a new run (for a language model, from these "
-                f"weights with policy.model_name={newest.path / 'policy'})"
+                f"{newest.path} has no optimizer state, so no run can resume from it: it was saved with "
+                "checkpoint.weights_only=true, or `lucidrl clean --optimizer` removed the state; start a new run (for "
+                f"a language model, from these weights with policy.model_name={newest.path / 'policy'})"
             )
         return newest
 
@@ -246,7 +246,7 @@ class CheckpointManager:
         }
 
     def _metrics_by_step(self) -> dict[int, dict[str, float]]:
-        """Metrics of every checkpoint with a readable record; does not verify other files."""
+        """Metrics of every checkpoint with a readable `state.json`; does not verify other files."""
         metrics = {}
         for step, folder in self._folders().items():
             try:
@@ -289,7 +289,7 @@ def _open_checkpoint(folder: Path) -> Checkpoint:
     verify_manifest(folder)
     checkpoint = _read_record(folder)
     if _STEP.fullmatch(folder.name) and folder.name != f"step_{checkpoint.step}":
-        raise _unusable(folder, f"its {STATE_NAME} is of step {checkpoint.step}")
+        raise _unusable(folder, f"its {STATE_NAME} belongs to step {checkpoint.step}")
     return checkpoint
 
 
@@ -300,7 +300,9 @@ def _encode_record(step: int, state: Mapping[str, Any], metrics: Mapping[str, fl
     content = {"step": step, "weights_only": weights_only, "metrics": numbers, "state": dict(state)}
     tensors, record = flatten_state(content)
     if tensors:
-        raise CheckpointError(f"{next(iter(tensors))} is a tensor; write it to a file of the checkpoint")
+        raise CheckpointError(
+            f"{next(iter(tensors))} is a tensor, but {STATE_NAME} holds only plain values; write it to another file"
+        )
     return json.dumps(record, indent=1, allow_nan=False) + "\n"
 
 

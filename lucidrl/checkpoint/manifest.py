@@ -95,7 +95,7 @@ def read_json(folder: Path, name: str) -> Any:
     """The content of an untrusted JSON file.
 
     Raises:
-        CheckpointError: if it is missing, is no regular file, or is not JSON.
+        CheckpointError: if it is missing, is not a regular file, or is not JSON.
     """
     path = folder / name
     if not path.is_file():
@@ -119,7 +119,7 @@ def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
             "use the release of lucidrl that wrote it"
         )
     if not well_formed:
-        raise _damage(folder, MANIFEST_NAME, "the size of an entry is not an integer")
+        raise _damage(folder, MANIFEST_NAME, "an entry has no integer size, or no SHA-256")
     return files
 
 

@@ -13,7 +13,8 @@ from lucidrl.checkpoint.manifest import listed_files
 def remove_part(manager: CheckpointManager, folder: Path, part: str) -> None:
     """Replace a checkpoint by one without the folder `part`, such as `optimizer`; no run can resume from the new one.
 
-    The other files are linked, not copied. If the process is killed, one of the two checkpoints is complete.
+    The other files are hard links, or copies if the file system has no links. If the process is killed, one of the two
+    checkpoints is complete.
 
     Raises:
         CheckpointError: if the checkpoint is damaged; it is not changed.

@@ -40,8 +40,8 @@ def is_hidden(folder: Path) -> bool:
 def locked(folder: Path) -> Iterator[bool]:
     """Context manager: lock a folder until the context or the process ends; yields whether this process has the lock.
 
-    It yields False if another process has the lock, and also if the file system has no locks: then saving continues,
-    and all hidden folders count as used.
+    It yields False if another process has the lock, or if the file system has no locks. Without locks, saving works
+    too, but all hidden folders count as used.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -66,7 +66,7 @@ def put_in_place(folder: Path, target: Path) -> None:
         folder.rename(target)
         _sync(target.parent)
         return
-    # No system call replaces a full folder, so rename the old one first. After a crash, the next start undoes that.
+    # No system call replaces a non-empty folder, so rename the old one first; after a crash, the next start undoes it.
     aside = target.parent / f"{_REPLACED}{target.name}-{uuid.uuid4().hex}"
     with locked(target):
         target.rename(aside)
@@ -122,7 +122,7 @@ def disk_full(target: Path, needed: str) -> CheckpointError:
     """The error for a folder that does not fit on the disk.
 
     Args:
-        needed: how many bytes the folder takes, as a clause.
+        needed: the words of the error message that say how much space is needed, such as "800 bytes are needed in all".
     """
     named = Path(*(_name_of(part) if part.startswith(_PREFIXES) else part for part in target.parts))
     return CheckpointError(

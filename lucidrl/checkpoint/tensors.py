@@ -51,7 +51,7 @@ class TensorSpec:
 
 
 class TensorFile:
-    """The content of one file in host memory.
+    """The content of one safetensors file, in host memory.
 
     Args:
         specs: specs of the tensors, by name.
@@ -199,7 +199,7 @@ def open_tensors(folder: Path, stem: str) -> dict[str, torch.Tensor]:
             if name in tensors:
                 raise _unusable(folder / file, f"{name} is stored twice")
             if index.get(name) != file:
-                raise _unusable(where, f"{name} is in {file}, not in {index.get(name, 'any file')}")
+                raise _unusable(where, f"{name} is stored in {file}, but the index says {index.get(name, 'nothing')}")
             tensors[name] = tensor
     for name, file in index.items():
         if name not in tensors:

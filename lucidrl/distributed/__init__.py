@@ -1,1 +1,1 @@
-"""Batches and how they are divided: over ranks, into micro-batches, into packed sequences."""
+"""Batches and their division over ranks, micro-batches and packed sequences; weight transfer; worker processes."""

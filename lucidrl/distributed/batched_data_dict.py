@@ -148,7 +148,7 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
     def update(  # type: ignore[override] # one signature instead of the base's overloads, the same calls
         self, other: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), /, **columns: Any
     ) -> None:
-        """Set several columns at once, so that their common length can change; copies kinds declared in `other`."""
+        """Set several columns at once, which may change the number of rows; copies kinds declared in `other`."""
         kinds = self._kinds | (other._kinds if isinstance(other, BatchedDataDict) else {})
         merged = self._columns | dict(other) | columns
         check_columns(merged, kinds)
@@ -191,7 +191,7 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         return next((len(value) for value in self._columns.values()), 0)
 
     def slice(self, start: int, end: int) -> Self:
-        """Rows start:end; an end beyond the last row is cut."""
+        """Rows start:end; values beyond the number of rows are clamped to it."""
         if not 0 <= start <= end:
             raise DataError(f"slice({start}, {end}) of {self.size} rows is not a range; use 0 <= start <= end")
         start, end = min(start, self.size), min(end, self.size)
@@ -234,10 +234,13 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
         return self._with(columns)
 
     def reorder_data(self, indices: Sequence[int] | torch.Tensor) -> None:
-        """Reorder the rows in place; `inverse_permutation` gives the order that undoes it."""
+        """Reorder the rows in place: row i becomes the old row `indices[i]`.
+
+        `inverse_permutation(indices)` are the indices that undo it.
+        """
         rows = inverse_permutation(inverse_permutation(indices))
         if len(rows) != self.size:
-            raise DataError(f"an order of {len(rows)} rows cannot reorder {self.size} rows; list each row once")
+            raise DataError(f"indices has {len(rows)} entries, but the batch has {self.size} rows; list each row once")
         self._columns = self.select_indices(rows)._columns
         self._plan = None
 

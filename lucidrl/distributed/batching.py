@@ -105,7 +105,7 @@ def grow_plan(plan: Plan, num_groups: int) -> Plan:
     num_rows = sum(len(group) for group in plan)
     if num_rows < num_groups:
         raise DataError(
-            f"{num_rows} rows cannot be split into {num_groups} micro-batches, the number of another shard; "
+            f"{num_rows} rows cannot be split into {num_groups} micro-batches, as many as another shard has; "
             f"give every shard the same number of rows"
         )
     groups = [list(group) for group in plan]
@@ -143,7 +143,10 @@ def inverse_permutation(order: Sequence[int] | torch.Tensor) -> list[int]:
     inverse = [-1] * len(order)
     for position, row in enumerate(order):
         if not 0 <= row < len(order) or inverse[row] >= 0:
-            raise DataError(f"entry {position} of the order is {row}; each of 0..{len(order) - 1} must occur once")
+            raise DataError(
+                f"order[{position}] is {row}, which is repeated or out of range; pass a permutation of "
+                f"0..{len(order) - 1}"
+            )
         inverse[row] = position
     return inverse
 

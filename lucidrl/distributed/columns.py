@@ -17,7 +17,7 @@ class ColumnKind(StrEnum):
     TOKEN = "token"
     """A right-padded tensor with time at dim 1; the default for tensors of two or more dims."""
     ROW = "row"
-    """A tensor or list with one entry per row and no time; the default for 1-d tensors and lists."""
+    """A tensor or list with one entry per row and no time dimension; the default for 1-d tensors and lists."""
     RAGGED = "ragged"
     """A list of tensors of different lengths; must be declared."""
 
@@ -73,7 +73,7 @@ def concatenate(name: str, parts: Sequence[tuple[ColumnKind, Any]], pad_value: f
     values = [value for _, value in parts]
     if any(other is not kind or type(value) is not type(first) for other, value in parts):
         described = ", ".join(f"{other} {describe(value)}" for other, value in parts)
-        raise DataError(f"column {name!r} differs between batches: {described}; declare the same kind in each")
+        raise DataError(f"column {name!r} differs between batches: {described}; use the same type and kind in all")
     if isinstance(first, list):
         return [entry for value in values for entry in value]
     if kind is ColumnKind.TOKEN:

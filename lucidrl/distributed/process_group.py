@@ -73,10 +73,10 @@ def leave_process_group(info: RankInfo) -> None:
 
 
 def check_exchanges_cpu_tensors(why: str) -> None:
-    """Refuse a default process group without a CPU backend; the user may have created such a group.
+    """Raise ConfigError if the default process group, which the user may have created, has no CPU backend.
 
     Args:
-        why: the setting that needs CPU tensors; the error starts with it.
+        why: the setting that needs collectives of CPU tensors, such as `a.b=true`; the error starts with it.
     """
     backend = dist.get_backend_config()
     if "cpu:" not in backend:
@@ -101,7 +101,7 @@ def _info_from_environment() -> RankInfo:
 
 
 def sum_over(values: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """The sum of `values` over all ranks, as a new tensor."""
+    """The sum of `values` over all ranks; does not change `values`."""
     if group is None:
         return values
     total = values.clone()

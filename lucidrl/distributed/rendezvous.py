@@ -1,8 +1,8 @@
 """Rendezvous of the process group for weight transfer, which is separate from torch's default group.
 
 Rank 0 of the group is policy rank 0, the other ranks are generators. Rank 0 hosts the store on exactly one address;
-torch by itself would listen on every interface. Rank 0 waits for all members, up to a timeout, and publishes the
-outcome to them: the group is complete, or an error message.
+torch by itself would listen on every interface. Rank 0 waits for all members, up to a timeout, and then
+publishes a result to them: that the group is complete, or an error message.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Membership:
             raise RefitError(f"port={self.port} is not a TCP port; pass a free one from 1 to 65535")
         if self.world_size < 2 or not 0 <= self.rank < self.world_size:
             raise RefitError(
-                f"rank={self.rank} of world_size={self.world_size} cannot join the process group for weight transfer; "
-                "pass rank 0 for policy rank 0, ranks from 1 for the generators, and the number of all of these as "
-                "world_size"
+                f"rank={self.rank} with world_size={self.world_size} is not valid in the process group for weight "
+                "transfer: world_size must be at least 2, and rank from 0 to world_size - 1; pass rank 0 for policy "
+                "rank 0, ranks from 1 for the generators, and 1 plus the number of generators as world_size"
             )
 
     @property
@@ -84,8 +84,8 @@ def meet(member: Membership, timeout_s: float) -> tuple[dist.TCPStore, Any]:
         timeout_s: timeout of the rendezvous and of every operation of the group.
 
     Raises:
-        RefitError: if the address cannot be used or reached, a member is missing at the timeout, or members
-            disagree.
+        RefitError: if the address cannot be used or reached, a member is missing at the timeout, two members have the
+            same rank, or members differ in world size or device type.
     """
     until = time.monotonic() + timeout_s
     own_ip = member.ip
@@ -172,7 +172,7 @@ def _connect(member: Membership, until: float) -> dist.TCPStore:
 
 
 def _await_members(store: dist.TCPStore, host: Membership, timeout_s: float, until: float) -> None:
-    """On rank 0: wait for all members and publish the outcome."""
+    """On rank 0: wait for all members and publish the result to them."""
     present = [0]
     problem = None
     while len(present) < host.world_size and problem is None:
@@ -214,7 +214,7 @@ def _disagreement(arrived: dict[str, Any], host: Membership, present: list[int])
 
 
 def _await_outcome(store: dist.TCPStore, member: Membership, timeout_s: float, until: float) -> None:
-    """On the other ranks: join, wait for the outcome, and raise it if it is an error message."""
+    """On the other ranks: join, and wait for the result that rank 0 publishes; raise RefitError if it is an error."""
     try:
         number = store.add("arrivals", 1)
         arrival = {"rank": member.rank, "world_size": member.world_size, "device": member.device.type}

@@ -1,4 +1,4 @@
-"""Shared memory of this machine: a policy packs weights into it, generators read them there.
+"""Shared memory between processes on this machine: a policy packs weights into it, generators read them there.
 
 Host memory is an anonymous file (`memfd_create`). Other processes of the same user open it as `/proc/<pid>/fd/<number>`
 of the process that owns it. The kernel frees the memory when the last process that opened it exits or is killed.
@@ -35,7 +35,7 @@ _DEVICE_ARGUMENT = 6
 
 @dataclass(frozen=True)
 class SharedMemoryHandle:
-    """Identifies host memory of another process of this machine."""
+    """Identifies host memory of another process on this machine."""
 
     pid: int
     descriptor: int
@@ -127,24 +127,24 @@ class DeviceMemory:
 
 
 class HostPool:
-    """Reusable host memory for the weights: receivers compute with the packed weights, without another copy.
+    """Reusable shared-memory segments for the weights: receivers compute with the weights in them, without a copy.
 
-    A later refit writes to a piece only if no process holds it, so the weights that receivers use never change, even
-    if a refit fails. Pieces are kept, because allocating them costs more than copying the weights.
+    A later refit writes to a segment only if no process holds it (`AttachedMemory.hold`). So the weights that receivers
+    use never change, even if a refit fails. Segments are kept, because allocating them costs more than copying weights.
     """
 
     def __init__(self) -> None:
         self._written: list[SharedMemory] = []
-        """Pieces of the current refit; receivers may be about to hold them."""
+        """Segments of the current refit; receivers may be about to hold them."""
         self._spare: list[SharedMemory] = []
 
     def begin(self) -> None:
-        """Begin another refit; by now, receivers hold the pieces of the previous refit, or never will."""
+        """Begin another refit. Receivers that use segments of the previous refit must hold them by now."""
         self._spare += self._written
         self._written = []
 
     def take(self, size_bytes: int) -> SharedMemory:
-        """A piece of at least that size, to be packed now."""
+        """A segment of at least that size, which no process holds, to pack weights into."""
         free = [memory for memory in self._spare if not memory.is_held]
         fitting = [memory for memory in free if memory.size_bytes >= size_bytes]
         if fitting:
@@ -170,9 +170,10 @@ class HostPool:
 
 
 class DevicePool:
-    """Two pieces of device memory, used in turn. Receivers copy them, because the exit of this process frees them.
+    """Two buffers in device memory, used in turn. Receivers copy the weights, because the exit of this process frees
+    the buffers.
 
-    `take` reuses the piece of the call before the last; receivers must have copied it by then.
+    `take` reuses the buffer that it returned two calls before; receivers must have copied it by then.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -184,7 +185,7 @@ class DevicePool:
         """Does nothing."""
 
     def take(self, size_bytes: int) -> DeviceMemory:
-        """A piece of at least that size, to be packed now."""
+        """A buffer of at least that size, to pack weights into."""
         if len(self._pieces) == 2:
             memory = self._pieces.pop(0)
             if memory.size_bytes >= size_bytes:
@@ -264,7 +265,8 @@ def _allocate(descriptor: int, size_bytes: int) -> None:
     except OSError as error:
         raise RefitError(
             f"a bucket of weights needs {size_bytes:,} bytes of shared memory, but {available:,} are available "
-            f"({error.strerror}); free memory: with separate generators, a machine holds two more copies of the weights"
+            f"({error.strerror}); free some memory, or use a smaller model: with separate generators, a machine holds "
+            "two more copies of the weights"
         ) from error
 
 

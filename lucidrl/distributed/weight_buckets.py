@@ -24,7 +24,7 @@ ALIGNMENT_BYTES = 64
 """Alignment of every tensor in a bucket: a cache line, and enough for a view of any dtype."""
 
 PIECE_BYTES = 1 << 20
-"""Size of a piece; larger tensors are copied piece by piece, by several threads."""
+"""Unit of parallel copying: larger tensors are split into pieces of this size, which several threads copy."""
 BYTES_PER_THREAD = 8 << 20
 """Fewest bytes per copying thread; for fewer, starting the thread costs more time than it saves."""
 
@@ -79,7 +79,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketHandle:
-    """Handle by which another process of this machine opens a packed bucket."""
+    """Handle by which another process on this machine opens a packed bucket."""
 
     bucket: Bucket
     memory: MemoryHandle

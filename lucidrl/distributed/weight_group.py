@@ -96,7 +96,7 @@ class WeightGroup:
             timeout_s: timeout of the rendezvous and of each bucket.
 
         Raises:
-            RefitError: if members are missing at the timeout, or disagree.
+            RefitError: if an argument is not valid, or members do not meet; see `lucidrl.distributed.rendezvous`.
         """
         member = Membership(ip, port, rank, world_size, device)
         store, backend = meet(member, timeout_s)
@@ -115,7 +115,8 @@ class WeightGroup:
         Args:
             weights: full tensors by name, in the order of `infos`; converted to the dtypes of `infos`.
             infos: the same as on the receivers.
-            most_bucket_bytes: bucket size; less if a member lacks memory for two buckets, more for a larger tensor.
+            most_bucket_bytes: maximum bucket size; lowered if a member lacks memory for two buckets. A tensor that is
+                larger gets a separate bucket.
             version: version of the weights.
             verify: send a SHA-256 with every bucket; the receivers check it.
 
@@ -245,7 +246,7 @@ class WeightGroup:
 
     @contextmanager
     def _as_refit_error(self) -> Iterator[None]:
-        """Convert torch's errors to RefitError, both of waits and of calls (the first call of nccl connects)."""
+        """Convert torch's errors to RefitError; calls raise them too, not only waits, as nccl connects in a call."""
         try:
             yield
         except RuntimeError as error:
@@ -258,7 +259,7 @@ class WeightGroup:
 
 
 def problem_of(part: Callable[[], object]) -> str | None:
-    """Run `part` of a refit; returns the message of a RefitError, because raising it would kill the workers."""
+    """Run `part` of a refit; returns the message if it raises RefitError, because the error would end the workers."""
     try:
         part()
     except RefitError as error:

@@ -1,4 +1,4 @@
-"""Profiling: spans of phases, ranges of single frames, and traces of both on one clock.
+"""Profiling: spans of phases, ranges in code that runs for every env step, and traces of both on one clock.
 
 Modules are imported at first use, to keep `import lucidrl` fast.
 """

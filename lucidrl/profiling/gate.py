@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 
 VARIABLES = ("LUCIDRL_PROFILING", "TORCHRL_PROFILING")
-"""Variables that arm the ranges; the first one that is set decides. Child processes inherit them."""
+"""Environment variables that arm the ranges; the first one that is set decides. Child processes inherit them."""
 
 
 def _asks_for_ranges(environment: Mapping[str, str]) -> bool:
@@ -34,7 +34,7 @@ def set_profiling_enabled(enabled: bool) -> None:
     global is_enabled
     if enabled and not is_armed:
         warnings.warn(
-            f"the ranges cannot be switched on now: set {VARIABLES[0]}=1 before lucidrl is imported",
+            f"profiling ranges cannot be switched on now: set {VARIABLES[0]}=1 before lucidrl is imported",
             stacklevel=2,
         )
         return

@@ -1,4 +1,4 @@
-"""Named ranges for code that runs for every frame; they cost nothing when off.
+"""Named ranges for code that runs for every env step; they cost nothing when off.
 
     @profiled("EnvBase.step")
     def step(self, tensordict): ...

@@ -38,9 +38,9 @@ _turn = threading.Lock()
 class Recording:
     """Records this process between `start` and `stop`, as files in the traces folder.
 
-    `<name>_<host>_<pid>_<time>.spans.json` holds the spans and is written as they end. `stop` writes `….json`, torch's
-    trace of the thread that called `start`; under Nsight Systems, Nsight Systems records the GPU instead, and there is
-    no such file. `….memory.pickle` is a snapshot of the GPU's memory, if requested.
+    `<name>_<host>_<pid>_<time>.spans.json` holds the spans and is written as they end. `stop` writes `….json`, the
+    trace of torch's profiler for the thread that called `start`; there is no such file under Nsight Systems, which
+    records the GPU itself. `….memory.pickle` is a snapshot of the GPU's memory, if requested.
 
     While one recording of the process runs, starting another does nothing. Errors are logged; they never stop the
     process.

@@ -134,7 +134,9 @@ def _check_files(folder: Path, name: HubName, kind: Kind) -> None:
     if kind == "model":
         model = folder / name.path
         if not (model / "config.json").is_file():
-            raise ConfigError(f"{name} has no config.json, so it is no model; choose a repository of a language model")
+            raise ConfigError(
+                f"{name} has no config.json, so it is not a model; choose the repository of a language model"
+            )
         if not any(model.glob("*.safetensors")):
             raise ConfigError(
                 f"{name} has no safetensors files, and pickled weights are not downloaded, because they can run code; "

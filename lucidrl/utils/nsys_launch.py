@@ -53,7 +53,8 @@ def warn_of_no_report(name: str) -> None:
     if nsys.matches(name) and NSYS_SESSION not in os.environ and shutil.which(PROGRAM) is not None:
         command = shlex.join(_command(OPTIONS))
         _warn_once(
-            f"{name} is in this process and records with torch's profiler; for Nsight Systems, run {command} COMMAND"
+            f"{name} is in this process and records with torch's profiler; for Nsight Systems, start the program as "
+            f"`{command} COMMAND`"
         )
 
 

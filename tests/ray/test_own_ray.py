@@ -54,7 +54,7 @@ def test_two_groups_share_a_local_cluster_that_stops_with_them(tmp_path, process
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no-such-host.invalid:6379"])
 def test_an_address_where_no_cluster_is_is_refused_within_seconds(address):
     started = time.monotonic()
-    with pytest.raises(ConfigError, match=rf"cluster.address={address} is no reachable Ray cluster.*; start one"):
+    with pytest.raises(ConfigError, match=rf"cluster.address={address} is not a reachable Ray cluster.*; start one"):
         WorkerGroup(Plain, cluster=ClusterConfig(address=address))
     assert time.monotonic() - started < 60
     assert not ray.is_initialized()
@@ -64,7 +64,7 @@ def test_an_address_where_no_cluster_is_is_refused_within_seconds(address):
 def test_a_collector_is_refused_the_cluster_that_the_variable_names_if_none_is_there(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(
-        ConfigError, match=r"RAY_ADDRESS=127.0.0.1:1 is no reachable Ray cluster.*, or unset RAY_ADDRESS to"
+        ConfigError, match=r"RAY_ADDRESS=127.0.0.1:1 is not a reachable Ray cluster.*, or unset RAY_ADDRESS to"
     ):
         RayCollector([Walk], frames_per_batch=10)
     assert not ray.is_initialized()

@@ -186,7 +186,7 @@ def test_a_collector_class_as_an_actor_collects_until_its_frames_are_there():
     [
         pytest.param(
             {"num_workers": 5},
-            rf"number \d of num_workers=5 asks Ray for CPU 1 on one node, but {HOST} has CPU 0 of 2 free.*\. Lower num",
+            rf"worker \d of num_workers=5 asks Ray for CPU 1 on one node, but {HOST} has CPU 0 of 2 free.*\. Lower num",
             marks=pytest.mark.slow,
         ),
         (
@@ -222,5 +222,5 @@ def test_bad_input_is_refused_at_once(arguments, message):
 
 @pytest.mark.slow
 def test_room_that_others_hold_is_refused_before_anything_starts(shared):
-    with pytest.raises(ConfigError, match=rf"number 2 of num_workers=3 asks Ray for CPU 1 .* {HOST} has CPU 0 of 2"):
+    with pytest.raises(ConfigError, match=rf"worker 2 of num_workers=3 asks Ray for CPU 1 .* {HOST} has CPU 0 of 2"):
         RayCollector([Walk] * 3, frames_per_batch=10)

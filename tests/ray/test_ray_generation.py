@@ -41,7 +41,7 @@ def rows() -> BatchedDataDict[Any]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["num_workers=4"], r"number \d of policy.generation.num_workers=4 asks Ray for CPU 1 on one node, but "),
+        (["num_workers=4"], r"worker \d of policy.generation.num_workers=4 asks Ray for CPU 1 on one node, but "),
         (["nodes=policy", "num_workers=2"], r"num_workers=2 asks Ray for CPU 1 on one node of [0-9a-f]{8}, but "),
         (["nodes=other", "num_workers=3"], r"num_workers=3 asks .* on one node other than [0-9a-f]{8}, but "),
     ],

@@ -1,1 +1,1 @@
-"""The runtime of all workers: processes of this machine or of Ray nodes, as lock-step groups or independent pools."""
+"""The runtime of all workers: processes on this machine or on Ray nodes, as lock-step groups or independent pools."""

@@ -20,9 +20,9 @@ class WorkerGroup:
     """One instance of a worker class per rank.
 
     A single worker lives in this process: calls are plain method calls and timeouts do not interrupt them. Several
-    workers live in processes of this machine or of a Ray cluster, with torchrun's variables (see
+    workers live in processes on this machine or on Ray nodes, with torchrun's environment variables (see
     `init_process_group_from_environment`): arguments and results are copies, output goes to `rank_N.log`, and after any
-    failure all workers are killed and the group has ended. Only one thread at a time may call.
+    failure all workers are killed and the group cannot be used again. Only one thread at a time may call its methods.
 
     A method may belong to an attribute of the worker: `run_all("checkpoints.begin", path)`.
 

@@ -97,7 +97,7 @@ class WorkerLabel:
     rank: int
     hosting: Hosting
     log_path: Path | None
-    """File in which the driver finds the worker's output; None if the output goes to the driver's."""
+    """File in which the driver finds the worker's output; None if the worker writes to the driver's output."""
     node: str | None = None
     """The Ray node that the worker runs on; None for this machine."""
     wrapper: str = ""
@@ -131,4 +131,4 @@ class NodeLost(Exception):  # noqa: N818 - something observed; becomes a WorkerE
         super().__init__(reason)
         self.node, self.ranks = node, ranks
         self.tails = tails
-        """The last lines of each worker's output that the driver has."""
+        """For each worker, the last lines of its output, as far as the driver has it."""

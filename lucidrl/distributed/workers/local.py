@@ -1,4 +1,8 @@
-"""Worker processes of this machine; `ProcessGroup` decides what their replies, exits and timeouts mean."""
+"""Worker processes on this machine.
+
+`lucidrl.distributed.workers.processes.ProcessGroup`, not torch's class of that name, uses them: it interprets their
+replies, exits and timeouts.
+"""
 
 from __future__ import annotations
 
@@ -223,7 +227,7 @@ def listen_for_ranks(ip: str) -> socket.socket:
 
 
 def rank_environment(rank: int, ranks: range, world_size: int, store: tuple[str, int] | None) -> dict[str, str]:
-    """Environment variables of a rank, as torchrun sets them; none without a store. `ranks`: all of its machine."""
+    """Environment variables of a rank, as torchrun sets them; none without a store. `ranks`: all on its machine."""
     if store is None:
         return {}
     return {

@@ -109,7 +109,7 @@ def marked(folder: Path) -> Iterator[Path]:
 
 
 class NewOutput:
-    """New output of the workers of this machine, for the driver.
+    """New output of the workers on this machine, for the driver.
 
     Args:
         paths: log files of the workers, by rank.

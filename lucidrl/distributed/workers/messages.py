@@ -28,10 +28,10 @@ _COUNT = struct.Struct(">Q")
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """An object as parts: the pickle first, then the buffers that it refers to.
+    """A pickled object in parts: the pickle first, then the buffers that the pickle refers to.
 
-    Buffers are numpy arrays: the garbage collector must not clear a memoryview of a memoryview, and it would clear a
-    message that the traceback of an error refers to.
+    Buffers are numpy arrays, not memoryviews: the garbage collector must not clear a memoryview of a memoryview. It
+    would do so with a message in the frames of an error's traceback.
     """
 
     parts: Sequence[Any]

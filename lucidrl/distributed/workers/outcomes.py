@@ -1,4 +1,4 @@
-"""Outcomes of a call to a worker, and the error text of each failure."""
+"""Outcomes of a call to a worker (it returned, raised or exited), and the error message for each failure."""
 
 from __future__ import annotations
 

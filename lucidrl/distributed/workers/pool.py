@@ -34,7 +34,7 @@ class PoolWorker:
     def __init__(self, number: int, start_process: Callable[[int], ProcessGroup]):
         self.number = number
         self.loss: LostWorkerError | None = None
-        """Why the worker's process was lost; None while it runs."""
+        """The failure that ended the worker's process; None while the process runs."""
         self.num_starts = 0
         self.restarts_in_a_row = 0
         """Consecutive restarts without a success in between."""
@@ -117,7 +117,7 @@ class PoolWorker:
 
 
 class WorkerPool:
-    """Workers in processes of this machine or of a Ray cluster; all have started when the constructor returns.
+    """Workers in processes on this machine or on Ray nodes; all have started when the constructor returns.
 
     The caller decides about restarts: a call to a lost worker raises, `restart_lost` starts another process, and the
     caller retries the call.
@@ -246,15 +246,15 @@ class WorkerPool:
         """Restart all lost workers and return them.
 
         Raises:
-            WorkerError: if a worker has no restart left, with the last loss as its cause.
+            WorkerError: if a worker has no restart left; its `__cause__` is the failure that ended the worker.
         """
         restarted: list[PoolWorker] = []
         while lost := self.lost:
             for worker in lost:
                 if worker.restarts_in_a_row >= self.max_restarts:
                     raise WorkerError(
-                        f"{self._name(worker)} was lost again after {self.max_restarts} restarts in a row, and "
-                        f"{self._restarts_setting}={self.max_restarts} allows no more: {worker.loss}"
+                        f"{self._name(worker)} failed after {self.max_restarts} restarts in a row, and "
+                        f"{self._restarts_setting}={self.max_restarts} allows no more; fix the cause: {worker.loss}"
                     ) from worker.loss
                 worker.restarts_in_a_row += 1
                 self.num_restarts += 1
@@ -265,7 +265,7 @@ class WorkerPool:
                 self._start(lost)
             except LucidError as error:
                 names = ", ".join(map(self._name, lost))
-                error.add_note(f"raised in the restart of {names}, which was lost: {lost[-1].loss}")
+                error.add_note(f"raised while restarting {names} after this failure: {lost[-1].loss}")
                 raise
         return restarted
 
@@ -333,7 +333,7 @@ class WorkerPool:
             worker.loss = loss
         if loss.node is None or loss.node not in reported:  # a lost node is reported once
             _log.warning(
-                "lost %s: %s", self._name(worker), str(loss)
+                "%s failed: %s", self._name(worker), str(loss)
             )  # text: a log record must not hold the error's frames
 
     def _name(self, worker: PoolWorker) -> str:

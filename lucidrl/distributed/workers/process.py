@@ -211,7 +211,7 @@ def pickled(what: str, content: Any) -> bytes:
     except Exception as error:  # pickle raises any error of the object's methods
         raise ConfigError(
             f"{what} cannot be sent to a process: {type(error).__name__}: {error}; "
-            "create objects that cannot be pickled in that process"
+            "if an object cannot be pickled, create it inside that process instead of passing it"
         ) from error
 
 
@@ -224,7 +224,7 @@ class ChildSettings:
     environment: Mapping[str, str]
     num_threads: int
     log_path: Path | None
-    """File for the output of the process; None if the output goes to the driver's."""
+    """File for the output of the process; None if the process writes to the driver's output."""
     die_with_starting_thread: bool
     """Let Linux kill the process when the thread that started it ends; only correct if that is the main thread."""
     wrapper: Sequence[str] = ()

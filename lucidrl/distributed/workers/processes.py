@@ -1,4 +1,4 @@
-"""`ProcessGroup`: worker processes that the driver calls together, on this machine or on Ray nodes.
+"""`ProcessGroup` (not torch's): worker processes that the driver calls together, on this machine or on Ray nodes.
 
 Every wait has a timeout. When one worker fails, all workers are killed: the others may wait for it in a collective.
 """
@@ -233,7 +233,7 @@ class ProcessGroup:
                 codes = self._workers.shutdown(_LAST_WRITE_S)
                 if lost := [self._workers.labels[rank].name for rank, code in codes.items() if code is None]:
                     _log.warning(
-                        "%s did not exit within %g s; its traces, except spans, are lost",
+                        "%s did not exit within %g s; of its traces, only *.spans.json was written",
                         ", ".join(lost),
                         _LAST_WRITE_S,
                     )

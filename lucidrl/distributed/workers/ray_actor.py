@@ -1,4 +1,4 @@
-"""The Ray actor that starts the workers of a node as processes of its machine and relays calls and replies.
+"""`NodeAgent`: the Ray actor that starts the workers of a node as local processes and relays calls and replies.
 
 Everything runs in the actor's main thread, in calls of a second at most, so an agent that does not reply is broken.
 Linux kills the workers when their agent exits.
@@ -243,7 +243,7 @@ class NodeAgent:
 
 
 def end_with_node() -> None:
-    """Kill this actor process when its Ray node exits; Ray itself would wait until the cluster has noticed."""
+    """Kill this actor process when its Ray node exits; Ray itself would wait until it reports the node dead."""
     node = os.getppid()
 
     def watch() -> None:

@@ -30,9 +30,9 @@ from lucidrl.errors import ConfigError, WorkerError
 from lucidrl.utils.imports import require_package
 
 LOCAL = "local"
-"""The address of a local cluster, to be started."""
+"""As an address: start a local cluster."""
 VARIABLE = "RAY_ADDRESS"
-"""As an address: use the value of this variable, which Ray sets in jobs submitted to a cluster."""
+"""As an address: use the value of this environment variable, which Ray sets in jobs submitted to a cluster."""
 
 _CONNECT_TIMEOUT_S = 5.0
 _STATISTICS = "RAY_USAGE_STATS_ENABLED"
@@ -64,7 +64,7 @@ def connected(address: str | None, allow_open_dashboard: bool = False, shows_out
     """Context manager: stay connected to Ray inside it; yields whether the cluster is a local one.
 
     Args:
-        address: `host:port` of a cluster, `auto` for the cluster of this machine, `local` or None to start a local
+        address: `host:port` of a cluster, `auto` for the cluster on this machine, `local` or None to start a local
             cluster, `RAY_ADDRESS` for the value of that variable. An existing connection is used as it is.
         allow_open_dashboard: join a cluster even if other machines reach its dashboard without a token.
         shows_output: whether the driver prints the output of actors, if this call connects.
@@ -157,7 +157,7 @@ def _join(address: str, setting: str, shows_output: bool) -> None:
         ray.init(address=found, log_to_driver=shows_output, logging_level=logging.ERROR)
     except Exception as error:  # RuntimeError, ConnectionError, ValueError and errors of Ray
         raise ConfigError(
-            f"{setting}={address} is no reachable Ray cluster: {_first_line(error)}; start one with "
+            f"{setting}={address} is not a reachable Ray cluster: {_first_line(error)}; start one with "
             f"`ray start --head`, run this program on a node of the cluster, or unset {setting} to start a local one"
         ) from error
 

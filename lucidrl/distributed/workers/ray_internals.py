@@ -16,7 +16,7 @@ def free_by_node() -> dict[str, Mapping[str, float]]:
 
 @contextmanager
 def listening_on_loopback() -> Iterator[None]:
-    """Context manager: `ray.init` inside it starts a Ray that listens on the loopback interface only.
+    """Context manager: `ray.init` inside it starts a cluster that listens on the loopback interface only.
 
     Ray has an environment variable for this, but reads it at import, which may have happened before.
     """
@@ -44,7 +44,7 @@ def resolve_loopback(host: str) -> str:
 
 
 def temporary_folder() -> str | None:
-    """Temporary folder of the Ray that this program is connected to; None if Ray has no node on this machine."""
+    """Temporary folder of the cluster that this program is connected to; None if Ray has no node on this machine."""
     from ray._private.worker import _global_node
 
     node: Any = _global_node

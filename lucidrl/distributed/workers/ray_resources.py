@@ -217,9 +217,9 @@ def _no_room(cluster: ClusterConfig, bundle: Resources, hosting: Hosting) -> Con
     if hosting.pool_size is None:
         who = f"cluster.num_workers={cluster.num_workers} on cluster.num_nodes={cluster.num_nodes}"
         where = f"each of {cluster.num_nodes} nodes"
-        remedy = f", {per_worker}, spread the workers over more cluster.num_nodes"
+        remedy = f", {per_worker}, spread the workers over more nodes (cluster.num_nodes)"
     else:
-        who, where = f"number {hosting.first_number} of {hosting.size_setting}={hosting.pool_size}", "one node"
+        who, where = f"worker {hosting.first_number} of {hosting.size_setting}={hosting.pool_size}", "one node"
         remedy = f" or {'remote_options' if hosting.ray_options else per_worker}"
     if (nodes := hosting.nodes) is not None:
         where += f" {'other than' if nodes.is_excluding else 'of'} {', '.join(name[:8] for name in nodes.ids)}"

@@ -196,7 +196,7 @@ class RayWorkers:
 
         by_reference = {node.news: node for node in self._nodes if node.news is not None}
         if not by_reference:
-            raise NodeLost("of killed ranks", [0], "another thread killed them")
+            raise NodeLost("(unknown)", [0], "another thread killed all workers of this group")
         next(iter(by_reference.values())).check_connected()
         wait_s = min(node.silent_after for node in by_reference.values()) - time.monotonic()
         arrived, _ = ray.wait(list(by_reference), timeout=min(timeout_s, max(0.0, wait_s)))

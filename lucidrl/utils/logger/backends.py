@@ -52,7 +52,7 @@ def _enabled(cfg: LoggerConfig) -> list[str]:
 
 
 def make_monitor(cfg: LoggerConfig, parent: Any) -> Monitor | None:
-    """The monitor of all nodes if Ray runs, else of this machine; None if `cfg` has none."""
+    """The monitor of all nodes if Ray runs, else of this machine; None if `cfg` does not enable monitoring."""
     if not cfg.get("monitor_gpus"):
         return None
     ray = sys.modules.get("ray")

@@ -64,14 +64,15 @@ class _Call(NamedTuple):
 class BackgroundWriter(Generic[B]):
     """Creates, feeds and finishes one back end in a separate thread.
 
-    Drops a record if `capacity` records already wait, or if its call raises. Losses are counted, and logged at the end.
+    Drops a record if `capacity` records already wait, or if its call raises. Dropped records are counted, and logged at
+    the end.
 
     Args:
         name: name of the back end in messages.
         start: creates the back end; may be slow, and may fail.
         capacity: maximum number of waiting records.
-        max_wait_s: how long `put` may wait for a place in the queue, on average per record: for a back end that must
-            not lose records and is only a little slower than a tight loop.
+        max_wait_s: how long `put` may wait for a place in a full queue, on average per record; more than 0 for a back
+            end that should lose no records.
     """
 
     def __init__(self, name: str, start: Callable[[], B], capacity: int, max_wait_s: float = 0.0) -> None:
@@ -105,9 +106,9 @@ class BackgroundWriter(Generic[B]):
         self._tasks.put(None)
 
     def join(self, until_s: float, timeout_s: float) -> None:
-        """Wait for the end until `until_s` (monotonic clock), then give up and log the losses.
+        """Wait for the end until `until_s` (monotonic clock), then give up and log the lost records.
 
-        A call that already hangs gets only the rest of `timeout_s` since it began.
+        A call in progress gets only what is left of `timeout_s` since it began.
         """
         busy = self._busy
         if busy is not None:
@@ -142,7 +143,7 @@ class BackgroundWriter(Generic[B]):
         try:
             backend = self._start()
         except BaseException as error:
-            if not self._is_abandoned:  # else its losses were already logged
+            if not self._is_abandoned:  # else its lost records were already logged
                 log.warning("%s could not start, the run continues without it: %s", self.name, described(error, str))
             reason = f"it could not start: {described(error)}"
             while (task := self._tasks.get()) is not None and not self._is_abandoned:  # also later records
@@ -173,7 +174,7 @@ class BackgroundWriter(Generic[B]):
     def _lose(self, reason: str, step: int | None) -> None:
         if not self.losses.count:
             record = "a record" if step is None else f"the record of step {step}"
-            log.warning("%s lost %s: %s; further losses are counted", self.name, record, reason)
+            log.warning("%s lost %s: %s; further lost records are only counted", self.name, record, reason)
         self.losses.add(reason, step)
 
     def _abandon(self, timeout_s: float) -> None:

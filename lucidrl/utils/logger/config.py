@@ -27,7 +27,7 @@ class TensorboardConfig(TypedDict):
     """Configuration of a `TensorboardLogger`."""
 
     log_dir: NotRequired[str]
-    """Folder of the event files of a tracker without `Logger`; `Logger` uses `<log_dir>/tensorboard`."""
+    """Folder of the event files if you create the tracker yourself; `Logger` uses `<log_dir>/tensorboard`."""
 
 
 class WandbConfig(TypedDict):
@@ -67,7 +67,7 @@ class WandbConfig(TypedDict):
     sync_tensorboard: NotRequired[bool]
     monitor_gym: NotRequired[bool]
     settings: NotRequired[Any]
-    """A mapping or `wandb.Settings`; overrides the settings of this logger."""
+    """`wandb.Settings`, or a mapping of its fields; overrides the settings that this logger passes to W&B."""
     log_code: NotRequired[bool]
     """Whether to save the text files that git tracks in the working directory."""
     log_diffs: NotRequired[bool]
@@ -156,7 +156,7 @@ def validated(schema: type[T], cfg: Any, prefix: str | None = None) -> T:
 
 
 def _strict(schema: Any) -> Any:
-    """The same TypedDict without unknown keys, of the kind that pydantic accepts before Python 3.12."""
+    """The same TypedDict, which refuses unknown keys; from typing_extensions, as pydantic needs before Python 3.12."""
     fields = {}
     for key, hint in get_type_hints(schema, include_extras=True).items():
         hint = get_args(hint)[0] if get_origin(hint) is NotRequired else hint

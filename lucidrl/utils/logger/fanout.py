@@ -111,7 +111,7 @@ class Logger(LoggerInterface):
             def write(backend: LoggerInterface) -> None:
                 backend.log_metrics(PlainMetrics(plain()), step, "", axis)
 
-            # Losses are reported by training step, so not by a separate axis such as seconds.
+            # Lost records are reported by training step, so not by a separate axis such as seconds.
             self._each(write, step if step_metric is None else None)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ class LoggerInterface(ABC):
         """Record a matplotlib figure; a back end without images ignores it."""
 
     def log_table(self, columns: Mapping[str, Sequence[Any]], step: int, name: str) -> None:  # noqa: B027
-        """Record a table of equally long columns of texts and numbers; a back end without tables ignores it."""
+        """Record a table of equally long columns of strings and numbers; a back end without tables ignores it."""
 
     def finish(self) -> None:  # noqa: B027 - optional by design
         """Write pending records and close; may be called twice."""

@@ -81,8 +81,8 @@ class JsonlLogger(Tracker):
 
     def _warn_of_order(self, name: str, step: int, last: float) -> None:
         how = "twice" if step == last else f"after step {last}"
-        message = "metric %s came %s for step %d; all values are kept, the later line counts (logged once)"
-        self._warn_once(how.split()[0], message, name, how, step)
+        message = "metric %s of step %d was logged %s; all values are kept, the later line counts (warned once)"
+        self._warn_once(how.split()[0], message, name, step, how)
 
 
 def _log_changes(path: Path, now: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ def write_rows(batch: Mapping[str, Any], path: Path, warn_once: WarnOnce) -> Non
 
 
 def text_columns(samples: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Columns of texts and numbers for a table; `messages` become the columns `prompt` and `completion`.
+    """Columns of strings and numbers for a table; `messages` become the columns `prompt` and `completion`.
 
     The completion begins with the first assistant message and includes later turns.
     """

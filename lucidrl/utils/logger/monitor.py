@@ -214,7 +214,10 @@ class LocalMonitorLogger(Monitor):
         return found
 
     def _cpu_percent(self) -> float:
-        """Use of all cores since the last call; psutil counts per thread, so a thread's first call measures 0.1 s."""
+        """Use of all cores since the last call, in percent.
+
+        psutil keeps the previous sample per calling thread, so the first call of a thread measures for 0.1 s instead.
+        """
         is_first = self._cpu_thread != threading.get_ident()
         self._cpu_thread = threading.get_ident()
         return psutil.cpu_percent(interval=_FIRST_CPU_WINDOW_S if is_first else None)

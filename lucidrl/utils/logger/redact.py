@@ -58,10 +58,10 @@ _UNSET = ("''", '""', "None", "null", "True", "true", "False", "false")
 def redacted(params: Mapping[str, Any]) -> dict[str, Any]:
     """A deep copy of `params` in dicts and lists, with "<redacted>" in place of secrets.
 
-    Redacts values with the name of a secret (`hfToken`, `OPENAI_API_KEY`) as a key, in a pair, as a command-line option
-    or inside a text, unless they are None, "" or a bool; values of environment variables with such names; and
-    credentials in URLs and HTTP headers. Opens dataclasses, named tuples and pydantic models like mappings, keeps
-    arrays of numbers, and converts other objects to text.
+    Redacts values with the name of a secret (`hfToken`, `OPENAI_API_KEY`) as a key, in a (name, value) pair, as a
+    command-line option or inside a string, unless they are None, "" or a bool. Redacts also the values of environment
+    variables with such names, and credentials in URLs and HTTP headers. Opens dataclasses, named tuples and pydantic
+    models like mappings, keeps arrays of numbers, and converts other objects to text.
     """
     return _copy(dict(params), _environment_secrets(), ancestors=())
 

@@ -41,7 +41,7 @@ class TensorboardLogger(Tracker):
         cfg = validated(TensorboardConfig, cfg)
         folder = log_dir or cfg.get("log_dir")
         if folder is None:
-            raise ConfigError("TensorboardConfig.log_dir is required without Logger; add it")
+            raise ConfigError("TensorboardLogger has no folder for its files; set TensorboardConfig.log_dir")
         Path(folder).mkdir(parents=True, exist_ok=True)
         # A name that tensorboard recognises and sorts, unique on a shared file system.
         source = f"{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"

@@ -73,7 +73,7 @@ def plain_metrics(
 
 
 def frozen(value: Any, depth: int = 0) -> Any:
-    """A deep copy of `value` with tensors on the CPU, without gradients; an error replaces what cannot be copied."""
+    """A deep copy of `value` with detached CPU tensors; an exception replaces a value that cannot be copied."""
     if type(value) in _PLAIN:
         return value
     if depth > _MOST_DEPTH:

@@ -210,7 +210,7 @@ def _init(arguments: dict[str, Any]) -> wandb.Run:
 
 
 def _settings(given: Any) -> wandb.Settings:
-    """The logger's settings of W&B, overridden by `given`."""
+    """The `wandb.Settings` of the run: the defaults of this logger, overridden by `given`."""
     import wandb
 
     ours = wandb.Settings(

@@ -253,7 +253,7 @@ def test_weights_can_be_saved_alone_and_then_a_resume_is_refused(run, algorithm)
     ours, theirs = (folder.path / "checkpoints/step_2" for folder in (alone, whole))
     assert not (ours / "optimizer").exists()
     assert (ours / "policy/model.safetensors").read_bytes() == (theirs / "policy/model.safetensors").read_bytes()
-    with pytest.raises(CheckpointError, match=r"step_2 was saved with checkpoint\.weights_only=true.*start a new run"):
+    with pytest.raises(CheckpointError, match=r"step_2 has no optimizer .*checkpoint\.weights_only=true.*start a new"):
         run(algorithm, "alone", resume=True)
 
 

@@ -172,7 +172,7 @@ def test_links_uncommitted_and_renamed_folders_are_refused(tmp_path, caplog):
     with manager.saving(3) as folder, pytest.raises(CheckpointError, match="it was not committed"):
         manager.load(folder)
     (tmp_path / "step_3").rename(tmp_path / "step_4")
-    with pytest.raises(CheckpointError, match=r"step_4 cannot be used: its state\.json is of step 3"):
+    with pytest.raises(CheckpointError, match=r"step_4 cannot be used: its state\.json belongs to step 3"):
         manager.load(4)
     assert manager.latest().step == 1
     assert "step_2 cannot be used: it is a symbolic link" in caplog.text
@@ -264,7 +264,7 @@ def test_a_full_disk_raises_one_sentence_and_keeps_earlier_checkpoints(tmp_path,
     manager = CheckpointManager(tmp_path)
     save(manager, 1)
     with (
-        pytest.raises(CheckpointError, match=r"save \S+step_2: step_1 takes \d+ bytes, \d+ bytes are available"),
+        pytest.raises(CheckpointError, match=r"save \S+step_2: .* step_1, takes \d+ bytes, \d+ bytes are available"),
         manager.saving(2),
     ):
         raise OSError(code, os.strerror(code))

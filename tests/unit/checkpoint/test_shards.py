@@ -75,8 +75,8 @@ def test_an_index_that_leaves_the_folder_is_refused(folder, file):
     ("change", "complaint"),
     [
         (lambda index: index.update(d="model-00002-of-00002.safetensors"), "00002.safetensors .*: d is missing"),
-        (lambda index: index.update(a="model-00002-of-00002.safetensors"), "a is in model-00001-of-00002"),
-        (lambda index: index.pop("c"), "c is in model-00001-of-00002.safetensors, not in any file"),
+        (lambda index: index.update(a="model-00002-of-00002.safetensors"), "a is stored in model-00001-of-00002"),
+        (lambda index: index.pop("c"), "c is stored in model-00001-of-00002.safetensors, but the index says nothing"),
         (lambda index: index.update(d="gone.safetensors"), "gone.safetensors cannot be used: it is missing"),
         (lambda index: index.update(d=7), "no weight_map from names to files"),
     ],

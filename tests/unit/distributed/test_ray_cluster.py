@@ -26,7 +26,7 @@ def test_a_name_that_leads_nowhere_is_at_no_place():
 
 def test_what_is_automatic_is_decided_by_the_variable_and_tried_at_once(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=127.0.0.1:1 is no reachable Ray"), connected("auto"):
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS=127.0.0.1:1 is not a reachable Ray"), connected("auto"):
         pass
 
 

@@ -263,9 +263,9 @@ def test_a_port_in_use_and_an_address_of_another_machine_are_refused_at_once():
         ({"ip": "somewhere"}, "ip='somewhere' is not an IP address"),
         ({"port": 0}, "port=0 is not a TCP port"),
         ({"port": 65536}, "port=65536 is not a TCP port"),
-        ({"rank": 2}, "rank=2 of world_size=2 cannot join"),
-        ({"rank": -1}, "rank=-1 of world_size=2 cannot join"),
-        ({"rank": 0, "world_size": 1}, "rank=0 of world_size=1 cannot join.*ranks from 1 for the generators"),
+        ({"rank": 2}, "rank=2 with world_size=2 is not valid"),
+        ({"rank": -1}, "rank=-1 with world_size=2 is not valid"),
+        ({"rank": 0, "world_size": 1}, "rank=0 with world_size=1 is not valid.*ranks from 1 for the generators"),
     ],
 )
 def test_what_can_be_no_group_is_refused_at_once(changed, message):

@@ -66,13 +66,13 @@ def test_only_the_killed_worker_is_lost_and_a_restart_creates_it_again(pool, cap
     assert pool.submit(1, "add", 1).result(60) == 11
     assert pool.submit(0, "pid").result(60) == before
     assert (pool.num_restarts, pool.workers[1].num_starts) == (1, 2)
-    assert "lost toy 1: toy 1 of 2 was killed by SIGKILL" in caplog.text
+    assert "toy 1 failed: toy 1 of 2 was killed by SIGKILL" in caplog.text
     assert "restarting toy 1: restart 1 of at most 1 in a row" in caplog.text
     pool.workers[1].succeeded()
     pool.each(kill, pool.workers[1:])
     pool.restart_lost()  # it succeeded in between
     pool.each(kill, pool.workers[1:])
-    with pytest.raises(WorkerError, match=r"toy 1 was lost again after 1 restarts in a row, and max_restarts=1 allows"):
+    with pytest.raises(WorkerError, match=r"toy 1 failed after 1 restarts in a row, and max_restarts=1 allows"):
         pool.restart_lost()
 
 

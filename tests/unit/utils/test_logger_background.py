@@ -74,7 +74,7 @@ def test_a_call_that_raises_loses_its_record_and_no_other(caplog):
     end(writer)
     assert backend.seen == [1, 3]
     assert [record.getMessage() for record in caplog.records] == [
-        "Tracker lost the record of step 0: it raised RuntimeError('down'); further losses are counted",
+        "Tracker lost the record of step 0: it raised RuntimeError('down'); further lost records are only counted",
         "Tracker lost 2 of 4 records: steps 0 to 2: it raised RuntimeError('down') (2)",
     ]
 

@@ -90,7 +90,7 @@ def test_a_worker_in_this_process_logs_how_to_run_the_whole_command(traces, stan
         pass
     (message,) = caplog.messages
     assert message.startswith("policy-0 is in this process")
-    assert "for Nsight Systems, run nsys profile --trace=cuda" in message
+    assert "for Nsight Systems, start the program as `nsys profile --trace=cuda" in message
 
 
 def test_ray_gets_the_same_options_under_its_own_names(traces, stand_in, monkeypatch):
