@@ -171,6 +171,7 @@ def test_a_trace_that_cannot_be_brought_back_is_a_warning(shared, tmp_path, capl
     assert re.search(r"the trace of collector worker 0 is lost: .*trace\.json cannot be written", caplog.text)
 
 
+@pytest.mark.slow
 def test_a_collector_class_as_an_actor_collects_until_its_frames_are_there():
     actor = Collector.as_remote(num_cpus=1).remote(Walk, frames_per_batch=20, total_frames=40)
     batches = [ray.get(actor.next.remote()) for _ in range(3)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.request
 
 import psutil
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lucidrl.utils.logger.interface import LoggerInterface
@@ -54,6 +55,7 @@ def test_reading_only_some_lines_of_a_real_page_reads_the_same_samples(cluster):
     assert sorted(_wanted_samples(page)) == sorted(wanted)
 
 
+@pytest.mark.slow
 def test_a_real_node_that_leaves_is_left_out_and_the_others_stay(cluster):
     ray_monitor = monitor()
     ray_monitor._collect_metrics()

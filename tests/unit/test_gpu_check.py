@@ -20,6 +20,7 @@ def gpu_check(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProces
     return subprocess.run(command, text=True, capture_output=True, env=environment, timeout=1200), report
 
 
+@pytest.mark.slow
 def test_without_gpus_it_says_so_and_succeeds(tmp_path):
     done, report = gpu_check(tmp_path)
     assert done.returncode == 0, done.stderr

@@ -70,6 +70,7 @@ def test_an_exception_names_rank_method_and_cause_although_others_wait_for_that_
         group.run_all("add", 1)
 
 
+@pytest.mark.slow
 def test_errors_of_ours_keep_their_type_and_message(group):
     with pytest.raises(ConfigError) as caught:
         group.run_all("raise_on", 0, ConfigError("lr=-1 is not a rate; make it positive"))
@@ -78,6 +79,7 @@ def test_errors_of_ours_keep_their_type_and_message(group):
     assert "in raise_on" in str(caught.value.__cause__)
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_be_pickled_is_an_error(group):
     with pytest.raises(WorkerError, match=r"rank [01] of 2 failed in return_lambda: .*Can't pickle local object"):
         group.run_all("return_lambda")
@@ -107,6 +109,7 @@ def test_a_rank_killed_between_calls_is_found_at_the_next_one(group):
     assert time.monotonic() - started < 40
 
 
+@pytest.mark.slow
 def test_a_rank_killed_between_calls_is_found_by_a_look_at_the_group_too(group):
     group.check()
     os.kill(group.run_all("pid")[1], signal.SIGKILL)
@@ -186,6 +189,7 @@ def test_a_constructor_that_exits_or_hangs_is_reported(tmp_path):
         WorkerGroup(HangsAtStart, cluster=hurried, log_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_class_that_a_new_process_cannot_import_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "vanishing.py").write_text("class Worker:\n    def shutdown(self): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))

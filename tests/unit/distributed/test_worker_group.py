@@ -136,6 +136,7 @@ def test_groups_that_start_at_once_do_not_mix_and_a_thread_may_start_one():
             group.shutdown()
 
 
+@pytest.mark.slow
 def test_shutdown_lets_workers_say_goodbye_and_leaves_no_process(tmp_path):
     group = WorkerGroup(Plain, cluster=TWO, log_dir=tmp_path)
     pids = group.run_all("pid")

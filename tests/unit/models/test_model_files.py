@@ -152,6 +152,7 @@ def test_a_config_that_is_not_a_json_object_is_refused(folder, content):
         load(folder)
 
 
+@pytest.mark.slow
 def test_a_config_of_a_larger_model_is_refused_before_anything_is_allocated(folder):
     change_config(folder, num_hidden_layers=1000, intermediate_size=2**20)
     with pytest.raises(ConfigError, match=r"a model of [\d,]{15,} parameters, but the safetensors files have"):

@@ -229,6 +229,7 @@ def test_disabled_as_it_is_by_default_every_site_is_a_true_no_op_and_the_variabl
     assert run_program(UNARMED, folder) == "held\n"
 
 
+@pytest.mark.slow
 def test_the_variable_can_be_set_for_the_whole_program(folder):
     code = "import lucidrl.envs; print(hasattr(lucidrl.envs.EnvBase.step, '__wrapped__'))"
     assert run_program(code, folder, {"TORCHRL_PROFILING": "1"}) == "True\n"
@@ -244,7 +245,6 @@ def test_armed_the_instrumentation_can_be_toggled_at_run_time(of_one_process, fo
     }
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_the_toggle_is_that_of_the_calling_process_only(of_workers):
     assert of_workers["driver alone"] == [False, [True]]

@@ -166,6 +166,7 @@ print("alive")
     assert run_program(code, tmp_path).strip() == "alive"
 
 
+@pytest.mark.slow
 def test_a_running_recording_is_written_at_the_end_of_the_program(tmp_path):
     code = "from lucidrl.profiling.recording import Recording; Recording('policy-0').start()"
     run_program(code, tmp_path)

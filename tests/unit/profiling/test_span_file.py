@@ -94,6 +94,7 @@ def test_it_names_its_process_and_uses_unix_time(file, path):
     assert train["tid"] == threading.get_native_id()
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_the_spans_that_ended_before(path):
     code = (
         "import os, signal, time; from pathlib import Path\n"

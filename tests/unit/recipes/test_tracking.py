@@ -53,6 +53,7 @@ def test_a_tracker_that_is_not_installed_is_found_before_the_run(monkeypatch):
         preflight(config)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_in_the_same_run_of_every_tracker(tmp_path):
     first = load_config(SFTRunConfig, SMALL, overrides=ALL_TRACKERS)
     assert train(first, tmp_path, Unwatched()) == 1

@@ -272,6 +272,7 @@ def test_redirects_are_not_followed_and_proxies_not_used(serve, set_nodes, monke
     assert not proxied
 
 
+@pytest.mark.slow
 def test_a_process_exits_at_once_while_a_node_hangs(serve):
     host, port = serve(hang)
     code = f"""
