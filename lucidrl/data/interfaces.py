@@ -1,8 +1,12 @@
-"""Message types that prompts, environments and collectors pass to each other."""
+"""Types of rows and messages that datasets, environments and collectors pass to each other."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
+
+Rows = Sequence[Mapping[str, Any]]
+"""Rows of a dataset: a list of dictionaries, a `datasets.Dataset`, or any other sequence of mappings."""
 
 
 class ChatMessage(TypedDict):
