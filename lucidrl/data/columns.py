@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,6 +113,7 @@ class Columns:
         return row[column]
 
 
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _NOT_INFO = frozenset({"id", "prompt", "messages", "stop_strings"})
 
 
@@ -167,8 +169,15 @@ def _turn(turn: Any, place: str) -> ChatMessage:
 
 
 def _equals(found: Any, wanted: Any) -> bool:
-    """Whether a cell has the wanted value; a text equals a number or bool that is written the same, as in CSV files."""
-    return found == wanted or (isinstance(found, str) and not isinstance(wanted, str) and found == str(wanted))
+    """Whether a cell has the wanted value; a text, as in CSV files, is read as a value of the wanted type."""
+    if not isinstance(found, str) or isinstance(wanted, str):
+        return bool(found == wanted) and isinstance(found, bool) == isinstance(wanted, bool)
+    text = found.strip()
+    if wanted is None:
+        return not text
+    if isinstance(wanted, bool):
+        return text.lower() == str(wanted).lower()
+    return _NUMBER.fullmatch(text) is not None and (text == str(wanted) or float(text) == wanted)
 
 
 def _shown(value: Any) -> str:

@@ -134,14 +134,35 @@ def test_a_bad_example_is_named(row, settings, said):
         ({"level": 4}, False),
         ({"level": [4, 3]}, True),
         ({"level": 3, "source": "a"}, False),
-        ({"text": 5}, True),  # as in a CSV file
         ({"empty": None}, True),
+        ({"is_easy": True}, True),
+        ({"is_easy": 1}, False),
+        ({"one": True}, False),
     ],
 )
 def test_rows_are_selected_by_their_columns(where, expected):
     columns = Columns(DataConfig(where=where))
-    row = {"level": 3, "source": "b", "text": "5", "empty": None}
+    row = {"level": 3, "source": "b", "empty": None, "is_easy": True, "one": 1}
     assert columns.is_selected(row, "row") is expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "equal", "different"),
+    [
+        (True, ["true", "True", " TRUE"], ["false", "1", "yes", ""]),
+        (False, ["false", "False"], ["true", "0", ""]),
+        (3, ["3", "3.0", " 3", "+3", "3e0"], ["30", "three", "", "true", "3 4"]),
+        (10, ["10"], ["1_0"]),
+        (0.5, ["0.5", ".50", "5e-1"], ["0.51", "nan", "1/2"]),
+        (2**60 + 1, [str(2**60 + 1)], []),
+        (None, ["", " "], ["None", "0"]),
+        ("3", ["3"], ["3.0", " 3"]),
+        ("true", ["true"], ["True"]),
+    ],
+)
+def test_a_text_of_a_csv_file_is_compared_as_a_value_of_the_wanted_type(wanted, equal, different):
+    columns = Columns(DataConfig(where={"cell": wanted}))
+    assert [text for text in [*equal, *different] if columns.is_selected({"cell": text}, "row")] == equal
 
 
 def test_a_filter_on_a_missing_column_is_refused():
