@@ -57,7 +57,8 @@ class DataConfig(Config):
     """Use only rows whose columns have these values, such as {level: easy, source: [a, b]}; a list allows any of its
     values."""
     limit: PositiveInt | None = None
-    """Train on this many rows only, the same ones in every run; default: on all rows."""
+    """Train on at most this many rows, the same ones in every run; default: on all rows. The files of a mixture share
+    them by weight, at least one row each."""
     validation_file: File | None = None
     """File of validation rows; all rows of `file` are then used for training."""
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
@@ -91,6 +92,15 @@ class DataConfig(Config):
 
             compiled(template)
         return template
+
+    @model_validator(mode="after")
+    def _limit_suffices(self) -> Self:
+        if self.limit is not None and self.limit < len(self.files):
+            raise ValueError(
+                f"limit={self.limit} is less than one row for each of the {len(self.files)} files; raise it, or "
+                "remove files"
+            )
+        return self
 
     @model_validator(mode="after")
     def _columns_have_a_file(self) -> Self:

@@ -31,6 +31,7 @@ def test_one_file_or_several_with_weights():
         ("data.file=[{fil: a.jsonl}]", "fil"),
         ("data.template='{% for %}'", r"data\.template: line 1 is not valid jinja"),
         ("data.limit=0", "greater than 0"),
+        ("data={file: [a.jsonl, b.jsonl], limit: 1}", r"data: limit=1 is less than one row for each of the 2 files"),
         ("data.validation_fraction=1", "less than 1"),
         ("data.validation_file=a.jsonl", r"needs training rows too; set data\.file"),
         ("data.promt=question", r"did you mean data\.prompt\?"),
