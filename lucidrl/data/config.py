@@ -19,6 +19,10 @@ File = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
 Scalar = str | int | float | bool | None
 
 
+SETTINGS_OF_ROWS = ("prompt", "answer", "completion", "template", "system_prompt", "max_prompt_tokens", "where")
+"""Settings that have an effect on rows of a file or a Python program only, not on prompts of an environment."""
+
+
 class WeightedFile(Config):
     """A file of a mixture."""
 
@@ -103,7 +107,10 @@ class DataConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _columns_have_a_file(self) -> Self:
-        if self.file is None and self.validation_file is not None:
-            raise ValueError(f"data.validation_file={self.validation_file} needs training rows too; set data.file=...")
+    def _has_one_source_of_user_messages(self) -> Self:
+        if self.prompt is not None and self.template is not None:
+            raise ValueError(
+                f"prompt={self.prompt} would have no effect, because template writes the user message; remove one of "
+                "them"
+            )
         return self
