@@ -64,7 +64,15 @@ def test_a_row_keeps_its_own_system_message():
         ({"q": None}, {"prompt": "q"}, r"column 'q' holds nothing \(null\)"),
         ({"messages": []}, {}, "column 'messages' holds an empty list"),
         ({"messages": [{"role": "user"}]}, {}, "holds the message .* which is not valid"),
-        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, {}, "holds the message .* which is not valid"),
+        (
+            {"messages": [{"role": "user", "content": "a", "name": 3}]},
+            {},
+            r"name holds a int \(3\); it must hold a text",
+        ),
+        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": 3}]}, {}, "tool_call_id holds a int"),
+        ({"messages": [{"role": "assistant", "tool_calls": "add"}]}, {}, "tool_calls holds a str .* a list of objects"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["add"]}]}, {}, "tool_calls holds a list"),
+        ({"messages": [{"role": "user", "content": "a", "token_ids": [1]}]}, {}, "the reserved key token_ids"),
         ({"messages": TALK}, {}, "the last message has the role assistant; .* lucidrl sft"),
         ({"prompt": "a", "id": None}, {}, "id None is not valid"),
         ({"prompt": "a", "stop_strings": [""]}, {}, r"stop_strings=\[''\] is not valid"),
@@ -104,6 +112,20 @@ def test_examples_have_many_layouts(row, settings, expected):
     found = example(row, **settings)
     assert [text for _, text in contents(found)] == expected
     assert contents(found)[-1][0] == "assistant"
+
+
+def test_messages_keep_the_keys_that_their_chat_template_may_read():
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "function": {"name": "add"}}],
+        "name": None,
+    }
+    result = {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add"}
+    done = {"role": "assistant", "content": "It is 3.", "reasoning_content": "1+2"}
+    without_null = {"role": "assistant", "content": "", "tool_calls": call["tool_calls"]}
+    assert example({"messages": [*CHAT, call, result, done]}).messages == (*CHAT, without_null, result, done)
+    assert prompt({"messages": [*CHAT, call, result]}).messages == (*CHAT, without_null, result)
 
 
 @pytest.mark.parametrize(
