@@ -15,8 +15,8 @@ CHATML = (
 
 TOOLS = (  # writes calls instead of the content, as some templates do
     "{% for m in messages %}<|im_start|>{{ m.name or m.role }}\n{% for call in m.tool_calls or [] %}"
-    "call {{ call.function.name }}({{ call.function.arguments }})<|call|>{% else %}{{ m.content }}{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "call {{ call.function.name }}({{ call.function.arguments }})<|call|>{% else %}{{ m.content }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 

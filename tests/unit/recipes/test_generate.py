@@ -93,18 +93,32 @@ def test_a_file_of_lines_or_objects_is_completed_in_order(model_folder, tmp_path
         list(complete_file(model_folder, objects, sampling, output))
 
 
+def test_a_file_of_prompts_has_any_format_of_a_dataset(model_folder, tmp_path):
+    table, output = tmp_path / "prompts.csv", tmp_path / "completions.jsonl"
+    table.write_text("prompt,level\n2+3=,1\n40+2=,2\n")
+    assert list(complete_file(model_folder, table, Sampling(max_new_tokens=4), output)) == []
+    written = [orjson.loads(line) for line in output.read_bytes().splitlines()]
+    expected = complete(model_folder, "2+3=", "40+2=")
+    assert [(row["prompt"], row["level"], row["completion"]) for row in written] == [
+        ("2+3=", "1", expected[0]),
+        ("40+2=", "2", expected[1]),
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.jsonl", b'{"prompt": "1"}\n{"prompt": 3}\n', r"a\.jsonl:2: has no prompt; write"),
-        ("a.jsonl", b'{"prompt": "1"}\n{"text": "x"}\n', r"a\.jsonl:2: has no prompt"),
-        ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', r"a\.jsonl:1: has no prompt"),
-        ("a.jsonl", b'{"messages": [{"role": "assistant", "content": "x"}]}\n', "ends with a message of the assistant"),
+        ("a.jsonl", b'{"prompt": "1"}\n{"prompt": 3}\n', r"a\.jsonl:2: column 'prompt' holds a int"),
+        ("a.jsonl", b'{"prompt": "1"}\n{"text": "x"}\n', r"a\.jsonl:2: has the columns text; give either"),
+        ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', r"a\.jsonl:1: column 'messages' holds the message"),
+        ("a.jsonl", b'{"messages": [{"role": "assistant", "content": "x"}]}\n', "last message has the role assistant"),
+        ("a.jsonl", b"\n", r"a\.jsonl has no rows"),
+        ("a.csv", b"prompt,level\n2+3=\n", r"a\.csv, row 1: has 1 fields, but the header has 2"),
         ("a.jsonl", b"plain\n", r"a\.jsonl:1: not valid JSON"),
         ("a.jsonl", b"[1]\n", r"a\.jsonl:1: holds a list"),
         ("a.txt", b"\n \n", r"a\.txt has no prompts"),
         ("a.txt", b"\xff\xfe\n", "not valid UTF-8"),
-        ("a.txt", None, r"a\.txt cannot be read"),
+        ("a.txt", None, r"a\.txt does not exist"),
     ],
 )
 def test_a_file_without_usable_prompts_is_refused_before_the_model_is_loaded(tmp_path, name, content, said):
