@@ -159,14 +159,14 @@ def generate(
     file: Annotated[
         Path | None,
         typer.Option(
-            help="File of prompts: one per line or, with the suffix .jsonl, one object per line with `prompt` or "
-            "`messages`.",
+            help="File of prompts, as data.file: rows with the column `prompt` or `messages`. A file with another "
+            "extension, such as .txt, has one prompt per line.",
             show_default=False,
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="With --file: write a JSONL file, each line with its `completion`.", show_default=False),
+        typer.Option(help="With --file: write a JSONL file, each row with its `completion`.", show_default=False),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Talk with the model.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Completions per prompt; 1 decodes greedily, more sample.")] = 1,

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, ClassVar, TypedDict, Unpack
 
 from lucidrl.checkpoint.config import CHECKPOINTS_NAME
+from lucidrl.data.interfaces import Rows
 from lucidrl.errors import CheckpointError, ConfigError
 from lucidrl.recipes.arguments import config_layer, settings_of, split_inputs, unknown_argument
 from lucidrl.recipes.callbacks import Callback, Callbacks, StopTraining, TrainingResult
 from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig
-from lucidrl.recipes.inputs import Rows
 from lucidrl.recipes.run import start
 from lucidrl.recipes.settings import new_settings, resumed_settings
 

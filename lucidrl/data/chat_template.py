@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from lucidrl.data import template_probe
+from lucidrl.data.interfaces import KEYS_OF_TOKENS
 from lucidrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappin
     Raises:
         DataError: if the template refuses the messages, or fails.
     """
-    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    plain = [{key: item for key, item in message.items() if key not in KEYS_OF_TOKENS} for message in messages]
     try:
         return tokenizer.apply_chat_template(plain, **{"add_generation_prompt": True, **options})
     except (TemplateSyntaxError, *BROKEN) as error:

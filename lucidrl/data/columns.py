@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from lucidrl.data.config import DataConfig
 from lucidrl.data.datasets import Example, Prompt, key_of
-from lucidrl.data.interfaces import ChatMessage
+from lucidrl.data.interfaces import KEYS_OF_TOKENS, ChatMessage
 from lucidrl.data.template import rendered
 from lucidrl.errors import DataError
 
@@ -39,7 +40,7 @@ class Columns:
         Raises:
             DataError: a column is missing, or holds a value of the wrong type.
         """
-        messages = self._opening(row, place, strict=True)
+        messages = self._opening(row, place)
         if messages[-1]["role"] == "assistant":
             raise DataError(
                 f"{place}: the last message has the role assistant; end the prompt with a message that the assistant "
@@ -76,8 +77,8 @@ class Columns:
             )
         return Example(f"{self._prefix}{row_id}", messages, key_of(messages), place)
 
-    def _opening(self, row: Mapping[str, Any], place: str, strict: bool = False) -> tuple[ChatMessage, ...]:
-        """Messages of the prompt, with the system prompt; `strict` refuses keys other than `role` and `content`."""
+    def _opening(self, row: Mapping[str, Any], place: str) -> tuple[ChatMessage, ...]:
+        """Messages of the prompt, with the system prompt."""
         config = self._config
         if config.template is not None:
             text = rendered(config.template, row, place)
@@ -92,7 +93,7 @@ class Columns:
                 )
             column = found[0]
         content = self._value(row, column, place, "data.prompt")
-        return self._with_system(_as_messages(content, "user", place, column, strict))
+        return self._with_system(_as_messages(content, "user", place, column))
 
     def _with_system(self, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
         text = self._config.system_prompt
@@ -112,10 +113,11 @@ class Columns:
         return row[column]
 
 
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _NOT_INFO = frozenset({"id", "prompt", "messages", "stop_strings"})
 
 
-def _as_messages(content: Any, role: str, place: str, column: str, strict: bool = False) -> tuple[ChatMessage, ...]:
+def _as_messages(content: Any, role: str, place: str, column: str) -> tuple[ChatMessage, ...]:
     """Return a text as one message with this role; a list is checked and returned as messages."""
     if isinstance(content, str):
         return ({"role": role, "content": content},)
@@ -126,19 +128,32 @@ def _as_messages(content: Any, role: str, place: str, column: str, strict: bool 
         )
     if not content:
         raise DataError(f"{place}: column {column!r} holds an empty list; give at least one message")
-    return tuple(_message(message, place, column, strict) for message in content)
+    return tuple(_message(message, place, column) for message in content)
 
 
-def _message(message: Any, place: str, column: str, strict: bool) -> ChatMessage:
-    """Check a message; keys with the value None are ignored, because Arrow gives every message the keys of all."""
+def _message(message: Any, place: str, column: str) -> ChatMessage:
+    """Check a message, and keep all its keys for the chat template.
+
+    Keys with the value None are dropped, because Arrow gives every message the keys of all. A message that calls tools
+    may have no content.
+    """
     kept = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
-    role, text = kept.get("role"), kept.get("content")
-    if not isinstance(role, str) or not isinstance(text, str) or (strict and len(kept) > 2):
+    if kept.get("tool_calls"):
+        kept.setdefault("content", "")
+    if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content"), str):
         raise DataError(
             f"{place}: column {column!r} holds the message {_shown(message)}, which is not valid; it must be "
             '{"role": text, "content": text}'
         )
-    return {"role": role, "content": text}
+    calls = kept.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"{place}: column {column!r}: tool_calls holds {_shown(calls)}; it must hold a list of objects")
+    for key in ("name", "tool_call_id"):
+        if not isinstance(kept.get(key, ""), str):
+            raise DataError(f"{place}: column {column!r}: {key} holds {_shown(kept[key])}; it must hold a text")
+    if reserved := [key for key in KEYS_OF_TOKENS if key in kept]:
+        raise DataError(f"{place}: column {column!r}: a message has the reserved key {reserved[0]}; rename it")
+    return cast(ChatMessage, kept)
 
 
 def _of_other_layout(row: Mapping[str, Any], place: str) -> tuple[ChatMessage, ...]:
@@ -167,8 +182,15 @@ def _turn(turn: Any, place: str) -> ChatMessage:
 
 
 def _equals(found: Any, wanted: Any) -> bool:
-    """Whether a cell has the wanted value; a text equals a number or bool that is written the same, as in CSV files."""
-    return found == wanted or (isinstance(found, str) and not isinstance(wanted, str) and found == str(wanted))
+    """Whether a cell has the wanted value; a text, as in CSV files, is read as a value of the wanted type."""
+    if not isinstance(found, str) or isinstance(wanted, str):
+        return bool(found == wanted) and isinstance(found, bool) == isinstance(wanted, bool)
+    text = found.strip()
+    if wanted is None:
+        return not text
+    if isinstance(wanted, bool):
+        return text.lower() == str(wanted).lower()
+    return _NUMBER.fullmatch(text) is not None and (text == str(wanted) or float(text) == wanted)
 
 
 def _shown(value: Any) -> str:

@@ -19,6 +19,10 @@ File = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
 Scalar = str | int | float | bool | None
 
 
+SETTINGS_OF_ROWS = ("prompt", "answer", "completion", "template", "system_prompt", "max_prompt_tokens", "where")
+"""Settings that have an effect on rows of a file or a Python program only, not on prompts of an environment."""
+
+
 class WeightedFile(Config):
     """A file of a mixture."""
 
@@ -57,7 +61,8 @@ class DataConfig(Config):
     """Use only rows whose columns have these values, such as {level: easy, source: [a, b]}; a list allows any of its
     values."""
     limit: PositiveInt | None = None
-    """Train on this many rows only, the same ones in every run; default: on all rows."""
+    """Train on at most this many rows, the same ones in every run; default: on all rows. The files of a mixture share
+    them by weight, at least one row each."""
     validation_file: File | None = None
     """File of validation rows; all rows of `file` are then used for training."""
     validation_fraction: float = Field(default=0.1, ge=0, lt=1)
@@ -93,7 +98,19 @@ class DataConfig(Config):
         return template
 
     @model_validator(mode="after")
-    def _columns_have_a_file(self) -> Self:
-        if self.file is None and self.validation_file is not None:
-            raise ValueError(f"data.validation_file={self.validation_file} needs training rows too; set data.file=...")
+    def _limit_suffices(self) -> Self:
+        if self.limit is not None and self.limit < len(self.files):
+            raise ValueError(
+                f"limit={self.limit} is less than one row for each of the {len(self.files)} files; raise it, or "
+                "remove files"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_source_of_user_messages(self) -> Self:
+        if self.prompt is not None and self.template is not None:
+            raise ValueError(
+                f"prompt={self.prompt} would have no effect, because template writes the user message; remove one of "
+                "them"
+            )
         return self

@@ -1,17 +1,26 @@
-"""Message types that prompts, environments and collectors pass to each other."""
+"""Types of rows and messages that datasets, environments and collectors pass to each other."""
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
+
+Rows = Sequence[Mapping[str, Any]]
+"""Rows of a dataset: a list of dictionaries, a `datasets.Dataset`, or any other sequence of mappings."""
 
 
 class ChatMessage(TypedDict):
-    """One message, in the form that chat templates read."""
+    """One message, in the form that chat templates read; other keys of a row's message reach the template too."""
 
     role: str
     content: str
+    name: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
 
 
+KEYS_OF_TOKENS = ("token_ids", "generation_logprobs", "policy_version")
+"""Keys that a message log adds to messages; chat templates do not read them."""
 LLMMessageLogType = list[dict[str, Any]]
 """Messages with their tokens.
 

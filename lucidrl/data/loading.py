@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lucidrl.data.columns import Columns
 from lucidrl.data.config import DataConfig
 from lucidrl.data.datasets import Example, Prompt, example_of
+from lucidrl.data.interfaces import Rows
 from lucidrl.data.items import Items, T
 from lucidrl.data.json_rows import JsonLines
 from lucidrl.data.sources import PythonRows, RowSource, open_source
 from lucidrl.data.stream import Dataset, Part
 from lucidrl.errors import DataError
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 class PromptRows:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from lucidrl.data.chat_template import apply_template
-from lucidrl.data.interfaces import LLMMessageLogType
+from lucidrl.data.interfaces import KEYS_OF_TOKENS, LLMMessageLogType
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import DataError
 
@@ -45,6 +45,12 @@ def render_next_turn(
     if not tokenizer.chat_template:
         return tokenizer.encode(_joined(messages), add_special_tokens=False)
     history, sampled_ids = message_log[:-1], message_log[-1]["token_ids"].tolist()
+    if (turn := _text_of_turn(tokenizer, history, message_log[-1])) is not None:
+        before = apply_template(tokenizer, message_log, tokenize=False, add_generation_prompt=False)
+        whole = apply_template(tokenizer, [*message_log, *messages], tokenize=False)
+        if whole.startswith(before):
+            rest = turn[_end_of_turn(tokenizer, turn) :]
+            return tokenizer.encode(rest + whole.removeprefix(before), add_special_tokens=False)
     _, after = _around_completion(tokenizer, history, messages)
     ids = tokenizer.encode(after, add_special_tokens=False)
     closing = _closing_ids(tokenizer, history)
@@ -80,6 +86,11 @@ def supervised_example(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Ma
     """
     if not messages or messages[-1]["role"] != "assistant":
         raise DataError("a supervised example must end with an assistant message, which the model learns; append one")
+    if not tokenizer.chat_template and any(message.get("tool_calls") for message in messages):
+        raise DataError(
+            "a message has tool_calls, but the tokenizer has no chat template to write them; use a model with a chat "
+            "template, or write the calls into the content"
+        )
     log: LLMMessageLogType = []
     turn: list[Mapping[str, Any]] = []
     for message in messages:
@@ -88,7 +99,7 @@ def supervised_example(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Ma
             continue
         ids = render_next_turn(tokenizer, log, turn) if log else render_prompt(tokenizer, turn)
         log += with_tokens(turn, ids)
-        log += with_tokens([message], _completion_ids(tokenizer, log, message["content"]))
+        log += with_tokens([message], _completion_ids(tokenizer, log, message))
         turn = []
     return log
 
@@ -182,11 +193,17 @@ def _joined(messages: Sequence[Mapping[str, Any]]) -> str:
     return "".join(message["content"] for message in messages)
 
 
-def _completion_ids(tokenizer: PreTrainedTokenizerBase, history: LLMMessageLogType, content: str) -> list[int]:
+def _completion_ids(
+    tokenizer: PreTrainedTokenizerBase, history: LLMMessageLogType, message: Mapping[str, Any]
+) -> list[int]:
     eos_id: Any = tokenizer.eos_token_id
-    lead = ""
+    lead, content = "", message["content"]
     closing: list[int] = []
     if tokenizer.chat_template:
+        if (turn := _text_of_turn(tokenizer, history, message)) is not None:
+            end = _end_of_turn(tokenizer, turn)
+            closing = [eos_id] if not end and eos_id is not None else []
+            return tokenizer.encode(turn[:end] if end else turn, add_special_tokens=False) + closing
         prompt = apply_template(tokenizer, history, tokenize=False)
         before, _ = _around_completion(tokenizer, history, ())
         # Some templates write text between generation prompt and completion; the model must learn that text too.
@@ -195,6 +212,43 @@ def _completion_ids(tokenizer: PreTrainedTokenizerBase, history: LLMMessageLogTy
     if not closing and eos_id is not None:
         closing = [eos_id]
     return tokenizer.encode(lead + content, add_special_tokens=False) + closing
+
+
+def _text_of_turn(
+    tokenizer: PreTrainedTokenizerBase, history: Sequence[Mapping[str, Any]], message: Mapping[str, Any]
+) -> str | None:
+    """Text of an assistant message with keys such as `tool_calls`, after the generation prompt.
+
+    Returns:
+        None if the template ignores all keys but role and content: the content is then tokenized without the template,
+        which might change it.
+
+    Raises:
+        DataError: the text does not start with that of the generation prompt.
+    """
+    plain = {"role": message["role"], "content": message["content"]}
+    if not set(message) - {*plain, *KEYS_OF_TOKENS}:
+        return None
+    text, plain_text = (
+        apply_template(tokenizer, [*history, one], tokenize=False, add_generation_prompt=False)
+        for one in (message, plain)
+    )
+    if text == plain_text:
+        return None
+    prompt = apply_template(tokenizer, history, tokenize=False)
+    if not text.startswith(prompt):
+        others = ", ".join(sorted(set(message) - {*plain, *KEYS_OF_TOKENS}))
+        raise DataError(
+            f"the chat template does not write an assistant message with {others} after its generation prompt, so its "
+            "tokens are not known; remove these keys, or use another template"
+        )
+    return text.removeprefix(prompt)
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """Where the last special token of an assistant message ends; 0 if it has none."""
+    markers = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    return max((text.rfind(marker) + len(marker) for marker in markers if marker in text), default=0)
 
 
 def _closing_ids(tokenizer: PreTrainedTokenizerBase, history: LLMMessageLogType) -> list[int]:

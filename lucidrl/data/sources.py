@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from lucidrl.data.arrow_rows import is_saved_dataset, open_arrow, open_parquet, open_saved_dataset
 from lucidrl.data.config import DataConfig
 from lucidrl.data.csv_rows import CsvFile
+from lucidrl.data.interfaces import Rows
 from lucidrl.data.json_rows import JsonLines, open_json
 from lucidrl.errors import DataError
 from lucidrl.utils.hub import downloaded, is_hub_id, parse_hub_id, pinned
@@ -58,7 +59,7 @@ OPENERS: dict[str, Callable[[Path], RowSource]] = {
 class PythonRows:
     """Rows of a Python program: a list of mappings or another sequence of them, such as a `datasets.Dataset`."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], name: str = "rows") -> None:
+    def __init__(self, rows: Rows, name: str = "rows") -> None:
         self.name, self._rows = name, rows
 
     def __len__(self) -> int:

@@ -119,7 +119,7 @@ class Dataset(Generic[T]):
         self._parts, self._seed = parts, seed
         self._validation = parts if validation is None else validation
         self._weights = [part.weight for part in parts]
-        self._limits = [None if limit is None else share for share in _shares(limit or 0, self._weights)]
+        self._limits = [None] * len(parts) if limit is None else _shares(limit, self._weights)
         self._is_sorted = False
         self._held_out: dict[int, list[T]] = {}
         self.skipped: Counter[Skip] = Counter()
@@ -285,5 +285,12 @@ def _check_new_id(item: Item, places: dict[str, str | None]) -> None:
 
 
 def _shares(count: int, weights: Sequence[float]) -> list[int]:
-    """Divide `count` in proportion to the weights, rounded; each share is at least 1."""
-    return [max(1, round(count * weight / sum(weights))) for weight in weights]
+    """Divide `count` in proportion to the weights, each share at least 1 if possible; the shares add up to `count`."""
+    exact = [count * weight / sum(weights) for weight in weights]
+    least = int(count >= len(weights))
+    shares = [max(least, int(share)) for share in exact]
+    while missing := count - sum(shares):
+        step = 1 if missing > 0 else -1
+        numbers = [number for number, share in enumerate(shares) if share + step >= least]
+        shares[max(numbers, key=lambda number: step * (exact[number] - shares[number]))] += step
+    return shares

@@ -153,6 +153,30 @@ _UNUSED: list[tuple[tuple[str, ...], Reason]] = [
         _if(PPORunConfig, lambda config: config.validation.num_episodes == 0, "validation.num_episodes is 0"),
     ),
     (
+        ("data.validation_fraction",),
+        _if(
+            TextRunConfig,
+            lambda config: config.data.validation_file is not None or "validation_dataset" in config.python_inputs,
+            "the validation rows are separate; remove it",
+        ),
+    ),
+    (
+        ("env.*",),
+        _if(
+            SFTRunConfig,
+            lambda config: config.has_rows,
+            "the run learns the examples in its rows and uses no environment; remove it",
+        ),
+    ),
+    (
+        ("env.max_restarts",),
+        _if(
+            GRPORunConfig,
+            lambda config: not config.env.is_isolated or "rewards" in config.python_inputs,
+            "the environment runs in the driver, where it cannot be restarted",
+        ),
+    ),
+    (
         ("sft.max_steps",),
         _if(SFTRunConfig, lambda config: config.sft.epochs is not None, "sft.epochs sets the length; remove one"),
     ),

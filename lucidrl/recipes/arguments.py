@@ -10,9 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from lucidrl.data.interfaces import Rows
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.recipes.configs import BaseRunConfig
-from lucidrl.recipes.inputs import PythonInputs, Rows
+from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.utils.config import merged_settings
 from lucidrl.utils.suggestions import closest
 

@@ -17,7 +17,7 @@ from lucidrl.algorithms.config import (
 )
 from lucidrl.checkpoint.config import SFTCheckpointConfig
 from lucidrl.collectors.config import TextCollectorConfig
-from lucidrl.data.config import DataConfig
+from lucidrl.data.config import SETTINGS_OF_ROWS, DataConfig
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
@@ -122,6 +122,31 @@ class TextRunConfig(BaseRunConfig):
             table.append(("data-parallel ranks", ranks // shared, "ranks / (context x tensor parallel size)"))
         return table
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether the run reads rows of a file or a Python program, instead of the prompts of the environment."""
+        return self.data.file is not None or "dataset" in self.python_inputs
+
+    @model_validator(mode="after")
+    def _settings_of_rows_have_rows(self) -> Self:
+        if self.has_rows:
+            return self
+        if self.data.validation_file is not None:
+            raise ValueError(
+                f"data.validation_file={self.data.validation_file} needs training rows too; set data.file=..."
+            )
+        if unused := self._set_in_data(*SETTINGS_OF_ROWS):
+            raise ValueError(
+                f"{unused} would have no effect, because the prompts come from the environment {self.env.name}; set "
+                "data.file=... too, or remove the setting"
+            )
+        return self
+
+    def _set_in_data(self, *names: str) -> str:
+        """Name those of these settings of `data` that are set; empty if none is."""
+        values = {f"data.{name}": getattr(self.data, name) for name in names}
+        return " and ".join(f"{key}={value}" for key, value in values.items() if value not in (None, {}))
+
     @model_validator(mode="after")
     def _rows_divide(self) -> Self:
         rows, global_batch = self.rows_per_step, self.policy.train_global_batch_size
@@ -154,6 +179,15 @@ class GRPORunConfig(TextRunConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _reads_no_completions(self) -> GRPORunConfig:
+        if unused := self._set_in_data("completion"):
+            raise ValueError(
+                f"{unused} would have no effect, because GRPO samples its completions; remove the setting, or train "
+                "on the column with lucidrl sft"
+            )
+        return self
+
     @property
     def num_epochs(self) -> int:
         return self.grpo.num_epochs
@@ -176,15 +210,31 @@ class SFTRunConfig(TextRunConfig):
     """The algorithm."""
 
     @model_validator(mode="after")
+    def _scores_no_completions(self) -> SFTRunConfig:
+        if self.reward:
+            names = ", ".join(reward.name for reward in self.reward)
+            raise ValueError(
+                f"reward={names} would have no effect, because SFT learns written examples and scores nothing; remove "
+                "the setting, or train with lucidrl grpo"
+            )
+        if unused := self._set_in_data("answer"):
+            raise ValueError(
+                f"{unused} would have no effect, because only rewards read it; remove the setting, or name the column "
+                "to learn with data.completion=..."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _file_needs_no_generation(self) -> SFTRunConfig:
         generation, num_workers = self.policy.generation, self.env.num_workers
         unused = [f"env.num_workers={num_workers}"] if num_workers > 1 else []
         if generation.placement == "separate":
             unused.append("policy.generation.placement=separate")
-        if self.data.file is not None and unused:
+        if self.has_rows and unused:
+            source, title = ("data.file", f"={self.data.title}") if self.data.file is not None else ("dataset", "")
             raise ValueError(
                 f"{' and '.join(unused)} would start workers that generate or score completions, but a run on "
-                f"data.file={self.data.title} needs none; remove the setting, or data.file"
+                f"{source}{title} needs none; remove the setting, or {source}"
             )
         return self
 

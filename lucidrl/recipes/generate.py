@@ -13,8 +13,11 @@ import orjson
 import torch
 import typer
 
+from lucidrl.data.columns import Columns
+from lucidrl.data.config import DataConfig
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.data.messages import render_next_turn, render_prompt, with_tokens
+from lucidrl.data.sources import OPENERS, PythonRows, RowSource, open_source
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.generation.builtin import BuiltinGenerator
@@ -28,8 +31,6 @@ from lucidrl.utils.device import default_device
 
 PROMPTS_AT_ONCE = 64
 """Prompts per generated batch; completions are printed batch by batch."""
-OBJECT_SUFFIXES = (".jsonl", ".json", ".ndjson")
-"""Files with one JSON object per line; others have one prompt per line."""
 RESET, EXIT = "/reset", "/exit"
 CHAT_HELP = f"write a message; {RESET} starts a new conversation, {EXIT} or Ctrl-D ends the chat"
 
@@ -44,15 +45,6 @@ class Sampling:
     temperature: float = 1.0
     max_new_tokens: int = 64
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """A prompt of a file or of the command line."""
-
-    messages: Messages
-    record: Mapping[str, Any]
-    """All keys of the prompt's line; the output repeats them."""
 
 
 class Completer:
@@ -131,7 +123,7 @@ def completions(source: str | Path, prompts: Iterable[str], sampling: Sampling) 
 def complete_file(source: str | Path, file: Path, sampling: Sampling, output: Path | None) -> Iterator[str]:
     """Yield the completions of a file's prompts; with `output`, write them there as JSON lines instead.
 
-    A line of the output repeats its prompt's line, with the key `completion` added.
+    A line of the output repeats the columns of its prompt, with the key `completion` added.
 
     Raises:
         DataError: a prompt is malformed, or the file has no prompts; raised before the model is loaded.
@@ -139,10 +131,15 @@ def complete_file(source: str | Path, file: Path, sampling: Sampling, output: Pa
     """
     if output is not None:
         _check_is_new(output)
-    if not sum(1 for _ in read_prompts(file)):
-        raise DataError(f"{file} has no prompts; write one per line")
-    completer = Completer(source, sampling)
-    found = zip(read_prompts(file), completer.complete(row.messages for row in read_prompts(file)), strict=True)
+    rows, columns = _open_prompts(file), Columns(DataConfig())
+
+    def prompts() -> Iterator[Messages]:
+        for row in range(len(rows)):
+            yield columns.prompt(rows.row(row), rows.place(row), rows.row_id(row)).messages
+
+    for _ in prompts():  # a malformed row is an error before the model is loaded
+        pass
+    found = enumerate(Completer(source, sampling).complete(prompts()))
     if output is None:
         for _, texts in found:
             yield from texts
@@ -151,29 +148,26 @@ def complete_file(source: str | Path, file: Path, sampling: Sampling, output: Pa
         with output.open("xb") as written:
             for row, texts in found:
                 for text in texts:
-                    written.write(orjson.dumps({**row.record, "completion": text}) + b"\n")
+                    record = {**rows.row(row), "completion": text}
+                    written.write(orjson.dumps(record, default=str) + b"\n")
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written ({error}); choose another file") from error
 
 
-def read_prompts(file: Path) -> Iterator[PromptRow]:
-    """Read the prompts of a file: one per line, or one JSON object per line with the key `prompt` or `messages`.
-
-    Raises:
-        DataError: a line is malformed; the message names file, line and reason.
-    """
+def _open_prompts(file: Path) -> RowSource:
+    """Open a file of prompts, as `data.file`; a file with another extension has one prompt per line."""
+    if file.suffix.lower() in OPENERS or not file.is_file():
+        return open_source(str(file))
     try:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                text = line.rstrip("\r\n")
-                if text.strip():
-                    place = f"{file}:{number}"
-                    is_object = file.suffix in OBJECT_SUFFIXES
-                    yield _parsed(text, place) if is_object else PromptRow(_asked(text), {"prompt": text})
+        lines = file.read_text(encoding="utf-8").split("\n")
     except OSError as error:
-        raise DataError(f"--file {file} cannot be read ({error}); give a text or JSONL file with prompts") from error
+        raise DataError(f"--file {file} cannot be read ({error}); check its permissions") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not valid UTF-8 ({error}); write the prompts as text") from error
+    rows = [{"prompt": line} for line in lines if line.strip()]
+    if not rows:
+        raise DataError(f"{file} has no prompts; write one per line")
+    return PythonRows(rows, str(file))
 
 
 def chat(completer: Completer, messages: Iterable[str], write: Callable[[str], None]) -> None:
@@ -193,33 +187,6 @@ def chat(completer: Completer, messages: Iterable[str], write: Callable[[str], N
                 write(conversation.reply(text))
             except DataError as error:
                 write(f"({error}; {RESET} starts a new conversation)")
-
-
-def _parsed(line: str, place: str) -> PromptRow:
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{place}: not valid JSON ({error}); write one JSON object per line") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: holds a {type(record).__name__}; write one JSON object per line")
-    prompt = record.get("messages", record.get("prompt"))
-    if isinstance(prompt, str) and prompt:
-        return PromptRow(_asked(prompt), record)
-    if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
-        if prompt[-1]["role"] == "assistant":
-            raise DataError(f"{place}: ends with a message of the assistant; end with one of the user")
-        return PromptRow(prompt, record)
-    raise DataError(
-        f'{place}: has no prompt; write {{"prompt": "text"}} or {{"messages": [{{"role": "user", "content": "text"}}]}}'
-    )
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-
-
-def _asked(text: str) -> Messages:
-    return [{"role": "user", "content": text}]
 
 
 def _check_is_new(output: Path) -> None:

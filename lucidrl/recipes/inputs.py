@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lucidrl.data.interfaces import Rows
 from lucidrl.errors import ConfigError
-
-Rows = Sequence[Mapping[str, Any]]
-"""Rows of a dataset: a list of dictionaries, a `datasets.Dataset`, or any other sequence of mappings."""
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,17 @@ def check_fits_functions(env: Any, num_functions: int) -> None:
             f"env.num_workers={env.num_workers} needs reward functions by name, because function objects run in "
             "the process of this program; set reward=module:function, or remove env.num_workers"
         )
-    if ":" in env.name and env.name != REWARD_ENV:
+    if env.isolation == "process":
+        raise ConfigError(
+            "env.isolation=process needs reward functions by name, because function objects run in the process of this "
+            "program; set reward=module:function, or remove env.isolation"
+        )
+    if env.kwargs:
+        raise ConfigError(
+            f"env.kwargs={env.kwargs} would have no effect, because {num_functions} reward functions score completions "
+            "instead of an environment; remove env.kwargs, or the preset that sets it"
+        )
+    if env.name not in (type(env)().name, REWARD_ENV):
         raise ConfigError(
             f"env.name={env.name} and {num_functions} reward functions exclude each other, because a run has one "
             "source of rewards; remove one of them"

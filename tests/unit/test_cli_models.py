@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from lucidrl.checkpoint.manager import CheckpointManager
-from lucidrl.models.embedded import embedded_model, embedded_tokenizer
 from tests.hub import COMMIT, served_hub, use_hub
 
 SMALL = [
@@ -26,21 +25,13 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    embedded_model(warm=True, seed=0, attn_implementation="eager").save_pretrained(folder)
-    embedded_tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def workplace(files, tmp_path, monkeypatch) -> Path:
+def workplace(embedded_folder, tmp_path, monkeypatch) -> Path:
     """A working directory with the run `earlier`, which saved steps 1 and 2."""
     monkeypatch.chdir(tmp_path)
     for step in (1, 2):
         with CheckpointManager(Path("earlier/checkpoints")).saving(step, metrics={"reward": -step}) as folder:
-            shutil.copytree(files, folder / "policy")
+            shutil.copytree(embedded_folder, folder / "policy")
     Path("earlier/config.yaml").write_text("grpo: {max_steps: 2}\n")
     return tmp_path
 
@@ -72,9 +63,9 @@ def test_a_run_starts_from_another_run_and_records_its_checkpoint(lucidrl, workp
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_the_hub_and_records_the_commit(lucidrl, files, workplace, monkeypatch):
+def test_a_run_starts_from_the_hub_and_records_the_commit(lucidrl, embedded_folder, workplace, monkeypatch):
     with served_hub() as hub:
-        hub.add("models/org/tiny", files)
+        hub.add("models/org/tiny", embedded_folder)
         use_hub(monkeypatch, hub.url, workplace / "cache")
         code, _, errors = lucidrl("grpo", "policy.model_name=hub:org/tiny", "run.name=next", *SMALL)
     assert code == 0, errors
@@ -85,7 +76,7 @@ def test_a_run_starts_from_the_hub_and_records_the_commit(lucidrl, files, workpl
 
 
 @pytest.mark.slow
-def test_the_variables_of_the_hub_are_respected(files, workplace):
+def test_the_variables_of_the_hub_are_respected(embedded_folder, workplace):
     def generate(**variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "lucidrl.cli", "generate", "hub:org/tiny", "2+3="],
@@ -96,7 +87,7 @@ def test_the_variables_of_the_hub_are_respected(files, workplace):
         )
 
     with served_hub() as hub:
-        hub.add("models/org/tiny", files)
+        hub.add("models/org/tiny", embedded_folder)
         refused = generate(HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
         assert refused.returncode == 2
         assert "HF_HUB_OFFLINE forbids the download" in refused.stderr

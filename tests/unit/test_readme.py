@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from lucidrl.models.embedded import embedded_model, embedded_tokenizer
-
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
@@ -47,11 +45,10 @@ def test_the_file_of_the_example_has_the_columns_of_the_readme():
 
 
 @pytest.fixture
-def workplace(tmp_path) -> Path:
+def workplace(embedded_folder, tmp_path) -> Path:
     """What the README asks a reader to have: model, rows and reward."""
     model = tmp_path / "path/to/model"
-    embedded_model(warm=True, seed=0, attn_implementation="eager").save_pretrained(model)
-    embedded_tokenizer().save_pretrained(model)
+    shutil.copytree(embedded_folder, model)
     shutil.copy(ROOT / "examples/capitals.jsonl", tmp_path / "train.jsonl")
     (tmp_path / "my_rewards.py").write_text(REWARD)
     return tmp_path

@@ -20,7 +20,7 @@ from lucidrl.errors import CheckpointError, EnvironmentFailure, LostWorkerError,
 
 logger = logging.getLogger(__name__)
 
-Rows = Sequence[int]
+Indices = Sequence[int]
 """Indices into the requests of a step."""
 
 
@@ -31,7 +31,7 @@ class _Failed:
     cause: Cause
     what: str
     """A verb with its object; the subject is the environment's `step`."""
-    rows: Rows
+    rows: Indices
     """Indices of the samples that may be the reason: those of the call, or of all calls of a lost worker."""
     error: RemoteTraceback | LostWorkerError | None
     sentence: str = ""
@@ -160,8 +160,8 @@ class EnvRunner:
         self.close()
 
     def _call(
-        self, requests: Sequence[EnvRequest], calls: Sequence[Rows], found: dict[int, EnvReply | _Failed]
-    ) -> list[Rows]:
+        self, requests: Sequence[EnvRequest], calls: Sequence[Indices], found: dict[int, EnvReply | _Failed]
+    ) -> list[Indices]:
         """Make calls concurrently and write the results into `found`; return the calls of workers that exited."""
         if not calls:
             return []
@@ -170,7 +170,7 @@ class EnvRunner:
         messages = {
             number: [[requests[row] for row in call] for call in share] for number, share in shares.items() if share
         }
-        exited: list[Rows] = []
+        exited: list[Indices] = []
         self._lost = []
         timeout_s = self._timeout_s + self._seconds_per_sample * sum(map(len, calls))
         for number, outcomes in self._workers.score(messages, timeout_s, self._watch).items():
@@ -186,7 +186,7 @@ class EnvRunner:
         return exited
 
     def _retry_alone(
-        self, requests: Sequence[EnvRequest], rows: Rows, num_concurrent: int, found: dict[int, EnvReply | _Failed]
+        self, requests: Sequence[EnvRequest], rows: Indices, num_concurrent: int, found: dict[int, EnvReply | _Failed]
     ) -> None:
         """Retry each sample in a separate call; if its worker is lost again, the sample is the reason."""
         for start in range(0, len(rows), num_concurrent):
@@ -200,7 +200,7 @@ class EnvRunner:
             samples = _named(self._lost)
             raise EnvironmentFailure(f"{self._workers.name}.step lost its worker ({samples}): {error}") from error
 
-    def _lost_with(self, loss: LostWorkerError, rows: Rows) -> _Failed:
+    def _lost_with(self, loss: LostWorkerError, rows: Indices) -> _Failed:
         if loss.timed_out:
             what = f"exceeded its timeout of {self._timeout_s:g} s and blocked its worker"
             return _Failed("timeout", what, rows, loss)
@@ -232,7 +232,7 @@ def _named(requests: Sequence[EnvRequest]) -> str:
     return f"{'sample' if len(ids) == 1 else 'samples'} {shown}"
 
 
-def _result(row: int, call: Rows, outcome: Outcome) -> EnvReply | _Failed:
+def _result(row: int, call: Indices, outcome: Outcome) -> EnvReply | _Failed:
     if isinstance(outcome, EnvReply):
         return outcome
     error = RemoteTraceback(outcome.trace) if outcome.trace else None
@@ -245,13 +245,13 @@ def _failures(found: Mapping[int, EnvReply | _Failed]) -> dict[int, _Failed]:
     return {row: failed for row, failed in sorted(found.items()) if isinstance(failed, _Failed)}
 
 
-def _spread(rows: Rows) -> list[int]:
+def _spread(rows: Indices) -> list[int]:
     """Reorder the rows so that neighbours, often samples of one prompt that fail together, are apart."""
     stride = math.isqrt(len(rows))
     return [row for start in range(stride) for row in rows[start::stride]]
 
 
-def _even_chunks(rows: Rows, max_chunks: int) -> list[Rows]:
+def _even_chunks(rows: Indices, max_chunks: int) -> list[Indices]:
     """At most `max_chunks` non-empty chunks in order, whose sizes differ by at most one."""
     num_chunks = min(max_chunks, len(rows))
     bounds = [len(rows) * index // num_chunks for index in range(num_chunks + 1)] if num_chunks else []

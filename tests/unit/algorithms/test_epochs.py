@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import pytest
 
+from lucidrl.data.datasets import Prompt
+from lucidrl.envs.text.interfaces import EnvReply
+
 SAMPLED = ("validation.num_prompts=0", "lr=0.001", "temperature=2")  # so that some groups have different rewards
 SEVERAL = ("grpo.num_epochs=3", *SAMPLED)
+VARIED = (f"env.name={__name__}:Varied", "env.isolation=none", "data.validation_fraction=0", "grpo.max_steps=1")
+
+
+class Varied:
+    """Rewards the characters of a completion, so the samples of a prompt have different rewards in any order."""
+
+    def prompts(self) -> list[Prompt]:
+        return [Prompt(f"{number}", ({"role": "user", "content": f"{number}+1="},)) for number in range(8)]
+
+    async def step(self, batch):
+        return [EnvReply(float(sum(map(ord, each.completion)) % 7)) for each in batch]
 
 
 def test_epochs_reuse_the_batch_and_make_the_ratio_move(run):
@@ -15,6 +29,22 @@ def test_epochs_reuse_the_batch_and_make_the_ratio_move(run):
     assert three.train_metric("ratio/max")[0] > 1.01
     assert three.train_metric("num_valid_tokens") == [3 * one.train_metric("num_valid_tokens")[0]]
     assert three.train_metric("reward") == one.train_metric("reward")
+
+
+def test_clipping_takes_effect_from_the_second_epoch_on(run):
+    def clipped(name, *settings):
+        folder, _ = run("grpo", name, *SAMPLED, *VARIED, *settings)
+        assert folder.train_metric("reward_std")[0] > 0
+        shares = [folder.train_metric(f"clip_fraction/{side}")[0] for side in ("low", "high")]
+        return sum(shares), folder.train_metric("loss")
+
+    first_only, _ = clipped("one", "epsilon=0.0001")
+    tight, tight_loss = clipped("tight", "epsilon=0.0001", "grpo.num_epochs=3")
+    wide, wide_loss = clipped("wide", "epsilon=0.9", "grpo.num_epochs=3")
+    assert first_only == 0
+    assert tight > 0.1
+    assert wide < tight
+    assert wide_loss != tight_loss
 
 
 @pytest.mark.slow

@@ -13,6 +13,12 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+TOOLS = (  # writes calls instead of the content, as some templates do
+    "{% for m in messages %}<|im_start|>{{ m.name or m.role }}\n{% for call in m.tool_calls or [] %}"
+    "call {{ call.function.name }}({{ call.function.arguments }})<|call|>{% else %}{{ m.content }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 
 def make_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
     special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<unk>"]
@@ -30,6 +36,13 @@ def make_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
 @pytest.fixture
 def chat_tokenizer():
     return make_tokenizer(CHATML)
+
+
+@pytest.fixture
+def tool_tokenizer():
+    tokenizer = make_tokenizer(TOOLS)
+    tokenizer.add_tokens(["<|call|>"])
+    return tokenizer
 
 
 @pytest.fixture

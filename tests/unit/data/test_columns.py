@@ -64,7 +64,15 @@ def test_a_row_keeps_its_own_system_message():
         ({"q": None}, {"prompt": "q"}, r"column 'q' holds nothing \(null\)"),
         ({"messages": []}, {}, "column 'messages' holds an empty list"),
         ({"messages": [{"role": "user"}]}, {}, "holds the message .* which is not valid"),
-        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, {}, "holds the message .* which is not valid"),
+        (
+            {"messages": [{"role": "user", "content": "a", "name": 3}]},
+            {},
+            r"name holds a int \(3\); it must hold a text",
+        ),
+        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": 3}]}, {}, "tool_call_id holds a int"),
+        ({"messages": [{"role": "assistant", "tool_calls": "add"}]}, {}, "tool_calls holds a str .* a list of objects"),
+        ({"messages": [{"role": "assistant", "tool_calls": ["add"]}]}, {}, "tool_calls holds a list"),
+        ({"messages": [{"role": "user", "content": "a", "token_ids": [1]}]}, {}, "the reserved key token_ids"),
         ({"messages": TALK}, {}, "the last message has the role assistant; .* lucidrl sft"),
         ({"prompt": "a", "id": None}, {}, "id None is not valid"),
         ({"prompt": "a", "stop_strings": [""]}, {}, r"stop_strings=\[''\] is not valid"),
@@ -106,6 +114,20 @@ def test_examples_have_many_layouts(row, settings, expected):
     assert contents(found)[-1][0] == "assistant"
 
 
+def test_messages_keep_the_keys_that_their_chat_template_may_read():
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "function": {"name": "add"}}],
+        "name": None,
+    }
+    result = {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add"}
+    done = {"role": "assistant", "content": "It is 3.", "reasoning_content": "1+2"}
+    without_null = {"role": "assistant", "content": "", "tool_calls": call["tool_calls"]}
+    assert example({"messages": [*CHAT, call, result, done]}).messages == (*CHAT, without_null, result, done)
+    assert prompt({"messages": [*CHAT, call, result]}).messages == (*CHAT, without_null, result)
+
+
 @pytest.mark.parametrize(
     ("row", "settings", "said"),
     [
@@ -134,14 +156,35 @@ def test_a_bad_example_is_named(row, settings, said):
         ({"level": 4}, False),
         ({"level": [4, 3]}, True),
         ({"level": 3, "source": "a"}, False),
-        ({"text": 5}, True),  # as in a CSV file
         ({"empty": None}, True),
+        ({"is_easy": True}, True),
+        ({"is_easy": 1}, False),
+        ({"one": True}, False),
     ],
 )
 def test_rows_are_selected_by_their_columns(where, expected):
     columns = Columns(DataConfig(where=where))
-    row = {"level": 3, "source": "b", "text": "5", "empty": None}
+    row = {"level": 3, "source": "b", "empty": None, "is_easy": True, "one": 1}
     assert columns.is_selected(row, "row") is expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "equal", "different"),
+    [
+        (True, ["true", "True", " TRUE"], ["false", "1", "yes", ""]),
+        (False, ["false", "False"], ["true", "0", ""]),
+        (3, ["3", "3.0", " 3", "+3", "3e0"], ["30", "three", "", "true", "3 4"]),
+        (10, ["10"], ["1_0"]),
+        (0.5, ["0.5", ".50", "5e-1"], ["0.51", "nan", "1/2"]),
+        (2**60 + 1, [str(2**60 + 1)], []),
+        (None, ["", " "], ["None", "0"]),
+        ("3", ["3"], ["3.0", " 3"]),
+        ("true", ["true"], ["True"]),
+    ],
+)
+def test_a_text_of_a_csv_file_is_compared_as_a_value_of_the_wanted_type(wanted, equal, different):
+    columns = Columns(DataConfig(where={"cell": wanted}))
+    assert [text for text in [*equal, *different] if columns.is_selected({"cell": text}, "row")] == equal
 
 
 def test_a_filter_on_a_missing_column_is_refused():

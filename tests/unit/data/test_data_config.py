@@ -31,6 +31,7 @@ def test_one_file_or_several_with_weights():
         ("data.file=[{fil: a.jsonl}]", "fil"),
         ("data.template='{% for %}'", r"data\.template: line 1 is not valid jinja"),
         ("data.limit=0", "greater than 0"),
+        ("data={file: [a.jsonl, b.jsonl], limit: 1}", r"data: limit=1 is less than one row for each of the 2 files"),
         ("data.validation_fraction=1", "less than 1"),
         ("data.validation_file=a.jsonl", r"needs training rows too; set data\.file"),
         ("data.promt=question", r"did you mean data\.prompt\?"),
@@ -43,7 +44,44 @@ def test_a_wrong_setting_is_one_sentence(override, said):
 
 @pytest.mark.parametrize("template", ["{{ q }}", "Question: {{ q }}\nIt's #1", "{% if q %}{{ q }}{% endif %}"])
 def test_a_template_is_written_on_the_command_line_without_quotes(template):
-    assert load_config(GRPORunConfig, overrides=[f"data.template={template}"]).data.template == template
+    config = load_config(GRPORunConfig, overrides=["data.file=a.jsonl", f"data.template={template}"])
+    assert config.data.template == template
+
+
+@pytest.mark.parametrize("schema", [GRPORunConfig, SFTRunConfig])
+@pytest.mark.parametrize(
+    "setting", ["prompt=q", "template=x", "system_prompt=Add.", "max_prompt_tokens=9", "where={level: 3}"]
+)
+def test_settings_of_rows_are_refused_if_the_environment_has_the_prompts(schema, setting):
+    with pytest.raises(ConfigError, match=rf"data\.{setting.partition('=')[0]}=.* would have no effect.*arithmetic"):
+        load_config(schema, overrides=[f"data.{setting}"])
+    load_config(schema, overrides=[f"data.{setting}", "data.file=a.jsonl"])
+    load_config(schema, overrides=[f"data.{setting}", "python_inputs={dataset: 3 rows}"])
+
+
+@pytest.mark.parametrize(
+    ("schema", "overrides", "said"),
+    [
+        (GRPORunConfig, ["data.answer=a"], r"data\.answer=a would have no effect.*; set data\.file"),
+        (SFTRunConfig, ["data.completion=c"], r"data\.completion=c would have no effect.*; set data\.file"),
+        (GRPORunConfig, ["data.file=a.csv", "data.completion=c"], "because GRPO samples its completions"),
+        (SFTRunConfig, ["data.file=a.csv", "data.answer=c"], r"name the column to learn with data\.completion"),
+        (
+            SFTRunConfig,
+            ["data.file=a.csv", "reward=[math, my:f]"],
+            "reward=math, my:f would have no effect.*lucidrl grpo",
+        ),
+        (SFTRunConfig, ["data={file: a.csv, prompt: q, template: x}"], "prompt=q would have no effect.*template"),
+    ],
+)
+def test_a_setting_that_the_algorithm_does_not_read_is_refused(schema, overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(schema, overrides=overrides)
+
+
+def test_rows_of_a_program_may_have_a_validation_file():
+    overrides = ["python_inputs={dataset: 3 rows}", "data.validation_file=a.jsonl"]
+    assert load_config(GRPORunConfig, overrides=overrides).data.validation_file == "a.jsonl"
 
 
 def test_written_settings_are_read_back(tmp_path):

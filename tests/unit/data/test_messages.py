@@ -132,6 +132,40 @@ def test_template_text_before_an_assistant_message_is_learned_with_it(chat_token
     assert text_of(chat_tokenizer, completion["token_ids"]) == "(think)3<|im_end|>"
 
 
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "1,2"}}]}
+RESULT = {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add"}
+CALL_TEXT = "call add(1,2)<|call|><|im_end|>"
+
+
+def test_tool_calls_are_learned_as_the_template_writes_them(tool_tokenizer):
+    talk = [*QUESTION, CALL, RESULT, {"role": "assistant", "content": "It is 3."}]
+    flat = flatten_message_log(supervised_example(tool_tokenizer, talk), supervised=True)
+    learned = flat["input_ids"][flat["token_mask"].bool()]
+    assert text_of(tool_tokenizer, learned) == f"{CALL_TEXT}It is 3.<|im_end|>"
+    whole = tool_tokenizer.apply_chat_template(talk, tokenize=False)
+    assert text_of(tool_tokenizer, flat["input_ids"]) + "\n" == whole
+    assert "<|im_start|>add\n3<|im_end|>" in whole  # the name reached the template
+
+
+def test_a_prompt_is_rendered_with_the_tool_calls_before_it(tool_tokenizer):
+    ids = render_prompt(tool_tokenizer, [*QUESTION, CALL, RESULT])
+    assert f"assistant\n{CALL_TEXT}\n<|im_start|>add\n3<|im_end|>" in text_of(tool_tokenizer, ids)
+
+
+def test_keys_that_the_template_ignores_change_no_token(chat_tokenizer):
+    plain = [*QUESTION, {"role": "assistant", "content": "2"}, *HINT, {"role": "assistant", "content": "3"}]
+    weighted = [{**message, "weight": 1} for message in plain]
+    assert all_ids(supervised_example(chat_tokenizer, weighted)) == all_ids(supervised_example(chat_tokenizer, plain))
+
+
+def test_tool_calls_that_no_template_can_write_are_refused(plain_tokenizer, tool_tokenizer):
+    with pytest.raises(DataError, match="has tool_calls, but the tokenizer has no chat template"):
+        supervised_example(plain_tokenizer, [*QUESTION, CALL])
+    tool_tokenizer.chat_template = "{{ 'a:' if add_generation_prompt else messages[-1].tool_calls }}"
+    with pytest.raises(DataError, match="does not write an assistant message with tool_calls after its generation"):
+        supervised_example(tool_tokenizer, [*QUESTION, CALL])
+
+
 def test_without_template_a_supervised_message_ends_with_eos(plain_tokenizer):
     log = supervised_example(plain_tokenizer, [*QUESTION, {"role": "assistant", "content": "3"}])
     assert text_of(plain_tokenizer, all_ids(log)) == "Add.1+2=3<|im_end|>"

@@ -135,6 +135,30 @@ def test_a_limit_takes_the_same_rows_for_every_seed(opened):
 
 
 @pytest.mark.parametrize(
+    ("limit", "weights", "expected"),
+    [
+        (10, [1, 1, 1, 1], [3, 3, 2, 2]),
+        (7, [1, 1], [4, 3]),
+        (6, [3, 1, 1], [4, 1, 1]),
+        (4, [100, 1, 1], [2, 1, 1]),
+        (3, [1, 1, 1], [1, 1, 1]),
+    ],
+)
+def test_the_files_of_a_mixture_share_the_limit_exactly(write, limit, weights, expected):
+    files = [
+        {"file": write([{"prompt": f"{part}/{n}"} for n in range(50)], f"{part}.jsonl"), "weight": weight}
+        for part, weight in enumerate(weights)
+    ]
+    dataset = prompt_dataset(DataConfig(file=files, limit=limit, validation_fraction=0.2), seed=0)
+    drawn = set(texts(dataset.take(2000)))
+    shares = [sum(text.startswith(f"{part}/") for text in drawn) for part in range(len(weights))]
+    assert sorted(shares, reverse=True) == expected
+    assert shares[0] == expected[0]
+    assert dataset.num_rows == limit
+    assert [len(dataset.held_out(count)) for count in (1, limit)] == [1, limit]
+
+
+@pytest.mark.parametrize(
     "settings", [{"where": {"answer": -1}}, {"max_prompt_tokens": 1}, {"where": {"answer": -1}, "limit": 3}]
 )
 def test_filters_that_leave_nothing_are_named(opened, settings):

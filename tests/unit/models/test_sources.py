@@ -10,7 +10,6 @@ import torch
 
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.errors import CheckpointError, ConfigError
-from lucidrl.models.embedded import embedded_model, embedded_tokenizer
 from lucidrl.models.loading import load_model, load_tokenizer, model_facts
 from lucidrl.models.policy import PolicyConfig
 from lucidrl.models.sources import model_folder, resolved_name, with_resolved_names
@@ -19,22 +18,14 @@ from tests.hub import COMMIT, served_hub, use_hub
 REWARDS = {10: 0.9, 20: 0.5, 30: 0.7}
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    embedded_model(warm=True, seed=0, attn_implementation="eager").save_pretrained(folder)
-    embedded_tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def run(files, tmp_path) -> Path:
+def run(embedded_folder, tmp_path) -> Path:
     """A run with three checkpoints."""
     run = tmp_path / "run"
     manager = CheckpointManager(run / "checkpoints", keep_last=3)
     for step, reward in REWARDS.items():
         with manager.saving(step, metrics={"reward": reward}) as folder:
-            shutil.copytree(files, folder / "policy")
+            shutil.copytree(embedded_folder, folder / "policy")
     (run / "config.yaml").write_text("grpo: {max_steps: 30}\n")
     return run
 
@@ -63,9 +54,9 @@ def test_a_checkpoint_stands_for_its_model(run):
     assert model_folder(str(weights_of(run, 20))) == weights_of(run, 20)
 
 
-def test_a_folder_whose_name_has_an_at_sign_is_a_folder(files, tmp_path):
+def test_a_folder_whose_name_has_an_at_sign_is_a_folder(embedded_folder, tmp_path):
     folder = tmp_path / "model@best"
-    shutil.copytree(files, folder)
+    shutil.copytree(embedded_folder, folder)
     assert model_folder(str(folder)) == folder
 
 
@@ -101,9 +92,9 @@ def test_the_settings_of_a_policy_get_names_that_stay(run):
     assert with_resolved_names(policy) == policy
 
 
-def test_a_model_of_the_hub_is_loaded_and_pinned(files, monkeypatch, tmp_path):
+def test_a_model_of_the_hub_is_loaded_and_pinned(embedded_folder, monkeypatch, tmp_path):
     with served_hub() as hub:
-        hub.add("models/org/tiny", files)
+        hub.add("models/org/tiny", embedded_folder)
         use_hub(monkeypatch, hub.url, tmp_path)
         name = with_resolved_names(PolicyConfig(model_name="hub:org/tiny")).model_name
         assert name == f"hub:org/tiny@{COMMIT}"
@@ -112,8 +103,8 @@ def test_a_model_of_the_hub_is_loaded_and_pinned(files, monkeypatch, tmp_path):
         assert load_tokenizer(name).encode("1+1=") == load_tokenizer("embedded").encode("1+1=")
 
 
-def test_a_model_in_a_folder_of_a_repository_is_found_there(files, monkeypatch, tmp_path):
+def test_a_model_in_a_folder_of_a_repository_is_found_there(embedded_folder, monkeypatch, tmp_path):
     with served_hub() as hub:
-        hub.add("models/org/several", {f"small/{path.name}": path.read_bytes() for path in files.iterdir()})
+        hub.add("models/org/several", {f"small/{path.name}": path.read_bytes() for path in embedded_folder.iterdir()})
         use_hub(monkeypatch, hub.url, tmp_path)
         assert model_facts("hub:org/several@v1/small") == model_facts("embedded")

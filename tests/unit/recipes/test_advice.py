@@ -61,6 +61,17 @@ def test_presets_need_no_advice(preset):
         ("sft", ["tracking.wandb.group=x"], ["tracking.wandb.group=x has no effect: tracking.wandb.enabled is false"]),
         ("sft", ["validation.every=5", "validation.num_prompts=0"], ["validation.num_prompts is 0"]),
         ("sft", ["sft.max_steps=5", "sft.epochs=2"], ["sft.max_steps=5 has no effect"]),
+        (
+            "sft",
+            ["data.file=a.csv", "env.name=guessing", "env.timeout_s=5"],
+            ["env.name=guessing and env.timeout_s=5.0 have no effect", "uses no environment"],
+        ),
+        (
+            "sft",
+            ["data.file=a.csv", "data.validation_file=b.csv", "data.validation_fraction=0.2"],
+            ["data.validation_fraction=0.2 has no effect: the validation rows are separate"],
+        ),
+        ("grpo", ["env.max_restarts=5"], ["env.max_restarts=5 has no effect: the environment runs in the driver"]),
         ("ppo", ["ppo.clip=0.1", "ppo.num_epochs=1", "ppo.minibatch_frames=2048"], ["ppo.clip=0.1 has no effect"]),
         ("ppo", ["tracking.monitor=false", "tracking.monitor_interval_s=3"], ["tracking.monitor is false"]),
     ],
@@ -78,6 +89,8 @@ def test_what_cannot_learn_or_has_no_effect_is_named(algorithm, overrides, said)
         ["grpo.loss.kl_estimator=k2", "beta=0.1"],
         ["num_generations=1", "grpo.advantages.estimator=plain"],
         ["tracking.wandb.enabled=true", "tracking.wandb.group=x"],
+        ["env.max_restarts=5", "env.isolation=process"],
+        ["data.file=a.csv", "data.validation_fraction=0.2", "reward=math"],
     ],
 )
 def test_settings_with_an_effect_are_not_named(overrides):

@@ -9,55 +9,47 @@ import pytest
 
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.errors import CheckpointError, ConfigError, DataError
-from lucidrl.models.embedded import embedded_model, embedded_tokenizer
+from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.loading import load_tokenizer
 from lucidrl.recipes.generate import CHAT_HELP, Completer, Sampling, chat, complete_file, completions
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    embedded_model(warm=True, seed=0, attn_implementation="eager").save_pretrained(folder)
-    embedded_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def complete(folder, *prompts, **options):
     return list(completions(folder, prompts, Sampling(**{"max_new_tokens": 4, **options})))
 
 
-def test_a_single_completion_is_greedy_and_several_are_sampled(model_folder):
+def test_a_single_completion_is_greedy_and_several_are_sampled(embedded_folder):
     def sampled(samples, seed):
-        return complete(model_folder, "2+3=", samples=samples, temperature=1.5, seed=seed)
+        return complete(embedded_folder, "2+3=", samples=samples, temperature=1.5, seed=seed)
 
     assert sampled(1, seed=0) == sampled(1, seed=1)
     assert sampled(8, seed=0) == sampled(8, seed=0)
     assert sampled(8, seed=0) != sampled(8, seed=1)
 
 
-def test_prompts_of_different_lengths_are_completed_together_as_each_alone(model_folder, monkeypatch):
+def test_prompts_of_different_lengths_are_completed_together_as_each_alone(embedded_folder, monkeypatch):
     prompts = ["2+3=", "12+30=", "1+1=", "40+2=", "7+7="]
-    alone = [text for prompt in prompts for text in complete(model_folder, prompt)]
-    assert complete(model_folder, *prompts) == alone
+    alone = [text for prompt in prompts for text in complete(embedded_folder, prompt)]
+    assert complete(embedded_folder, *prompts) == alone
     monkeypatch.setattr("lucidrl.recipes.generate.PROMPTS_AT_ONCE", 2)
-    assert complete(model_folder, *prompts) == alone
+    assert complete(embedded_folder, *prompts) == alone
 
 
-def test_the_samples_of_a_prompt_follow_one_another(model_folder):
-    drawn = complete(model_folder, "2+3=", "40+2=", samples=3, temperature=0.01)
-    assert drawn == [text for prompt in ("2+3=", "40+2=") for text in complete(model_folder, prompt) * 3]
+def test_the_samples_of_a_prompt_follow_one_another(embedded_folder):
+    drawn = complete(embedded_folder, "2+3=", "40+2=", samples=3, temperature=0.01)
+    assert drawn == [text for prompt in ("2+3=", "40+2=") for text in complete(embedded_folder, prompt) * 3]
 
 
-def test_a_saved_tokenizer_reads_text_as_it_did_in_training(model_folder):
+def test_a_saved_tokenizer_reads_text_as_it_did_in_training(embedded_folder):
     text = "What is 1 + 1?\n  é"
-    saved, original = load_tokenizer(str(model_folder)), embedded_tokenizer()
+    saved, original = load_tokenizer(str(embedded_folder)), embedded_tokenizer()
     assert saved.encode(text) == original.encode(text)
     assert saved.decode(original.encode("a b\n c")) == "a b\n c"
 
 
-def test_a_prompt_longer_than_the_context_is_refused(model_folder):
+def test_a_prompt_longer_than_the_context_is_refused(embedded_folder):
     with pytest.raises(DataError, match="602 tokens"):
-        complete(model_folder, "x" * 600)
+        complete(embedded_folder, "x" * 600)
 
 
 def test_a_folder_of_anything_else_is_refused(tmp_path):
@@ -65,9 +57,9 @@ def test_a_folder_of_anything_else_is_refused(tmp_path):
         complete(tmp_path, "1+1=")
 
 
-def test_a_changed_bit_in_a_checkpoint_is_found_when_its_model_is_loaded_by_path(model_folder, tmp_path):
+def test_a_changed_bit_in_a_checkpoint_is_found_when_its_model_is_loaded_by_path(embedded_folder, tmp_path):
     with CheckpointManager(tmp_path).saving(1) as saved:
-        shutil.copytree(model_folder, saved / "policy")
+        shutil.copytree(embedded_folder, saved / "policy")
     policy = tmp_path / "step_1" / "policy"
     weights = policy / "model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -77,34 +69,48 @@ def test_a_changed_bit_in_a_checkpoint_is_found_when_its_model_is_loaded_by_path
         complete(policy, "2+3=")
 
 
-def test_a_file_of_lines_or_objects_is_completed_in_order(model_folder, tmp_path):
+def test_a_file_of_lines_or_objects_is_completed_in_order(embedded_folder, tmp_path):
     lines, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     lines.write_text("2+3=\n\n40+2=\n")
     rows = [{"prompt": "2+3=", "id": 1}, {"messages": [{"role": "user", "content": "40+2="}], "answer": "42"}]
     objects.write_bytes(b"\n".join(map(orjson.dumps, rows)))
-    expected = complete(model_folder, "2+3=", "40+2=")
+    expected = complete(embedded_folder, "2+3=", "40+2=")
     sampling = Sampling(max_new_tokens=4)
-    assert list(complete_file(model_folder, lines, sampling, None)) == expected
+    assert list(complete_file(embedded_folder, lines, sampling, None)) == expected
     output = tmp_path / "completions.jsonl"
-    assert list(complete_file(model_folder, objects, sampling, output)) == []
+    assert list(complete_file(embedded_folder, objects, sampling, output)) == []
     written = [orjson.loads(line) for line in output.read_bytes().splitlines()]
     assert written == [{**row, "completion": text} for row, text in zip(rows, expected, strict=True)]
     with pytest.raises(ConfigError, match="exists already; choose another file"):
-        list(complete_file(model_folder, objects, sampling, output))
+        list(complete_file(embedded_folder, objects, sampling, output))
+
+
+def test_a_file_of_prompts_has_any_format_of_a_dataset(embedded_folder, tmp_path):
+    table, output = tmp_path / "prompts.csv", tmp_path / "completions.jsonl"
+    table.write_text("prompt,level\n2+3=,1\n40+2=,2\n")
+    assert list(complete_file(embedded_folder, table, Sampling(max_new_tokens=4), output)) == []
+    written = [orjson.loads(line) for line in output.read_bytes().splitlines()]
+    expected = complete(embedded_folder, "2+3=", "40+2=")
+    assert [(row["prompt"], row["level"], row["completion"]) for row in written] == [
+        ("2+3=", "1", expected[0]),
+        ("40+2=", "2", expected[1]),
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.jsonl", b'{"prompt": "1"}\n{"prompt": 3}\n', r"a\.jsonl:2: has no prompt; write"),
-        ("a.jsonl", b'{"prompt": "1"}\n{"text": "x"}\n', r"a\.jsonl:2: has no prompt"),
-        ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', r"a\.jsonl:1: has no prompt"),
-        ("a.jsonl", b'{"messages": [{"role": "assistant", "content": "x"}]}\n', "ends with a message of the assistant"),
+        ("a.jsonl", b'{"prompt": "1"}\n{"prompt": 3}\n', r"a\.jsonl:2: column 'prompt' holds a int"),
+        ("a.jsonl", b'{"prompt": "1"}\n{"text": "x"}\n', r"a\.jsonl:2: has the columns text; give either"),
+        ("a.jsonl", b'{"messages": [{"role": "user"}]}\n', r"a\.jsonl:1: column 'messages' holds the message"),
+        ("a.jsonl", b'{"messages": [{"role": "assistant", "content": "x"}]}\n', "last message has the role assistant"),
+        ("a.jsonl", b"\n", r"a\.jsonl has no rows"),
+        ("a.csv", b"prompt,level\n2+3=\n", r"a\.csv, row 1: has 1 fields, but the header has 2"),
         ("a.jsonl", b"plain\n", r"a\.jsonl:1: not valid JSON"),
         ("a.jsonl", b"[1]\n", r"a\.jsonl:1: holds a list"),
         ("a.txt", b"\n \n", r"a\.txt has no prompts"),
         ("a.txt", b"\xff\xfe\n", "not valid UTF-8"),
-        ("a.txt", None, r"a\.txt cannot be read"),
+        ("a.txt", None, r"a\.txt does not exist"),
     ],
 )
 def test_a_file_without_usable_prompts_is_refused_before_the_model_is_loaded(tmp_path, name, content, said):
@@ -115,9 +121,9 @@ def test_a_file_without_usable_prompts_is_refused_before_the_model_is_loaded(tmp
 
 
 @pytest.fixture(scope="module")
-def chat_model(model_folder, tmp_path_factory):
+def chat_model(embedded_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat") / "model"
-    shutil.copytree(model_folder, folder)
+    shutil.copytree(embedded_folder, folder)
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}a:{% endif %}"
     (folder / "chat_template.jinja").write_text(template)

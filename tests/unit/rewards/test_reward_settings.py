@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lucidrl.errors import ConfigError
-from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.preflight import TextInputs
 from lucidrl.recipes.run import train
@@ -27,9 +27,8 @@ def test_a_name_a_mapping_and_a_list_mean_the_same():
     assert rewards_of(None) == ()
 
 
-@pytest.mark.parametrize("config_class", [GRPORunConfig, SFTRunConfig])
-def test_a_run_with_reward_uses_its_environment_and_says_so(config_class):
-    config = load_config(config_class, {}, overrides=["reward=my_rewards:exact", "data.file=p.jsonl"])
+def test_a_run_with_reward_uses_its_environment_and_says_so():
+    config = load_config(GRPORunConfig, {}, overrides=["reward=my_rewards:exact", "data.file=p.jsonl"])
     assert config.env.name == REWARD_ENV
     assert config.env.is_isolated
     assert config.title == "embedded on p.jsonl with reward my_rewards:exact"
@@ -105,7 +104,13 @@ def test_functions_of_a_program_score_in_the_driver(prompts_file):
 
 @pytest.mark.parametrize(
     ("override", "complaint"),
-    [("env.num_workers=2", "needs reward functions by name"), ("env.name=my:Env", "one source of rewards")],
+    [
+        ("env.num_workers=2", "env.num_workers=2 needs reward functions by name"),
+        ("env.isolation=process", "env.isolation=process needs reward functions by name"),
+        ("env.kwargs={max_operand: 9}", "env.kwargs={'max_operand': 9} would have no effect"),
+        ("env.name=my:Env", "one source of rewards"),
+        ("env.name=guessing", "one source of rewards"),
+    ],
 )
 def test_functions_of_a_program_need_the_driver(prompts_file, override, complaint):
     inputs = new_inputs([f"data.file={prompts_file}", override], lambda completion: 1.0)
