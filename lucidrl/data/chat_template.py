@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from lucidrl.data import template_probe
+from lucidrl.data.template import BROKEN
 from lucidrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 PROBE_TIMEOUT_S = 120
 """Wall-clock timeout of the probe process, which also has a CPU time limit; generous for busy machines."""
-BROKEN = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-"""Exceptions that the code of a template can raise, in addition to those of jinja."""
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
