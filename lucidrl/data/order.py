@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Protocol
 
 from lucidrl.errors import DataError
@@ -93,6 +94,18 @@ def choice(weights: list[float], seed: int, position: int) -> int:
         if left < 0:
             return index
     return len(weights) - 1
+
+
+def shares(count: int, weights: Sequence[float]) -> list[int]:
+    """Divide `count` in proportion to the weights; the shares sum to `count`, unless it is too small for 1 each."""
+    exact = [count * weight / sum(weights) for weight in weights]
+    found = [max(1, int(share)) for share in exact]
+    most_missing = sorted(range(len(exact)), key=lambda index: found[index] - exact[index])
+    for index in most_missing[: max(0, count - sum(found))]:
+        found[index] += 1
+    while sum(found) > max(count, len(found)):
+        found[found.index(max(found))] -= 1
+    return found
 
 
 def _check_size(size: int) -> None:
