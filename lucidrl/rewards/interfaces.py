@@ -30,6 +30,9 @@ class Limits(NamedTuple):
     """Address space, in addition to what the process has before its first verification."""
 
 
+DEFAULT_LIMITS = Limits()
+
+
 class Verifier(Protocol):
     """Scores one completion against the columns of its row, such as `answer`.
 
