@@ -18,12 +18,13 @@ from typing import Any
 import psutil
 from harness import Claim, arguments, print_table, report
 
-from lucidrl.rewards.interfaces import Completion
+from lucidrl.rewards.interfaces import Completion, Limits
+from lucidrl.rewards.outcome import Verified
 from lucidrl.rewards.pool import VerifierPool
 from lucidrl.rewards.verifiers import make_verifier
-from lucidrl.rewards.worker import Verified
 
 TIMEOUT_S = 0.5
+LIMITS = Limits(TIMEOUT_S)
 NUM_HOSTILE = 1000
 NUM_MATH = 3000
 GROWTH_MB = 16.0
@@ -126,8 +127,8 @@ def hostile(num_workers: int, total: int) -> list[Claim]:
     growth_mb = 0.0
     for number, (name, (kwargs, texts, row)) in enumerate(HOSTILE.items()):
         count = total // len(HOSTILE) + (number < total % len(HOSTILE))
-        make = partial(make_verifier, name, kwargs)
-        with VerifierPool(name, make, timeout_s=TIMEOUT_S, num_workers=num_workers) as pool:
+        make = partial(make_verifier, name, kwargs, LIMITS)
+        with VerifierPool(name, make, limits=LIMITS, num_workers=num_workers) as pool:
             verify(pool, items_of(texts, row, len(texts)))
             before_mb = used_mb(pool)
             start = time.perf_counter()

@@ -15,6 +15,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from lucidrl.data import template_probe
 from lucidrl.data.interfaces import KEYS_OF_TOKENS
+from lucidrl.data.template import BROKEN
 from lucidrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
 PROBE_TIMEOUT_S = 120
 """Wall-clock timeout of the probe process, which also has a CPU time limit; generous for busy machines."""
-BROKEN = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-"""Exceptions that the code of a template can raise, in addition to those of jinja."""
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Protocol
 
 from lucidrl.errors import DataError
@@ -93,6 +94,18 @@ def choice(weights: list[float], seed: int, position: int) -> int:
         if left < 0:
             return index
     return len(weights) - 1
+
+
+def shares(count: int, weights: Sequence[float]) -> list[int]:
+    """Divide `count` in proportion to the weights, each share at least 1 if possible; the shares add up to `count`."""
+    exact = [count * weight / sum(weights) for weight in weights]
+    least = int(count >= len(weights))
+    found = [max(least, int(share)) for share in exact]
+    while missing := count - sum(found):
+        step = 1 if missing > 0 else -1
+        numbers = [number for number, share in enumerate(found) if share + step >= least]
+        found[max(numbers, key=lambda number: step * (exact[number] - found[number]))] += step
+    return found
 
 
 def _check_size(size: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Generic
 
 from lucidrl.data.datasets import Prompt
 from lucidrl.data.items import Item, Items, Skip, T
-from lucidrl.data.order import KeyedOrder, Order, SortedOrder, choice
+from lucidrl.data.order import KeyedOrder, Order, SortedOrder, choice, shares
 from lucidrl.errors import DataError
 
 MOST_SURVEYED = 20_000
@@ -119,7 +119,7 @@ class Dataset(Generic[T]):
         self._parts, self._seed = parts, seed
         self._validation = parts if validation is None else validation
         self._weights = [part.weight for part in parts]
-        self._limits = [None] * len(parts) if limit is None else _shares(limit, self._weights)
+        self._limits = [None] * len(parts) if limit is None else shares(limit, self._weights)
         self._is_sorted = False
         self._held_out: dict[int, list[T]] = {}
         self.skipped: Counter[Skip] = Counter()
@@ -171,8 +171,8 @@ class Dataset(Generic[T]):
         if not count or not self.holds_out:
             return []
         found: list[T] = []
-        shares = _shares(count, [part.weight for part in self._validation])
-        for part, share in zip(self._validation, shares, strict=True):
+        counts = shares(count, [part.weight for part in self._validation])
+        for part, share in zip(self._validation, counts, strict=True):
             items = part.items
             if self._is_sorted:
                 found += self._sorted_held_out(items, share)
@@ -282,15 +282,3 @@ def _check_new_id(item: Item, places: dict[str, str | None]) -> None:
     first = places.setdefault(item.prompt_id, item.place)
     if first != item.place:
         raise DataError(f"{item.place}: {first} has id {item.prompt_id!r} too; make ids unique, or rename the column")
-
-
-def _shares(count: int, weights: Sequence[float]) -> list[int]:
-    """Divide `count` in proportion to the weights, each share at least 1 if possible; the shares add up to `count`."""
-    exact = [count * weight / sum(weights) for weight in weights]
-    least = int(count >= len(weights))
-    shares = [max(least, int(share)) for share in exact]
-    while missing := count - sum(shares):
-        step = 1 if missing > 0 else -1
-        numbers = [number for number, share in enumerate(shares) if share + step >= least]
-        shares[max(numbers, key=lambda number: step * (exact[number] - shares[number]))] += step
-    return shares

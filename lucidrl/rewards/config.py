@@ -8,12 +8,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, FiniteFloat, PositiveInt, model_validator
 
 from lucidrl.errors import ConfigError
+from lucidrl.rewards.interfaces import MEMORY_LIMIT_MB, TIMEOUT_S, Limits
+from lucidrl.rewards.verifiers import VERIFIERS
 from lucidrl.utils.config import Config, validate
 
 REWARD_ENV = "lucidrl.rewards.env:RewardEnv"
 """The environment of a run with `reward`."""
-TIMEOUT_S = 5.0
-MEMORY_LIMIT_MB = 1024
+_OF_VERIFIERS = ("memory_limit_mb", "num_workers", "on_crash", "on_parse_failure", "on_timeout", "timeout_s")
+_OF_POOLS = ("memory_limit_mb", "num_workers", "on_timeout", "timeout_s")
 
 OutcomeReward = FiniteFloat | Literal["fail", "drop"]
 """What a verification without a score counts as: a number is the score, `fail` stops the run, `drop` leaves the
@@ -30,12 +32,12 @@ class RewardConfig(Config):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options of the verifier, or values for parameters of the function."""
     timeout_s: float | None = Field(default=None, gt=0, le=86_400)
-    """Timeout per completion of a verifier that runs in a pool, from the start of that verification; default: 5. For a
-    function, set `env.timeout_s`."""
+    """Timeout per completion of a verifier that runs in a pool, from the start of that verification; default: 5. Code
+    that the verifier `code` runs gets 80 % of it. For a function, set `env.timeout_s`."""
     num_workers: PositiveInt | None = None
     """Completions that the pool of the verifier verifies at the same time; default: the number of cores."""
     memory_limit_mb: Annotated[int, Field(ge=16)] | None = None
-    """Memory limit of one verification in a pool; default: 1024."""
+    """Memory limit of one verification in a pool, and of each process of code that it runs; default: 1024."""
     on_timeout: OutcomeReward = 0.0
     """Score of a completion whose verification timed out: a number, `fail` (stop the run) or `drop` (leave the sample
     out). The metric `reward/<name>/timeout` counts timeouts."""
@@ -50,20 +52,35 @@ class RewardConfig(Config):
         """Whether `name` is the import path of a function, not a verifier."""
         return ":" in self.name
 
+    @property
+    def limits(self) -> Limits:
+        """Limits of one verification in a pool."""
+        return Limits(self.timeout_s or TIMEOUT_S, (self.memory_limit_mb or MEMORY_LIMIT_MB) << 20)
+
     @model_validator(mode="after")
     def _only_settings_with_effect(self) -> Self:
-        if self.is_function:
-            of_verifiers = {"timeout_s", "num_workers", "memory_limit_mb", "on_timeout", "on_crash", "on_parse_failure"}
-            defaults = type(self).model_fields
-            without_effect = [
-                name for name in sorted(of_verifiers) if getattr(self, name) != defaults[name].get_default()
-            ]
-            if without_effect:
-                raise ValueError(
-                    f"reward {self.name} is a function, so {', '.join(without_effect)} would have no effect, as only "
-                    "verifiers use it; set env.timeout_s, env.num_workers or env.on_error instead"
-                )
+        entry = VERIFIERS.get(self.name)
+        if self.is_function and (names := self._changed(_OF_VERIFIERS)):
+            raise ValueError(
+                f"reward {self.name} is a function, so {names} would have no effect, as only verifiers use it; "
+                "set env.timeout_s, env.num_workers or env.on_error instead"
+            )
+        if entry is not None and not entry.runs_in_pool and (names := self._changed(_OF_POOLS)):
+            raise ValueError(
+                f"verifier {self.name} runs in the environment's process, so {names} would have no effect, as only "
+                "verifiers in a pool use it; remove it"
+            )
+        if entry is not None:
+            for name in self.kwargs.keys() & set(_OF_VERIFIERS) - entry.config.model_fields.keys():
+                problem = f"kwargs.{name}={self.kwargs[name]!r} is not an option of verifier {self.name}"
+                raise ValueError(f"{problem}, but {name} is a setting of the reward; set it beside kwargs")
         return self
+
+    def _changed(self, names: Sequence[str]) -> str:
+        """Those settings that differ from their defaults, with their values."""
+        changed = {name: getattr(self, name) for name in names}
+        defaults = type(self).model_fields
+        return ", ".join(f"{name}={value}" for name, value in changed.items() if value != defaults[name].get_default())
 
 
 def _as_list(value: Any) -> Any:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,18 +11,17 @@ from typing import Any, Protocol
 
 from lucidrl.data.datasets import Prompt
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, SampleFailure
-from lucidrl.errors import ConfigError, DataError, EnvironmentFailure
-from lucidrl.rewards.config import MEMORY_LIMIT_MB, TIMEOUT_S, RewardConfig, rewards_of, unique_names
+from lucidrl.errors import ConfigError, EnvironmentFailure
+from lucidrl.rewards.config import RewardConfig, rewards_of, unique_names
 from lucidrl.rewards.functions import RewardFunction, import_reward, num_tokens
-from lucidrl.rewards.interfaces import Completion, ParseFailure, Verifier
+from lucidrl.rewards.interfaces import Completion, Verifier
+from lucidrl.rewards.outcome import Verified, verified
 from lucidrl.rewards.pool import VerifierPool
-from lucidrl.rewards.worker import Verified
+from lucidrl.rewards.verifiers import verifier_entry
 
 _log = logging.getLogger(__name__)
 
 _FAILED = ("timeout", "crash", "parse_failure")
-_BAD_ROW = f"{DataError.__name__}: "
-"""Prefix of a crash's `detail` if the verifier cannot use the row."""
 
 
 class _VerifierScorer(Protocol):
@@ -96,9 +92,9 @@ class RewardEnv:
         for part in self._parts:
             if isinstance(part.scorer, RewardFunction):
                 part.scorer.check(prompt.info)
-            elif (found := part.scorer.verify(Completion("", 0), prompt.info)).detail.startswith(_BAD_ROW):
-                problem = found.detail.removeprefix(_BAD_ROW)
-                raise ConfigError(f"verifier {part.name} cannot use the row of prompt {prompt.prompt_id!r}: {problem}")
+            elif (found := part.scorer.verify(Completion("", 0), prompt.info)).is_bad_row:
+                problem = f"verifier {part.name} cannot use the row of prompt {prompt.prompt_id!r}"
+                raise ConfigError(f"{problem}: {found.detail}")
 
     async def step(self, batch: Sequence[EnvRequest]) -> list[EnvReply | SampleFailure]:
         # Verifiers first: those in pools continue in their processes while functions run here.
@@ -124,18 +120,11 @@ class RewardEnv:
         if config.is_function:
             function = import_reward(config.name, config.kwargs)
             return function.name, function
-        verifiers: Any = importlib.import_module("lucidrl.rewards.verifiers")
-        make = partial(verifiers.make_verifier, config.name, config.kwargs)
-        entry = verifiers.VERIFIERS.get(config.name)
-        if entry is None or not entry.runs_in_pool:
+        entry = verifier_entry(config.name)
+        make = partial(entry.make, config.kwargs, config.limits)
+        if not entry.runs_in_pool:
             return config.name, _InlineVerifier(make())
-        pool = VerifierPool(
-            config.name,
-            make,
-            timeout_s=config.timeout_s or TIMEOUT_S,
-            num_workers=config.num_workers,
-            memory_limit_mb=config.memory_limit_mb or MEMORY_LIMIT_MB,
-        )
+        pool = VerifierPool(config.name, make, limits=config.limits, num_workers=config.num_workers)
         self._pools.append(pool)
         return config.name, _PooledVerifier(pool)
 
@@ -208,15 +197,7 @@ class _InlineVerifier:
         return [self.verify(completion_of(request), request.info) for request in batch]
 
     def verify(self, completion: Completion, row: Mapping[str, Any]) -> Verified:
-        try:
-            score = self._verifier(completion, row)
-        except ParseFailure as failure:
-            return Verified("parse_failure", detail=str(failure))
-        except Exception as error:
-            return Verified("crash", detail=f"{type(error).__name__}: {error}")
-        if not isinstance(score, numbers.Real) or not math.isfinite(score):
-            return Verified("crash", detail=f"returned {score!r} instead of a finite number")
-        return Verified("scored", float(score))
+        return verified(self._verifier, completion, row)
 
 
 def completion_of(request: EnvRequest) -> Completion:

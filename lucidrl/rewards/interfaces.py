@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from lucidrl.data.reading import ParseFailure
+
+__all__ = ["Completion", "Limits", "ParseFailure", "Verifier"]
+
+TIMEOUT_S = 5.0
+MEMORY_LIMIT_MB = 1024
 
 
 @dataclass(frozen=True)
@@ -15,15 +22,22 @@ class Completion:
     num_tokens: int
 
 
-class ParseFailure(Exception):  # noqa: N818 - an outcome of a verifier, not an error of the program
-    """The completion has nothing to verify, such as no number; the message says what is missing."""
+class Limits(NamedTuple):
+    """Limits of one verification in a pool."""
+
+    timeout_s: float = TIMEOUT_S
+    memory_bytes: int = MEMORY_LIMIT_MB << 20
+    """Address space, in addition to what the process has before its first verification."""
+
+
+DEFAULT_LIMITS = Limits()
 
 
 class Verifier(Protocol):
     """Scores one completion against the columns of its row, such as `answer`.
 
-    Raises ParseFailure for a completion that has nothing to verify. Any other exception is a crash: a defect of the
-    verifier, or a row that the verifier cannot use.
+    Raises ParseFailure for a completion that has nothing to verify, and DataError for a row that the verifier cannot
+    use. Any other exception is a crash: a defect of the verifier.
     """
 
     def __call__(self, completion: Completion, row: Mapping[str, Any]) -> float: ...

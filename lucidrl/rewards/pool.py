@@ -24,10 +24,9 @@ from lucidrl.distributed.workers.interfaces import Arguments, Hosting
 from lucidrl.distributed.workers.pool import WorkerPool
 from lucidrl.distributed.workers.process import num_cores
 from lucidrl.errors import ConfigError, EnvironmentFailure, LostWorkerError
-from lucidrl.rewards.config import MEMORY_LIMIT_MB, TIMEOUT_S
-from lucidrl.rewards.interfaces import Completion, Verifier
-from lucidrl.rewards.runner import Limits
-from lucidrl.rewards.worker import Verified, VerifierWorker
+from lucidrl.rewards.interfaces import DEFAULT_LIMITS, Completion, Limits, Verifier
+from lucidrl.rewards.outcome import Verified
+from lucidrl.rewards.worker import VerifierWorker
 
 _MOST_ITEMS_PER_RUNNER = 64
 """Most items per runner in one call of the worker; after the loss of the worker, one call is repeated."""
@@ -50,9 +49,8 @@ class VerifierPool:
     Args:
         name: name of the verifier in errors.
         make: makes the verifier; must be picklable, and import what the verifier needs.
-        timeout_s: timeout per completion, from the start of its verification.
+        limits: timeout, from the start of the verification, and memory limit per completion.
         num_workers: completions verified at the same time; by default the number of cores.
-        memory_limit_mb: memory limit of one verification.
         max_restarts: consecutive restarts of the worker process without outcomes in between.
 
     Raises:
@@ -64,18 +62,16 @@ class VerifierPool:
         name: str,
         make: Callable[[], Verifier],
         *,
-        timeout_s: float = TIMEOUT_S,
+        limits: Limits = DEFAULT_LIMITS,
         num_workers: int | None = None,
-        memory_limit_mb: int = MEMORY_LIMIT_MB,
         max_restarts: int = 3,
     ) -> None:
         self.name = name
         self.num_workers = num_workers or num_cores()
-        self._timeout_s = timeout_s
+        self._timeout_s = limits.timeout_s
         self._items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._is_closed = False
-        limits = Limits(timeout_s, memory_limit_mb << 20)
         hosting = Hosting(
             role=f"verifier {name}",
             name="verifier",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import numbers
 import os
 import pickle
 import resource
@@ -17,12 +16,20 @@ import socket
 import struct
 import sys
 from contextlib import suppress
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
-from lucidrl.rewards.interfaces import ParseFailure, Verifier
+from lucidrl.rewards.interfaces import Limits, Verifier
+from lucidrl.rewards.outcome import Verified, VerifierOutcome, verified
 
-READY, SCORED, PARSE_FAILURE, CRASH = range(4)
+READY, SCORED, PARSE_FAILURE, CRASH, BAD_ROW = range(5)
 """Kinds of replies. A runner sends READY once, before its first item."""
+OUTCOMES: dict[int, VerifierOutcome] = {
+    SCORED: "scored",
+    PARSE_FAILURE: "parse_failure",
+    CRASH: "crash",
+    BAD_ROW: "crash",
+}
+_KINDS = {outcome: kind for kind, outcome in OUTCOMES.items() if kind != BAD_ROW}
 HEADER = struct.Struct(">BBdH")
 """Header of a reply: kind, whether this is the runner's last reply, score, and length of the text that follows."""
 SIZE = struct.Struct(">Q")
@@ -36,14 +43,6 @@ LARGE_BYTES = 1 << 20
 """After an item larger than this, the heap's free memory is returned to the kernel."""
 _PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-
-
-class Limits(NamedTuple):
-    """Limits of a runner; the parent enforces the timeout."""
-
-    timeout_s: float
-    memory_bytes: int
-    """Address space, in addition to what the runner has at its start."""
 
 
 def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: int) -> NoReturn:
@@ -95,33 +94,25 @@ def _serve(connection: socket.socket, verifier: Verifier, limits: Limits) -> Non
         # Children of the runner inherit the limit; each has its own CPU time.
         cpu_limit = math.ceil(used.ru_utime + used.ru_stime + limits.timeout_s) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit, hard_cpu_limit))
-        kind, score, text = _verify(verifier, item)
+        found = _verify(verifier, item)
         if os.getpid() != pid:  # a child that the verifier forked returned from the call
             return
         if len(item) > LARGE_BYTES:
             del item
             trim_memory()
         is_worn = number == _MOST_ITEMS or _peak_bytes() - start_bytes > _MOST_GROWTH_BYTES
-        is_last = is_worn or kind == CRASH or _has_children()
-        _send(connection, kind, is_last, score, text)
+        is_last = is_worn or found.outcome == "crash" or _has_children()
+        kind = BAD_ROW if found.is_bad_row else _KINDS[found.outcome]
+        _send(connection, kind, is_last, found.score, found.detail)
         if is_last:
             signal.pause()  # the parent kills this process and its children
 
 
-def _verify(verifier: Verifier, item: bytes) -> tuple[int, float, str]:
+def _verify(verifier: Verifier, item: bytes) -> Verified:
     try:
-        completion, row = pickle.loads(item)
-        score = verifier(completion, row)
-        if not isinstance(score, numbers.Real):
-            return CRASH, 0.0, f"returned a {type(score).__name__} instead of a number"
-        number = float(score)
-        if not math.isfinite(number):
-            return CRASH, 0.0, f"returned {number} instead of a finite number"
-        return SCORED, number, ""
-    except ParseFailure as failure:
-        return PARSE_FAILURE, 0.0, str(failure)
+        return verified(verifier, *pickle.loads(item))
     except BaseException as error:  # SystemExit too
-        return CRASH, 0.0, f"{type(error).__name__}: {error}"
+        return Verified("crash", detail=f"{type(error).__name__}: {error}")
 
 
 def _send(connection: socket.socket, kind: int, is_last: bool = False, score: float = 0.0, text: str = "") -> None:

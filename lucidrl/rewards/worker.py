@@ -18,28 +18,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lucidrl.rewards.interfaces import Verifier
+from lucidrl.rewards.interfaces import Limits, Verifier
+from lucidrl.rewards.outcome import Verified
 from lucidrl.rewards.runner import (
-    CRASH,
+    BAD_ROW,
     HEADER,
     LARGE_BYTES,
-    PARSE_FAILURE,
+    OUTCOMES,
     PR_SET_CHILD_SUBREAPER,
     READY,
-    SCORED,
     SIZE,
-    Limits,
     run,
     trim_memory,
 )
 
-VerifierOutcome = Literal["scored", "timeout", "crash", "parse_failure"]
-
-_KINDS: dict[int, VerifierOutcome] = {SCORED: "scored", PARSE_FAILURE: "parse_failure", CRASH: "crash"}
 _POLL_S = 0.25
 """Longest time between two checks that the parent is alive."""
 _START_TIMEOUT_S = 10.0
@@ -49,19 +44,6 @@ _MOST_BYTES_AHEAD = 1 << 15
 _LEAST_WAITING = 4
 """Items are sent in advance only while more than this many per runner wait; the last items go to idle runners."""
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
-
-
-@dataclass(frozen=True)
-class Verified:
-    """The outcome of verifying one completion."""
-
-    outcome: VerifierOutcome
-    score: float = math.nan
-    """The score if the outcome is `scored`, else NaN."""
-    detail: str = ""
-    """The reason of any other outcome."""
-    seconds: float = 0.0
-    """Seconds from the start of the verification to the outcome."""
 
 
 class _Runner:
@@ -125,7 +107,7 @@ class _Runner:
             if kind == READY:
                 self.is_ready = True
                 self._since = time.monotonic()
-            elif kind not in _KINDS or len(replies) == len(self.items):  # another process wrote to the connection
+            elif kind not in OUTCOMES or len(replies) == len(self.items):  # another process wrote to the connection
                 return None
             else:
                 replies.append((kind, bool(is_last), score, text))
@@ -225,9 +207,10 @@ class VerifierWorker:
                 raise RuntimeError(f"a verifier's runner did not start: {how}")
             return
         for kind, is_last, score, text in replies:
-            outcome = _KINDS[kind]
+            outcome = OUTCOMES[kind]
             score = score if outcome == "scored" else math.nan
-            found[runner.items.popleft()] = Verified(outcome, score, text, runner.seconds())
+            verified = Verified(outcome, score, text, runner.seconds(), is_bad_row=kind == BAD_ROW)
+            found[runner.items.popleft()] = verified
             runner.next_starts()
             if is_last:
                 current, _ = self._end(runner, waiting)

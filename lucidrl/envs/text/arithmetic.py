@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import operator
 import random
-import re
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from lucidrl.data.datasets import Prompt
 from lucidrl.data.interfaces import ChatMessage
+from lucidrl.data.reading import last_number
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.utils.config import Config
 
 Operation = Literal["+", "-", "*"]
 OPERATIONS: dict[Operation, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-# A minus after a digit is an operator: "10-7" ends with 7.
-_NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
 
 
 class ArithmeticConfig(Config):
@@ -99,9 +96,3 @@ class ArithmeticEnv:
         else:
             right = last_number(request.completion) == expected
         return EnvReply(reward=float(right), metrics={"accuracy": float(right)})
-
-
-def last_number(text: str) -> Decimal | None:
-    """The last number in the text, or None: 42 for "12 + 30 = 42.", 1000 for "1,000"."""
-    numbers = _NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None

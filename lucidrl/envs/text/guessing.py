@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field, PositiveInt
 
 from lucidrl.data.datasets import Prompt
-from lucidrl.envs.text.arithmetic import last_number
+from lucidrl.data.reading import last_number
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.utils.config import Config
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
-import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from lucidrl.data.datasets import Prompt
 from lucidrl.data.interfaces import ChatMessage
+from lucidrl.data.order import shares
+from lucidrl.data.reading import ParseFailure, last_boxed, last_tagged
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.errors import ConfigError
 from lucidrl.utils.config import Config
@@ -27,7 +28,6 @@ Split = Literal["train", "validation"]
 MAX_ANSWER_CHARS = 10_000
 """Longer answers get reward 0 without being scored."""
 
-_BOX = re.compile(r"\\boxed\s*\{")
 _EVALUATED_LITERALS = (
     "algorithmic.binary_matrix",
     "algorithmic.number_sorting",
@@ -144,13 +144,14 @@ class ReasoningGymEnv:
         return [self._score(request) for request in batch]
 
     def _made(self, split: Split, size: int) -> list[Any]:
+        if not size:
+            return []
         configs = self._config.datasets
-        counts = _shares([dataset.weight for dataset in configs], size)
+        counts = shares(size, [dataset.weight for dataset in configs])
         seed = self._config.seed if split == "train" else self._config.validation_seed
         return [
             _dataset(dataset, f"env.kwargs.datasets.{position}", _seed(split, seed, position), count)
             for position, (dataset, count) in enumerate(zip(configs, counts, strict=True))
-            if count
         ]
 
     def _prompts(self, split: Split) -> Iterator[Prompt]:
@@ -190,13 +191,17 @@ class ReasoningGymEnv:
         return EnvReply(score, metrics={"answered": 1.0, "scorer_raised": raised, f"score_{label}": score})
 
     def _answer(self, completion: str) -> str | None:
-        if self._config.answer_from == "whole":
-            return completion.strip() or None
-        if self._config.answer_from == "boxed":
-            return _last_boxed(completion)
-        before, closing, _ = completion.rpartition("</answer>")
-        _, opening, answer = before.rpartition("<answer>")
-        return answer.strip() if closing and opening else None
+        match self._config.answer_from:
+            case "whole":
+                return completion.strip() or None
+            case "boxed":
+                try:
+                    found = last_boxed(completion)
+                except ParseFailure:
+                    return None
+            case "answer_tag":
+                found = last_tagged(completion)
+        return None if found is None else found.strip()
 
 
 def _dataset(config: ReasoningDatasetConfig, key: str, seed: int, size: int) -> Any:
@@ -230,19 +235,6 @@ def _seed(split: Split, seed: int, position: int) -> int:
     return int.from_bytes(digest[:4]) >> 1
 
 
-def _shares(weights: Sequence[float], size: int) -> list[int]:
-    """Divide `size` in proportion to the weights, at least 1 each; a `size` of 0 gives zeros."""
-    if size == 0:
-        return [0] * len(weights)
-    rest = size - len(weights)
-    exact = [rest * weight / sum(weights) for weight in weights]
-    counts = [math.floor(share) for share in exact]
-    largest = sorted(range(len(weights)), key=lambda position: counts[position] - exact[position])
-    for position in largest[: rest - sum(counts)]:
-        counts[position] += 1
-    return [count + 1 for count in counts]
-
-
 def _written(entry: Any) -> dict[str, str]:
     """Return the entry as Python text if that is exact, else its fingerprint, with which it is generated again.
 
@@ -260,17 +252,6 @@ def _written(entry: Any) -> dict[str, str]:
 
 def _fingerprint(entry: Any) -> str:
     return hashlib.sha256(f"{entry['question']}\0{entry['answer']}".encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _last_boxed(text: str) -> str | None:
-    """The content of the last box; None if its brace is not closed or there is no box."""
-    starts = [match.end() for match in _BOX.finditer(text)]
-    depth = 1
-    for position in range(starts[-1], len(text)) if starts else ():
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[starts[-1] : position].strip()
-    return None
 
 
 def _replace_eval() -> None:

@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from lucidrl.data.reading import last_boxed, last_tagged
 from lucidrl.errors import DataError
 from lucidrl.rewards.interfaces import Completion, ParseFailure
 from lucidrl.rewards.verifiers.reading import (
     AnswerConfig,
     column_of,
-    last_boxed,
-    last_tagged,
     references_of,
     shortened,
     tail,

@@ -6,20 +6,21 @@ import json
 import logging
 import math
 import secrets
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
-
 from lucidrl.errors import ConfigError, DataError
-from lucidrl.rewards.interfaces import Completion, ParseFailure
+from lucidrl.rewards.interfaces import Completion, Limits, ParseFailure
 from lucidrl.rewards.sandbox import Isolation, SandboxLimits, SandboxResult, run_python
 from lucidrl.rewards.verifiers.reading import TextConfig, column_of, fenced_blocks, shortened, text_of
 
 _log = logging.getLogger(__name__)
 
+_FRACTION_FOR_CODE = 0.8
+"""Of the timeout of a verification; the rest is for the start and the end of the sandbox."""
 _LANGUAGES = ("", "python", "py", "python3")
 
 _RUN_TESTS = """
@@ -41,7 +42,7 @@ run(os.write, json.loads, %r)
 
 
 class CodeConfig(TextConfig):
-    """The tests, the reward and the limits."""
+    """The tests, the reward and the isolation."""
 
     tests_column: str = "tests"
     """Column of the tests: a text or a list of texts with `assert` statements; or pairs of standard input and expected
@@ -52,11 +53,6 @@ class CodeConfig(TextConfig):
     """Which fenced Python block of the completion is the code; `whole`: all text of a completion without fences."""
     reward: Literal["all", "fraction"] = "all"
     """`all`: 1 if all tests pass, otherwise 0; `fraction`: the fraction of passed tests."""
-    timeout_s: float = Field(default=5.0, gt=0, le=3600)
-    """Limit on the wall-clock and CPU time of one run: of all assert tests together, or of one pair. A run that exceeds
-    it has failed its tests. `timeout_s` of the reward limits all runs of a completion together."""
-    memory_mb: PositiveInt = 512
-    """Limit on the address space of each process of the code."""
     isolation: Literal["required", "best_effort"] = "best_effort"
     """What to do if the kernel refuses the namespaces that separate the code from outside files, network and processes:
     `required` raises an error, `best_effort` warns."""
@@ -69,24 +65,25 @@ class _Pair:
 
 
 class CodeVerifier:
-    """Reward 1 for code that passes all tests, or the fraction of passed tests."""
+    """Reward 1 for code that passes all tests, or the fraction of passed tests.
 
-    def __init__(self, config: CodeConfig) -> None:
+    All runs of a completion share `_FRACTION_FOR_CODE` of the timeout; then the remaining tests have failed.
+    """
+
+    def __init__(self, config: CodeConfig, limits: Limits) -> None:
         self._config = config
-        self._limits = SandboxLimits(
-            timeout_s=config.timeout_s,
-            cpu_s=math.ceil(config.timeout_s),
-            memory_bytes=config.memory_mb * 2**20,
-        )
+        self._code_timeout_s = _FRACTION_FOR_CODE * limits.timeout_s
+        self._limits = SandboxLimits(cpu_s=math.ceil(self._code_timeout_s), memory_bytes=limits.memory_bytes)
         _check_isolation(config.isolation)
 
     def __call__(self, completion: Completion, row: Mapping[str, Any]) -> float:
         tests = self._tests(column_of(row, self._config.tests_column, "tests_column"))
         code = f"{self._config.setup}\n{self._code(text_of(completion, self._config))}"
-        num_passed = self._num_passed_asserts(code, tests) if isinstance(tests[0], str) else 0
+        until = time.monotonic() + self._code_timeout_s
+        num_passed = self._num_passed_asserts(code, tests, until) if isinstance(tests[0], str) else 0
         for test in tests:
             if isinstance(test, _Pair):
-                passed = _is_output(run_python(code, stdin=test.stdin, limits=self._limits), test.stdout)
+                passed = _is_output(self._run(code, until, test.stdin), test.stdout)
                 num_passed += passed
                 if not passed and self._config.reward == "all":
                     break
@@ -131,9 +128,16 @@ class CodeVerifier:
             raise DataError(f"{problem}, but the sandbox keeps {self._limits.output_chars:,}; shorten the test")
         return tests
 
-    def _num_passed_asserts(self, code: str, tests: Sequence[Any]) -> int:
+    def _run(self, code: str, until: float, stdin: str = "") -> SandboxResult | None:
+        """Run code until the time `until` at most; None if that has passed."""
+        left_s = until - time.monotonic()
+        return run_python(code, stdin=stdin, limits=replace(self._limits, timeout_s=left_s)) if left_s > 0 else None
+
+    def _num_passed_asserts(self, code: str, tests: Sequence[Any], until: float) -> int:
         secret = secrets.token_hex(16)
-        result = run_python(_RUN_TESTS % json.dumps([code, tests, secret]), limits=self._limits)
+        result = self._run(_RUN_TESTS % json.dumps([code, tests, secret]), until)
+        if result is None:
+            return 0
         passed = {line.removeprefix(f"{secret} ") for line in result.report.splitlines() if line.startswith(secret)}
         return len(passed & {str(number) for number in range(len(tests))})
 
@@ -163,9 +167,14 @@ def _check_compiles(test: str, column: str) -> None:
         ) from error
 
 
-def _is_output(result: SandboxResult, expected: str) -> bool:
+def _is_output(result: SandboxResult | None, expected: str) -> bool:
     """Whether the code exited with 0 and printed the expected lines; white space at line ends is ignored."""
-    return result.outcome == "ok" and not result.stdout_is_cut and _lines(result.stdout) == _lines(expected)
+    return (
+        result is not None
+        and result.outcome == "ok"
+        and not result.stdout_is_cut
+        and _lines(result.stdout) == _lines(expected)
+    )
 
 
 def _lines(text: str) -> list[str]:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from lucidrl.data.reading import last_boxed
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.rewards.interfaces import Completion, ParseFailure
-from lucidrl.rewards.verifiers.reading import AnswerConfig, last_boxed, references_of, shortened, tail, text_of
+from lucidrl.rewards.verifiers.reading import AnswerConfig, references_of, shortened, tail, text_of
 
 MAX_EXPRESSION_CHARS = 2_000
 """Longer expressions are not parsed."""

@@ -13,7 +13,6 @@ from lucidrl.utils.config import Config
 MAX_CHARS = 1_000_000
 """A longer completion is a parse failure."""
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^\s`]*)[^\n`]*$", re.MULTILINE)
 
 
@@ -100,39 +99,6 @@ def shortened(value: Any, max_chars: int = 200) -> str:
     """The `repr` of a value for an error message, cut to `max_chars`."""
     text = repr(value)
     return text if len(text) <= max_chars else f"{text[:max_chars]}..."
-
-
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}`, or None if there is none.
-
-    Raises:
-        ParseFailure: if the brace of the last box is not closed.
-    """
-    boxes = [match.end() for match in _BOX.finditer(text)]
-    if not boxes:
-        return None
-    start = boxes[-1]
-    depth, is_escaped = 1, False
-    for position in range(start, len(text)):
-        character = text[position]
-        if is_escaped:
-            is_escaped = False
-        elif character == "\\":
-            is_escaped = True
-        elif character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start:position]
-    raise ParseFailure(r"the brace of the last \boxed{ is not closed")
-
-
-def last_tagged(text: str, tag: str = "answer") -> str | None:
-    """The content of the last `<tag>...</tag>`, or None if there is none."""
-    before, closing, _ = text.rpartition(f"</{tag}>")
-    _, opening, content = before.rpartition(f"<{tag}>")
-    return content if closing and opening else None
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:

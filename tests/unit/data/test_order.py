@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lucidrl.data.order import KeyedOrder, SortedOrder, choice
+from lucidrl.data.order import KeyedOrder, SortedOrder, choice, shares
 from lucidrl.errors import DataError
 
 ORDERS = [KeyedOrder, SortedOrder]
@@ -76,3 +76,18 @@ def test_datasets_are_chosen_in_proportion_to_their_weights():
     counts = Counter(choice([3.0, 1.0], 0, position) for position in range(8000))
     assert 0.73 < counts[0] / 8000 < 0.77
     assert choice([3.0, 1.0], 0, 5) == choice([3.0, 1.0], 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("count", "weights", "expected"),
+    [
+        (7, [1], [7]),
+        (3, [1, 1], [2, 1]),
+        (10, [9, 1], [9, 1]),
+        (5, [1e9, 1], [4, 1]),
+        (10, [98, 1, 1], [8, 1, 1]),
+        (1, [1, 1], [1, 0]),
+    ],
+)
+def test_shares_follow_the_weights_and_sum_to_the_count(count, weights, expected):
+    assert shares(count, weights) == expected

@@ -5,7 +5,8 @@ import pytest
 
 from lucidrl.data.config import DataConfig
 from lucidrl.data.loading import dataset_of_prompts
-from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv, last_number
+from lucidrl.data.reading import last_number
+from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
 from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
 from lucidrl.envs.text.interfaces import EnvRequest
 from lucidrl.errors import ConfigError

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from lucidrl.envs.text.interfaces import EnvRequest
-from lucidrl.errors import ConfigError
 from lucidrl.rewards.env import RewardEnv
-from lucidrl.rewards.interfaces import Verifier
+from lucidrl.rewards.verifiers import VERIFIERS, VerifierEntry
+from lucidrl.utils.config import Config
 from tests.unit.rewards.hostile import Obedient
 
 
-@dataclass(frozen=True)
-class Entry:
-    runs_in_pool: bool
+class ObedientConfig(Config):
+    problem: str = ""
 
 
-VERIFIERS = {"pooled": Entry(True), "inline": Entry(False)}
+def obedient(config: ObedientConfig) -> Obedient:
+    return Obedient(config.problem)
 
 
-def make_verifier(name: str, kwargs: Mapping[str, Any]) -> Verifier:
-    if name not in VERIFIERS:
-        raise ConfigError(f"unknown verifier {name!r}; did you mean pooled?")
-    return Obedient(**kwargs)
+ENTRIES = {
+    "pooled": VerifierEntry(obedient, ObedientConfig, runs_in_pool=True),
+    "inline": VerifierEntry(obedient, ObedientConfig, runs_in_pool=False),
+}
 
 
 class ObedientEnv(RewardEnv):
     """A RewardEnv with the verifiers above, also in a worker process."""
 
     def __init__(self, **kwargs: Any) -> None:
-        sys.modules["lucidrl.rewards.verifiers"] = sys.modules[__name__]
+        VERIFIERS.update(ENTRIES)
         super().__init__(**kwargs)
 
 

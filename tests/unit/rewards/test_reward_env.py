@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 
 import psutil
@@ -16,8 +15,8 @@ from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.envs.text.workers import start_env
 from lucidrl.errors import ConfigError, EnvironmentFailure
 from lucidrl.rewards.env import RewardEnv
-from tests.unit.rewards import obedient_rewards
-from tests.unit.rewards.obedient_rewards import exact, requests
+from lucidrl.rewards.verifiers import VERIFIERS
+from tests.unit.rewards.obedient_rewards import ENTRIES, exact, requests
 
 POOLED = {"name": "pooled", "num_workers": 1, "timeout_s": 0.3}
 EXACT = "tests.unit.rewards.obedient_rewards:exact"
@@ -26,7 +25,8 @@ ENV = "tests.unit.rewards.obedient_rewards:ObedientEnv"
 
 @pytest.fixture(autouse=True)
 def verifiers(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lucidrl.rewards.verifiers", obedient_rewards)
+    for name, entry in ENTRIES.items():
+        monkeypatch.setitem(VERIFIERS, name, entry)
 
 
 def step(env: RewardEnv, *completions: str, **row):

@@ -64,7 +64,16 @@ def test_reward_starts_from_no_preset_and_replaces_the_environment_of_one():
         (["reward={name: math, on_crash: .nan}"], "reward.0.on_crash"),
         (
             ["reward={name: 'my:exact', timeout_s: 2}"],
-            "is a function, so timeout_s would have no effect",
+            "is a function, so timeout_s=2.0 would have no effect",
+        ),
+        (
+            ["reward={name: numeric, timeout_s: 2, memory_limit_mb: 64, num_workers: 3, on_timeout: fail}"],
+            "verifier numeric runs in the environment's process, so memory_limit_mb=64, num_workers=3, "
+            "on_timeout=fail, timeout_s=2.0 would have no effect, as only verifiers in a pool use it; remove it",
+        ),
+        (
+            ["reward={name: code, kwargs: {timeout_s: 2}}"],
+            "kwargs.timeout_s=2 is not an option of verifier code, but timeout_s is a setting of the reward; set it",
         ),
         (["reward.weight=2"], "reward.0.name is required but not set"),
         (["reward=5"], "reward=5 is not valid"),

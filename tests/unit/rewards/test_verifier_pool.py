@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lucidrl.errors import ConfigError, EnvironmentFailure, LucidError
-from lucidrl.rewards.interfaces import Completion
+from lucidrl.rewards.interfaces import Completion, Limits
 from lucidrl.rewards.pool import VerifierPool
 from tests.tiers import slow_except
 from tests.unit.rewards.hostile import Obedient
@@ -26,7 +26,7 @@ SLEEPER = ["sleep", "987.5"]
 
 @pytest.fixture(scope="module")
 def pool():
-    with VerifierPool("obedient", Obedient, timeout_s=TIMEOUT_S, num_workers=2, memory_limit_mb=512) as pool:
+    with VerifierPool("obedient", Obedient, limits=Limits(TIMEOUT_S, 512 << 20), num_workers=2) as pool:
         yield pool
 
 
@@ -109,6 +109,13 @@ def test_every_failure_is_the_outcome_of_its_completion(pool, text, outcome, det
     assert detail in found.detail
 
 
+def test_a_row_is_bad_by_the_type_of_the_error_and_not_by_its_text(pool):
+    (bad,) = verify(pool, "ab", unusable=1)
+    (crashed,) = verify(pool, "raise DataError: no idea")
+    assert (bad.outcome, bad.detail, bad.is_bad_row) == ("crash", "column 'unusable' is there; remove it", True)
+    assert (crashed.outcome, crashed.is_bad_row) == ("crash", False)
+
+
 def test_processes_that_a_verifier_starts_end_with_it(pool):
     assert [found.outcome for found in verify(pool, "fork", "grandchild", "daemon", "ab")] == ["scored"] * 4
     verify(pool, "ab")
@@ -125,7 +132,7 @@ def test_output_goes_nowhere_and_cpu_time_is_limited(pool, capfd):
 
 @pytest.mark.slow
 def test_a_lost_worker_is_restarted_and_gets_its_items_again():
-    with VerifierPool("obedient", Obedient, timeout_s=5, num_workers=1) as pool:
+    with VerifierPool("obedient", Obedient, limits=Limits(5), num_workers=1) as pool:
         future = pool.submit(Completion("sleep 0.5", 1), {})
         time.sleep(0.1)
         runners = descendants(pool.pid)
@@ -136,7 +143,7 @@ def test_a_lost_worker_is_restarted_and_gets_its_items_again():
 
 
 def test_a_shutdown_ends_all_processes_in_the_middle_of_a_verification():
-    pool = VerifierPool("obedient", Obedient, timeout_s=60, num_workers=2)
+    pool = VerifierPool("obedient", Obedient, limits=Limits(60), num_workers=2)
     futures = [pool.submit(Completion("grandchild 60", 1), {}) for _ in range(4)]
     wait_for_sleepers(2)
     processes = [psutil.Process(pool.pid), *descendants(pool.pid)]
@@ -165,11 +172,11 @@ def test_a_verifier_that_cannot_be_made_is_refused_in_one_sentence():
 DRIVER = """
 import sys, time
 from tests.unit.rewards.hostile import Obedient
-from lucidrl.rewards.interfaces import Completion
+from lucidrl.rewards.interfaces import Completion, Limits
 from lucidrl.rewards.pool import VerifierPool
 
 if __name__ == "__main__":
-    pool = VerifierPool("obedient", Obedient, timeout_s=60, num_workers=2)
+    pool = VerifierPool("obedient", Obedient, limits=Limits(60), num_workers=2)
     if sys.argv[1] == "busy":
         futures = [pool.submit(Completion("grandchild 60", 1), {}) for _ in range(2)]
     print("started", flush=True)
@@ -205,7 +212,7 @@ def test_memory_stays_flat_over_many_hostile_completions():
         verify(pool, *["ab"] * 20)  # both runners are there
         return sum(process.memory_info().rss for process in [psutil.Process(pool.pid), *descendants(pool.pid)])
 
-    with VerifierPool("obedient", Obedient, timeout_s=0.05, num_workers=2) as pool:
+    with VerifierPool("obedient", Obedient, limits=Limits(0.05), num_workers=2) as pool:
         texts = ["loop", "memory", "exit", "raise x", "parse", "ab", "print"] * 15
         verify(pool, *texts)
         before = used_bytes()

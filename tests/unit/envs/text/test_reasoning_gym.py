@@ -20,7 +20,7 @@ from lucidrl.data.datasets import Prompt
 from lucidrl.data.loading import dataset_of_prompts
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, PromptSource, ValidationPromptSource
-from lucidrl.envs.text.reasoning_gym import ReasoningGymConfig, ReasoningGymEnv, _may_be_evaluated, _shares
+from lucidrl.envs.text.reasoning_gym import ReasoningGymConfig, ReasoningGymEnv, _may_be_evaluated
 from lucidrl.envs.text.registry import checked_prompts, make_env
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.envs.text.workers import InProcessEnv, start_env
@@ -149,13 +149,6 @@ def test_a_missing_package_is_one_sentence(monkeypatch):
 def test_two_entries_of_one_dataset_have_different_ids():
     env = env_of("gcd", {"name": "gcd", "config": {"min_numbers": 3, "max_numbers": 3}})
     assert {prompt.prompt_id.partition("-")[0] for prompt in env.prompts()} == {"gcd_1", "gcd_2"}
-
-
-@pytest.mark.parametrize(
-    ("weights", "size", "shares"), [([1, 1], 3, [2, 1]), ([9, 1], 10, [8, 2]), ([1e9, 1], 5, [4, 1])]
-)
-def test_shares_follow_the_weights_with_at_least_one(weights, size, shares):
-    assert _shares(weights, size) == shares
 
 
 @pytest.mark.slow

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from lucidrl.rewards.interfaces import Completion, ParseFailure
+from lucidrl.rewards.interfaces import DEFAULT_LIMITS, Completion, Limits, ParseFailure
 from lucidrl.rewards.verifiers import make_verifier
 
 
-def score(verifier: str, text: str, row: dict[str, Any], num_tokens: int = 1, **kwargs: Any) -> float:
-    return make_verifier(verifier, kwargs)(Completion(text, num_tokens), row)
+def score(
+    verifier: str, text: str, row: dict[str, Any], num_tokens: int = 1, limits: Limits = DEFAULT_LIMITS, **kwargs: Any
+) -> float:
+    return make_verifier(verifier, kwargs, limits)(Completion(text, num_tokens), row)
 
 
 def outcome(verifier: str, text: str, row: dict[str, Any], **kwargs: Any) -> float | str:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
+from functools import partial
 
 import pytest
 
 from lucidrl.errors import ConfigError, DataError
+from lucidrl.rewards.interfaces import Completion, Limits
+from lucidrl.rewards.pool import VerifierPool
 from lucidrl.rewards.sandbox import Isolation
 from lucidrl.rewards.verifiers import code as code_module
+from lucidrl.rewards.verifiers import make_verifier
 from tests.unit.rewards.verifiers.scoring import outcome, score
 
 RIGHT = "def double(x):\n    return 2 * x\n"
@@ -40,13 +45,29 @@ def test_wrong_code_gets_none(code):
      "import builtins; builtins.compile = None", "print('passed ' * 10**6)", "(" * 5000, "x = 10**10**7"],
 )  # fmt: skip
 def test_wrong_and_hostile_code_gets_none(code):
-    assert score("code", fenced(code), {"tests": TESTS}, timeout_s=0.3) == 0
+    assert score("code", fenced(code), {"tests": TESTS}, limits=Limits(0.4)) == 0
 
 
 def test_the_fraction_of_passed_tests():
     numbers_only = "def double(x):\n    return 2 * int(x)"
     assert score("code", fenced(numbers_only), {"tests": TESTS}, reward="fraction") == pytest.approx(2 / 3)
     assert score("code", fenced(numbers_only), {"tests": TESTS}) == 0
+
+
+def test_code_that_takes_too_long_fails_its_tests_before_the_pool_times_out():
+    limits = Limits(timeout_s=1.0)
+    loops_at_3 = fenced("def double(x):\n    while x == -3: pass\n    return 2 * x")
+    make = partial(make_verifier, "code", {"reward": "fraction"}, limits)
+    with VerifierPool("code", make, limits=limits, num_workers=1) as pool:
+        found = pool.submit(Completion(loops_at_3, 1), {"tests": TESTS}).result(10)
+    assert (found.outcome, found.score) == ("scored", pytest.approx(2 / 3))
+
+
+def test_all_runs_of_a_completion_share_the_timeout():
+    pairs = [{"input": "", "output": ""}] * 20
+    start = time.monotonic()
+    assert score("code", fenced("while True: pass"), {"tests": pairs}, limits=Limits(0.4), reward="fraction") == 0
+    assert time.monotonic() - start < 1.4
 
 
 @pytest.mark.parametrize(

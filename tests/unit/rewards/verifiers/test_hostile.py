@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lucidrl.rewards.interfaces import Completion, ParseFailure
+from lucidrl.rewards.interfaces import Completion, Limits, ParseFailure
 from lucidrl.rewards.verifiers import VERIFIERS, make_verifier
 
 TEXTS = {
@@ -43,7 +43,7 @@ OPTIONS = {
     "json_schema": {"json_schema": {"type": "object", "patternProperties": {"^(a+)+$": {}}}},
     "length": {"max_tokens": 10},
     "overlong": {"max_tokens": 10, "buffer_tokens": 5},
-    "code": {"timeout_s": 0.5, "block": "whole"},
+    "code": {"block": "whole"},
 }
 ROW = {"answer": "24", "tests": ["assert f(1) == 2"]}
 CHOICE = {"answer": "A"}
@@ -53,7 +53,7 @@ MAX_S = 3.0
 def outcome_of(name: str, text: str) -> str:
     try:
         row = CHOICE if name == "choice" else ROW
-        reward = make_verifier(name, OPTIONS.get(name, {}))(Completion(text, 5), row)
+        reward = make_verifier(name, OPTIONS.get(name, {}), Limits(0.6))(Completion(text, 5), row)
     except ParseFailure:
         return "parse failure"
     return "no reward" if reward <= 0 else f"reward {reward}"
