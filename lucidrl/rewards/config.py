@@ -14,6 +14,11 @@ REWARD_ENV = "lucidrl.rewards.env:RewardEnv"
 """The environment of a run with `reward`."""
 TIMEOUT_S = 5.0
 MEMORY_LIMIT_MB = 1024
+LLM_JUDGE = "judge"
+"""Name of the LLM judge, which is a reward beside the verifiers."""
+JUDGE_TIMEOUT_S = 120.0
+JUDGE_OUTCOMES = {"on_timeout": "drop", "on_crash": "fail", "on_parse_failure": "drop"}
+"""Defaults of the LLM judge: its failures say nothing about the completion, so they are no scores."""
 
 OutcomeReward = FiniteFloat | Literal["fail", "drop"]
 """What a verification without a score counts as: a number is the score, `fail` stops the run, `drop` leaves the
@@ -30,8 +35,8 @@ class RewardConfig(Config):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options of the verifier, or values for parameters of the function."""
     timeout_s: float | None = Field(default=None, gt=0, le=86_400)
-    """Timeout per completion of a verifier that runs in a pool, from the start of that verification; default: 5. For a
-    function, set `env.timeout_s`."""
+    """Timeout per completion of a verifier that runs in a pool, from the start of that verification; default: 5. Of the
+    LLM judge: timeout of all requests for one completion; default: 120. For a function, set `env.timeout_s`."""
     num_workers: PositiveInt | None = None
     """Completions that the pool of the verifier verifies at the same time; default: the number of cores."""
     memory_limit_mb: Annotated[int, Field(ge=16)] | None = None
@@ -50,8 +55,19 @@ class RewardConfig(Config):
         """Whether `name` is the import path of a function, not a verifier."""
         return ":" in self.name
 
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_llm_judge(cls, content: Any) -> Any:
+        is_judge = isinstance(content, Mapping) and content.get("name") == LLM_JUDGE
+        return {**JUDGE_OUTCOMES, **content} if is_judge else content
+
     @model_validator(mode="after")
     def _only_settings_with_effect(self) -> Self:
+        if self.name == LLM_JUDGE and (self.num_workers or self.memory_limit_mb):
+            raise ValueError(
+                "the LLM judge runs no processes, so num_workers and memory_limit_mb would have no effect; "
+                "set kwargs.max_concurrency instead"
+            )
         if self.is_function:
             of_verifiers = {"timeout_s", "num_workers", "memory_limit_mb", "on_timeout", "on_crash", "on_parse_failure"}
             defaults = type(self).model_fields
@@ -128,7 +144,12 @@ def env_kwargs(rewards: Sequence[RewardConfig]) -> dict[str, Any]:
 
 def seconds_per_sample(rewards: Sequence[RewardConfig]) -> float:
     """Upper bound on the seconds that all verifiers of a run need per completion: every verifier times out."""
-    return sum((1 + (reward.timeout_s or TIMEOUT_S)) for reward in rewards if not reward.is_function)
+    return sum((1 + verifier_timeout_s(reward)) for reward in rewards if not reward.is_function)
+
+
+def verifier_timeout_s(reward: RewardConfig) -> float:
+    """Timeout per completion of a verifier or LLM judge."""
+    return reward.timeout_s or (JUDGE_TIMEOUT_S if reward.name == LLM_JUDGE else TIMEOUT_S)
 
 
 def unique_names(names: Sequence[str]) -> list[str]:

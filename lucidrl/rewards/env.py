@@ -15,9 +15,10 @@ from typing import Any, Protocol
 from lucidrl.data.datasets import Prompt
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, SampleFailure
 from lucidrl.errors import ConfigError, DataError, EnvironmentFailure
-from lucidrl.rewards.config import MEMORY_LIMIT_MB, TIMEOUT_S, RewardConfig, rewards_of, unique_names
+from lucidrl.rewards.config import LLM_JUDGE, MEMORY_LIMIT_MB, TIMEOUT_S, RewardConfig, rewards_of, unique_names
 from lucidrl.rewards.functions import RewardFunction, import_reward, num_tokens
 from lucidrl.rewards.interfaces import Completion, ParseFailure, Verifier
+from lucidrl.rewards.judge.scorer import JudgeScorer
 from lucidrl.rewards.pool import VerifierPool
 from lucidrl.rewards.worker import Verified
 
@@ -37,7 +38,7 @@ class _VerifierScorer(Protocol):
         """Verify one completion and wait for the outcome."""
 
 
-_Scorer = RewardFunction | _VerifierScorer
+_Scorer = RewardFunction | _VerifierScorer | JudgeScorer
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class RewardEnv:
     """
 
     def __init__(self, rewards: Any = (), functions: Sequence[Callable[..., Any]] = ()) -> None:
-        self._pools: list[VerifierPool] = []
+        self._pools: list[VerifierPool | JudgeScorer] = []
         parts: list[tuple[str, RewardConfig, _Scorer]] = []
         try:
             for config in rewards_of(rewards):
@@ -96,6 +97,8 @@ class RewardEnv:
         for part in self._parts:
             if isinstance(part.scorer, RewardFunction):
                 part.scorer.check(prompt.info)
+            elif isinstance(part.scorer, JudgeScorer):
+                part.scorer.check(prompt)
             elif (found := part.scorer.verify(Completion("", 0), prompt.info)).detail.startswith(_BAD_ROW):
                 problem = found.detail.removeprefix(_BAD_ROW)
                 raise ConfigError(f"verifier {part.name} cannot use the row of prompt {prompt.prompt_id!r}: {problem}")
@@ -116,7 +119,7 @@ class RewardEnv:
         ]
 
     def close(self) -> None:
-        """Shut down the processes of verifiers; may be called twice."""
+        """Shut down the processes of verifiers and the requests to LLM judges; may be called twice."""
         for pool in self._pools:
             pool.shutdown()
 
@@ -124,6 +127,10 @@ class RewardEnv:
         if config.is_function:
             function = import_reward(config.name, config.kwargs)
             return function.name, function
+        if config.name == LLM_JUDGE:
+            scorer = JudgeScorer(config)
+            self._pools.append(scorer)
+            return config.name, scorer
         verifiers: Any = importlib.import_module("lucidrl.rewards.verifiers")
         make = partial(verifiers.make_verifier, config.name, config.kwargs)
         entry = verifiers.VERIFIERS.get(config.name)
@@ -150,6 +157,7 @@ class RewardEnv:
                 return score
             if isinstance(score, Verified):
                 metrics |= {f"{key}/{outcome}": float(score.outcome == outcome) for outcome in _FAILED}
+                metrics |= {f"{key}/{name}": value for name, value in score.metrics.items()}
                 value = self._value_of(part, score, request)
                 is_dropped |= value is None
             else:

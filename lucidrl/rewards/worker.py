@@ -16,9 +16,9 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +62,8 @@ class Verified:
     """The reason of any other outcome."""
     seconds: float = 0.0
     """Seconds from the start of the verification to the outcome."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further metrics of the verification by name, below `reward/<name>/`."""
 
 
 class _Runner:

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from lucidrl.errors import ConfigError
+from lucidrl.rewards.config import LLM_JUDGE
 from lucidrl.rewards.interfaces import Verifier
 from lucidrl.rewards.verifiers.choice import ChoiceConfig
 from lucidrl.rewards.verifiers.code import CodeConfig
@@ -55,8 +56,9 @@ def make_verifier(name: str, kwargs: Mapping[str, Any]) -> Verifier:
         ConfigError: for an unknown name or option, an invalid value, or a missing package.
     """
     if name not in VERIFIERS:
-        close = closest(name, VERIFIERS)
-        hint = f"did you mean {close}?" if close else f"the verifiers are {', '.join(VERIFIERS)}"
+        known = [*VERIFIERS, LLM_JUDGE]
+        close = closest(name, known)
+        hint = f"did you mean {close}?" if close else f"the verifiers are {', '.join(known)}"
         raise ConfigError(f"unknown verifier {name!r}; {hint}")
     entry = VERIFIERS[name]
     module_name, _, class_name = entry.path.partition(":")
