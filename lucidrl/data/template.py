@@ -1,4 +1,4 @@
-"""`data.template`: a jinja template in a sandbox that limits the length of its output."""
+"""Templates of settings, such as `data.template`: jinja in a sandbox that limits the length of the output."""
 
 from __future__ import annotations
 
@@ -48,8 +48,12 @@ def compiled(template: str) -> Template:
         raise ValueError("the template is nested too deeply; write a flatter one") from error
 
 
-def rendered(template: str, row: Mapping[str, Any], place: str) -> str:
+def rendered(template: str, row: Mapping[str, Any], place: str, setting: str = "data.template") -> str:
     """Render the template with the columns of a row.
+
+    Args:
+        place: names the row in errors.
+        setting: names the template in errors.
 
     Raises:
         DataError: the template fails for this row; the message names the row and the reason.
@@ -60,15 +64,15 @@ def rendered(template: str, row: Mapping[str, Any], place: str) -> str:
             length += len(piece)
             if length > LONGEST_TEXT:
                 raise DataError(
-                    f"{place}: data.template writes more than {LONGEST_TEXT:,} characters; shorten the template, or "
+                    f"{place}: {setting} writes more than {LONGEST_TEXT:,} characters; shorten the template, or "
                     "remove the row"
                 )
             pieces.append(piece)
     except UndefinedError as error:
         columns = ", ".join(map(str, row)) or "(none)"
-        raise DataError(f"{place}: data.template fails: {error}; the columns are {columns}") from error
+        raise DataError(f"{place}: {setting} fails: {error}; the columns are {columns}") from error
     except (TemplateError, *BROKEN) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{place}: data.template fails: {type(error).__name__}: {error}; fix the template") from error
+        raise DataError(f"{place}: {setting} fails: {type(error).__name__}: {error}; fix the template") from error
     return "".join(pieces)

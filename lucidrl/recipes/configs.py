@@ -42,8 +42,8 @@ class TextRunConfig(BaseRunConfig):
     """Prompts or examples: files, columns, filters and the split."""
     reward: Rewards = ()
     """Reward functions and verifiers that score completions of your data, instead of `env.name`: the import path of a
-    function, `module:function`; a verifier such as `math`; a mapping with `name`, `weight`, `kwargs` and more; or a
-    list of these."""
+    function, `module:function`; a verifier such as `math`; an LLM judge, `judge`; a mapping with `name`, `weight`,
+    `kwargs` and more; or a list of these."""
     validation: ValidationConfig = ValidationConfig()
     """Validation on held-out prompts."""
     tracking: TextTrackingConfig = TextTrackingConfig()

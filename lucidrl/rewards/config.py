@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, FiniteFloat, PositiveInt, model_validator
 
 from lucidrl.errors import ConfigError
-from lucidrl.rewards.interfaces import MEMORY_LIMIT_MB, TIMEOUT_S, Limits
+from lucidrl.rewards.interfaces import LLM_JUDGE, MEMORY_LIMIT_MB, TIMEOUT_S, Limits
 from lucidrl.rewards.verifiers import VERIFIERS
 from lucidrl.utils.config import Config, validate
 
@@ -16,6 +16,9 @@ REWARD_ENV = "lucidrl.rewards.env:RewardEnv"
 """The environment of a run with `reward`."""
 _OF_VERIFIERS = ("memory_limit_mb", "num_workers", "on_crash", "on_parse_failure", "on_timeout", "timeout_s")
 _OF_POOLS = ("memory_limit_mb", "num_workers", "on_timeout", "timeout_s")
+JUDGE_TIMEOUT_S = 120.0
+JUDGE_OUTCOMES = {"on_timeout": "drop", "on_crash": "fail", "on_parse_failure": "drop"}
+"""Defaults of the LLM judge: its failures say nothing about the completion, so they are no scores."""
 
 OutcomeReward = FiniteFloat | Literal["fail", "drop"]
 """What a verification without a score counts as: a number is the score, `fail` stops the run, `drop` leaves the
@@ -33,7 +36,8 @@ class RewardConfig(Config):
     """Options of the verifier, or values for parameters of the function."""
     timeout_s: float | None = Field(default=None, gt=0, le=86_400)
     """Timeout per completion of a verifier that runs in a pool, from the start of that verification; default: 5. Code
-    that the verifier `code` runs gets 80 % of it. For a function, set `env.timeout_s`."""
+    that the verifier `code` runs gets 80 % of it. Of the LLM judge: timeout of all requests for one completion;
+    default: 120. For a function, set `env.timeout_s`."""
     num_workers: PositiveInt | None = None
     """Completions that the pool of the verifier verifies at the same time; default: the number of cores."""
     memory_limit_mb: Annotated[int, Field(ge=16)] | None = None
@@ -57,9 +61,20 @@ class RewardConfig(Config):
         """Limits of one verification in a pool."""
         return Limits(self.timeout_s or TIMEOUT_S, (self.memory_limit_mb or MEMORY_LIMIT_MB) << 20)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_llm_judge(cls, content: Any) -> Any:
+        is_judge = isinstance(content, Mapping) and content.get("name") == LLM_JUDGE
+        return {**JUDGE_OUTCOMES, **content} if is_judge else content
+
     @model_validator(mode="after")
     def _only_settings_with_effect(self) -> Self:
         entry = VERIFIERS.get(self.name)
+        if self.name == LLM_JUDGE and (self.num_workers or self.memory_limit_mb):
+            raise ValueError(
+                "the LLM judge runs no processes, so num_workers and memory_limit_mb would have no effect; "
+                "set kwargs.max_concurrency instead"
+            )
         if self.is_function and (names := self._changed(_OF_VERIFIERS)):
             raise ValueError(
                 f"reward {self.name} is a function, so {names} would have no effect, as only verifiers use it; "
@@ -155,7 +170,12 @@ def env_kwargs(rewards: Sequence[RewardConfig]) -> dict[str, Any]:
 
 def seconds_per_sample(rewards: Sequence[RewardConfig]) -> float:
     """Upper bound on the seconds that all verifiers of a run need per completion: every verifier times out."""
-    return sum((1 + (reward.timeout_s or TIMEOUT_S)) for reward in rewards if not reward.is_function)
+    return sum((1 + verifier_timeout_s(reward)) for reward in rewards if not reward.is_function)
+
+
+def verifier_timeout_s(reward: RewardConfig) -> float:
+    """Timeout per completion of a verifier or LLM judge."""
+    return reward.timeout_s or (JUDGE_TIMEOUT_S if reward.name == LLM_JUDGE else TIMEOUT_S)
 
 
 def unique_names(names: Sequence[str]) -> list[str]:

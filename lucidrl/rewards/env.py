@@ -14,7 +14,8 @@ from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, SampleFailure
 from lucidrl.errors import ConfigError, EnvironmentFailure
 from lucidrl.rewards.config import RewardConfig, rewards_of, unique_names
 from lucidrl.rewards.functions import RewardFunction, import_reward, num_tokens
-from lucidrl.rewards.interfaces import Completion, Verifier
+from lucidrl.rewards.interfaces import LLM_JUDGE, Completion, Verifier
+from lucidrl.rewards.judge.scorer import JudgeScorer
 from lucidrl.rewards.outcome import Verified, verified
 from lucidrl.rewards.pool import VerifierPool
 from lucidrl.rewards.verifiers import verifier_entry
@@ -33,7 +34,7 @@ class _VerifierScorer(Protocol):
         """Verify one completion and wait for the outcome."""
 
 
-_Scorer = RewardFunction | _VerifierScorer
+_Scorer = RewardFunction | _VerifierScorer | JudgeScorer
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class RewardEnv:
     """
 
     def __init__(self, rewards: Any = (), functions: Sequence[Callable[..., Any]] = ()) -> None:
-        self._pools: list[VerifierPool] = []
+        self._pools: list[VerifierPool | JudgeScorer] = []
         parts: list[tuple[str, RewardConfig, _Scorer]] = []
         try:
             for config in rewards_of(rewards):
@@ -92,6 +93,8 @@ class RewardEnv:
         for part in self._parts:
             if isinstance(part.scorer, RewardFunction):
                 part.scorer.check(prompt.info)
+            elif isinstance(part.scorer, JudgeScorer):
+                part.scorer.check(prompt)
             elif (found := part.scorer.verify(Completion("", 0), prompt.info)).is_bad_row:
                 problem = f"verifier {part.name} cannot use the row of prompt {prompt.prompt_id!r}"
                 raise ConfigError(f"{problem}: {found.detail}")
@@ -112,7 +115,7 @@ class RewardEnv:
         ]
 
     def close(self) -> None:
-        """Shut down the processes of verifiers; may be called twice."""
+        """Shut down the processes of verifiers and the requests to LLM judges; may be called twice."""
         for pool in self._pools:
             pool.shutdown()
 
@@ -120,6 +123,10 @@ class RewardEnv:
         if config.is_function:
             function = import_reward(config.name, config.kwargs)
             return function.name, function
+        if config.name == LLM_JUDGE:
+            scorer = JudgeScorer(config)
+            self._pools.append(scorer)
+            return config.name, scorer
         entry = verifier_entry(config.name)
         make = partial(entry.make, config.kwargs, config.limits)
         if not entry.runs_in_pool:
@@ -139,6 +146,7 @@ class RewardEnv:
                 return score
             if isinstance(score, Verified):
                 metrics |= {f"{key}/{outcome}": float(score.outcome == outcome) for outcome in _FAILED}
+                metrics |= {f"{key}/{name}": value for name, value in score.metrics.items()}
                 value = self._value_of(part, score, request)
                 is_dropped |= value is None
             else:

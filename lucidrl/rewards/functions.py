@@ -127,7 +127,7 @@ class RewardFunction:
         if missing := self._missing(request.info):
             return SampleFailure(self._complaint(missing, request.info))
         try:
-            value = self._function(**self._arguments(_sample_values(request), request.info))
+            value = self._function(**self._arguments(sample_values(request), request.info))
         except BaseException as error:  # SystemExit would stop the event loop
             return self._raised(error)
         if not inspect.isawaitable(value):
@@ -168,7 +168,7 @@ class RewardFunction:
         return [self._checked(value) for value in values]
 
     def _batch_values(self, batch: Sequence[EnvRequest]) -> dict[str, list[Any]]:
-        values = {name: [_sample_values(request)[name] for request in batch] for name in _OF_SAMPLE}
+        values = {name: [sample_values(request)[name] for request in batch] for name in _OF_SAMPLE}
         values["completion_ids"] = [_token_ids(request) for request in batch]
         chat = self._options.chat
         are_chats = [_is_chat(request) if chat is None else chat for request in batch]
@@ -259,7 +259,8 @@ def _metric_name(name: str) -> str:
     return re.sub(r"\W+", "_", name).strip("_") or "reward"
 
 
-def _sample_values(request: EnvRequest) -> dict[str, Any]:
+def sample_values(request: EnvRequest) -> dict[str, Any]:
+    """Values of a sample by name, beside the columns of its row: completion, prompt, messages, completion_tokens."""
     messages = _prompt_messages(request)
     of_user = [message["content"] for message in messages if message["role"] == "user"]
     return {

@@ -12,6 +12,8 @@ __all__ = ["Completion", "Limits", "ParseFailure", "Verifier"]
 
 TIMEOUT_S = 5.0
 MEMORY_LIMIT_MB = 1024
+LLM_JUDGE = "judge"
+"""Name of the LLM judge, which is a reward beside the verifiers."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lucidrl.errors import DataError
@@ -27,6 +27,8 @@ class Verified:
     """Seconds from the start of the verification to the outcome, if a pool verified the completion."""
     is_bad_row: bool = False
     """Whether the verification crashed because the verifier cannot use the row."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further metrics of the verification by name, below `reward/<name>/`."""
 
 
 def verified(verifier: Verifier, completion: Completion, row: Mapping[str, Any]) -> Verified:

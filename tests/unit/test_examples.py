@@ -85,6 +85,15 @@ def test_grpo_in_python_trains_and_saves(capsys, tmp_path):
 
 
 @pytest.mark.slow
+def test_llm_judge_grades_with_its_stand_in(capsys, monkeypatch):
+    main = runpy.run_path(str(EXAMPLES / "llm_judge.py"))["main"]
+    main(["--steps", "2"])
+    *_, score, num_requests = capsys.readouterr().out.splitlines()
+    assert 0 <= float(score.rpartition(" ")[2]) <= 1
+    assert 0 < float(num_requests.rpartition(" ")[2]) <= 1
+
+
+@pytest.mark.slow
 def test_sft_then_grpo_then_plain_transformers(capsys, tmp_path):
     main = runpy.run_path(str(EXAMPLES / "sft_then_grpo.py"))["main"]
     main(["--sft-steps", "40", "--grpo-steps", "15", "--output", str(tmp_path)])

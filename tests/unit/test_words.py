@@ -26,7 +26,9 @@ RETIRED = {
     r"unbroken": "uninterrupted",
     r"struck|blows?": "fault, inject",
     r"what is given": "input",
-    r"(?<!llm )(?<!llm-)judg(e|es|ed|ing|ements?)": "score (but: LLM judge)",
+    r"(?<!llm )(?<!llm-)judg(es|ed|ing|ements?)": "score (but: LLM judge)",
+    # The reward `judge` has this name in code and settings.
+    r"(?<!llm )(?<!llm-)(?<!name: )(?<!verifier )(?<![./=`\"'])judge(?![./\\`\"'])": "score (but: LLM judge)",
     rf"({AMOUNTS}) an? ({UNITS})": "per",
 }
 ANY_RETIRED = re.compile(rf"\b({'|'.join(RETIRED)})\b", re.IGNORECASE)
@@ -74,6 +76,14 @@ def test_no_retired_word_is_used():
 
 
 def test_retired_words_are_found():
-    lines = ["Whoever waits", "is told of", "the deadline;", "8 rows a step,", "judged by", "a process of its own."]
+    lines = [
+        "Whoever waits",
+        "is told of",
+        "the deadline;",
+        "8 rows a step,",
+        "judged by",
+        "to judge",
+        "a process of its own.",
+    ]
     lines += ["equal to the bit", "def test_runs_to_the_bit():", "    async def whoever_waits(self):"]
     assert len(retired_words("\n".join([*lines, "a plain line", "deadline=None"]))) == len(lines)

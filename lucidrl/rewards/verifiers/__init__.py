@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lucidrl.errors import ConfigError
-from lucidrl.rewards.interfaces import DEFAULT_LIMITS, Limits, Verifier
+from lucidrl.rewards.interfaces import DEFAULT_LIMITS, LLM_JUDGE, Limits, Verifier
 from lucidrl.rewards.verifiers.choice import ChoiceConfig, ChoiceVerifier
 from lucidrl.rewards.verifiers.code import CodeConfig, CodeVerifier
 from lucidrl.rewards.verifiers.exact import ExactConfig, ExactVerifier
@@ -70,8 +70,9 @@ def verifier_entry(name: str) -> VerifierEntry:
         ConfigError: for an unknown name.
     """
     if name not in VERIFIERS:
-        close = closest(name, VERIFIERS)
-        hint = f"did you mean {close}?" if close else f"the verifiers are {', '.join(VERIFIERS)}"
+        known = [*VERIFIERS, LLM_JUDGE]
+        close = closest(name, known)
+        hint = f"did you mean {close}?" if close else f"the verifiers are {', '.join(known)}"
         raise ConfigError(f"unknown verifier {name!r}; {hint}")
     return VERIFIERS[name]
 
