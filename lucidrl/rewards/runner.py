@@ -37,8 +37,9 @@ SIZE = struct.Struct(">Q")
 
 _MOST_TEXT_BYTES = 1000
 _MOST_ITEMS = 5000
-_MOST_GROWTH_BYTES = 256 << 20
-"""A runner that has grown by more than this is replaced after its current item, to bound memory."""
+_MOST_GROWTH_BYTES = 32 << 20
+"""A runner that has grown by more than this is replaced after its current item: the caches of a verifier, such as those
+of math-verify's parser, grow with every new expression."""
 LARGE_BYTES = 1 << 20
 """After an item larger than this, the heap's free memory is returned to the kernel."""
 _PR_SET_PDEATHSIG = 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import math
 import os
 import selectors
@@ -16,7 +17,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,14 @@ from lucidrl.rewards.runner import (
     trim_memory,
 )
 
+_log = logging.getLogger(__name__)
+
 _POLL_S = 0.25
 """Longest time between two checks that the parent is alive."""
 _START_TIMEOUT_S = 10.0
-_ORPHANS_TIMEOUT_S = 1.0
+_KILL_TIMEOUT_S = 1.0
+"""How long to wait for a killed process; other runners wait meanwhile."""
+_REAP_POLL_S = 0.0005
 _MOST_BYTES_AHEAD = 1 << 15
 """A busy runner is sent its next item in advance only if the item surely fits the socket's buffer."""
 _LEAST_WAITING = 4
@@ -123,7 +128,9 @@ class _Runner:
             with suppress(ProcessLookupError, PermissionError):
                 kill(self.pid, signal.SIGKILL)
         self.connection.close()
-        _, status = os.waitpid(self.pid, 0)
+        status = _reap(self.pid, time.monotonic() + _KILL_TIMEOUT_S)
+        if status is None:
+            return "its process does not end although it was sent SIGKILL"
         code = os.waitstatus_to_exitcode(status)
         return f"its process exited with code {code}" if code >= 0 else f"its process was killed by signal {-code}"
 
@@ -258,21 +265,37 @@ class VerifierWorker:
             os._exit(0)
 
     def _kill_orphans(self) -> None:
-        """Kill processes that runners left behind, with their process groups."""
-        until = time.monotonic() + _ORPHANS_TIMEOUT_S
-        while (orphans := _child_pids() - self._runners.keys()) and time.monotonic() < until:
-            for pid in orphans:
-                with suppress(ProcessLookupError, PermissionError):
-                    group = os.getpgid(pid)
-                    os.kill(pid, signal.SIGKILL)
-                    if group != os.getpgrp():
-                        os.killpg(group, signal.SIGKILL)
-            for pid in orphans:
-                with suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
+        """Kill processes that runners left behind."""
+        if left := kill_children(spared=self._runners.keys()):
+            _log.warning("processes %s, started by a verifier, do not end although they were sent SIGKILL", left)
 
 
-def _child_pids() -> set[int]:
+def kill_children(spared: Collection[int], timeout_s: float = _KILL_TIMEOUT_S) -> set[int]:
+    """Kill all children except `spared`, with their process groups; return those that have not ended in time."""
+    until = time.monotonic() + timeout_s
+    while (others := child_pids() - set(spared)) and time.monotonic() < until:
+        for pid in others:
+            with suppress(ProcessLookupError, PermissionError):
+                group = os.getpgid(pid)
+                os.kill(pid, signal.SIGKILL)
+                if group != os.getpgrp():
+                    os.killpg(group, signal.SIGKILL)
+        for pid in others:
+            with suppress(ChildProcessError):
+                _reap(pid, until)
+    return others
+
+
+def _reap(pid: int, until: float) -> int | None:
+    """Wait for a killed child and return its status; None if it has not ended in time, as some system calls delay."""
+    while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() >= until:
+            return None
+        time.sleep(_REAP_POLL_S)
+    return found[1]
+
+
+def child_pids() -> set[int]:
     listed = Path(f"/proc/self/task/{os.getpid()}/children")
     if listed.exists():
         return set(map(int, listed.read_text().split()))

@@ -18,6 +18,7 @@ class Obedient:
     """Scores a completion that says nothing special with its length plus the row's `bonus`."""
 
     def __init__(self, problem: str = ""):
+        self.kept = bytearray()
         if problem == "refuse":
             raise ConfigError("reward.kwargs.problem=refuse is not valid; remove it")
         if problem == "exit":
@@ -48,6 +49,10 @@ class Obedient:
                 raise ParseFailure("there is no number")
             case "memory":
                 return float(len(b"1" * (4 << 30)))
+            case "keep":
+                self.kept += b"1" * (int(rest) << 20)
+            case "kept":
+                return float(len(self.kept))
             case "nan":
                 return float("nan")
             case "text":

@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from lucidrl.errors import ConfigError, EnvironmentFailure, LucidError
 from lucidrl.rewards.interfaces import Completion, Limits
 from lucidrl.rewards.pool import VerifierPool
+from lucidrl.rewards.worker import child_pids, kill_children
 from tests.tiers import slow_except
 from tests.unit.rewards.hostile import Obedient
 
@@ -123,6 +125,23 @@ def test_processes_that_a_verifier_starts_end_with_it(pool):
     assert len(descendants(pool.pid)) <= 2
 
 
+def test_a_runner_that_has_grown_is_replaced(pool):
+    assert [found.outcome for found in verify(pool, *["keep 48"] * 4)] == ["scored"] * 4
+    assert {found.score for found in verify(pool, *["kept"] * 20)} == {0.0}
+
+
+def test_a_process_that_cannot_be_killed_is_waited_for_only_for_a_while(monkeypatch):
+    others = child_pids()
+    stubborn = subprocess.Popen(SLEEPER, start_new_session=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", Mock(side_effect=PermissionError))
+        start = time.monotonic()
+        assert kill_children(spared=others, timeout_s=0.1) == {stubborn.pid}
+        assert time.monotonic() - start < 1
+    assert kill_children(spared=others) == set()
+    stubborn.wait(5)
+
+
 def test_output_goes_nowhere_and_cpu_time_is_limited(pool, capfd):
     printed, limit = verify(pool, "print", "limits")
     assert printed.outcome == "scored"
@@ -174,6 +193,7 @@ import sys, time
 from tests.unit.rewards.hostile import Obedient
 from lucidrl.rewards.interfaces import Completion, Limits
 from lucidrl.rewards.pool import VerifierPool
+from lucidrl.rewards.worker import child_pids, kill_children
 
 if __name__ == "__main__":
     pool = VerifierPool("obedient", Obedient, limits=Limits(60), num_workers=2)
