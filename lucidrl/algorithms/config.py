@@ -106,7 +106,7 @@ class ValidationConfig(ValidationSchedule):
     """Completions per prompt. 1 decodes greedily; more are sampled, and add `pass_at_k`, `avg_at_k` and `maj_at_k` with
     their intervals to the metrics."""
     solved_at: float = Field(default=1.0, allow_inf_nan=False)
-    """A completion is solved if its `accuracy` (if the environment reports it) or its reward is at least this number."""
+    """A completion is solved if its `accuracy` is at least this number, or its reward if there is no `accuracy`."""
     prompts_per_batch: PositiveInt = 64
     """Prompts per generated batch. A stop request takes effect between batches."""
 

@@ -79,8 +79,8 @@ class PromptValidator:
 
 def read_answers(samples: Sequence[Sample], read_answer: AnswerReader | None) -> None:
     """Set the answers of samples for which the environment returned none."""
-    for sample in samples if read_answer is not None else ():
-        if sample.answer is None:
+    for sample in samples:
+        if sample.answer is None and read_answer is not None:
             sample.answer = read_answer(sample.completion, sample.prompt.info)
 
 
