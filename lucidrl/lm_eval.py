@@ -50,8 +50,8 @@ class Backend:
             raise ConfigError(f"dtype={dtype} is not known; use one of {', '.join(DTYPES)}")
         self.name = resolved_name(str(pretrained), "pretrained")
         self.tokenizer: Any = load_tokenizer(self.name)
-        self._model = load_model(self.name, DTYPES[dtype]).to(default_device())
-        self._logprobs = LogprobModel(self._model, temperature=1.0)
+        self._logprobs = LogprobModel(load_model(self.name, DTYPES[dtype]), temperature=1.0).to(default_device())
+        self._model = self._logprobs.model
         self.max_length = int(max_length or context_length(self._model.config))
 
     @property
@@ -177,7 +177,7 @@ def generation_config(kwargs: dict[str, Any], until: Sequence[str], max_length: 
         )
     if kwargs["max_gen_toks"] >= max_length:
         raise ConfigError(
-            f"max_gen_toks={kwargs['max_gen_toks']} leaves no space for a prompt in the context of {max_length} tokens; "
+            f"max_gen_toks={kwargs['max_gen_toks']} leaves no space for a prompt in a context of {max_length} tokens; "
             "lower it with --gen_kwargs max_gen_toks=..."
         )
     temperature = kwargs.get("temperature") or 1.0  # 0 means greedy, where the temperature changes nothing
