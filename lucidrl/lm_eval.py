@@ -199,7 +199,10 @@ def registered_class() -> type[Any]:
             super().__init__()
             self._backend = Backend(pretrained, dtype, max_length)
             self.tokenizer, self.max_length = self._backend.tokenizer, self._backend.max_length
-            self.tokenizer_name = self._backend.name.replace("/", "__")
+
+        @property
+        def tokenizer_name(self) -> str:
+            return self._backend.name.replace("/", "__")
 
         @property
         def eot_token_id(self) -> int:

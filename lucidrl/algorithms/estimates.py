@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,10 @@ class Comparison:
         """
         excludes_zero = self.difference.low > 0 or self.difference.high < 0
         return excludes_zero and 2.0 ** (1 - self.num_differing) < 1 - CONFIDENCE
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison as plain values."""
+        return {**asdict(self), "is_shown": self.is_shown, "sentence": self.sentence()}
 
     def sentence(self) -> str:
         """Return the outcome in words."""

@@ -6,6 +6,7 @@
 | samples.jsonl | one line per finished prompt, with its completions, rewards and metrics |
 | progress.json | number of finished prompts, size of samples.jsonl, state of the environment |
 | result.json | estimates and metrics, when all prompts are finished |
+| comparison.json | comparison with another model, if there was one; with --output, in the common folder |
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import orjson
 from lucidrl.collectors.rollouts import Sample
 from lucidrl.data.datasets import Prompt
 from lucidrl.errors import ConfigError, DataError
+from lucidrl.recipes.folder import LOCK_NAME
 
 SETTINGS_NAME, SAMPLES_NAME = "eval.json", "samples.jsonl"
-PROGRESS_NAME, RESULT_NAME = "progress.json", "result.json"
+PROGRESS_NAME, RESULT_NAME, COMPARISON_NAME = "progress.json", "result.json", "comparison.json"
 _MOST_SHOWN = 60
 
 
@@ -64,28 +66,36 @@ class EvalFolder:
         self.env_state: dict[str, Any] | None = None
         """State of the environment after the finished prompts; None before the first batch."""
 
+    def create(self) -> None:
+        """Create the folder, unless it exists.
+
+        Raises:
+            ConfigError: it cannot be created.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
     def open(self) -> None:
-        """Create the folder, or continue the evaluation that it holds.
+        """Start the evaluation, or continue the one that the folder holds; call this while the folder is locked.
 
         Raises:
             ConfigError: the folder holds other files or another evaluation, or it cannot be written.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             if (self.path / SETTINGS_NAME).is_file():
                 self._check_same(orjson.loads((self.path / SETTINGS_NAME).read_bytes()))
                 self._read_progress()
                 return
-            if others := [path.name for path in self.path.iterdir() if path.name != "run.lock"]:
+            if others := [path.name for path in self.path.iterdir() if path.name != LOCK_NAME]:
                 raise ConfigError(
                     f"{self.path} holds other files, such as {sorted(others)[0]}; choose a new or empty folder with "
                     "--output"
                 )
-            self._write(SETTINGS_NAME, self._settings)
+            write_json(self.path / SETTINGS_NAME, self._settings)
         except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be written ({error}); choose another folder with --output"
-            ) from error
+            raise self._unwritable(error) from error
         except orjson.JSONDecodeError as error:
             raise ConfigError(f"{self.path} is damaged ({error}); remove it, or choose another --output") from error
 
@@ -100,7 +110,7 @@ class EvalFolder:
         self.num_finished, self.env_state = self.num_finished + len(groups), env_state
         # Written last: after a kill in between, the next call cuts the samples to `size_bytes` of the previous batch.
         progress = {"num_prompts": self.num_finished, "size_bytes": size_bytes, "env": env_state}
-        self._write(PROGRESS_NAME, progress)
+        write_json(self.path / PROGRESS_NAME, progress)
 
     def groups(self) -> list[list[SavedSample]]:
         """Read the samples of all finished prompts, in order."""
@@ -109,7 +119,10 @@ class EvalFolder:
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write result.json."""
-        self._write(RESULT_NAME, result)
+        write_json(self.path / RESULT_NAME, result)
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"{self.path} cannot be written ({error}); choose another folder with --output")
 
     def _read_progress(self) -> None:
         path, samples = self.path / PROGRESS_NAME, self.path / SAMPLES_NAME
@@ -134,13 +147,15 @@ class EvalFolder:
                 f"{_shown(self._settings.get(name))} here{more}; choose another --output, or remove the folder"
             )
 
-    def _write(self, name: str, content: Mapping[str, Any]) -> None:
-        hidden = self.path / f".{name}"
-        with hidden.open("wb") as file:
-            file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        hidden.replace(self.path / name)
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file that is either complete or not there."""
+    hidden = path.with_name(f".{path.name}")
+    with hidden.open("wb") as file:
+        file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    hidden.replace(path)
 
 
 def digest_of(settings: Mapping[str, Any]) -> str:

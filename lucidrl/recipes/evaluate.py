@@ -27,8 +27,16 @@ from lucidrl.errors import EnvironmentFailure, LucidError
 from lucidrl.models.loading import model_facts, policy_tokenizer
 from lucidrl.models.policy.policy import Policy
 from lucidrl.recipes.configs import GRPORunConfig
-from lucidrl.recipes.eval_folder import EvalFolder, SavedSample, categories_of, digest_of, digest_of_prompts
-from lucidrl.recipes.eval_plan import Candidate, EvalOptions, EvalPlan, TextConfig, chosen_prompts, plan_of_sources
+from lucidrl.recipes.eval_folder import (
+    COMPARISON_NAME,
+    EvalFolder,
+    SavedSample,
+    categories_of,
+    digest_of,
+    digest_of_prompts,
+    write_json,
+)
+from lucidrl.recipes.eval_plan import ALL, Candidate, EvalOptions, EvalPlan, TextConfig, chosen_prompts, plan_of_sources
 from lucidrl.recipes.folder import LOGS_NAME, occupied
 from lucidrl.recipes.preflight import TextInputs
 from lucidrl.rewards.config import seconds_per_sample
@@ -141,8 +149,13 @@ def run_plan(plan: EvalPlan, watcher: EvalWatcher | None = None) -> EvalReport:
         stack.callback(inputs.close)
         evaluator = _Evaluator(plan, config, inputs, watcher or _Nowhere(), stack)
         results = [evaluator.result_of(candidate) for candidate in plan.candidates]
-    is_pair = len(results) == 2 and plan.options.checkpoint != "all"
-    return EvalReport(results, _compared(*results) if is_pair else [])
+    if len(results) != 2 or plan.options.checkpoint == ALL:
+        return EvalReport(results, [])
+    a, b = results
+    comparisons = _compared(a, b)
+    content = {"a": a.name, "b": b.name, "comparisons": [one.to_json() for one in comparisons]}
+    write_json(Path(plan.options.output or b.folder) / COMPARISON_NAME, content)
+    return EvalReport(results, comparisons)
 
 
 class _Evaluator:
@@ -166,8 +179,9 @@ class _Evaluator:
         """Evaluate a candidate, or what is left of it."""
         settings = self._settings_of(candidate)
         folder = EvalFolder(self._folder_of(candidate, settings), settings)
-        folder.open()
+        folder.create()
         with occupied(folder.path):
+            folder.open()
             num_prompts = len(self._prompts)
             self._watcher.on_start(candidate.name, folder.num_finished, num_prompts)
             if folder.num_finished < num_prompts:

@@ -140,6 +140,8 @@ def test_two_models_are_compared_on_the_same_prompts(lucidrl, run, tmp_path):
     ]
     assert len(ids) == 2
     assert ids[0] == ids[1]
+    [compared] = json.loads((tmp_path / "both/comparison.json").read_text())["comparisons"]
+    assert f"accuracy: {compared['sentence']}" in out
 
 
 def test_all_checkpoints_have_one_row_each(lucidrl, run):
