@@ -184,7 +184,13 @@ def settings_of_run(run: Path, settings: Sequence[str] = ()) -> TextConfig:
 
     content = merged_settings(run / CONFIG_NAME, resolve=False)
     algorithm = next((name for name in ALGORITHMS if name in content), GRPORunConfig.algorithm)
-    config = resumed_settings(algorithm, run, settings)
+    given = merge_layers([], settings, resolve=False, aliases=aliases_of(ALGORITHMS[algorithm])).origins
+    without: list[str] = []
+    if given.of("reward") is not None:  # a run has one source of rewards
+        without = ["env.name", "env.kwargs"]
+    elif given.of("env.name") is not None:
+        without = ["reward", "env.kwargs"]
+    config = resumed_settings(algorithm, run, settings, without)
     if not isinstance(config, GRPORunConfig | SFTRunConfig):
         raise ConfigError(f"{run} is a run of {algorithm}; lucidrl eval is for language models: lucidrl play {run}")
     return config

@@ -167,6 +167,14 @@ def test_a_model_is_evaluated_on_every_row_of_a_file(lucidrl, tmp_path):
     assert result["category_sizes"] == {"3": 4, "4": 4}
 
 
+def test_a_run_is_evaluated_with_another_reward(run, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4=", "answer": "7"}\n')
+    settings = [f"data.file={tmp_path / 'rows.jsonl'}", "reward=exact"]
+    result = evaluate(run, settings=settings, output=tmp_path / "out").result
+    assert "reward/exact" in result.metrics
+    assert result.num_prompts == 1
+
+
 def test_a_model_is_evaluated_before_training(tmp_path):
     options = {"config": CONFIG, "preset": "task-embedded", "output": tmp_path, "display": False}
     report = GRPOTrainer("embedded", **options).evaluate()
