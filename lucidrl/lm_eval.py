@@ -10,6 +10,7 @@ Shapes: B rows, N scored tokens, V vocabulary.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -191,6 +192,8 @@ def registered_class() -> type[Any]:
     require_package("lm_eval", "lucidrl.lm_eval", "eval")
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
+
+    importlib.import_module("lm_eval.models")  # registers its models, which lm_eval does only while there is none
 
     class LucidLM(TemplateLM):
         """A run, checkpoint or model of Lucid RL as a model of lm-evaluation-harness."""
