@@ -36,7 +36,7 @@ class EvalDisplay:
             disable=console.quiet or not console.is_terminal,
             transient=True,
         )
-        self._task = self._progress.add_task("", total=None)
+        self._task = self._progress.add_task("", total=None, visible=False)
 
     def __enter__(self) -> EvalDisplay:
         self._progress.start()
@@ -48,7 +48,7 @@ class EvalDisplay:
     def on_start(self, name: str, num_finished: int, num_prompts: int) -> None:
         if num_finished:
             self.announce(f"{name}: {num_finished} of {num_prompts} prompts are finished already")
-        self._progress.reset(self._task, total=num_prompts, completed=num_finished, description=name)
+        self._progress.reset(self._task, total=num_prompts, completed=num_finished, description=name, visible=True)
 
     def on_batch(self, num_finished: int) -> None:
         self._progress.update(self._task, completed=num_finished)

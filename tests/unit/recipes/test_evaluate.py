@@ -60,19 +60,22 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 class Stopping:
-    """Raises after some batches, as a crash would."""
+    """Raises after some batches, as a crash would, or calls `act`."""
 
-    def __init__(self, num_batches: int) -> None:
-        self._left = num_batches
+    def __init__(self, num_batches: int, act=None) -> None:
+        self._left, self._act, self.announced = num_batches, act, []
 
     def on_start(self, name, num_finished, num_prompts): ...
 
     def on_batch(self, num_finished):
         self._left -= 1
-        if not self._left:
+        if not self._left and self._act is not None:
+            self._act()
+        elif not self._left:
             raise KeyboardInterrupt
 
-    def announce(self, message): ...
+    def announce(self, message):
+        self.announced.append(message)
 
 
 def test_greedy_evaluation_equals_the_last_validation_exactly(run):
@@ -109,6 +112,14 @@ def test_an_interrupted_evaluation_continues_and_ends_equal(run, tmp_path, optio
         file.write(b'{"prompt_id": "cut in the mid')
     parts = evaluate(run, settings=settings, output=tmp_path / "parts", **options).result
     assert files_of(parts.folder) == files_of(whole.folder)
+
+
+def test_ctrl_c_finishes_the_batch_and_the_same_call_continues(run, tmp_path):
+    watcher = Stopping(1, act=lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(LucidError, match=r"stopped after 16 of 40 prompts, .*; the same command continues"):
+        evaluate(run, output=tmp_path / "out", watcher=watcher)
+    assert watcher.announced == ["SIGINT: finishing this batch; a second signal stops at once"]
+    assert evaluate(run, output=tmp_path / "out").result.num_prompts == 40
 
 
 @pytest.mark.slow
