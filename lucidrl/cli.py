@@ -1,4 +1,4 @@
-"""The command line: `lucidrl grpo`, `sft`, `ppo`, `generate`, `play`, `check`, `data show`, `clean`.
+"""The command line: `lucidrl grpo`, `sft`, `ppo`, `generate`, `eval`, `play`, `check`, `data show`, `clean`.
 
 Commands import what they need when they run, so `--help` prints at once.
 """
@@ -13,6 +13,7 @@ import typer
 
 from lucidrl import __version__
 from lucidrl.errors import ConfigError, LucidError
+from lucidrl.recipes.eval_command import eval_command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,12 +29,10 @@ app = typer.Typer(
 
     Every run writes metrics, samples and checkpoints to its own folder below `runs/`.
     """,
-    epilog="`lucidrl COMMAND --help` shows examples. docs/configuration-reference.md lists all settings; "
-    "`lucidrl check` prints the settings of a run.",
+    epilog="`lucidrl COMMAND --help` shows examples; docs/configuration-reference.md lists all settings.",
 )
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, by shell convention."""
+INTERRUPTED = 130  # exit code after Ctrl-C, by shell convention
 OVERRIDES_HELP = (
     "Settings, such as `seed=3`. docs/configuration-reference.md lists all of them; "
     "`lucidrl check --algorithm NAME` prints their values."
@@ -206,6 +205,9 @@ def generate(
     return None
 
 
+app.command("eval")(eval_command)
+
+
 @app.command()
 def play(
     source: Annotated[str, typer.Argument(metavar="RUN", help="Run folder of `lucidrl ppo` (its newest checkpoint).")],
@@ -316,8 +318,7 @@ def clean(
     only lists them, unless you write --yes. Runs that a process is working on, and files that no run wrote, are left
     alone. Links are not followed.
     """
-    from lucidrl.recipes.clean import Free
-    from lucidrl.recipes.clean import clean as clean_runs
+    from lucidrl.recipes import clean as cleaning
 
     def confirm(question: str) -> bool:
         if not yes and not sys.stdin.isatty():
@@ -325,7 +326,7 @@ def clean(
             return False
         return yes or typer.confirm(question)
 
-    clean_runs(paths or [Path("runs")], Free(optimizer=optimizer, runs=runs), confirm=confirm)
+    cleaning.clean(paths or [Path("runs")], cleaning.Free(optimizer=optimizer, runs=runs), confirm=confirm)
 
 
 def main() -> None:

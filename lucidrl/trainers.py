@@ -6,65 +6,34 @@ A trainer starts the same run as its command: the same settings, checks, run fol
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from lucidrl.checkpoint.config import CHECKPOINTS_NAME
-from lucidrl.data.interfaces import Rows
 from lucidrl.errors import CheckpointError, ConfigError
-from lucidrl.recipes.arguments import config_layer, settings_of, split_inputs, unknown_argument
+from lucidrl.recipes.arguments import (
+    Dataset,
+    GRPOOptions,
+    Reward,
+    RunOptions,
+    Settings,
+    SFTOptions,
+    config_layer,
+    settings_of,
+    split_inputs,
+    unknown_argument,
+)
 from lucidrl.recipes.callbacks import Callback, Callbacks, StopTraining, TrainingResult
 from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig
 from lucidrl.recipes.run import start
 from lucidrl.recipes.settings import new_settings, resumed_settings
 
+if TYPE_CHECKING:
+    from lucidrl.recipes.evaluate import EvalReport
+
 __all__ = ["Callback", "GRPOTrainer", "PPOTrainer", "SFTTrainer", "StopTraining", "TrainingResult"]
-
-Dataset = str | Path | Rows
-"""A path or `hub:` id as in `data.file`, or rows: a list of dictionaries, a `datasets.Dataset`, or another sequence."""
-Reward = str | Mapping[str, Any] | Callable[..., Any]
-"""A function, or an entry of the setting `reward`: a name such as "math" or "my_rewards:exact", or a mapping."""
-Settings = BaseRunConfig | str | Path | Mapping[str, Any]
-"""A config object, the path of a YAML file, or a nested mapping of settings."""
-
-
-class RunOptions(TypedDict, total=False):
-    """Arguments of every trainer."""
-
-    learning_rate: float
-    """Learning rate of the optimizer (`policy.optimizer.kwargs.lr`)."""
-    max_steps: int
-    """Training steps of the run."""
-    seed: int
-    """Seed of the data order and of all sampling."""
-    run_name: str
-    """Folder of the run below `output` (`run.name`); default: the next free `exp_NNN` below `output/<algorithm>`."""
-    output: str | Path
-    """Parent folder of runs (`run.root`); default: `runs`."""
-
-
-class GRPOOptions(RunOptions, total=False):
-    """Arguments of `GRPOTrainer`."""
-
-    validation_dataset: Dataset
-    """Validation prompts; default: `data.validation_fraction` of `dataset`."""
-    prompt: str
-    """Column with the prompts (`data.prompt`)."""
-    answer: str
-    """Column with the reference answers (`data.answer`)."""
-
-
-class SFTOptions(RunOptions, total=False):
-    """Arguments of `SFTTrainer`."""
-
-    validation_dataset: Dataset
-    """Validation examples; default: `data.validation_fraction` of `dataset`."""
-    prompt: str
-    """Column with the prompts (`data.prompt`)."""
-    completion: str
-    """Column with the completions to learn (`data.completion`)."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +201,25 @@ class TextTrainer(Trainer):
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         sampling = Sampling(samples, temperature, max_new_tokens, seed)
         return list(completions(self._trained_folder("generate"), texts, sampling))
+
+    def evaluate(self, *sources: str | Path, settings: Mapping[str, Any] | None = None, **options: Any) -> EvalReport:
+        """Evaluate as `lucidrl eval` does, with the data and reward functions of this trainer.
+
+        Args:
+            sources: one or two runs, checkpoints or models, of which two are compared; default: the newest checkpoint
+                of this trainer's run or, before `train`, its model.
+            settings: nested settings that change those of the run.
+            options: fields of `EvalOptions`, such as `samples=8`, `by="level"` or `checkpoint="all"`.
+
+        Raises:
+            LucidError: a source, setting or option is wrong, or the evaluation was stopped; another call continues it.
+        """
+        from lucidrl.recipes.eval_report import evaluate_in_program
+
+        _, changes = config_layer(settings, self._schema, is_resumed=False)
+        found: Any = self.config  # of a text trainer
+        own = () if sources or self.run_folder is None else (self.run_folder,)
+        return evaluate_in_program(sources or own, changes, found, self._python, self._common.display, options)
 
 
 class GRPOTrainer(TextTrainer):

@@ -18,6 +18,7 @@ MODULES = sorted(LIBRARY.rglob("*.py"))
 RANKS = {
     "cli": 10,
     "trainers": 10,
+    "lm_eval": 10,
     "recipes": 9,
     "report": 9,
     "algorithms": 8,
@@ -48,6 +49,7 @@ OPTIONAL = {
     "pyarrow",
     "datasets",
     "imageio",
+    "lm_eval",
 }
 HEAVY = {"torch", "tensordict", "transformers", "numpy", "tensorboard", "safetensors", *OPTIONAL}
 MOST_LINES = 350

@@ -101,7 +101,12 @@ class ValidationConfig(ValidationSchedule):
     """Validation on held-out prompts."""
 
     num_prompts: NonNegativeInt = 256
-    """Number of held-out prompts; each is completed once, greedily. 0 turns validation off."""
+    """Number of held-out prompts; 0 turns validation off."""
+    samples_per_prompt: PositiveInt = 1
+    """Completions per prompt. 1 decodes greedily; more are sampled, and add `pass_at_k`, `avg_at_k` and `maj_at_k` with
+    their intervals to the metrics."""
+    solved_at: float = Field(default=1.0, allow_inf_nan=False)
+    """A completion is solved if its `accuracy` is at least this number, or its reward if there is no `accuracy`."""
     prompts_per_batch: PositiveInt = 64
     """Prompts per generated batch. A stop request takes effect between batches."""
 

@@ -5,7 +5,7 @@ Shapes: B envs, one per episode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from lucidrl.collectors.rollouts import Rollouts
+from lucidrl.algorithms.config import ValidationConfig
+from lucidrl.algorithms.estimates import estimates_of, interval_metrics, values_by_prompt
+from lucidrl.collectors.rollouts import Rollouts, Sample
 from lucidrl.collectors.text import TextCollector
 from lucidrl.data.datasets import Example, Prompt
 from lucidrl.data.interfaces import LLMMessageLogType
@@ -23,6 +25,7 @@ from lucidrl.envs.base import EnvBase
 from lucidrl.envs.policies import as_policy
 from lucidrl.losses.interfaces import LossFunction
 from lucidrl.models.policy.policy import Policy
+from lucidrl.rewards.verifiers.answers import AnswerReader
 
 
 @dataclass(frozen=True)
@@ -48,23 +51,42 @@ class Validator(Protocol):
 
 @dataclass(frozen=True)
 class PromptValidator:
-    """Completes held-out prompts greedily and scores the completions in the environment."""
+    """Completes held-out prompts and scores the completions in the environment."""
 
     collector: TextCollector
     dataset: Dataset[Prompt]
-    num_prompts: int
-    prompts_per_batch: int = 64
-    """Prompts per generated batch; a stop request takes effect between batches."""
+    config: ValidationConfig
+    read_answer: AnswerReader | None = None
+    """Reads the answer of a completion if the environment returns none; maj@k counts equal answers."""
 
     def validate(self, step: int, is_stopped: Callable[[], bool]) -> Validation:
-        prompts = self.dataset.held_out(self.num_prompts)
-        rollouts = self.collector.evaluate(prompts, batch_size=self.prompts_per_batch, is_stopped=is_stopped)
-        return Validation(rollouts.metrics, rollouts)
+        config = self.config
+        rollouts = self.collector.evaluate(
+            self.dataset.held_out(config.num_prompts),
+            batch_size=config.prompts_per_batch,
+            is_stopped=is_stopped,
+            samples_per_prompt=config.samples_per_prompt,
+            greedy=config.samples_per_prompt == 1,
+        )
+        if config.samples_per_prompt == 1 or is_stopped():
+            return Validation(rollouts.metrics, rollouts)
+        read_answers(rollouts.samples, self.read_answer)
+        count, samples = config.samples_per_prompt, rollouts.samples
+        groups = [samples[start : start + count] for start in range(0, len(samples), count)]
+        estimates = estimates_of(values_by_prompt(groups, count, config.solved_at))
+        return Validation({**rollouts.metrics, **interval_metrics(estimates)}, rollouts)
+
+
+def read_answers(samples: Sequence[Sample], read_answer: AnswerReader | None) -> None:
+    """Set the answers of samples for which the environment returned none."""
+    for sample in samples:
+        if sample.answer is None and read_answer is not None:
+            sample.answer = read_answer(sample.completion, sample.prompt.info)
 
 
 @dataclass(frozen=True)
 class ExampleValidator:
-    """Measures the loss on held-out examples and, if `prompts` is set, the reward of greedy completions."""
+    """Measures the loss on held-out examples and, if `prompts` is set, the reward of completions."""
 
     policy: Policy
     loss_fn: LossFunction

@@ -199,6 +199,11 @@ class CheckpointManager:
         """The valid checkpoint with the best metric, or None; of equal values the newest wins, and NaN never wins."""
         return self._first_valid(self.root / f"step_{step}" for step in self._ranked(self._metrics_by_step()))
 
+    def valid(self) -> list[Checkpoint]:
+        """All valid checkpoints, oldest first; skips damaged ones with a warning."""
+        found = (self._first_valid(iter([folder])) for folder in self._folders().values())
+        return [checkpoint for checkpoint in found if checkpoint is not None]
+
     def superseded(self) -> list[Path]:
         """Folders of checkpoints that are neither the newest nor the best, oldest first; verifies no files."""
         metrics_by_step = self._metrics_by_step()

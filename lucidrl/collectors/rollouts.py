@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from statistics import fmean
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +35,8 @@ class Sample:
     """The environment could not score this sample; loss and reward statistics ignore it."""
     metrics: dict[str, float] | None = None
     """Metrics of the environment's last step result."""
+    answer: str | None = None
+    """Answer of the environment's last step result, if it has one."""
 
     @property
     def name(self) -> str:
@@ -44,6 +49,16 @@ class Sample:
     @property
     def num_sampled_tokens(self) -> int:
         return sum(len(message["token_ids"]) for message in self.log if message["role"] == "assistant")
+
+    @property
+    def completion(self) -> str:
+        """Text of the last completion."""
+        return next((message["content"] for message in reversed(self.log) if message["role"] == "assistant"), "")
+
+    @property
+    def vote(self) -> str:
+        """What the sample votes for in a majority: its answer, or its completion in lower case with single spaces."""
+        return " ".join(self.completion.casefold().split()) if self.answer is None else self.answer
 
 
 @dataclass(frozen=True)
@@ -91,3 +106,52 @@ class Rollouts:
             "truncated": self.is_truncated.tolist(),
             "dropped": (~self.is_valid).tolist(),
         }
+
+
+class FinishedSample(Protocol):
+    """What metrics need to know of a sample."""
+
+    @property
+    def reward(self) -> float: ...
+    @property
+    def turns(self) -> int: ...
+    @property
+    def num_sampled_tokens(self) -> int: ...
+    @property
+    def is_truncated(self) -> bool: ...
+    @property
+    def is_dropped(self) -> bool: ...
+    @property
+    def metrics(self) -> Mapping[str, float] | None: ...
+    @property
+    def vote(self) -> str: ...
+
+
+def sample_metrics(samples: Sequence[FinishedSample]) -> dict[str, float]:
+    """Return the metrics of samples: means of those of the environment, reward, turns, lengths and counts."""
+    scored = [sample for sample in samples if not sample.is_dropped]
+    return {
+        **_environment_metrics(samples),
+        "reward": mean(sample.reward for sample in scored),
+        "turns": mean(sample.turns for sample in scored),
+        "answer_tokens": mean(sample.num_sampled_tokens for sample in scored),
+        "truncated_fraction": mean(sample.is_truncated for sample in scored),
+        "dropped_samples": float(len(samples) - len(scored)),
+        "sampled_tokens": float(sum(sample.num_sampled_tokens for sample in samples)),
+    }
+
+
+def _environment_metrics(samples: Sequence[FinishedSample]) -> dict[str, float]:
+    """Return the mean of each metric over the samples that have this metric."""
+    found = [sample.metrics or {} for sample in samples]
+    names = sorted({name for metrics in found for name in metrics})
+    return {name: mean(metrics[name] for metrics in found if name in metrics) for name in names}
+
+
+def mean(values: Iterable[Any]) -> float:
+    """Return the mean; NaN without values."""
+    numbers = [float(value) for value in values]
+    try:
+        return fmean(numbers) if numbers else math.nan
+    except (OverflowError, ValueError):  # numbers near the limits of a float, or infinities of both signs
+        return sum(numbers) / len(numbers)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import fmean
 from typing import Any, Unpack
 
 import torch
@@ -14,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lucidrl.collectors.base import check_calls, method_of
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.profile import RolloutProfiler
-from lucidrl.collectors.rollouts import Rollouts, Sample
+from lucidrl.collectors.rollouts import Rollouts, Sample, mean, sample_metrics
 from lucidrl.data.datasets import Prompt, naming
 from lucidrl.data.items import Skip
 from lucidrl.data.loading import dataset_of_prompts
@@ -30,6 +28,9 @@ from lucidrl.profiling import gate
 from lucidrl.profiling.hook import ProfileOptions, ProfileSettings
 from lucidrl.profiling.ranges import profiled
 from lucidrl.profiling.spans import span
+
+EVALUATION = 0
+"""Batch number of evaluations; training batches count from 1."""
 
 
 class TextCollector:
@@ -93,13 +94,13 @@ class TextCollector:
         silent: list[list[Sample]] = []
         for _ in range(1 + self._config.refill_rounds):
             prompts = self._prompts.take(wanted - len(kept))
-            for group in self._run_groups(prompts, self._config.samples_per_prompt, num_used):
+            for group in self._run_groups(prompts, self._config.samples_per_prompt, num_used, self._batches):
                 (kept if _has_signal(group) or not self._config.refill_rounds else silent).append(group)
             if len(kept) == wanted:
                 break
         groups = (kept + silent)[:wanted]
         extra = {
-            "groups_with_signal_fraction": _mean(_has_signal(group) for group in groups),
+            "groups_with_signal_fraction": mean(_has_signal(group) for group in groups),
             "groups_without_signal_replaced": float(len(kept) + len(silent) - wanted),
             **self._newly_replaced(),
             **self._newly_filtered(),
@@ -117,8 +118,12 @@ class TextCollector:
         *,
         batch_size: int | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
+        samples_per_prompt: int = 1,
+        greedy: bool = True,
     ) -> Rollouts:
-        """Generate one greedy sample per prompt, without advancing the training prompts.
+        """Generate greedy or sampled completions, without advancing the training prompts.
+
+        Sampling depends on seed, prompt and sample only, so every call draws the same random numbers.
 
         Args:
             batch_size: prompts completed together; by default all.
@@ -130,7 +135,7 @@ class TextCollector:
         for start in range(0, len(prompts), size):
             if is_stopped():
                 break
-            groups += self._run_groups(prompts[start : start + size], 1, num_used, greedy=True)
+            groups += self._run_groups(prompts[start : start + size], samples_per_prompt, num_used, EVALUATION, greedy)
         return self._rollouts(groups, extra={})
 
     @profiled("TextCollector.update_policy_weights_")
@@ -176,13 +181,19 @@ class TextCollector:
         self.runner.close()
 
     def _run_groups(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, num_used: Counter[str], greedy: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        num_used: Counter[str],
+        batch: int,
+        greedy: bool = False,
     ) -> list[list[Sample]]:
         """Return finished samples, one list per prompt.
 
         Args:
             num_used: number of samples of each prompt so far in this step. If a prompt comes twice in a step, as at
                 the end of an epoch, its second group continues the sample indices and so gets other completions.
+            batch: number of the batch, from which random numbers are drawn.
         """
         groups = []
         for prompt in prompts:
@@ -192,7 +203,7 @@ class TextCollector:
         samples = [sample for group in groups for sample in group]
         for turn in range(1, self._config.max_turns + 1):
             with span("generate"):
-                output = self._generator.generate(self._generation_batch(samples, turn), greedy=greedy)
+                output = self._generator.generate(self._generation_batch(samples, turn, batch), greedy=greedy)
                 self._append_completions(samples, turn, output.to("cpu"))
             with span("environment"):
                 self._score(samples, turn)
@@ -214,10 +225,10 @@ class TextCollector:
             )
         return ids
 
-    def _generation_batch(self, samples: list[Sample], turn: int) -> BatchedDataDict[GenerationDatumSpec]:
+    def _generation_batch(self, samples: list[Sample], turn: int, batch: int) -> BatchedDataDict[GenerationDatumSpec]:
         """Return the messages so far as prompts of the generator."""
         prompts = [torch.cat([message["token_ids"] for message in sample.log]) for sample in samples]
-        keys = [draw_key(self._seed, self._batches, s.prompt.prompt_id, s.index, turn) for s in samples]
+        keys = [draw_key(self._seed, batch, s.prompt.prompt_id, s.index, turn) for s in samples]
         return BatchedDataDict(
             {
                 "input_ids": torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True),
@@ -254,7 +265,7 @@ class TextCollector:
                 sample.metrics = {} if result is None else result.metrics
                 continue
             sample.reward += result.reward
-            sample.metrics = result.metrics
+            sample.metrics, sample.answer = result.metrics, result.answer
             sample.info = sample.info if result.info is None else result.info
             sample.is_done = result.done or turn == self._config.max_turns
             if not sample.is_done:
@@ -285,17 +296,7 @@ class TextCollector:
 
     def _rollouts(self, groups: list[list[Sample]], extra: dict[str, float]) -> Rollouts:
         samples = [sample for group in groups for sample in group]
-        scored = [sample for sample in samples if not sample.is_dropped]
-        metrics = {
-            **_environment_metrics(samples),
-            "reward": _mean(sample.reward for sample in scored),
-            "turns": _mean(sample.turns for sample in scored),
-            "answer_tokens": _mean(sample.num_sampled_tokens for sample in scored),
-            "truncated_fraction": _mean(sample.is_truncated for sample in scored),
-            "dropped_samples": float(len(samples) - len(scored)),
-            "sampled_tokens": float(sum(sample.num_sampled_tokens for sample in samples)),
-            **extra,
-        }
+        metrics = {**sample_metrics(samples), **extra}
         group_ids = torch.tensor([number for number, group in enumerate(groups) for _ in group], dtype=torch.int64)
         return Rollouts(samples, group_ids, self._version_of(samples), metrics)
 
@@ -322,18 +323,3 @@ def _new_sample(prompt: Prompt, index: int, ids: Sequence[int]) -> Sample:
 
 def _has_signal(group: Sequence[Sample]) -> bool:
     return len({sample.reward for sample in group if not sample.is_dropped}) > 1
-
-
-def _environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the mean of each metric over the samples that have this metric."""
-    found = [sample.metrics or {} for sample in samples]
-    names = sorted({name for metrics in found for name in metrics})
-    return {name: _mean(metrics[name] for metrics in found if name in metrics) for name in names}
-
-
-def _mean(values: Any) -> float:
-    numbers = [float(value) for value in values]
-    try:
-        return fmean(numbers) if numbers else math.nan
-    except (OverflowError, ValueError):  # numbers near the limits of a float, or infinities of both signs
-        return sum(numbers) / len(numbers)

@@ -1,12 +1,12 @@
-"""Convert the arguments of a trainer to settings (`key=value`) and to objects that settings cannot hold."""
+"""The arguments of trainers; convert them to settings (`key=value`) and to objects that settings cannot hold."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from pydantic import BaseModel
 
@@ -16,6 +16,51 @@ from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.utils.config import merged_settings
 from lucidrl.utils.suggestions import closest
+
+Dataset = str | Path | Rows
+"""A path or `hub:` id as in `data.file`, or rows: a list of dictionaries, a `datasets.Dataset`, or another sequence."""
+Reward = str | Mapping[str, Any] | Callable[..., Any]
+"""A function, or an entry of the setting `reward`: a name such as "math" or "my_rewards:exact", or a mapping."""
+Settings = BaseRunConfig | str | Path | Mapping[str, Any]
+"""A config object, the path of a YAML file, or a nested mapping of settings."""
+
+
+class RunOptions(TypedDict, total=False):
+    """Arguments of every trainer."""
+
+    learning_rate: float
+    """Learning rate of the optimizer (`policy.optimizer.kwargs.lr`)."""
+    max_steps: int
+    """Training steps of the run."""
+    seed: int
+    """Seed of the data order and of all sampling."""
+    run_name: str
+    """Folder of the run below `output` (`run.name`); default: the next free `exp_NNN` below `output/<algorithm>`."""
+    output: str | Path
+    """Parent folder of runs (`run.root`); default: `runs`."""
+
+
+class GRPOOptions(RunOptions, total=False):
+    """Arguments of `GRPOTrainer`."""
+
+    validation_dataset: Dataset
+    """Validation prompts; default: `data.validation_fraction` of `dataset`."""
+    prompt: str
+    """Column with the prompts (`data.prompt`)."""
+    answer: str
+    """Column with the reference answers (`data.answer`)."""
+
+
+class SFTOptions(RunOptions, total=False):
+    """Arguments of `SFTTrainer`."""
+
+    validation_dataset: Dataset
+    """Validation examples; default: `data.validation_fraction` of `dataset`."""
+    prompt: str
+    """Column with the prompts (`data.prompt`)."""
+    completion: str
+    """Column with the completions to learn (`data.completion`)."""
+
 
 OTHER_NAMES = {
     "args": "config",

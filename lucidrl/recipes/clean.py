@@ -25,7 +25,7 @@ from lucidrl.recipes.profile import TRACES_NAME
 from lucidrl.recipes.settings import ALGORITHMS
 
 OPTIMIZER = "optimizer"
-SAMPLES_NAME = "samples"
+SAMPLES_NAME, EVAL_NAME = "samples", "eval"
 LOG_NAMES = (
     "metrics.jsonl",
     "hyperparams.json",
@@ -38,7 +38,7 @@ LOG_NAMES = (
     "report.html",
 )
 """Metrics and the files of trackers, counted as logs."""
-WRITTEN = (CHECKPOINTS_NAME, TRACES_NAME, SAMPLES_NAME, LOGS_NAME, *LOG_NAMES, LOCK_NAME, CONFIG_NAME)
+WRITTEN = (CHECKPOINTS_NAME, TRACES_NAME, SAMPLES_NAME, EVAL_NAME, LOGS_NAME, *LOG_NAMES, LOCK_NAME, CONFIG_NAME)
 """Files and folders that a run writes; config.yaml is last, because it marks the folder as a run until removed."""
 MOST_LEVELS = 4
 """Levels of folders below a root in which runs are searched."""
@@ -92,7 +92,7 @@ class Run:
             "weights": sum(map(size_bytes, steps)) - optimizer,
             "optimizer": optimizer,
             "traces": size_bytes(self.folder / TRACES_NAME),
-            "samples": size_bytes(self.folder / SAMPLES_NAME),
+            "samples": size_bytes(self.folder / SAMPLES_NAME) + size_bytes(self.folder / EVAL_NAME),
             "logs": sum(size_bytes(self.folder / name) for name in (LOGS_NAME, *LOG_NAMES)),
         }
         return {**found, "other": all_bytes - sum(found.values()), "total": all_bytes}

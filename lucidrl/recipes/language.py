@@ -31,6 +31,7 @@ from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.preflight import TextInputs, check_placement, preflight
 from lucidrl.recipes.training_run import RunParts, TrainingRun
 from lucidrl.rewards.config import seconds_per_sample
+from lucidrl.rewards.verifiers.answers import answer_reader
 
 C = TypeVar("C", bound=GRPORunConfig | SFTRunConfig)
 
@@ -110,7 +111,7 @@ class TextRun(TrainingRun[C]):
         prompts, validation = self._inputs.prompts, self.config.validation
         if not validation.num_prompts or not prompts.holds_out:
             return None
-        return PromptValidator(collector, prompts, validation.num_prompts, validation.prompts_per_batch)
+        return PromptValidator(collector, prompts, validation, answer_reader(self.config.reward))
 
     def _generator(self, parts: RunParts, policy: Policy) -> GenerationInterface:
         """Return the policy itself, or generators in separate processes."""

@@ -59,20 +59,29 @@ def new_settings(
     return _validated(schema, merge_layers(layers, overrides, resolve=False, aliases=aliases))
 
 
-def resumed_settings(algorithm: str, folder: Path, overrides: Sequence[str] = ()) -> BaseRunConfig:
+def resumed_settings(
+    algorithm: str, folder: Path, overrides: Sequence[str] = (), without: Sequence[str] = ()
+) -> BaseRunConfig:
     """Return the settings of a resumed run: those in its folder, changed by overrides.
+
+    Args:
+        without: settings of the run to leave out, by dotted key.
 
     Raises:
         ConfigError: the folder holds no run, or one of another algorithm.
     """
     own: tuple[Source, Path | dict[str, Any]] = (Source("run", str(folder)), run_config_path(folder))
-    found = [name for name in ALGORITHMS if name in merge_layers([own], resolve=False).content]
+    content = merge_layers([own], resolve=False).content
+    found = [name for name in ALGORITHMS if name in content]
     if found and algorithm not in found:
         raise ConfigError(
             f"{folder} holds a run of {found[0]}, not of {algorithm}; resume it with "
             f"lucidrl {found[0]} --resume {folder}"
         )
     schema = ALGORITHMS[algorithm]
+    for section, _, key in (name.rpartition(".") for name in without):
+        (content.get(section, {}) if section else content).pop(key, None)
+        own = (own[0], content)
     return _validated(schema, merge_layers([own], overrides, resolve=False, aliases=aliases_of(schema)))
 
 

@@ -135,6 +135,9 @@ def _check_command(words: list[str]) -> None:
         return
     if name in ("play", "clean", "show"):
         return
+    if name == "eval":
+        assert "=" not in arguments[0], "lucidrl eval needs a run or model"
+        arguments = [argument for argument in arguments if "=" in argument]
     assert all("=" in argument for argument in arguments), arguments
     schema = SCHEMAS[values.get("--algorithm", name if name in SCHEMAS else "grpo")]
     preset = [preset_path(values["--preset"])] if "--preset" in values else []

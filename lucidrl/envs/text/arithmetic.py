@@ -92,7 +92,10 @@ class ArithmeticEnv:
     def _score(self, request: EnvRequest) -> EnvReply:
         expected = request.info["answer"]
         if self._config.match == "exact":
-            right = request.completion.strip() == str(expected)
+            answer: str | None = request.completion.strip()
+            right = answer == str(expected)
         else:
-            right = last_number(request.completion) == expected
-        return EnvReply(reward=float(right), metrics={"accuracy": float(right)})
+            number = last_number(request.completion)
+            answer = None if number is None else f"{number.normalize():f}"
+            right = number == expected
+        return EnvReply(reward=float(right), metrics={"accuracy": float(right)}, answer=answer)

@@ -188,7 +188,8 @@ class ReasoningGymEnv:
             score = float(self._datasets[request.info["split"]][position].score_answer(answer, entry))
         except Exception:  # scorers raise for some malformed answers
             score, raised = 0.0, 1.0
-        return EnvReply(score, metrics={"answered": 1.0, "scorer_raised": raised, f"score_{label}": score})
+        metrics = {"answered": 1.0, "scorer_raised": raised, f"score_{label}": score}
+        return EnvReply(score, metrics=metrics, answer=answer)
 
     def _answer(self, completion: str) -> str | None:
         match self._config.answer_from:

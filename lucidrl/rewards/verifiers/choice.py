@@ -67,6 +67,10 @@ class ChoiceVerifier:
         expected = {self._expected(reference, options) for reference in references_of(row, self._config)}
         return float(self._read(text_of(completion, self._config), options) in expected)
 
+    def answer(self, completion: Completion, row: Mapping[str, Any]) -> str:
+        """Return the letter of the option that the completion names."""
+        return self._read(text_of(completion, self._config), self._options(row))
+
     def _options(self, row: Mapping[str, Any]) -> dict[str, str]:
         """Texts of the options by letter; empty without `choices_column`."""
         config = self._config

@@ -36,6 +36,10 @@ class ExactVerifier:
             raise ParseFailure("the completion is empty")
         return float(text in references)
 
+    def answer(self, completion: Completion, row: Mapping[str, Any]) -> str:
+        """Return the normalised text that is compared."""
+        return self._normalized(text_of(completion, self._config))
+
     def _normalized(self, text: str) -> str:
         config = self._config
         if config.normalize_unicode:

@@ -61,6 +61,10 @@ class NumericVerifier:
         number = self._read(text_of(completion, self._config))
         return float(any(self._are_close(number, reference) for reference in expected))
 
+    def answer(self, completion: Completion, row: Mapping[str, Any]) -> str:
+        """Return the number that is compared, as an integer or fraction."""
+        return str(self._read(text_of(completion, self._config)))
+
     def _expected(self, reference: str) -> Fraction:
         try:
             number = self._numbers.whole(reference)
