@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lucidrl.data.reading import last_boxed
 from lucidrl.errors import DataError
 from lucidrl.rewards.config import RewardConfig
 from lucidrl.rewards.interfaces import Completion, ParseFailure
@@ -17,7 +18,7 @@ from lucidrl.rewards.verifiers.choice import ChoiceConfig, ChoiceVerifier
 from lucidrl.rewards.verifiers.exact import ExactConfig, ExactVerifier
 from lucidrl.rewards.verifiers.math import MathConfig
 from lucidrl.rewards.verifiers.numeric import SEARCHED_CHARS, NumberReader, NumericConfig, NumericVerifier
-from lucidrl.rewards.verifiers.reading import last_boxed, tail, text_of
+from lucidrl.rewards.verifiers.reading import tail, text_of
 from lucidrl.utils.config import validate
 
 AnswerReader = Callable[[str, Mapping[str, Any]], str | None]
