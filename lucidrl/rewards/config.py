@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, FiniteFloat, PositiveInt, model_validator
 
 from lucidrl.errors import ConfigError
+from lucidrl.rewards.interfaces import LLM_JUDGE
 from lucidrl.utils.config import Config, validate
 
 REWARD_ENV = "lucidrl.rewards.env:RewardEnv"
 """The environment of a run with `reward`."""
 TIMEOUT_S = 5.0
 MEMORY_LIMIT_MB = 1024
-LLM_JUDGE = "judge"
-"""Name of the LLM judge, which is a reward beside the verifiers."""
 JUDGE_TIMEOUT_S = 120.0
 JUDGE_OUTCOMES = {"on_timeout": "drop", "on_crash": "fail", "on_parse_failure": "drop"}
 """Defaults of the LLM judge: its failures say nothing about the completion, so they are no scores."""
@@ -62,12 +61,16 @@ class RewardConfig(Config):
         return {**JUDGE_OUTCOMES, **content} if is_judge else content
 
     @model_validator(mode="after")
-    def _only_settings_with_effect(self) -> Self:
+    def _llm_judge_has_no_processes(self) -> Self:
         if self.name == LLM_JUDGE and (self.num_workers or self.memory_limit_mb):
             raise ValueError(
                 "the LLM judge runs no processes, so num_workers and memory_limit_mb would have no effect; "
                 "set kwargs.max_concurrency instead"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _only_settings_with_effect(self) -> Self:
         if self.is_function:
             of_verifiers = {"timeout_s", "num_workers", "memory_limit_mb", "on_timeout", "on_crash", "on_parse_failure"}
             defaults = type(self).model_fields

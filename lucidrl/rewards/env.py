@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from lucidrl.data.datasets import Prompt
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, SampleFailure
 from lucidrl.errors import ConfigError, DataError, EnvironmentFailure
-from lucidrl.rewards.config import LLM_JUDGE, MEMORY_LIMIT_MB, TIMEOUT_S, RewardConfig, rewards_of, unique_names
+from lucidrl.rewards.config import MEMORY_LIMIT_MB, TIMEOUT_S, RewardConfig, rewards_of, unique_names
 from lucidrl.rewards.functions import RewardFunction, import_reward, num_tokens
-from lucidrl.rewards.interfaces import Completion, ParseFailure, Verifier
+from lucidrl.rewards.interfaces import LLM_JUDGE, Completion, ParseFailure, Verifier
 from lucidrl.rewards.judge.scorer import JudgeScorer
 from lucidrl.rewards.pool import VerifierPool
 from lucidrl.rewards.worker import Verified

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+LLM_JUDGE = "judge"
+"""Name of the LLM judge, which is a reward beside the verifiers."""
+
 
 @dataclass(frozen=True)
 class Completion:

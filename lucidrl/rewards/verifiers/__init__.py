@@ -8,8 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from lucidrl.errors import ConfigError
-from lucidrl.rewards.config import LLM_JUDGE
-from lucidrl.rewards.interfaces import Verifier
+from lucidrl.rewards.interfaces import LLM_JUDGE, Verifier
 from lucidrl.rewards.verifiers.choice import ChoiceConfig
 from lucidrl.rewards.verifiers.code import CodeConfig
 from lucidrl.rewards.verifiers.exact import ExactConfig
