@@ -81,17 +81,21 @@ _WORD = re.compile(r"[A-Za-z_/.][\w/.:-]*", re.ASCII)
 
 def unknown_argument(name: str, trainer: str, known: Sequence[str], schema: type[BaseRunConfig]) -> str:
     """The error message for an argument that a trainer does not have; suggests the closest argument or setting."""
-    paths = {path[-1]: path for path in reversed(list(_setting_paths(schema)))}
+    paths: dict[str, list[tuple[str, ...]]] = {}
+    for path in _setting_paths(schema):
+        paths.setdefault(path[-1], []).append(path)
     other = OTHER_NAMES.get(name)
     meant = other if other in known else closest(name, known, _CLEAR_SIMILARITY)
     if meant is None and (setting := closest(name, paths, _CLEAR_SIMILARITY)):
-        nested = "..."
-        for key in reversed(paths[setting]):
-            nested = f"{{{key!r}: {nested}}}"
-        meant = f"config={nested}"
+        meant = " or ".join(f"config={_nested(path)}" for path in paths[setting])
     meant = meant or closest(name, known)
     hint = f"did you mean {meant}?" if meant else f"its arguments are {', '.join(known)}; pass all settings in config"
     return f"{trainer} has no argument {name}; {hint}"
+
+
+def _nested(path: Sequence[str]) -> str:
+    """The nested dictionary that sets this path, as Python code."""
+    return f"{{{path[0]!r}: {_nested(path[1:])}}}" if path else "..."
 
 
 def _setting_paths(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

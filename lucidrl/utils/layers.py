@@ -24,6 +24,8 @@ RENAMED = {
 """Old names of settings. A layer that uses one still works, with a warning."""
 EXCLUSIVE = (("sft", "max_steps", "epochs"),)
 """(Section, key, key): two keys for the same thing. A layer that sets one key removes the other from earlier layers."""
+NAMED = ("reward",)
+"""Settings that may be a name alone; further overrides then extend the mapping with this name."""
 _TEXT = re.compile(r"\s*(\d+\s*:\s*\d*\s*|\*.*|\{[{%].*|[^\[{\"'].*\{[{%].*)", re.DOTALL)
 """Command-line values that YAML misreads: 3:5 as 185 (base 60), 3: as a mapping, `*policy*` as a reference, and a jinja
 template as a mapping."""
@@ -135,6 +137,9 @@ def _read_overrides(overrides: Sequence[str]) -> Any:
         key, equals, value = text.partition("=")
         if not equals or not key.strip() or key.startswith("-"):
             raise ConfigError(f"override {text!r} is not of the form key=value, such as grpo.max_steps=50")
+        section = key.partition(".")[0]
+        if section in NAMED and section != key and isinstance(content.get(section), str):
+            content = OmegaConf.merge(content, {section: {"name": content[section]}})
         if _TEXT.fullmatch(value):
             text = f"{key}={json.dumps(value)}"
         try:

@@ -238,7 +238,7 @@ def _seconds_of(retry_after: str) -> float:
         return float(value)
     try:
         date = parsedate_to_datetime(value)
-    except (ValueError, TypeError, IndexError):
+    except (ValueError, TypeError, IndexError, OverflowError):
         return 0.0
     date = date if date.tzinfo else date.replace(tzinfo=UTC)
     return max(0.0, (date - datetime.now(UTC)).total_seconds())

@@ -135,7 +135,7 @@ class JudgeScorer:
             DataError: a template fails for the row.
         """
         config = self._config
-        limits = {"min_score": f"{config.min_score:g}", "max_score": f"{config.max_score:g}"}
+        limits = {"min_score": _short(config.min_score), "max_score": _short(config.max_score)}
         values = {**request.info, **sample_values(request), "completion": completion, **limits}
         place = f"prompt {request.sample_id!r}"
         messages = [{"role": "user", "content": rendered(config.rubric, values, place, "reward.kwargs.rubric")}]
@@ -183,6 +183,11 @@ class JudgeScorer:
             self._reported.add(kind)
             text = "%s of the LLM judge (%s); later ones are not logged, only counted by the metric reward/judge/%s"
             _log.warning(text, kind.replace("_", " "), outcome.detail, kind)
+
+
+def _short(number: float) -> int | float:
+    """10 instead of 10.0, as a rubric shows it."""
+    return int(number) if number.is_integer() else number
 
 
 async def _cancel_all() -> None:

@@ -392,6 +392,7 @@ def test_a_check_accepts_an_endpoint_that_replies(status):
     ("change", "complaint"),
     [
         ({"modle": "m"}, "unknown key reward.kwargs.modle; did you mean reward.kwargs.model?"),
+        ({"api_key": KEY}, "unknown key reward.kwargs.api_key; did you mean reward.kwargs.key_variable?"),
         ({"base_url": "localhost:8000"}, "reward.kwargs.base_url: 'localhost:8000' is not the address of an endpoint"),
         ({"base_url": "http://h:99999/"}, "reward.kwargs.base_url: 'http://h:99999/' is not the address"),
         ({"base_url": "http://h/v1\r\nX: y"}, "is not the address of an endpoint"),
@@ -403,6 +404,7 @@ def test_a_check_accepts_an_endpoint_that_replies(status):
         ),
         ({"rubric": "{% if %}"}, "reward.kwargs.rubric: line 1 is not valid jinja"),
         ({"min_score": 5, "max_score": 5}, "reward.kwargs.min_score=5 is not below max_score=5; lower"),
+        ({"extra_body": {"seed": float("nan")}}, "reward.kwargs.extra_body: the value cannot be sent as JSON"),
         ({"extra_body": {"stream": True}}, "reward.kwargs.extra_body: stream cannot be set here"),
         (
             {"cache": True, "cache_dir": "/proc/nowhere"},

@@ -54,6 +54,11 @@ def test_reward_starts_from_no_preset_and_replaces_the_environment_of_one():
     assert merged_settings({"env": {"name": "a", "timeout_s": 3}}, {"reward": "math"})["env"] == {"timeout_s": 3}
 
 
+def test_a_name_on_the_command_line_can_be_extended():
+    config = new_settings("grpo", overrides=["reward=regex", "reward.kwargs.pattern=a+", "reward.weight=2"])
+    assert config.reward == (RewardConfig(name="regex", weight=2, kwargs={"pattern": "a+"}),)
+
+
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
