@@ -157,7 +157,7 @@ def test_a_restart_without_the_weights_of_its_version_is_an_error(generator, pol
 def test_with_no_restarts_the_first_loss_stops_with_its_cause(generator, monkeypatch):
     monkeypatch.setattr(generator.pool, "max_restarts", 0)
     plan_death("generate", 0)
-    message = r"max_restarts=0 allows no more; fix the cause: generator 0 of 2 was killed by"
+    message = r"max_restarts=0 allows no more restarts in a row; fix the cause: generator 0 of 2 was killed by"
     with pytest.raises(WorkerError, match=message) as error:
         generator.generate(rows())
     assert isinstance(error.value.__cause__, LostWorkerError)

@@ -253,8 +253,8 @@ class WorkerPool:
             for worker in lost:
                 if worker.restarts_in_a_row >= self.max_restarts:
                     raise WorkerError(
-                        f"{self._name(worker)} failed after {self.max_restarts} restarts in a row, and "
-                        f"{self._restarts_setting}={self.max_restarts} allows no more; fix the cause: {worker.loss}"
+                        f"{self._name(worker)} failed, and {self._restarts_setting}={self.max_restarts} allows no more "
+                        f"restarts in a row; fix the cause: {worker.loss}"
                     ) from worker.loss
                 worker.restarts_in_a_row += 1
                 self.num_restarts += 1

@@ -176,7 +176,7 @@ class EnvRunner:
         for number, outcomes in self._workers.score(messages, timeout_s, self._watch).items():
             if isinstance(outcomes, LostWorkerError):
                 rows = [row for call in shares[number] for row in call]
-                found |= dict.fromkeys(rows, self._lost_with(outcomes, rows))
+                found |= dict.fromkeys(rows, _lost_with(outcomes, rows, timeout_s))
                 self._lost += [requests[row] for row in rows]
                 exited += [] if outcomes.timed_out else shares[number]
                 continue
@@ -199,12 +199,6 @@ class EnvRunner:
         except (WorkerError, EnvironmentFailure) as error:
             samples = _named(self._lost)
             raise EnvironmentFailure(f"{self._workers.name}.step lost its worker ({samples}): {error}") from error
-
-    def _lost_with(self, loss: LostWorkerError, rows: Indices) -> _Failed:
-        if loss.timed_out:
-            what = f"exceeded its timeout of {self._timeout_s:g} s and blocked its worker"
-            return _Failed("timeout", what, rows, loss)
-        return _Failed("exited", "ended its worker", rows, loss)
 
     def _raise_first(self, requests: Sequence[EnvRequest], found: Mapping[int, EnvReply | _Failed]) -> None:
         """With `on_error="fail"`, raise the first failure, except of suspects, which are retried."""
@@ -230,6 +224,12 @@ def _named(requests: Sequence[EnvRequest]) -> str:
     ids = [request.sample_id for request in requests]
     shown = ", ".join(ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
     return f"{'sample' if len(ids) == 1 else 'samples'} {shown}"
+
+
+def _lost_with(loss: LostWorkerError, rows: Indices, timeout_s: float) -> _Failed:
+    if loss.timed_out:
+        return _Failed("timeout", f"exceeded its timeout of {timeout_s:g} s and blocked its worker", rows, loss)
+    return _Failed("exited", "ended its worker", rows, loss)
 
 
 def _result(row: int, call: Indices, outcome: Outcome) -> EnvReply | _Failed:

@@ -175,7 +175,8 @@ class PolicyConfig(OptimizationConfig):
     """A language model to train, score and sample from."""
 
     model_name: str = "embedded"
-    """Path of a Hugging Face model folder, or `embedded` (tiny, warm-started), or `embedded-untrained`."""
+    """Hugging Face model folder, run folder (`RUN` or `RUN@best`), checkpoint, or `hub:ORG/NAME[@REVISION]`, which is
+    downloaded; or `embedded` (tiny, warm-started on arithmetic), or `embedded-untrained`."""
     tokenizer: str | None = None
     """Path of the tokenizer folder; by default the model folder."""
     pad_token: str | None = None

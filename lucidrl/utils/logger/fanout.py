@@ -222,7 +222,8 @@ class Logger(LoggerInterface):
             yield
         except Exception as error:  # logging must not stop the run
             reason = described(error)
-            self._warn_once(f"{records}: {reason}", "the %s of step %s are not logged: %s", records, step, reason)
+            of_step = "" if step is None else f" of step {step}"
+            self._warn_once(f"{records}: {reason}", "the %s%s are not logged: %s", records, of_step, reason)
         with self._lock:
             self._caller_s += time.perf_counter() - start
 

@@ -111,7 +111,7 @@ def test_output_is_in_the_logs_folder_of_the_run(pool):
 
 def test_too_many_losses_in_a_row_stop_the_run_and_name_the_samples(pool, monkeypatch):
     monkeypatch.setattr(pool._pool, "max_restarts", 0)
-    complaint = r"step lost its worker \(samples s0, s2\): environment worker 0 failed .*max_restarts=0 allows no more"
+    complaint = r"step lost its worker \(samples s0, s2\): environment worker 0 failed, .*max_restarts=0 allows no more"
     with pytest.raises(EnvironmentFailure, match=complaint):
         make_runner(pool, "drop").step(requests("leave", "bb", "ccc", "dddd"))
 

@@ -153,6 +153,12 @@ def test_invalid_metrics_are_one_warning_and_never_an_exception(cfg, caplog, met
     assert "are not logged" in caplog.text
 
 
+def test_a_warning_about_hyperparameters_names_no_step(cfg, caplog):
+    with Logger(cfg) as logger:
+        logger.log_hyperparams(3)
+    assert "the hyperparameters are not logged: " in caplog.text
+
+
 class UnspeakableError(Exception):
     def __repr__(self):
         raise RuntimeError("no text")
