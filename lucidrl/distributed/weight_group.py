@@ -273,10 +273,11 @@ def _announced(weights: Iterable[tuple[str, torch.Tensor]], infos: Sequence[Tens
     for info in infos:
         name, tensor = next(remaining, (None, torch.empty(0)))
         if name != info.name:
-            raise RefitError(f"the weights have {name or 'nothing'} in place of {info.name}; {_ANNOUNCE}")
+            found = f"got {name}" if name is not None else "there are no more weights"
+            raise RefitError(f"expected the weight {info.name} next, but {found}; {_ANNOUNCE}")
         yield tensor
     for name, _ in remaining:
-        raise RefitError(f"the weights have {name} after the last expected one; {_ANNOUNCE}")
+        raise RefitError(f"got the weight {name} after the last expected one; {_ANNOUNCE}")
 
 
 def _fingerprint(infos: Sequence[TensorInfo]) -> int:

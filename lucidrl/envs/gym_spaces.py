@@ -85,7 +85,7 @@ def codec_of(key: Key, space: Space, categorical: bool) -> Codec:
 
 
 class _ArrayCodec(Codec):
-    """Codec of arrays and numbers, which are copied."""
+    """Codec of arrays and numbers: copies their values unchanged."""
 
     def __init__(self, key: Key, spec: Spec) -> None:
         self.spec = spec

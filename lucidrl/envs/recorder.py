@@ -127,7 +127,7 @@ class Recorder:
         stored[time] = quick_view(value)
 
     def _begin_output(self, key: Key, value: torch.Tensor) -> None:
-        """Allocate the array of a new output; it is zero in earlier steps."""
+        """Allocate the array of a policy output that first appears in this step; earlier steps hold zeros."""
         check_is_tensor(key, value)
         self._dtypes[key] = value.dtype
         if key in self._actions:

@@ -52,7 +52,7 @@ def is_hub_id(name: object) -> bool:
 
 
 def looks_like_an_id(name: str) -> bool:
-    """Whether a name without the prefix may be meant for the hub, such as `org/name`."""
+    """Whether a name without the prefix `hub:`, such as `org/name`, may be meant as a repository of the hub."""
     return _LIKE_AN_ID.fullmatch(name) is not None
 
 

@@ -142,8 +142,8 @@ def _start_on_loopback(folder: Path, setting: str, shows_output: bool) -> None:
     ip = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(ip).is_loopback:
         raise ConfigError(
-            f"a local cluster of Ray {ray.__version__} listens on {ip}, not only on the loopback interface; start a "
-            f"cluster with `ray start --head` and set {setting}=auto"
+            f"the local cluster that Ray {ray.__version__} started listens on {ip}, where other machines can reach it, "
+            f"so the run stops it; if you accept that, start a cluster with `ray start --head` and set {setting}=auto"
         )
 
 

@@ -65,7 +65,8 @@ class DoubleToFloat(Transform):
             return tuple(key for key, spec in leaves.items() if spec.dtype == torch.float64)
         for key in as_keys(given):
             if leaves[key].dtype != torch.float64:
-                raise ConfigError(f"DoubleToFloat reads {key!r}, which is {leaves[key].dtype}, not float64; remove it")
+                problem = f"DoubleToFloat converts float64, but {key!r} is {leaves[key].dtype}"
+                raise ConfigError(f"{problem}; remove {key!r} from the keys of the transform")
         return as_keys(given)
 
 

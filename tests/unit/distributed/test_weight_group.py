@@ -322,9 +322,9 @@ def test_other_weights_than_announced_are_refused_by_both_sides():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a", "c"], "have c in place of b"),
-        (["a"], "have nothing in place of b"),
-        (["a", "b", "c"], "have c after the last"),
+        (["a", "c"], "expected the weight b next, but got c"),
+        (["a"], "expected the weight b next, but there are no more weights"),
+        (["a", "b", "c"], "got the weight c after the last"),
     ],
 )
 def test_a_stream_that_is_not_what_was_announced_is_refused(names, message):
