@@ -80,7 +80,8 @@ _WORD = re.compile(r"[A-Za-z_/.][\w/.:-]*", re.ASCII)
 
 def unknown_argument(name: str, trainer: str, known: Sequence[str], schema: type[BaseRunConfig]) -> str:
     """The error message for an argument that a trainer does not have; suggests the closest argument or setting."""
-    paths = {path[-1]: path for path in reversed(list(_setting_paths(schema)))}
+    ordered = sorted(_setting_paths(schema), key=lambda path: path[0] == "validation")  # training is meant first
+    paths = {path[-1]: path for path in reversed(ordered)}
     other = OTHER_NAMES.get(name)
     meant = other if other in known else closest(name, known, _CLEAR_SIMILARITY)
     if meant is None and (setting := closest(name, paths, _CLEAR_SIMILARITY)):
