@@ -64,7 +64,7 @@ class AsyncBatchedCollector(LocalCollector):
         yield_completed_trajectories: bool = False,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         step_timeout_s: float = 60.0,
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = 300.0,
         **arguments: Any,
     ):
         options = CollectorOptions(**arguments)

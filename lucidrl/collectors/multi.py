@@ -64,7 +64,7 @@ class MultiCollector(FrameCollector):
         num_workers: int | None = None,
         num_threads: int = 1,
         timeout_s: float = 60.0,
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = 300.0,
         **arguments: Any,
     ):
         options = CollectorOptions(**arguments)

@@ -31,7 +31,7 @@ from tests.faults.records import digests
 from tests.unit.recipes.test_two_workers import SMALL, Unwatched, numbers
 
 ONE_THREAD = ClusterConfig(num_threads=1)
-HASTY = ClusterConfig(num_threads=1, start_timeout_s=40, call_timeout_s=40)
+HASTY = ClusterConfig(num_threads=1, start_timeout_s=300, call_timeout_s=40)
 NO_TRAINING = {"init_optimizer": False, "init_reference_model": False}
 
 

@@ -38,7 +38,7 @@ from tests.unit.profiling.reading import counts_of, read_trace
 from tests.unit.profiling.span_reading import spans_of
 
 ROOT = Path(__file__).parents[2]
-TWO = ClusterConfig(num_workers=2, num_threads=1, start_timeout_s=60, call_timeout_s=60)
+TWO = ClusterConfig(num_workers=2, num_threads=1, start_timeout_s=300, call_timeout_s=60)
 PPO = (
     "tracking: {tensorboard: false, monitor: false}\ncheckpoint: {every: 0, metric: null}\nnum_threads: 1\n"
     "env: {num_envs: 2}\ncollector: {frames_per_batch: 256}\nvalidation: {num_episodes: 0}\n"
@@ -152,7 +152,7 @@ class SlowToStop(Recorded):
 
 @pytest.mark.slow
 def test_a_trace_that_takes_longer_than_a_call_may_does_not_end_the_run(tmp_path, traces):
-    cluster = ClusterConfig(num_threads=1, start_timeout_s=60, call_timeout_s=0.5)
+    cluster = ClusterConfig(num_threads=1, start_timeout_s=300, call_timeout_s=0.5)
     with WorkerGroup(SlowToStop, cluster=cluster, log_dir=tmp_path / "logs", own_processes=True) as group:
         group.start_gpu_profiling()
         group.stop_gpu_profiling()

@@ -22,7 +22,7 @@ from tests.unit.envs.scorers import requests
 
 pytestmark = pytest.mark.slow
 
-RAY = ClusterConfig(launcher="ray", start_timeout_s=60, num_threads=1)
+RAY = ClusterConfig(launcher="ray", start_timeout_s=300, num_threads=1)
 SCORER = "tests.unit.envs.scorers:Scorer"
 
 

@@ -24,7 +24,7 @@ from tests.unit.recipes.test_profile import GRPO, lucidrl, traces_of
 from tests.unit.utils.test_nsys_launch import STAND_IN
 
 pytestmark = pytest.mark.slow
-TWO = ClusterConfig(launcher="ray", num_workers=2, num_threads=1, start_timeout_s=60)
+TWO = ClusterConfig(launcher="ray", num_workers=2, num_threads=1, start_timeout_s=300)
 
 
 def test_a_recorded_run_has_the_traces_of_all_ranks_in_its_folder(tmp_path):

@@ -16,7 +16,7 @@ from tests.faults.processes import wait_until_gone
 from tests.ray.nodes import agent_of, check_all_was_given_back, raylet_of, wait_for, without_ids
 from tests.unit.distributed.toy_workers import FailsToStart, Joined
 
-TWO_NODES = ClusterConfig(launcher="ray", num_workers=2, num_nodes=2, start_timeout_s=60, call_timeout_s=60)
+TWO_NODES = ClusterConfig(launcher="ray", num_workers=2, num_nodes=2, start_timeout_s=300, call_timeout_s=60)
 FOUR_RANKS = TWO_NODES.model_copy(update={"num_workers": 4, "num_cpus_per_worker": 0.5})
 
 

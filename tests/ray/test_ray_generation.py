@@ -26,7 +26,7 @@ from tests.ray.nodes import check_all_was_given_back
 
 pytestmark = pytest.mark.slow
 
-ONE = ClusterConfig(launcher="ray", num_threads=1, start_timeout_s=60, call_timeout_s=60)
+ONE = ClusterConfig(launcher="ray", num_threads=1, start_timeout_s=300, call_timeout_s=60)
 NO_TRAINING = {"init_optimizer": False, "init_reference_model": False}
 
 

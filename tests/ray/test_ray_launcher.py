@@ -26,7 +26,7 @@ from lucidrl.models.policy.policy import Policy
 from tests.ray.nodes import check_all_was_given_back, nodes_of
 from tests.unit.distributed.toy_workers import Joined, Plain
 
-TWO_NODES = ClusterConfig(launcher="ray", num_workers=2, num_nodes=2, start_timeout_s=60, call_timeout_s=60)
+TWO_NODES = ClusterConfig(launcher="ray", num_workers=2, num_nodes=2, start_timeout_s=300, call_timeout_s=60)
 
 
 @pytest.fixture(scope="module")

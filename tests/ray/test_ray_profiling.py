@@ -22,7 +22,7 @@ from tests.unit.distributed.recorded_workers import Recorded, SlowlyWriting
 from tests.unit.profiling.span_reading import spans_of
 
 pytestmark = pytest.mark.slow
-TWO_NODES = ClusterConfig(launcher="ray", num_workers=2, num_nodes=2, start_timeout_s=60, call_timeout_s=60)
+TWO_NODES = ClusterConfig(launcher="ray", num_workers=2, num_nodes=2, start_timeout_s=300, call_timeout_s=60)
 
 
 @pytest.fixture

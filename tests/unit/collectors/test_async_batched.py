@@ -269,7 +269,7 @@ def test_the_exploration_type_decides_how_a_probabilistic_policy_acts():
 
 
 def test_finished_envs_are_returned_in_ascending_order():
-    server = PolicyServer([EnvCreator(Walk)] * 4, step_timeout_s=20, start_timeout_s=60)
+    server = PolicyServer([EnvCreator(Walk)] * 4, step_timeout_s=20, start_timeout_s=300)
     try:
         server.begin(None, version=0)
         arrived = []

@@ -28,7 +28,7 @@ from tests.unit.distributed.toy_workers import (
     run_sleeper,
 )
 
-TWO = ClusterConfig(num_workers=2, start_timeout_s=60, call_timeout_s=60)
+TWO = ClusterConfig(num_workers=2, start_timeout_s=300, call_timeout_s=60)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.errors import ConfigError, DataError, WorkerError
 from tests.unit.distributed.toy_workers import Joined, Plain
 
-TWO = ClusterConfig(num_workers=2, start_timeout_s=60, call_timeout_s=30)
+TWO = ClusterConfig(num_workers=2, start_timeout_s=300, call_timeout_s=30)
 
 
 @pytest.fixture(scope="module")

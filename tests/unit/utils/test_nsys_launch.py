@@ -20,7 +20,7 @@ from lucidrl.utils import nsys, nsys_launch
 from tests.faults.processes import wait_until_gone
 from tests.unit.distributed.recorded_workers import Recorded
 
-TWO = ClusterConfig(num_workers=2, start_timeout_s=60, call_timeout_s=60)
+TWO = ClusterConfig(num_workers=2, start_timeout_s=300, call_timeout_s=60)
 STAND_IN = """#!/bin/sh
 # Notes its arguments, and runs the command below itself as nsys does.
 echo "$@" >> {folder}/arguments
