@@ -168,7 +168,7 @@ def generate(
         typer.Option(help="With --file: write a JSONL file, each row with its `completion`.", show_default=False),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Talk with the model.")] = False,
-    samples: Annotated[int, typer.Option(min=1, help="Completions per prompt; 1 decodes greedily, more sample.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Completions per prompt: 1 is greedy, more are sampled.")] = 1,
     temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per completion.")] = 64,
     seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
@@ -187,7 +187,7 @@ def generate(
     """
     given = [name for name, is_set in (("PROMPT", prompts), ("--file", file), ("--chat", chat)) if is_set]
     if len(given) != 1:
-        raise ConfigError(f"{' and '.join(given) or 'no prompts'} given; write PROMPT ..., --file FILE or --chat")
+        raise ConfigError(f"{' and '.join(given) or 'no prompts'} given; write one of PROMPT..., --file FILE, --chat")
     if output is not None and file is None:
         raise ConfigError("--output needs prompts from a file; name the file with --file")
     if chat and samples > 1:
@@ -212,7 +212,7 @@ app.command("eval")(eval_command)
 def play(
     source: Annotated[str, typer.Argument(metavar="RUN", help="Run folder of `lucidrl ppo` (its newest checkpoint).")],
     episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 5,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first episode; the next episodes count up.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first episode; each later episode adds 1.")] = 0,
     max_frames: Annotated[int, typer.Option(min=1, help="Frames after which an episode is cut off.")] = 10_000,
     video: Annotated[
         Path | None, typer.Option(help="Record the episodes in this file, .mp4 or .gif.", show_default=False)

@@ -70,9 +70,10 @@ class Backend:
         return ids
 
     def loglikelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Return, for (context, continuation) each, the log-probability of the continuation and whether it is greedy.
+        """For each (context, continuation), return the log-probability of the continuation, and whether greedy decoding
+        would produce it.
 
-        A row that is too long loses tokens of its context.
+        If context and continuation are too long together, the first tokens are dropped.
         """
         order = sorted(range(len(pairs)), key=lambda row: -len(pairs[row][0]) - len(pairs[row][1]))
         found: dict[int, tuple[float, bool]] = {}
@@ -146,7 +147,7 @@ def rolling_loglikelihoods(backend: Backend, texts: Sequence[str]) -> list[float
 
 
 def completions(backend: Backend, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-    """Return the completions of (prompt, generation arguments) each; requests with equal arguments are one batch."""
+    """Return the completion of each (prompt, generation arguments); requests with equal arguments are one batch."""
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
     rows_of: dict[str, list[int]] = {}
@@ -193,7 +194,7 @@ def registered_class() -> type[Any]:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 
-    importlib.import_module("lm_eval.models")  # registers its models, which lm_eval does only while there is none
+    importlib.import_module("lm_eval.models")  # registers its own models, which lm_eval skips once any is registered
 
     class LucidLM(TemplateLM):
         """A run, checkpoint or model of Lucid RL as a model of lm-evaluation-harness."""

@@ -38,7 +38,7 @@ __all__ = ["Callback", "GRPOTrainer", "PPOTrainer", "SFTTrainer", "StopTraining"
 
 @dataclass(frozen=True)
 class _Common:
-    """Arguments of every trainer that do not set a single setting."""
+    """Arguments of every trainer that do not stand for one setting each."""
 
     config: Settings | None
     preset: str | None
@@ -206,8 +206,8 @@ class TextTrainer(Trainer):
         """Evaluate as `lucidrl eval` does, with the data and reward functions of this trainer.
 
         Args:
-            sources: one or two runs, checkpoints or models, of which two are compared; default: the newest checkpoint
-                of this trainer's run or, before `train`, its model.
+            sources: one run, checkpoint or model, or two to compare; default: the newest checkpoint of this trainer's
+                run or, before `train`, its model.
             settings: nested settings that change those of the run.
             options: fields of `EvalOptions`, such as `samples=8`, `by="level"` or `checkpoint="all"`.
 
@@ -217,7 +217,7 @@ class TextTrainer(Trainer):
         from lucidrl.recipes.eval_report import evaluate_in_program
 
         _, changes = config_layer(settings, self._schema, is_resumed=False)
-        found: Any = self.config  # of a text trainer
+        found: Any = self.config  # a text trainer has a `TextRunConfig`
         own = () if sources or self.run_folder is None else (self.run_folder,)
         return evaluate_in_program(sources or own, changes, found, self._python, self._common.display, options)
 

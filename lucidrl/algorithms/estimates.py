@@ -48,9 +48,10 @@ class Comparison:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the interval excludes 0.
+        """Whether the interval excludes 0 and enough prompts differ.
 
-        With few differing prompts it is False: if n prompts favour the same side by chance, the probability is 2 / 2^n.
+        By chance, n differing prompts all favour the same model with probability 2 / 2^n; enough prompts differ if this
+        is below 1 - CONFIDENCE.
         """
         excludes_zero = self.difference.low > 0 or self.difference.high < 0
         return excludes_zero and 2.0 ** (1 - self.num_differing) < 1 - CONFIDENCE
@@ -60,7 +61,7 @@ class Comparison:
         return {**asdict(self), "is_shown": self.is_shown, "sentence": self.sentence()}
 
     def sentence(self) -> str:
-        """Return the outcome in words."""
+        """Return the result of the comparison in words."""
         low, high, value = self.difference.low, self.difference.high, self.difference.value
         level = f"{CONFIDENCE:.0%}".replace("%", " %")
         if self.num_differing == 0:

@@ -128,7 +128,7 @@ class FinishedSample(Protocol):
 
 
 def sample_metrics(samples: Sequence[FinishedSample]) -> dict[str, float]:
-    """Return the metrics of samples: means of those of the environment, reward, turns, lengths and counts."""
+    """Return the metrics of samples: means of the environment's metrics, of reward, turns and lengths, and counts."""
     scored = [sample for sample in samples if not sample.is_dropped]
     return {
         **_environment_metrics(samples),

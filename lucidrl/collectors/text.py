@@ -193,7 +193,7 @@ class TextCollector:
         Args:
             num_used: number of samples of each prompt so far in this step. If a prompt comes twice in a step, as at
                 the end of an epoch, its second group continues the sample indices and so gets other completions.
-            batch: number of the batch, from which random numbers are drawn.
+            batch: number of the batch; seeds the random numbers of its samples.
         """
         groups = []
         for prompt in prompts:

@@ -87,4 +87,4 @@ def _excess(template: str, special_tokens: tuple[tuple[str, str], ...]) -> str |
         template_probe.OUT_OF_MEMORY: f"needs more than {template_probe.MEMORY_LIMIT_MB} MB",
         -signal.SIGXCPU: f"does not end within {template_probe.CPU_LIMIT_S} s of CPU time",
         -signal.SIGKILL: f"does not end within {template_probe.CPU_LIMIT_S} s of CPU time",
-    }.get(exit_code, f"ends its process (exit code {exit_code})")
+    }.get(exit_code, f"makes the process that renders it exit with code {exit_code}")

@@ -52,7 +52,7 @@ class Columns:
         stop_strings = row.get("stop_strings") or []
         if not isinstance(stop_strings, list) or not all(isinstance(text, str) and text for text in stop_strings):
             raise DataError(
-                f"{place}: stop_strings={stop_strings!r} is not valid; it must be a list of non-empty texts"
+                f"{place}: stop_strings={stop_strings!r} is not valid; it must be a list of non-empty strings"
             )
         return Prompt(self._id(row, place, row_id), messages, info, tuple(stop_strings), key_of(messages), place)
 
@@ -118,12 +118,12 @@ _NOT_INFO = frozenset({"id", "prompt", "messages", "stop_strings"})
 
 
 def _as_messages(content: Any, role: str, place: str, column: str) -> tuple[ChatMessage, ...]:
-    """Return a text as one message with this role; a list is checked and returned as messages."""
+    """Return a string as one message with this role; a list is checked and returned as messages."""
     if isinstance(content, str):
         return ({"role": role, "content": content},)
     if not isinstance(content, list):
         raise DataError(
-            f"{place}: column {column!r} holds {_shown(content)}; it must hold a text or a list of chat messages in "
+            f"{place}: column {column!r} holds {_shown(content)}; it must hold a string or a list of chat messages in "
             "every row"
         )
     if not content:
@@ -143,14 +143,14 @@ def _message(message: Any, place: str, column: str) -> ChatMessage:
     if not isinstance(kept.get("role"), str) or not isinstance(kept.get("content"), str):
         raise DataError(
             f"{place}: column {column!r} holds the message {_shown(message)}, which is not valid; it must be "
-            '{"role": text, "content": text}'
+            '{"role": "...", "content": "..."}'
         )
     calls = kept.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise DataError(f"{place}: column {column!r}: tool_calls holds {_shown(calls)}; it must hold a list of objects")
     for key in ("name", "tool_call_id"):
         if not isinstance(kept.get(key, ""), str):
-            raise DataError(f"{place}: column {column!r}: {key} holds {_shown(kept[key])}; it must hold a text")
+            raise DataError(f"{place}: column {column!r}: {key} holds {_shown(kept[key])}; it must hold a string")
     if reserved := [key for key in KEYS_OF_TOKENS if key in kept]:
         raise DataError(f"{place}: column {column!r}: a message has the reserved key {reserved[0]}; rename it")
     return cast(ChatMessage, kept)
@@ -165,7 +165,7 @@ def _of_other_layout(row: Mapping[str, Any], place: str) -> tuple[ChatMessage, .
     texts = {name: row.get(name) or "" for name in ("instruction", "input", "output")}
     for name, text in texts.items():
         if not isinstance(text, str):
-            raise DataError(f"{place}: column {name!r} holds {_shown(text)}; it must hold a text")
+            raise DataError(f"{place}: column {name!r} holds {_shown(text)}; it must hold a string")
     question = texts["instruction"] + (f"\n\n{texts['input']}" if texts["input"] else "")
     return ({"role": "user", "content": question}, {"role": "assistant", "content": texts["output"]})
 
@@ -176,13 +176,13 @@ def _turn(turn: Any, place: str) -> ChatMessage:
         known = ", ".join(SHAREGPT_ROLES)
         raise DataError(
             f"{place}: column 'conversations' holds {_shown(turn)}; each entry must be {{\"from\": one of {known}, "
-            '"value": text}'
+            '"value": "..."}'
         )
     return {"role": role, "content": turn["value"]}
 
 
 def _equals(found: Any, wanted: Any) -> bool:
-    """Whether a cell has the wanted value; a text, as in CSV files, is read as a value of the wanted type."""
+    """Whether a cell has the wanted value; a string, as in CSV files, is read as a value of the wanted type."""
     if not isinstance(found, str) or isinstance(wanted, str):
         return bool(found == wanted) and isinstance(found, bool) == isinstance(wanted, bool)
     text = found.strip()

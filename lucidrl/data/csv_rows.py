@@ -16,7 +16,7 @@ from lucidrl.errors import DataError
 
 
 class CsvFile:
-    """A CSV file whose first record names the columns; all values are texts. The index takes 8 bytes per row."""
+    """A CSV file whose first record names the columns; all values are strings. The index takes 8 bytes per row."""
 
     def __init__(self, path: Path, delimiter: str = ",") -> None:
         self.name = str(path)

@@ -59,7 +59,7 @@ class Example:
 
 @contextmanager
 def naming(item: Prompt | Example) -> Iterator[None]:
-    """Context manager: a DataError raised inside it names the prompt or example, such as one the template refuses."""
+    """Context manager: prefix the message of a DataError raised inside it with the label of the prompt or example."""
     try:
         yield
     except DataError as error:

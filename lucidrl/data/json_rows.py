@@ -139,7 +139,7 @@ class JsonArray:
         if depth == 0 and end:
             raise DataError(f"{self.name} holds more than one JSON value; write an array of objects, or name it .jsonl")
         if kind != expected or before.removeprefix(_BOM) != separator:
-            found = {b'"': "a text", b"[": "a list", b"{": "an object"}[kind]
+            found = {b'"': "a string", b"[": "a list", b"{": "an object"}[kind]
             found = repr(before[:40].decode(errors="replace")) if before not in (b"", b",", _BOM) else found
             self._refuse_element(found)
 

@@ -144,7 +144,7 @@ def _of_hub(file: str) -> RowSource:
 
 
 def with_pinned_names(config: DataConfig) -> DataConfig:
-    """Return settings whose names on the hub have a commit, so that a resumed run reads the same rows."""
+    """Set the revision of every `hub:` name to a commit, so that a resumed run reads the same rows."""
 
     def name(file: str) -> str:
         return pinned(file, "dataset") if is_hub_id(file) else file

@@ -90,7 +90,7 @@ class Survey:
         return self.num_checked == self.num_rows
 
     def estimate(self, number: int) -> str:
-        """Scale a number of checked rows to all rows, as text: exact, or with "about"."""
+        """Scale a number of checked rows to all rows; the string begins with "about" unless all rows were checked."""
         if self.is_complete:
             return f"{number:,}"
         return f"about {round(number * self.num_rows / self.num_checked):,}"
@@ -281,4 +281,6 @@ def _check_new_id(item: Item, places: dict[str, str | None]) -> None:
         return
     first = places.setdefault(item.prompt_id, item.place)
     if first != item.place:
-        raise DataError(f"{item.place}: {first} has id {item.prompt_id!r} too; make ids unique, or rename the column")
+        raise DataError(
+            f"{item.place}: has the id {item.prompt_id!r} of {first}; make ids unique, or rename the column"
+        )

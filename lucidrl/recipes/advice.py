@@ -19,7 +19,10 @@ _ON_POLICY = (
 
 
 def advice(config: BaseRunConfig) -> list[RunWarning]:
-    """Return warnings to show before the run starts. Defaults and presets are not reported as without effect."""
+    """Return warnings to show before the run starts.
+
+    A setting without effect is reported only if the user set it, not if its value is a default or comes from a preset.
+    """
     learning = [RunWarning(CANNOT_LEARN, message) for message in _cannot_learn(config)]
     return learning + [RunWarning(NO_EFFECT, message) for message in _without_effect(config)]
 
@@ -181,7 +184,8 @@ _UNUSED: list[tuple[tuple[str, ...], Reason]] = [
         _if(SFTRunConfig, lambda config: config.sft.epochs is not None, "sft.epochs sets the length; remove one"),
     ),
 ]
-"""(Keys, function that returns why they have no effect, or None); `section.*` means all its keys except `enabled`."""
+"""(Keys, function that returns the reason why these keys have no effect, or None if they have an effect); `section.*`
+means all keys of the section except `enabled`."""
 
 
 def _expanded(config: BaseRunConfig, keys: tuple[str, ...]) -> Iterator[str]:
@@ -194,7 +198,8 @@ def _expanded(config: BaseRunConfig, keys: tuple[str, ...]) -> Iterator[str]:
 
 
 def _is_set(config: BaseRunConfig, defaults: BaseRunConfig, key: str) -> bool:
-    """Whether the user set the key; a key in a file, which may be of another run, must differ from the default."""
+    """Whether the user set the key. A key of a file counts only if its value is not the default, because the file may
+    be the complete settings of another run."""
     source = config.origins.of(key)
     if source is None or source.kind in ("preset", "run"):
         return False

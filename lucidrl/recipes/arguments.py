@@ -138,7 +138,7 @@ def _rows(name: str, rows: Any) -> Rows:
         raise DataError(
             f"{name} is a {kind}, not a sequence of rows; pass a list, or the rows under one of its keys: {keys}"
         )
-    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a table of pandas
+    if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a pandas DataFrame
         raise DataError(f"{name} is a {kind}, not a sequence of rows; pass {name}=table.to_dict('records')")
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise DataError(
@@ -169,8 +169,8 @@ def config_layer(
 ) -> tuple[Path | dict[str, Any] | None, list[str]]:
     """Convert the argument `config` to (`config_file` of `new_settings`, overrides `key=value`); one of them is empty.
 
-    A mapping changes single settings. A file or a config object is complete: it replaces the default preset. For a
-    resumed run, all of them change only the settings that they name.
+    For a new run, a mapping changes single settings of the default preset; a file or a config object replaces the
+    default preset. For a resumed run, each of the three changes only the settings that it sets.
     """
     if config is None:
         return None, []
@@ -198,7 +198,7 @@ def _unresolved(config: BaseRunConfig) -> dict[str, Any]:
 
 
 def _fields_set(config: BaseModel, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in `content` that the program has set explicitly."""
+    """Return the settings in `content` that were passed explicitly when `config` was constructed, without defaults."""
     chosen = {}
     for name in config.model_fields_set:
         value = getattr(config, name)
@@ -219,7 +219,7 @@ def _assignments(settings: Mapping[str, Any], above: str = "") -> list[str]:
 
 
 def _as_yaml(value: Any, name: str) -> str:
-    """Return text that YAML reads as the same value: a plain word, or JSON with the escapes of YAML."""
+    """Return a string that YAML parses to the same value: a plain word, or JSON with the escapes of YAML."""
     import yaml
 
     def plain(other: Any) -> Any:
@@ -227,9 +227,9 @@ def _as_yaml(value: Any, name: str) -> str:
             return str(other)
         if isinstance(other, BaseModel):
             return other.model_dump(mode="json")
-        raise ConfigError(f"{name}={other!r} is a {type(other).__name__}; pass text, a number, a list or a mapping")
+        raise ConfigError(f"{name}={other!r} is a {type(other).__name__}; pass a string, number, list or mapping")
 
     if isinstance(value, str) and _WORD.fullmatch(value) and yaml.safe_load(value) == value:
-        return value  # unquoted, because `default_preset` compares the text
+        return value  # unquoted, because `default_preset` compares the string
     text = json.dumps(value, default=plain, ensure_ascii=False)
     return re.sub(r"[^\x20-\x7e]", lambda found: f"\\U{ord(found[0]):08x}", text)

@@ -98,4 +98,4 @@ class BaseRunConfig(Config, ABC):
 
     @abstractmethod
     def arithmetic(self) -> Arithmetic:
-        """Return the batch sizes and where they come from."""
+        """Return the batch sizes and the settings that determine them."""

@@ -23,7 +23,7 @@ class StopTraining(Exception):  # noqa: N818 - a request, not a mistake
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The outcome of `train`."""
+    """What `train` returns."""
 
     last_step: int
     """The last completed step."""

@@ -41,7 +41,7 @@ LOG_NAMES = (
 WRITTEN = (CHECKPOINTS_NAME, TRACES_NAME, SAMPLES_NAME, EVAL_NAME, LOGS_NAME, *LOG_NAMES, LOCK_NAME, CONFIG_NAME)
 """Files and folders that a run writes; config.yaml is last, because it marks the folder as a run until removed."""
 MOST_LEVELS = 4
-"""Levels of folders below a root in which runs are searched."""
+"""How many levels below a named folder are searched for runs."""
 KEEP_ALL = 2**31
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -122,8 +122,8 @@ def clean(paths: Sequence[Path], free: Free, *, confirm: Callable[[str], bool], 
     runs = list(find_runs(paths))
     if free.runs and (others := [path for path in paths if path not in {run.folder for run in runs}]):
         raise ConfigError(
-            f"--runs removes whole runs, but {others[0]} is not a run folder; name the run folders that lucidrl clean "
-            f"{others[0]} lists"
+            f"--runs removes whole runs, but {others[0]} is not a run folder; run `lucidrl clean {others[0]}` to "
+            "list the run folders in it, then name those to remove"
         )
     needed = {other: run for run in runs for other in _started_from(run)}
     plans = [_plan(run, free, needed) for run in runs]
@@ -150,10 +150,10 @@ def find_runs(paths: Iterable[Path]) -> Iterator[Run]:
         if path.is_symlink():
             raise ConfigError(f"{path} is a link, and links are not followed; give the folder itself")
         if not path.is_dir():
-            raise ConfigError(f"{path} is not a folder; give a run folder, or a folder of runs such as runs")
+            raise ConfigError(f"{path} is not a folder; give a run folder, or a folder that holds runs")
         found = list(_runs_below(path, MOST_LEVELS))
         if not found:
-            raise ConfigError(f"{path} holds no run; give a run folder, or a folder of runs such as runs")
+            raise ConfigError(f"{path} holds no run; give a run folder, or a folder that holds runs")
         for run in found:
             if run.folder.resolve() not in seen:
                 seen.add(run.folder.resolve())
@@ -224,7 +224,7 @@ def _plan(run: Run, free: Free, needed: dict[Path, Run]) -> Plan:
 
 
 def _carry_out(plan: Plan, free: Free, console: Console) -> int:
-    """Free what is planned, unless a process works in the run folder; return the freed bytes."""
+    """Free the planned space, unless a process works in the run folder; return the freed bytes."""
     run, before = plan.run, size_bytes(plan.run.folder)
     try:
         with occupied(run.folder):
@@ -237,7 +237,9 @@ def _carry_out(plan: Plan, free: Free, console: Console) -> int:
     if free.runs and run.folder.is_dir():
         left = sorted(path.name for path in run.folder.iterdir())
         if left:
-            console.print(f"{run.folder} stays, with {', '.join(left)}", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"{run.folder} stays: it still has {', '.join(left)}", markup=False, highlight=False, soft_wrap=True
+            )
         else:
             run.folder.rmdir()
     return before - size_bytes(run.folder)

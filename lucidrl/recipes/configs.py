@@ -184,7 +184,7 @@ class GRPORunConfig(TextRunConfig):
         if unused := self._set_in_data("completion"):
             raise ValueError(
                 f"{unused} would have no effect, because GRPO samples its completions; remove the setting, or train "
-                "on the column with lucidrl sft"
+                "on the column with `lucidrl sft`"
             )
         return self
 
@@ -215,7 +215,7 @@ class SFTRunConfig(TextRunConfig):
             names = ", ".join(reward.name for reward in self.reward)
             raise ValueError(
                 f"reward={names} would have no effect, because SFT learns written examples and scores nothing; remove "
-                "the setting, or train with lucidrl grpo"
+                "the setting, or train with `lucidrl grpo`"
             )
         if unused := self._set_in_data("answer"):
             raise ValueError(
@@ -257,7 +257,7 @@ class FrameCollectorConfig(Config):
     """Frames per step."""
 
     frames_per_batch: PositiveInt = 2048
-    """Frames per training step, over all environments."""
+    """Frames (environment steps) per training step, summed over all environments."""
 
 
 class PPORunConfig(BaseRunConfig):

@@ -41,7 +41,7 @@ def show_data(file: str | None, overrides: Sequence[str], *, num_rows: int = 3, 
         raise ConfigError(f"--algorithm={algorithm} has no dataset; choose grpo or sft")
     config = load_config(schemas[algorithm], {"data": {"file": file}} if file else {}, overrides=overrides)
     if config.data.file is None:
-        raise ConfigError("no file is named; give its path, such as lucidrl data show train.parquet")
+        raise ConfigError("no file is named; give its path, such as `lucidrl data show train.parquet`")
     console = Console(highlight=False, markup=False, soft_wrap=True)
     with closing(TextInputs(config)) as inputs:
         _show_first(console, inputs, inputs.rows, num_rows)
@@ -71,7 +71,7 @@ def _printable(text: str, longest: int = _LONGEST_SHOWN) -> str:
 
 
 def _rows_table(inputs: TextInputs, config: GRPORunConfig | SFTRunConfig) -> Table:
-    """Table of the rows that are used, held out and dropped, with the setting that decides."""
+    """Table: how many rows are used, held out and dropped, and which setting causes each number."""
     survey = inputs.survey
     table = Table("rows", "", "", box=None, pad_edge=False)
     table.add_row("in the files", f"{survey.num_rows:,}", "")

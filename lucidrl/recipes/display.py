@@ -227,7 +227,7 @@ class NotebookLine:
 
 
 def _warnings_in(folder: Path) -> list[str]:
-    """Return all warnings from the start of the run, and the newest later warning of each rule."""
+    """Return all warnings from before the first step and, of the later ones, the newest with each name."""
     try:
         lines = (folder / WARNINGS_NAME).read_bytes().splitlines()
     except FileNotFoundError:

@@ -26,7 +26,7 @@ def eval_command(
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(help="Completions per prompt; 1 decodes greedily, more sample.", show_default=False),
+        typer.Option(help="Completions per prompt: 1 is greedy, more are sampled.", show_default=False),
     ] = None,
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample even one completion per prompt.")] = False,
     by: Annotated[
@@ -54,7 +54,7 @@ def eval_command(
     sources = [word for word in words if "=" not in word or Path(word).exists()]
     settings = [word for word in words if word not in sources]
     if not sources:
-        raise ConfigError("no run or model is named; write lucidrl eval RUN_OR_MODEL")
+        raise ConfigError("no run or model is named; write `lucidrl eval RUN_OR_MODEL`")
     from rich.console import Console
 
     from lucidrl.recipes.eval_plan import EvalOptions, plan_of_sources

@@ -131,9 +131,7 @@ class EvalFolder:
             return
         progress = orjson.loads(path.read_bytes())
         if not samples.is_file() or samples.stat().st_size < progress["size_bytes"]:
-            raise ConfigError(
-                f"{samples} is shorter than it was written; remove {self.path}, or choose another --output"
-            )
+            raise ConfigError(f"{samples} is missing or incomplete; remove {self.path}, or choose another --output")
         os.truncate(samples, progress["size_bytes"])
         self.num_finished, self.env_state = progress["num_prompts"], progress["env"]
 
@@ -149,7 +147,7 @@ class EvalFolder:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file that is either complete or not there."""
+    """Write a file atomically: readers find it complete or not at all."""
     hidden = path.with_name(f".{path.name}")
     with hidden.open("wb") as file:
         file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY) + b"\n")
@@ -159,12 +157,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def digest_of(settings: Mapping[str, Any]) -> str:
-    """Return a short name of settings: equal for equal settings only."""
+    """Return a short hash of settings."""
     return hashlib.sha256(orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)).hexdigest()[:8]
 
 
 def digest_of_prompts(prompts: Iterable[Prompt]) -> str:
-    """Return a hash of the prompts and of what scores their completions."""
+    """Return a hash of the prompts, including the `info` that completions are scored with."""
     found = hashlib.sha256()
     for prompt in prompts:
         content = [prompt.prompt_id, prompt.messages, prompt.info, prompt.stop_strings]
@@ -181,7 +179,7 @@ def categories_of(prompts: Sequence[Prompt], column: str) -> list[str]:
     for prompt in prompts:
         if column not in prompt.info:
             known = ", ".join(map(str, prompt.info)) or "none"
-            raise DataError(f"--by {column}: {prompt.label} has no such column; it has the columns {known}")
+            raise DataError(f"--by {column}: {prompt.label} has no such column; choose one of its columns: {known}")
     return [str(prompt.info[column]) for prompt in prompts]
 
 

@@ -192,7 +192,7 @@ def settings_of_run(run: Path, settings: Sequence[str] = ()) -> TextConfig:
         without = ["reward", "env.kwargs"]
     config = resumed_settings(algorithm, run, settings, without)
     if not isinstance(config, GRPORunConfig | SFTRunConfig):
-        raise ConfigError(f"{run} is a run of {algorithm}; lucidrl eval is for language models: lucidrl play {run}")
+        raise ConfigError(f"{run} is a run of {algorithm}, not of a language model; try `lucidrl play {run}`")
     return config
 
 
@@ -230,7 +230,7 @@ def _with_task(config: TextConfig, run: Path | None, given: Origins, python: Pyt
 def _candidates(source: str, which: int | str | None) -> list[Candidate]:
     found = find_checkpoint(source)
     if which is not None and (found is None or not (Path(source).expanduser() / CONFIG_NAME).is_file()):
-        raise ConfigError(f"--checkpoint {which} needs a run folder, but {source} is none; remove --checkpoint")
+        raise ConfigError(f"--checkpoint {which} needs a run folder, but {source} is not one; remove --checkpoint")
     if found is None:
         return [Candidate(source.rstrip("/"), resolved_name(source, "MODEL_OR_RUN"))]
     run = found.path.parent.parent
@@ -244,7 +244,7 @@ def _candidates(source: str, which: int | str | None) -> list[Candidate]:
         checkpoints = [CheckpointManager(run / CHECKPOINTS_NAME).load(int(which))]
     for checkpoint in checkpoints:
         if not (checkpoint.path / WEIGHTS / "config.json").is_file():
-            raise CheckpointError(f"{source} has no language model; to try a control policy: lucidrl play {run}")
+            raise CheckpointError(f"{source} has no language model; try a control policy with `lucidrl play {run}`")
     return [
         Candidate(f"{run.name} step {checkpoint.step}", str(checkpoint.path / WEIGHTS), checkpoint)
         for checkpoint in checkpoints
@@ -252,7 +252,7 @@ def _candidates(source: str, which: int | str | None) -> list[Candidate]:
 
 
 def _known(checkpoint: Checkpoint | None) -> Checkpoint:
-    assert checkpoint is not None  # of a run folder
+    assert checkpoint is not None  # None only if the source is not in a run folder
     return checkpoint
 
 

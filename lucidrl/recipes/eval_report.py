@@ -179,7 +179,7 @@ def _remarks(result: EvalResult) -> str:
         f"{metrics['truncated_fraction']:.1%} truncated",
     ]
     failures = [value for name, value in metrics.items() if name.endswith("parse_failure")]
-    if "answered" in metrics:  # of reasoning_gym
+    if "answered" in metrics:  # a metric of reasoning_gym
         failures.append(1 - metrics["answered"])
     parts += [f"{value:.1%} failed to parse" for value in failures]
     if metrics["dropped_samples"]:

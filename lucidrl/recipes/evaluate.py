@@ -1,6 +1,6 @@
 """Evaluate models: complete prompts with each of them, score the completions, estimate and compare.
 
-`lucidrl eval`, `evaluate` and `Trainer.evaluate` are this module.
+`lucidrl eval` and `TextTrainer.evaluate` call this module.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def evaluate(
 
     Args:
         sources: one or two run folders, `RUN@best`, checkpoints or models.
-        settings: `key=value` texts that change the settings of the run, or give those of a model.
+        settings: `key=value` strings that change the settings of the run, or give those of a model.
         watcher: observes the progress.
         options: fields of `EvalOptions`, such as `samples=8`.
 
@@ -176,7 +176,7 @@ class _Evaluator:
         self._check: Callable[[], None] = lambda: None
 
     def result_of(self, candidate: Candidate) -> EvalResult:
-        """Evaluate a candidate, or what is left of it."""
+        """Evaluate a candidate; prompts that an earlier call has finished are not completed again."""
         settings = self._settings_of(candidate)
         folder = EvalFolder(self._folder_of(candidate, settings), settings)
         folder.create()
@@ -249,7 +249,7 @@ class _Evaluator:
         return {**self._first_state, "env": saved["env"]} if is_same else self._first_state
 
     def _settings_of(self, candidate: Candidate) -> dict[str, Any]:
-        """Return all that decides about completions and rewards."""
+        """Return everything that completions and rewards depend on."""
         config, plan = self._plan.config_of(candidate), self._plan
         policy, generation = config.policy, config.policy.generation
         sampling = ("max_new_tokens", "temperature", "top_k", "top_p", "stop_strings", "stop_token_ids")
@@ -314,7 +314,7 @@ class _Evaluator:
 
 
 def _compared(a: EvalResult, b: EvalResult) -> list[Comparison]:
-    """Compare by accuracy, and by reward where it says more."""
+    """Compare by accuracy, and also by reward if rewards differ from accuracies."""
     is_binary = all(np.array_equal(one.values["accuracy"], one.values["reward"], equal_nan=True) for one in (a, b))
     return [compare(name, a.values[name], b.values[name]) for name in COMPARED[: 1 if is_binary else 2]]
 
@@ -336,6 +336,6 @@ def _files_of(model: str) -> str:
 
 def _stopped(folder: EvalFolder, num_prompts: int) -> LucidError:
     return LucidError(
-        f"stopped after {folder.num_finished} of {num_prompts} prompts, which are in {folder.path}; the same command "
-        "continues"
+        f"stopped after {folder.num_finished} of {num_prompts} prompts, which are in {folder.path}; run the same "
+        "command to continue"
     )

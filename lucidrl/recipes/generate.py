@@ -73,7 +73,7 @@ class Completer:
                 yield texts[first : first + self._samples]
 
     def sampled_ids(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Generate after the token ids of prompts; return the sampled ids of each."""
+        """Complete prompts, which are token ids; return the sampled token ids of each."""
         rows = [torch.tensor(ids) for ids in prompts]
         lengths = torch.tensor([len(row) for row in rows])
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=int(self.tokenizer.pad_token_id))

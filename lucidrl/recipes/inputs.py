@@ -20,7 +20,7 @@ class PythonInputs:
     validation_rows: Rows | None = None
     """Validation rows, used instead of `data.validation_file`."""
     rewards: Sequence[Callable[..., Any]] = ()
-    """Reward functions, called in the driver, in addition to those of `reward`."""
+    """Reward functions, called in the driver, in addition to those of the setting `reward`."""
 
     def described(self) -> dict[str, str]:
         """Describe each object by the name of the trainer's argument, for the setting `python_inputs`."""

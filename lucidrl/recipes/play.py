@@ -57,7 +57,7 @@ def play(
         _check_video(video)
     checkpoint = find_checkpoint(source)
     if checkpoint is None:
-        raise ConfigError(f"{source} is neither a run folder nor a checkpoint; choose a run of lucidrl ppo")
+        raise ConfigError(f"{source} is neither a run folder nor a checkpoint; choose a run of `lucidrl ppo`")
     config = _settings(checkpoint.path.parent.parent)
     if video is not None:
         rendered = config.env.model_copy(update={"kwargs": {**config.env.kwargs, "render_mode": "rgb_array"}})
@@ -83,7 +83,7 @@ def _settings(run: Path) -> PPORunConfig:
     if not path.is_file():
         raise ConfigError(f"{run} has no {CONFIG_NAME}, which names the env; keep the checkpoint in its run folder")
     if "ppo" not in merged_settings(path, resolve=False):
-        raise ConfigError(f"{run} is not a run of lucidrl ppo; to try a language model: lucidrl generate {run}")
+        raise ConfigError(f"{run} is not a run of `lucidrl ppo`; try a language model with `lucidrl generate {run}`")
     return load_config(PPORunConfig, path)
 
 
@@ -112,13 +112,13 @@ def _recorded(env: gymnasium.Env, video: Path) -> Iterator[gymnasium.Env]:
     with ExitStack() as stack:
         try:
             writer: Any = stack.enter_context(imageio.get_writer(video, mode="I", **options))
-        except Exception as error:  # of the package, or of ffmpeg
+        except Exception as error:  # raised by the video package or by ffmpeg
             raise ConfigError(f"--video {video} cannot be written ({error}); choose another file") from error
 
         def write_picture() -> None:
             try:
                 picture: Any = env.render()
-            except Exception as error:  # of the env, for instance without pygame
+            except Exception as error:  # raised by the env, for instance if pygame is missing
                 raise ConfigError(f"--video: {env} cannot be rendered: {type(error).__name__}: {error}") from error
             if not isinstance(picture, np.ndarray) or picture.ndim != 3 or picture.dtype != np.uint8:
                 raise ConfigError(

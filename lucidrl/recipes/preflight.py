@@ -52,7 +52,7 @@ class TextInputs:
 
     @property
     def uses_env(self) -> bool:
-        """Whether prompts and rewards come from an environment; false for examples of a file or a program."""
+        """Whether prompts and rewards come from an environment; false for SFT on rows of a file or a Python program."""
         has_rows = self._config.data.file is not None or self._python.rows is not None
         return not (isinstance(self._config, SFTRunConfig) and has_rows)
 
@@ -71,7 +71,10 @@ class TextInputs:
         return config.env.model_copy(update={"kwargs": env_kwargs(config.reward)}) if config.reward else config.env
 
     def environment(self, log_dir: Path) -> EnvWorkers:
-        """Return the environment of the run: a single worker is the one that read the prompts; several are started."""
+        """Return the environment of the run.
+
+        With one worker, it is the worker that reads the prompts; several workers are started anew.
+        """
         config = self._config
         if config.env.num_workers == 1:
             self._host.move_logs(log_dir)
@@ -112,7 +115,7 @@ class TextInputs:
 
     @cached_property
     def prompts(self) -> Dataset[Prompt]:
-        """Prompts of `data.file`, of a program, or of the environment."""
+        """Prompts of `data.file`, of a Python program, or of the environment."""
         _ = self._host  # so that a preflight checks the environment even if a file has the prompts
         data, seed, rows = self._config.data, self._config.seed, self._python.rows
         if data.file is None and rows is None:
@@ -122,7 +125,7 @@ class TextInputs:
 
     @cached_property
     def examples(self) -> Dataset[Example]:
-        """Examples of `data.file`, of a program, or the environment's prompts with their reference answers."""
+        """Examples of `data.file`, of a Python program, or the environment's prompts with their reference answers."""
         data, seed = self._config.data, self._config.seed
         if self.uses_env:
             return dataset_of_answers(self._env_prompts, data, seed=seed, validation=self._env_validation)

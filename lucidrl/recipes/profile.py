@@ -27,8 +27,8 @@ class ProfileConfig(Config):
     """Which steps are profiled, in which processes."""
 
     steps: str | None = None
-    """Steps to profile, as start:stop; `3:5` writes traces of steps 3 and 4 to `traces/` of the run folder. Default:
-    the variable NRL_NSYS_PROFILE_STEP_RANGE."""
+    """Steps to profile, as start:stop; `3:5` writes traces of steps 3 and 4 to `traces/` in the run folder. Default:
+    the environment variable NRL_NSYS_PROFILE_STEP_RANGE."""
     workers: str = "*"
     """Processes to profile: comma-separated shell patterns for the names `policy-0`, `policy-1`, ...,
     `generation-0`, ... and `driver`."""
@@ -56,17 +56,19 @@ class ProfileConfig(Config):
 
 @contextmanager
 def profiling_as_configured(profile: ProfileConfig) -> Iterator[None]:
-    """Context manager: request profiles of this process and its children, by the settings or else by the variables.
+    """Context manager: request profiles of this process and its children.
+
+    The settings take precedence over the environment variables of `lucidrl.utils.nsys`.
 
     Enter it before importing the modules of a run: an import decides whether per-frame ranges are recorded.
 
     Raises:
-        ConfigError: the variables are invalid.
+        ConfigError: the environment variables are invalid.
     """
     variables = {name: os.environ.get(name) for name in VARIABLES}
     previous_request = nsys.NRL_NSYS_WORKER_PATTERNS, nsys.NRL_NSYS_PROFILE_STEP_RANGE
     try:
-        if profile.steps is not None:  # the variables decide what else is not set
+        if profile.steps is not None:  # settings that are not set keep the values of the variables
             patterns = previous_request[0] if "workers" not in profile.model_fields_set else ""
             nsys.set_profile_request(patterns or profile.workers, profile.steps)
             if "memory_snapshot" in profile.model_fields_set:

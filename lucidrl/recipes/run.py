@@ -169,7 +169,7 @@ def check_run(
     for warning in warnings:
         console.print(f"warning: {warning.message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if any(warning.name == CANNOT_LEARN for warning in warnings):
-        console.print("this run can start, but it will not learn as it is; see the warning", style="yellow")
+        console.print("this run can start, but it will not learn with these settings; see the warning", style="yellow")
     else:
         console.print("[green]ok[/]: this run can start")
 

@@ -27,7 +27,7 @@ ALGORITHMS: dict[str, type[BaseRunConfig]] = {
 }
 PRESETS = Path(__file__).with_name("presets")
 OWN_TASK = ("data", "reward", "python_inputs")
-"""Sections that a run sets only for a task of the user; see `default_preset`."""
+"""Sections of settings that only a task of the user sets, not a built-in task; see `default_preset`."""
 
 _KEY_REFERENCE = re.compile(r"\$\{\s*(\.*)([\w.\[\]-]+)\s*\}")
 
@@ -41,7 +41,7 @@ def new_settings(
     """Return the settings of a new run, merged from preset, file (or its content) and overrides; later sources win.
 
     Raises:
-        ConfigError: a file is unreadable, an override malformed or a value invalid; the message lists all of them.
+        ConfigError: a file is unreadable, an override malformed or a value invalid; the message lists all problems.
     """
     if algorithm not in ALGORITHMS:
         raise ConfigError(f"--algorithm={algorithm} is unknown; choose one of {', '.join(ALGORITHMS)}")
@@ -76,7 +76,7 @@ def resumed_settings(
     if found and algorithm not in found:
         raise ConfigError(
             f"{folder} holds a run of {found[0]}, not of {algorithm}; resume it with "
-            f"lucidrl {found[0]} --resume {folder}"
+            f"`lucidrl {found[0]} --resume {folder}`"
         )
     schema = ALGORITHMS[algorithm]
     for section, _, key in (name.rpartition(".") for name in without):

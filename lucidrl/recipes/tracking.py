@@ -76,7 +76,7 @@ class TrackingConfig(Config):
     monitor: bool = True
     """Record CPU, memory and GPU usage: of all nodes of a Ray cluster, else of this machine."""
     monitor_interval_s: PositiveFloat = 10.0
-    """Seconds between two samples of the usage."""
+    """Seconds between two measurements of the usage."""
     finish_timeout_s: PositiveFloat = 10.0
     """Timeout of each tracker at the end of a run."""
 

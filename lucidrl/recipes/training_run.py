@@ -113,7 +113,7 @@ class TrainingRun(ABC, Generic[C]):
             if config.num_threads is not None:
                 stack.callback(
                     torch.set_num_threads, torch.get_num_threads()
-                )  # restores it for the rest of a Python program
+                )  # at the end, restore the number for the rest of a Python program
                 torch.set_num_threads(config.num_threads)
             seed_everything(config.seed)
             checkpoint = config.checkpoint

@@ -18,7 +18,7 @@ _OF_VERIFIERS = ("memory_limit_mb", "num_workers", "on_crash", "on_parse_failure
 _OF_POOLS = ("memory_limit_mb", "num_workers", "on_timeout", "timeout_s")
 JUDGE_TIMEOUT_S = 120.0
 JUDGE_OUTCOMES = {"on_timeout": "drop", "on_crash": "fail", "on_parse_failure": "drop"}
-"""Defaults of the LLM judge: its failures say nothing about the completion, so they are no scores."""
+"""Defaults of the LLM judge: its failures say nothing about the completion, so they do not become scores."""
 
 OutcomeReward = FiniteFloat | Literal["fail", "drop"]
 """What a verification without a score counts as: a number is the score, `fail` stops the run, `drop` leaves the
@@ -46,10 +46,11 @@ class RewardConfig(Config):
     """Score of a completion whose verification timed out: a number, `fail` (stop the run) or `drop` (leave the sample
     out). The metric `reward/<name>/timeout` counts timeouts."""
     on_crash: OutcomeReward = 0.0
-    """The same for a verification that raised or ended its process; the metric `reward/<name>/crash` counts them."""
+    """As `on_timeout`, for a verification that raised or ended its process; the metric `reward/<name>/crash` counts
+    these."""
     on_parse_failure: OutcomeReward = 0.0
-    """The same for a completion that has nothing to verify, such as no number; the metric
-    `reward/<name>/parse_failure` counts them."""
+    """As `on_timeout`, for a completion that has nothing to verify, for example no number; the metric
+    `reward/<name>/parse_failure` counts these."""
 
     @property
     def is_function(self) -> bool:
@@ -191,7 +192,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 class _Settings(Config):
-    """Holds only the setting `reward`, so that errors of its validation name it."""
+    """Holds only the setting `reward`, so that validation errors name the setting."""
 
     reward: Rewards
     """As in the settings of a run."""

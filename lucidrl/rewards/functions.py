@@ -43,8 +43,8 @@ def reward_function(per: Literal["sample", "batch"] = "sample", *, chat: bool | 
     Args:
         per: call the function once per `sample` or once per `batch`. Per batch, every argument is a list with one entry
             per completion, and so is the result.
-        chat: whether each entry of `completions` and `prompts` is a list of messages instead of a text; by default it
-            is one if the prompt has several messages, or its row has a list of messages.
+        chat: whether each entry of `completions` and `prompts` is a list of messages (True) or a string (False);
+            default: a list if the prompt has several messages, or its row has a list of messages.
 
     Example:
         @reward_function(per="batch")

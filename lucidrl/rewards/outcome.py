@@ -32,7 +32,7 @@ class Verified:
 
 
 def verified(verifier: Verifier, completion: Completion, row: Mapping[str, Any]) -> Verified:
-    """Verify a completion in this process; an exception of the verifier is an outcome."""
+    """Verify a completion in this process; a ParseFailure or other exception of the verifier becomes the outcome."""
     try:
         score = verifier(completion, row)
         if not isinstance(score, numbers.Real):

@@ -29,11 +29,11 @@ from lucidrl.rewards.outcome import Verified
 from lucidrl.rewards.worker import VerifierWorker
 
 _MOST_ITEMS_PER_RUNNER = 64
-"""Most items per runner in one call of the worker; after the loss of the worker, one call is repeated."""
+"""Most items per runner in one call of the worker; if the worker is lost, all items of the call are verified again."""
 _MOST_BYTES = 4 << 20
 """A call with this many bytes of items gets no further item: runners forked during the call copy its items."""
 _SPARE_S = 1.0
-"""Time between the timeout of an item and its outcome, for killing the runner."""
+"""Time that the worker has after the timeout of an item to kill the runner and report the outcome."""
 _CALL_SPARE_S = 30.0
 _GATHERING_S = 0.005
 """How long to wait for further items before a call starts: items of the next call wait until this call ends."""
@@ -51,7 +51,8 @@ class VerifierPool:
         make: makes the verifier; must be picklable, and import what the verifier needs.
         limits: timeout, from the start of the verification, and memory limit per completion.
         num_workers: completions verified at the same time; by default the number of cores.
-        max_restarts: consecutive restarts of the worker process without outcomes in between.
+        max_restarts: most consecutive restarts of the worker process; a call that returns its outcomes resets the
+            count. Once no restart is left, `Future.result` of the submitted completions raises EnvironmentFailure.
 
     Raises:
         LucidError: if the verifier cannot be made.

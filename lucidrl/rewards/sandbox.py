@@ -17,7 +17,8 @@ from typing import Literal
 Outcome = Literal["ok", "failed", "killed", "timeout"]
 
 BOUNDARIES = ("processes", "network", "files")
-"""Kinds of isolation that together separate code without capabilities from the machine; see docs/verifiers.md."""
+"""Kinds of isolation that together separate the code from the machine, if it has no Linux capabilities; see
+docs/verifiers.md."""
 
 _PROGRAM = Path(__file__).with_name("sandbox_program.py")
 _GRACE_S = 10.0

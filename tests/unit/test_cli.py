@@ -228,7 +228,10 @@ MISTAKES = {
         ["generate", "taken", "1+1="],
         ["RUN='taken': this folder has no config.json", "a run folder"],
     ),
-    "generate without any prompts": (["generate", "taken/run"], ["no prompts given; write PROMPT", "--file", "--chat"]),
+    "generate without any prompts": (
+        ["generate", "taken/run"],
+        ["no prompts given; write one of PROMPT...", "--file", "--chat"],
+    ),
     "generate from two sources": (["generate", "taken/run", "1+1=", "--chat"], ["PROMPT and --chat given; write"]),
     "generate to a file without one": (["generate", "taken/run", "1+1=", "--output", "x.jsonl"], ["--output needs"]),
     "chat with samples": (["generate", "taken/run", "--chat", "--samples", "3"], ["--samples 3 does not apply"]),
@@ -316,7 +319,7 @@ def test_check_says_the_preset_the_sources_and_what_is_wrong(lucidrl, workplace)
     assert ["policy.generation.top_k=0", "#", "default"] in lines
     assert "warning: this run cannot learn from rewards: with collector.samples_per_prompt=1" in output
     assert "grpo.loss.clip_high=0.3 (as epsilon) have no effect" in output
-    assert "this run can start, but it will not learn as it is" in output
+    assert "this run can start, but it will not learn with these settings" in output
     assert "ok: this run can start" not in output
 
 
@@ -446,7 +449,7 @@ def test_a_resume_by_the_wrong_command_names_the_right_one(lucidrl, workplace):
     code, _, errors = lucidrl("sft", "--resume", "runs/run")
     assert code == 2
     assert errors == (
-        "error: runs/run holds a run of grpo, not of sft; resume it with lucidrl grpo --resume runs/run\n"
+        "error: runs/run holds a run of grpo, not of sft; resume it with `lucidrl grpo --resume runs/run`\n"
     )
 
 

@@ -45,8 +45,8 @@ class EnvReply:
     """Replaces the request's `info` in the next turn; None keeps the request's `info`."""
     metrics: dict[str, float] = field(default_factory=dict)
     answer: str | None = None
-    """The answer that was read from the completion, written so that equal answers are equal texts. `maj@k` counts its
-    votes; None votes with the text of the completion."""
+    """The answer that was read from the completion, normalised so that equal answers are equal strings. `maj@k`
+    counts equal answers; if None, the text of the completion counts as the answer."""
     is_dropped: bool = False
     """Leave the sample out of training, as `env.on_error=drop` does; its metrics are logged."""
 

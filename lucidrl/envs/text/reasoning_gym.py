@@ -237,7 +237,7 @@ def _seed(split: Split, seed: int, position: int) -> int:
 
 
 def _written(entry: Any) -> dict[str, str]:
-    """Return the entry as Python text if that is exact, else its fingerprint, with which it is generated again.
+    """Return the entry as a Python literal if that is exact; else its fingerprint, to check a regenerated entry.
 
     JSON would change tuples and keys. Some datasets cannot regenerate an entry in another process, because they depend
     on the order of sets.

@@ -17,7 +17,7 @@ from lucidrl.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 _MOST_ENTRY_BYTES = 16 << 20
-"""A larger file is not an entry of ours."""
+"""A larger file is not an entry of this cache."""
 _TRIMS_PER_SIZE = 16
 """The cache is trimmed whenever this process has written this fraction of its size."""
 _TRIMMED_TO = 0.9
@@ -46,7 +46,7 @@ class ReplyCache:
 
     Args:
         folder: created if missing, readable by the user alone.
-        max_bytes: size to which the folder is trimmed now and then; the entries last used are kept.
+        max_bytes: size to which the folder is trimmed now and then; the most recently used entries are kept.
 
     Raises:
         ConfigError: if the folder cannot be created or written.

@@ -1,4 +1,4 @@
-"""JudgeClient: requests replies of an OpenAI-compatible endpoint, with retries, and never shows the API key."""
+"""JudgeClient: requests replies from an OpenAI-compatible endpoint, with retries, and never shows the API key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOST_BACKOFF_S = 30.0
 _CHECK_TIMEOUT_S = 5.0
 _MOST_SHOWN_CHARS = 200
 _RETRIED_STATUSES = (408, 429)
-"""In addition to 5xx."""
+"""HTTP statuses after which a request is retried, in addition to 5xx."""
 _KEY_STATUSES = (401, 403)
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -42,7 +42,7 @@ class RequestFailed(Exception):  # noqa: N818 - an outcome of a request, not an 
     Args:
         detail: the reason, without the API key.
         is_retried: whether the same request may succeed later.
-        retry_after_s: the server's wish to wait.
+        retry_after_s: how long the server asks to wait before a retry; 0 if it does not.
     """
 
     def __init__(self, kind: FailureKind, detail: str, *, is_retried: bool = False, retry_after_s: float = 0.0) -> None:
@@ -198,7 +198,7 @@ class JudgeClient:
             reason = self._shown(str(choice.get("finish_reason")))
             raise ParseFailure(f"the reply is empty (finish_reason={reason}); raise reward.kwargs.max_tokens")
         if not isinstance(text, str):
-            raise RequestFailed("bad_response", f"the content of the reply is a {type(text).__name__}, not a text")
+            raise RequestFailed("bad_response", f"the content of the reply is a {type(text).__name__}, not a string")
         return self._without_key(text.encode("utf-8", "replace").decode())
 
     def _backoff_s(self, num_retries: int) -> float:
@@ -206,7 +206,7 @@ class JudgeClient:
         return longest_s * self._random.uniform(0.5, 1.0)
 
     def _shown(self, text: str) -> str:
-        """A text of the server for a message: short, in one line, without secrets."""
+        """Prepare a string from the server for an error message: short, in one line, without secrets."""
         line = "".join(character if character.isprintable() else " " for character in text)
         text = redacted_text(self._without_key(" ".join(line.split())))
         return text if len(text) <= _MOST_SHOWN_CHARS else f"{text[:_MOST_SHOWN_CHARS]}..."
@@ -216,7 +216,7 @@ class JudgeClient:
 
 
 def _key_of(config: JudgeConfig) -> str:
-    """The API key, or an empty text if none is configured."""
+    """The API key, or an empty string if none is configured."""
     name = config.key_variable
     if name is None:
         return ""

@@ -46,7 +46,7 @@ _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class JudgeConfig(TextConfig):
-    """What to ask which LLM judge, and how to read its reply."""
+    """Endpoint and rubric of the LLM judge, and how its replies are read."""
 
     other_names: ClassVar[OtherNames] = OtherNames(
         aliases={
@@ -62,8 +62,8 @@ class JudgeConfig(TextConfig):
     key_variable: str | None = None
     """Name of the environment variable that holds the API key; by default, requests carry no key."""
     rubric: str = RUBRIC
-    """Template of the user message, in jinja, over the columns of the row and `prompt`, `messages`, `completion`,
-    `completion_tokens`, `min_score` and `max_score`."""
+    """Jinja template of the user message. Its variables are the columns of the row and `prompt`, `messages`,
+    `completion`, `completion_tokens`, `min_score` and `max_score`."""
     system: str | None = None
     """Template of a system message before the rubric."""
     min_score: FiniteFloat = 0.0
@@ -133,12 +133,12 @@ class JudgeConfig(TextConfig):
     @classmethod
     def _leaves_own_keys(cls, body: dict[str, Any]) -> dict[str, Any]:
         if taken := [key for key in _OWN_KEYS if key in body]:
-            raise ValueError(f"{', '.join(taken)} cannot be set here; the request sets it; remove it")
+            raise ValueError(f"{', '.join(taken)} cannot be set here, because lucidrl sets it; remove it")
         try:
             json.dumps(body, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"the value cannot be sent as JSON ({error}); use texts, numbers, lists and mappings"
+                f"the value cannot be sent as JSON ({error}); use strings, numbers, lists and mappings"
             ) from error
         return body
 

@@ -1,7 +1,7 @@
-"""Read the answers of completions, for a majority over several samples: equal answers are equal texts.
+"""Read the answers of completions, for a majority vote over several samples; equal answers become equal strings.
 
 The answers of `exact`, `numeric` and `choice` are those that the verifier compares. The answer of `math` is the number
-in the last box, its content without white space if it is no number, or the last number if there is no box. Other
+in the last box, its content without white space if it is not a number, or the last number if there is no box. Other
 verifiers and reward functions read no answer.
 """
 

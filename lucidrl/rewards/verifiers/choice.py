@@ -87,7 +87,7 @@ class ChoiceVerifier:
             pairs = dict(zip(config.letters, map(str, choices), strict=False))
         else:
             what = f"column {config.choices_column!r} holds {shortened(choices)}"
-            raise DataError(f"{what}; it must be a list of texts, or texts by letter")
+            raise DataError(f"{what}; it must be a list of strings, or a mapping from letters to strings")
         if len(pairs) < len(choices) or not pairs.keys() <= set(config.letters):
             problem = f"the options {shortened(choices)} do not fit the letters {config.letters}"
             raise DataError(f"{problem}; set reward.kwargs.letters")

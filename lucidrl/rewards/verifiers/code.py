@@ -20,7 +20,7 @@ from lucidrl.rewards.verifiers.reading import TextConfig, column_of, fenced_bloc
 _log = logging.getLogger(__name__)
 
 _FRACTION_FOR_CODE = 0.8
-"""Of the timeout of a verification; the rest is for the start and the end of the sandbox."""
+"""Fraction of the timeout of a verification; the rest is for the start and the end of the sandbox."""
 _LANGUAGES = ("", "python", "py", "python3")
 
 _RUN_TESTS = """
@@ -45,8 +45,9 @@ class CodeConfig(TextConfig):
     """The tests, the reward and the isolation."""
 
     tests_column: str = "tests"
-    """Column of the tests: a text or a list of texts with `assert` statements; or pairs of standard input and expected
-    output, as a list of `{input, output}` or as `{inputs: [...], outputs: [...]}`. Both forms may be JSON text."""
+    """Column of the tests: a string or a list of strings with `assert` statements; or pairs of standard input and
+    expected output, as a list of `{input, output}` or as `{inputs: [...], outputs: [...]}`. Both forms may be JSON
+    text."""
     setup: str = ""
     """Python code that runs before the code of the completion, such as imports."""
     block: Literal["last", "first", "whole"] = "last"
@@ -67,7 +68,7 @@ class _Pair:
 class CodeVerifier:
     """Reward 1 for code that passes all tests, or the fraction of passed tests.
 
-    All runs of a completion share `_FRACTION_FOR_CODE` of the timeout; then the remaining tests have failed.
+    All runs of a completion share `_FRACTION_FOR_CODE` of the timeout; tests not passed by then count as failed.
     """
 
     def __init__(self, config: CodeConfig, limits: Limits) -> None:
@@ -100,7 +101,7 @@ class CodeVerifier:
         return blocks[-1 if self._config.block == "last" else 0]
 
     def _tests(self, value: Any) -> Sequence[str | _Pair]:
-        """Read the tests: all are assert texts, or all are pairs of input and output.
+        """Read the tests: all are strings with `assert` statements, or all are pairs of input and output.
 
         Raises:
             DataError: the column holds something else; the message shows the value.
@@ -120,7 +121,7 @@ class CodeVerifier:
             for test in tests:
                 _check_compiles(test, column)
         elif not all(isinstance(test, _Pair) for test in tests):
-            forms = "assert statements, or {input, output} pairs of texts"
+            forms = "assert statements, or {input, output} pairs of strings"
             raise DataError(f"column {column!r} holds {shortened(value)}; tests must be {forms}")
         too_long = [test for test in tests if isinstance(test, _Pair) and len(test.stdout) > self._limits.output_chars]
         if too_long:

@@ -22,7 +22,7 @@ MAX_EXPRESSION_CHARS = 2_000
 SEARCHED_CHARS = 2_000
 r"""Without `\boxed{}`, the answer must be in this many last characters."""
 _MAX_RELATIVE_DIFFERENCE = Fraction(1, 10_000)
-"""Of decimal numbers that count as equal; rounding alone would make 1e-7 equal 2e-7."""
+"""Largest relative difference of decimal numbers that count as equal; rounding alone would make 1e-7 equal 2e-7."""
 
 _SPACING = re.compile(r"\\[,!;: ]|\\left|\\right|\\displaystyle|[$]|\\\(|\\\)")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
@@ -49,8 +49,9 @@ class MathConfig(AnswerConfig):
 class MathVerifier:
     r"""Reward 1 if the expression equals the reference answer, otherwise 0.
 
-    Integers, fractions and decimals are compared exactly, texts such as `\text{Evelyn}` as texts, everything
-    else by math-verify. The constructor loads math-verify and sympy, so the first call is not slower than later ones.
+    Integers and fractions are compared exactly, decimals as `MathConfig.decimals` says, words such as `\text{Evelyn}`
+    as lower-case strings, everything else by math-verify. The constructor loads math-verify and sympy, so the first
+    call is not slower than later ones.
     """
 
     def __init__(self, config: MathConfig) -> None:

@@ -28,7 +28,7 @@ class AnswerConfig(TextConfig):
     """Where the reference answer is in the row."""
 
     answer_column: str = "answer"
-    """Column of the reference answer: a text, a number, or a list of accepted answers."""
+    """Column of the reference answer: a string, a number, or a list of accepted answers."""
     answer_after: str | None = None
     """Use only what follows the last occurrence of this marker in the column, such as `####`."""
 
@@ -69,10 +69,10 @@ def column_of(row: Mapping[str, Any], name: str, setting: str) -> Any:
 
 
 def references_of(row: Mapping[str, Any], config: AnswerConfig) -> list[str]:
-    """The reference answers of a row as texts; a completion may match any of them.
+    """The reference answers of a row as strings; a completion may match any of them.
 
     Raises:
-        DataError: there is no answer, or it is neither a text nor a number; the message shows the value.
+        DataError: there is no answer, or it is neither a string nor a number; the message shows the value.
     """
     value = column_of(row, config.answer_column, "answer_column")
     values = list(value) if isinstance(value, list | tuple) else [value]
@@ -84,7 +84,7 @@ def references_of(row: Mapping[str, Any], config: AnswerConfig) -> list[str]:
 def _reference(value: Any, config: AnswerConfig) -> str:
     if not isinstance(value, str | int | float):
         what = f"column {config.answer_column!r} holds {shortened(value)} of type {type(value).__name__}"
-        raise DataError(f"{what}; a reference answer must be a text or a number")
+        raise DataError(f"{what}; a reference answer must be a string or a number")
     text = str(value)
     if config.answer_after is None:
         return text

@@ -115,7 +115,7 @@ def test_a_json_file_may_hold_lines(write):
     [
         ('[{"a": 1}, 5]', r"row 2: holds ', 5'"),
         ('[{"a": 1}, 5, {"a": 2}]', r"row 2: holds ', 5,'"),
-        ('["a"]', "row 1: holds a text"),
+        ('["a"]', "row 1: holds a string"),
         ('[{"a": 1}, [1]]', "row 2: holds a list"),
         ('[{"a": 1}', "does not end where its array ends"),
         ('[{"a": 1}] [{"a": 2}]', "more than one JSON value"),

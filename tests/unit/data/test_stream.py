@@ -188,7 +188,7 @@ def test_a_survey_of_many_rows_reads_evenly_spread_ones(opened):
 
 def test_an_id_that_occurs_twice_is_refused(opened):
     dataset = opened([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}], validation_fraction=0)
-    with pytest.raises(DataError, match=r"data\.jsonl:2: .*data\.jsonl:1 has id 'x' too"):
+    with pytest.raises(DataError, match=r"data\.jsonl:2: has the id 'x' of .*data\.jsonl:1"):
         dataset.survey(length)
 
 

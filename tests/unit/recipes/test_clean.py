@@ -106,9 +106,9 @@ def test_whole_runs_are_removed_by_name_and_own_files_stay(root):
     shown = cleaned(gone, noted, runs=True)
     assert not gone.exists()
     assert files_below(noted) == {noted / "notes.txt": b"mine"}
-    assert "exp_003 stays, with notes.txt" in shown
+    assert "exp_003 stays: it still has notes.txt" in shown
     assert files_below(kept) == before
-    with pytest.raises(ConfigError, match="runs/grpo is not a run folder; name the run folders"):
+    with pytest.raises(ConfigError, match="runs/grpo is not a run folder; run `lucidrl clean runs/grpo`"):
         cleaned(root / "grpo", runs=True)
     assert files_below(kept) == before
 

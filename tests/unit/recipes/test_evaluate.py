@@ -116,7 +116,7 @@ def test_an_interrupted_evaluation_continues_and_ends_equal(run, tmp_path, optio
 
 def test_ctrl_c_finishes_the_batch_and_the_same_call_continues(run, tmp_path):
     watcher = Stopping(1, act=lambda: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(LucidError, match=r"stopped after 16 of 40 prompts, .*; the same command continues"):
+    with pytest.raises(LucidError, match=r"stopped after 16 of 40 prompts, .*; run the same command to continue"):
         evaluate(run, output=tmp_path / "out", watcher=watcher)
     assert watcher.announced == ["SIGINT: finishing this batch; a second signal stops at once"]
     assert evaluate(run, output=tmp_path / "out").result.num_prompts == 40
@@ -199,7 +199,7 @@ def test_a_model_is_evaluated_before_training(tmp_path):
         (["--checkpoint", "7"], "there is no checkpoint"),
         (["--checkpoint", "bst"], "--checkpoint bst is not known; write a step, best, newest or all"),
         (["--samples", "0"], "--samples 0 completes no prompt; write 1 or more"),
-        (["--by", "level"], "has no such column; it has the columns answer"),
+        (["--by", "level"], "has no such column; choose one of its columns: answer"),
         (["validation.num_prompts=0"], "validation.num_prompts=0 leaves no prompts to evaluate"),
         (["data.validation_fraction=0"], "no prompts are held out, so there are none to evaluate"),
         (["validaton.num_prompts=3"], "unknown key validaton; did you mean validation?"),

@@ -103,7 +103,7 @@ def test_only_runs_of_control_policies_are_played(run, tmp_path):
     text = create_run_folder(new_settings("grpo", overrides=["run.name=text"]))
     with CheckpointManager(text / "checkpoints").saving(1):
         pass
-    with pytest.raises(ConfigError, match=r"runs/text is not a run of lucidrl ppo; .* lucidrl generate runs/text"):
+    with pytest.raises(ConfigError, match=r"runs/text is not a run of `lucidrl ppo`; .* `lucidrl generate runs/text`"):
         next(play("runs/text", 1, 0, 5))
     with pytest.raises(ConfigError, match="nowhere is neither a run folder nor a checkpoint"):
         next(play("nowhere", 1, 0, 5))

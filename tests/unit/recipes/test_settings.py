@@ -113,5 +113,5 @@ def test_a_resume_by_the_wrong_command_names_the_right_one(tmp_path, algorithm, 
     with pytest.raises(ConfigError) as caught:
         resumed_settings(other, folder, [])
     assert str(caught.value) == (
-        f"{folder} holds a run of {algorithm}, not of {other}; resume it with lucidrl {algorithm} --resume {folder}"
+        f"{folder} holds a run of {algorithm}, not of {other}; resume it with `lucidrl {algorithm} --resume {folder}`"
     )

@@ -53,7 +53,7 @@ def test_options_may_be_given_by_letter():
         ({"answer": 4, "choices": OPTIONS}, {"answer_format": "index"}, "the index of one of the options"),
         ({"answer": "Mars", "choices": OPTIONS}, {"answer_format": "text"}, "the reference answer 'Mars'"),
         ({"answer": "A", "choices": list("uvwxyz")}, {}, r"do not fit the letters ABCDE; set reward\.kwargs\.letters"),
-        ({"answer": "A", "choices": 3}, {}, "must be a list of texts"),
+        ({"answer": "A", "choices": 3}, {}, "must be a list of strings"),
         ({"answer": "A"}, {}, "column 'choices' does not exist"),
     ],
 )

@@ -110,7 +110,7 @@ def test_which_block_is_the_code(text, options, expected):
         ([], "holds no tests"),
         (3, "tests must be assert statements"),
         (["assert (", "x"], "is not valid Python"),
-        ([{"input": 1, "output": "2"}], "pairs of texts"),
+        ([{"input": 1, "output": "2"}], "pairs of strings"),
         (["assert 1", {"input": "", "output": ""}], "tests must be"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         ("[1,", "which is not JSON"),
