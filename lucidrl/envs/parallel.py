@@ -64,7 +64,7 @@ class ParallelEnv(StackedEnv):
         num_processes: int | None = None,
         start_method: StartMethod = "forkserver",
         step_timeout_s: float = 60.0,
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = 300.0,
         device: torch.device | str | None = None,
     ):
         creators = env_creators(num_workers, create_env_fn, create_env_kwargs)
