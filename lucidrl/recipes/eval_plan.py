@@ -15,7 +15,7 @@ from lucidrl.data.items import Skip
 from lucidrl.data.stream import Dataset
 from lucidrl.errors import CheckpointError, ConfigError, DataError
 from lucidrl.models.sources import BEST, NEWEST, WEIGHTS, find_checkpoint, resolved_name
-from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.configs import EvaluatedSFTConfig, GRPORunConfig, SFTRunConfig
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.settings import ALGORITHMS, new_settings, resumed_settings
 from lucidrl.utils.config import aliases_of
@@ -190,7 +190,8 @@ def settings_of_run(run: Path, settings: Sequence[str] = ()) -> TextConfig:
         without = ["env.name", "env.kwargs"]
     elif given.of("env.name") is not None:
         without = ["reward", "env.kwargs"]
-    config = resumed_settings(algorithm, run, settings, without)
+    schema = EvaluatedSFTConfig if algorithm == SFTRunConfig.algorithm else None
+    config = resumed_settings(algorithm, run, settings, without, schema)
     if not isinstance(config, GRPORunConfig | SFTRunConfig):
         raise ConfigError(f"{run} is a run of {algorithm}, not of a language model; try `lucidrl play {run}`")
     return config

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lucidrl import GRPOTrainer
+from lucidrl import GRPOTrainer, SFTTrainer
 from lucidrl.errors import LucidError
 from lucidrl.recipes.evaluate import evaluate
 
@@ -184,6 +184,26 @@ def test_a_run_is_evaluated_with_another_reward(run, tmp_path):
     result = evaluate(run, settings=settings, output=tmp_path / "out").result
     assert "reward/exact" in result.metrics
     assert result.num_prompts == 1
+
+
+def test_a_run_of_sft_is_evaluated_with_a_reward(lucidrl, tmp_path):
+    rows = [{"prompt": f"{a}+{a}=", "completion": str(2 * a)} for a in range(8)]
+    (tmp_path / "learned.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "test.jsonl").write_text('{"prompt": "3+4=", "sum": "7"}\n{"prompt": "2+2=", "sum": "4"}\n')
+    config = {
+        "tracking": CONFIG["tracking"],
+        "data": {"file": str(tmp_path / "learned.jsonl"), "validation_fraction": 0},
+        "sft": {"examples_per_step": 4},
+    }
+    trainer = SFTTrainer("embedded", config=config, max_steps=1, output=tmp_path / "runs", display=False)
+    trainer.train()
+    task = [f"data.file={tmp_path / 'test.jsonl'}", "data.answer=sum", "policy.generation.max_new_tokens=4"]
+    code, out, err = lucidrl("eval", trainer.run_folder, *task, "reward=numeric")
+    assert code == 0, err
+    assert out.startswith("2 rows of test.jsonl, greedy")
+    code, _, err = lucidrl("eval", trainer.run_folder, *task)
+    assert code == 2
+    assert "learned from examples, so nothing says how its completions are scored; set reward=" in err
 
 
 def test_a_model_is_evaluated_before_training(tmp_path):
