@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,8 @@ def plan_of_sources(
     given = merge_layers([], settings, resolve=False, aliases=aliases_of(schema)).origins
     python = python or PythonInputs()
     config = _with_task(config, run, given, python)
+    if given.of("data.file") is not None:
+        python = replace(python, rows=None, validation_rows=None)
     return EvalPlan(config, candidates, options, given, python)
 
 
@@ -190,6 +192,8 @@ def settings_of_run(run: Path, settings: Sequence[str] = ()) -> TextConfig:
         without = ["env.name", "env.kwargs"]
     elif given.of("env.name") is not None:
         without = ["reward", "env.kwargs"]
+    if given.of("data.file") is not None:  # the validation rows of the run belong to its own file
+        without = [*without, "data.validation_file"]
     schema = EvaluatedSFTConfig if algorithm == SFTRunConfig.algorithm else None
     config = resumed_settings(algorithm, run, settings, without, schema)
     if not isinstance(config, GRPORunConfig | SFTRunConfig):

@@ -206,6 +206,20 @@ def test_a_run_of_sft_is_evaluated_with_a_reward(lucidrl, tmp_path):
     assert "learned from examples, so nothing says how its completions are scored; set reward=" in err
 
 
+def test_a_file_is_evaluated_without_the_validation_rows_of_the_run(tmp_path):
+    for name, sums in (("own", 4), ("held_out", 3), ("test", 2)):
+        rows = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(sums)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"file": str(tmp_path / "own.jsonl"), "validation_file": str(tmp_path / "held_out.jsonl")}
+    config = {**CONFIG, "env": {}, "data": data, "reward": "numeric"}
+    trainer = GRPOTrainer(
+        "embedded", config=config, preset="task-embedded", max_steps=1, output=tmp_path / "runs", display=False
+    )
+    trainer.train()
+    assert evaluate(trainer.run_folder).result.num_prompts == 3
+    assert evaluate(trainer.run_folder, settings=[f"data.file={tmp_path / 'test.jsonl'}"]).result.num_prompts == 2
+
+
 def test_a_model_is_evaluated_before_training(tmp_path):
     options = {"config": CONFIG, "preset": "task-embedded", "output": tmp_path, "display": False}
     report = GRPOTrainer("embedded", **options).evaluate()
