@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lucidrl import GRPOTrainer, SFTTrainer
 from lucidrl.errors import LucidError
+from lucidrl.recipes.eval_report import gaps
 from lucidrl.recipes.evaluate import evaluate
 
 ROOT = Path(__file__).parents[3]
@@ -26,6 +28,8 @@ CONFIG = {
     "checkpoint": {"every": 1},
     "policy": {"generation": {"max_new_tokens": 4}},
 }
+
+FEWER = {"reward": 40, "pass_at_4": 2, "pass_at_8": 2, "maj_at_8": 39}
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +90,16 @@ def test_greedy_evaluation_equals_the_last_validation_exactly(run):
     assert result.estimates["reward"].value == pytest.approx(expected["reward"], abs=1e-15)
     assert result.num_prompts == 40
     assert json.loads((result.folder / "result.json").read_text())["estimates"]["reward"]["value"] is not None
+
+
+def test_estimates_that_leave_out_prompts_say_so(run):
+    result = evaluate(run).result
+    assert gaps(result) == []
+    estimates = {name: replace(result.estimates["reward"], num_prompts=number) for name, number in FEWER.items()}
+    assert gaps(replace(result, estimates=estimates)) == [
+        "pass@4 and pass@8 rest on 2 of 40 prompts, because samples of the others were dropped",
+        "maj@8 rests on 39 of 40 prompts, because samples of the others were dropped",
+    ]
 
 
 def test_samples_give_pass_and_majority(run, trainer):
