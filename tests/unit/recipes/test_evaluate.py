@@ -234,6 +234,18 @@ def test_a_file_is_evaluated_without_the_validation_rows_of_the_run(tmp_path):
     assert evaluate(trainer.run_folder, settings=[f"data.file={tmp_path / 'test.jsonl'}"]).result.num_prompts == 2
 
 
+def test_an_evaluation_without_scores_says_how_to_repeat_it(run, tmp_path):
+    def dropped() -> None:
+        path = tmp_path / "out/samples.jsonl"
+        path.write_text(path.read_text().replace('"dropped":false', '"dropped":true '))
+
+    settings = ["validation.num_prompts=4"]
+    with pytest.raises(LucidError, match=r"scored none of the 4 samples .* remove the folder, or change a setting such"):
+        evaluate(run, settings=settings, output=tmp_path / "out", watcher=Stopping(1, act=dropped))
+    with pytest.raises(LucidError, match=r"another evaluation: env.timeout_s is 60.0 there and 90.0 here"):
+        evaluate(run, settings=[*settings, "env.timeout_s=90"], output=tmp_path / "out")
+
+
 def test_a_model_is_evaluated_before_training(tmp_path):
     options = {"config": CONFIG, "preset": "task-embedded", "output": tmp_path, "display": False}
     report = GRPOTrainer("embedded", **options).evaluate()
