@@ -15,6 +15,7 @@ import pytest
 
 from lucidrl import GRPOTrainer, SFTTrainer
 from lucidrl.errors import LucidError
+from lucidrl.recipes.eval_folder import EvalFolder, digest_of
 from lucidrl.recipes.eval_report import gaps
 from lucidrl.recipes.evaluate import evaluate
 
@@ -286,6 +287,15 @@ def test_a_folder_of_another_evaluation_or_other_files_is_refused(run, tmp_path)
     (tmp_path / "mine/notes.txt").touch()
     with pytest.raises(LucidError, match=r"holds other files, such as notes\.txt"):
         evaluate(run, output=tmp_path / "mine")
+
+
+def test_a_kill_in_the_first_write_does_not_block_the_folder(tmp_path):
+    (tmp_path / ".eval.json").write_text('{"mod')
+    settings = {"reward": {"kwargs": {3: "three"}}}
+    for _ in range(2):
+        EvalFolder(tmp_path, settings).open()
+    assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
+    assert digest_of(settings) == digest_of({"reward": {"kwargs": {"3": "three"}}})
 
 
 def test_validation_samples_several_completions_on_request(tmp_path):
