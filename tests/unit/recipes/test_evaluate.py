@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from lucidrl import GRPOTrainer, SFTTrainer
 from lucidrl.errors import LucidError
 from lucidrl.recipes.eval_folder import EvalFolder, digest_of
+from lucidrl.recipes.eval_plan import plan_of_sources
 from lucidrl.recipes.eval_report import gaps
 from lucidrl.recipes.evaluate import evaluate
 
@@ -168,6 +170,25 @@ def test_two_models_are_compared_on_the_same_prompts(lucidrl, run, tmp_path):
     assert ids[0] == ids[1]
     [compared] = json.loads((tmp_path / "both/comparison.json").read_text())["comparisons"]
     assert f"accuracy: {compared['sentence']}" in out
+
+
+def test_settings_of_the_policy_reach_both_models_and_a_model_keeps_its_tokenizer(run, tmp_path):
+    other = tmp_path / "exp_002"
+    shutil.copytree(run, other)
+    content = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(content.replace("  pad_token: null", "  pad_token: <other>"))
+
+    def policies(*sources, settings=()):
+        plan = plan_of_sources(sources, settings)
+        return [plan.config_of(candidate).policy for candidate in plan.candidates]
+
+    assert [policy.pad_token for policy in policies(run, other)] == [None, "<other>"]
+    assert [policy.pad_token for policy in policies(other, "embedded")] == ["<other>", None]
+    assert [policy.pad_token for policy in policies("embedded", other)] == [None, "<other>"]
+    given = ["policy.precision=float64", "policy.pad_token=<given>"]
+    for sources in ((run, other), (other, "embedded"), ("embedded", run)):
+        found = [(policy.precision, policy.pad_token) for policy in policies(*sources, settings=given)]
+        assert found == [("float64", "<given>")] * 2
 
 
 def test_all_checkpoints_have_one_row_each(lucidrl, run):
