@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lucidrl.data.reading import last_boxed
@@ -39,7 +40,7 @@ def answer_reader(rewards: Sequence[RewardConfig]) -> AnswerReader | None:
             return _failing_as_none(verifier.answer)
         if reward.name == "math":  # the verifier itself would load sympy
             config = validate(MathConfig, dict(reward.kwargs), at="reward.kwargs")
-            return _failing_as_none(lambda completion, row: _math_answer(text_of(completion, config), config))
+            return _failing_as_none(partial(_math_answer, config))
     return None
 
 
@@ -53,7 +54,8 @@ def _failing_as_none(read: Callable[[Completion, Mapping[str, Any]], str | None]
     return read_or_none
 
 
-def _math_answer(text: str, config: MathConfig) -> str | None:
+def _math_answer(config: MathConfig, completion: Completion, row: Mapping[str, Any]) -> str | None:
+    text = text_of(completion, config)
     boxed = last_boxed(text)
     if boxed is None:
         last = _NUMBERS.last(tail(text, SEARCHED_CHARS)) if config.read != "boxed" else None

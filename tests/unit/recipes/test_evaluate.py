@@ -262,7 +262,7 @@ def test_an_evaluation_without_scores_says_how_to_repeat_it(run, tmp_path):
         path.write_text(path.read_text().replace('"dropped":false', '"dropped":true '))
 
     settings = ["validation.num_prompts=4"]
-    with pytest.raises(LucidError, match=r"scored none of the 4 samples .* remove the folder, or change a setting such"):
+    with pytest.raises(LucidError, match=r"scored none of the 4 samples .* remove the folder, or change a setting"):
         evaluate(run, settings=settings, output=tmp_path / "out", watcher=Stopping(1, act=dropped))
     with pytest.raises(LucidError, match=r"another evaluation: env.timeout_s is 60.0 there and 90.0 here"):
         evaluate(run, settings=[*settings, "env.timeout_s=90"], output=tmp_path / "out")
