@@ -31,6 +31,8 @@ class Estimate:
     value: float
     low: float
     high: float
+    num_prompts: int
+    """Prompts that the estimate rests on; a prompt with too few scored samples is left out."""
 
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -42,9 +44,13 @@ class Comparison:
 
     name: str
     difference: Estimate
-    num_prompts: int
     num_differing: int
     """Prompts on which A and B differ."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that are compared."""
+        return self.difference.num_prompts
 
     @property
     def is_shown(self) -> bool:
@@ -58,7 +64,8 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as plain values."""
-        return {**asdict(self), "is_shown": self.is_shown, "sentence": self.sentence()}
+        known = {"num_prompts": self.num_prompts, "is_shown": self.is_shown, "sentence": self.sentence()}
+        return {**asdict(self), **known}
 
     def sentence(self) -> str:
         """Return the result of the comparison in words."""
@@ -129,7 +136,7 @@ def bootstrap(
     """Return the mean over prompts with its percentile bootstrap interval; prompts with NaN are left out."""
     known_P = values_P[~np.isnan(values_P)]
     if not len(known_P):
-        return Estimate(math.nan, math.nan, math.nan)
+        return Estimate(math.nan, math.nan, math.nan, 0)
     rng = np.random.default_rng(seed)
     rows = max(1, _MOST_DRAWN // len(known_P))
     means_R = np.concatenate(
@@ -140,7 +147,7 @@ def bootstrap(
     )
     tail = (1 - confidence) / 2
     low, high = np.quantile(means_R, [tail, 1 - tail])
-    return Estimate(mean(known_P), float(low), float(high))
+    return Estimate(mean(known_P), float(low), float(high), len(known_P))
 
 
 def estimates_of(values: Mapping[str, np.ndarray]) -> dict[str, Estimate]:
@@ -152,7 +159,7 @@ def compare(name: str, values_a_P: np.ndarray, values_b_P: np.ndarray) -> Compar
     """Compare two models by their values on the same prompts: bootstrap the differences of the prompts."""
     differences_P = values_b_P - values_a_P
     known_P = differences_P[~np.isnan(differences_P)]
-    return Comparison(name, bootstrap(differences_P), len(known_P), int(np.count_nonzero(known_P)))
+    return Comparison(name, bootstrap(differences_P), int(np.count_nonzero(known_P)))
 
 
 def interval_metrics(estimates: Mapping[str, Estimate]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -208,9 +208,13 @@ class SFTRunConfig(TextRunConfig):
     """When checkpoints are written and which are kept."""
     sft: SFTConfig = SFTConfig()
     """The algorithm."""
+    scores_completions: ClassVar[bool] = False
+    """Whether settings that only scoring reads are allowed."""
 
     @model_validator(mode="after")
     def _scores_no_completions(self) -> SFTRunConfig:
+        if self.scores_completions:
+            return self
         if self.reward:
             names = ", ".join(reward.name for reward in self.reward)
             raise ValueError(
@@ -230,7 +234,7 @@ class SFTRunConfig(TextRunConfig):
         unused = [f"env.num_workers={num_workers}"] if num_workers > 1 else []
         if generation.placement == "separate":
             unused.append("policy.generation.placement=separate")
-        if self.has_rows and unused:
+        if self.has_rows and unused and not self.scores_completions:
             source, title = ("data.file", f"={self.data.title}") if self.data.file is not None else ("dataset", "")
             raise ValueError(
                 f"{' and '.join(unused)} would start workers that generate or score completions, but a run on "
@@ -240,6 +244,12 @@ class SFTRunConfig(TextRunConfig):
 
     def _row_factors(self) -> Arithmetic:
         return [("examples per step", self.sft.examples_per_step, "sft.examples_per_step")]
+
+
+class EvaluatedSFTConfig(SFTRunConfig):
+    """Settings of an SFT run whose model is evaluated: completions are generated and scored."""
+
+    scores_completions = True
 
 
 class ControlEnvConfig(Config):

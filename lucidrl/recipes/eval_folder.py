@@ -60,7 +60,7 @@ class EvalFolder:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path = path
-        self._settings = orjson.loads(orjson.dumps(settings))
+        self._settings = orjson.loads(orjson.dumps(settings, option=orjson.OPT_NON_STR_KEYS))
         self.num_finished = 0
         """Prompts that are finished."""
         self.env_state: dict[str, Any] | None = None
@@ -88,7 +88,8 @@ class EvalFolder:
                 self._check_same(orjson.loads((self.path / SETTINGS_NAME).read_bytes()))
                 self._read_progress()
                 return
-            if others := [path.name for path in self.path.iterdir() if path.name != LOCK_NAME]:
+            own = (LOCK_NAME, _hidden(self.path / SETTINGS_NAME).name)  # the latter after a kill in the first write
+            if others := [path.name for path in self.path.iterdir() if path.name not in own]:
                 raise ConfigError(
                     f"{self.path} holds other files, such as {sorted(others)[0]}; choose a new or empty folder with "
                     "--output"
@@ -148,9 +149,10 @@ class EvalFolder:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a file atomically: readers find it complete or not at all."""
-    hidden = path.with_name(f".{path.name}")
+    hidden = _hidden(path)
     with hidden.open("wb") as file:
-        file.write(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+        file.write(orjson.dumps(content, option=options) + b"\n")
         file.flush()
         os.fsync(file.fileno())
     hidden.replace(path)
@@ -158,7 +160,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def digest_of(settings: Mapping[str, Any]) -> str:
     """Return a short hash of settings."""
-    return hashlib.sha256(orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)).hexdigest()[:8]
+    options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
+    return hashlib.sha256(orjson.dumps(settings, option=options)).hexdigest()[:8]
 
 
 def digest_of_prompts(prompts: Iterable[Prompt]) -> str:
@@ -181,6 +184,11 @@ def categories_of(prompts: Sequence[Prompt], column: str) -> list[str]:
             known = ", ".join(map(str, prompt.info)) or "none"
             raise DataError(f"--by {column}: {prompt.label} has no such column; choose one of its columns: {known}")
     return [str(prompt.info[column]) for prompt in prompts]
+
+
+def _hidden(path: Path) -> Path:
+    """Return the file that is written first and then renamed to `path`."""
+    return path.with_name(f".{path.name}")
 
 
 def _record(group: Sequence[Sample]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from lucidrl.data.datasets import Prompt
 from lucidrl.data.items import Skip
 from lucidrl.data.stream import Dataset
 from lucidrl.errors import CheckpointError, ConfigError, DataError
+from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.sources import BEST, NEWEST, WEIGHTS, find_checkpoint, resolved_name
-from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.configs import EvaluatedSFTConfig, GRPORunConfig, SFTRunConfig
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.settings import ALGORITHMS, new_settings, resumed_settings
 from lucidrl.utils.config import aliases_of
@@ -73,12 +74,14 @@ class EvalPlan:
     """Candidates with the settings that all of them share."""
 
     config: TextConfig
-    """Settings of the task, with the policy of the first candidate."""
+    """Settings of the task."""
     candidates: list[Candidate]
     options: EvalOptions
     given: Origins = field(default_factory=Origins)
     """Settings that the caller gave for this evaluation."""
     python: PythonInputs = field(default_factory=PythonInputs)
+    run: Path | None = None
+    """The run whose settings `config` holds; None if it is that of a model."""
 
     @property
     def uses_all_rows(self) -> bool:
@@ -98,14 +101,24 @@ class EvalPlan:
 
     def config_of(self, candidate: Candidate) -> TextConfig:
         """Return the settings with the policy of a candidate; sampling is the same for all candidates."""
-        policy, run = self.config.policy, candidate.run
-        own = settings_of_run(run).policy if run is not None and run != self.candidates[0].run else policy
-        kept = {name: getattr(own, name) for name in ("tokenizer", "pad_token", "precision", "trust_remote_code")}
+        policy = self.config.policy
+        kept = {
+            name: getattr(policy if self.given.of(f"policy.{name}") is not None else self._policy_of(candidate), name)
+            for name in ("tokenizer", "pad_token", "precision", "trust_remote_code")
+        }
         in_policy = {"placement": "policy", "nodes": "any"}  # one set of weights that never changes
         generation = policy.generation.model_copy(update=in_policy)
         whole_rows = policy.dtensor_cfg.model_copy(update={"sequence_parallel": False})
         update = {**kept, "model_name": candidate.model, "generation": generation, "dtensor_cfg": whole_rows}
         return self.config.model_copy(update={"policy": policy.model_copy(update=update)})
+
+    def _policy_of(self, candidate: Candidate) -> PolicyConfig:
+        """Return the settings of a candidate's own policy, without those that the caller gave."""
+        if candidate.run == self.run:
+            return self.config.policy
+        if candidate.run is not None:
+            return settings_of_run(candidate.run).policy
+        return PolicyConfig(precision=self.config.policy.precision)  # the tokenizer of a run does not fit any model
 
 
 def plan_of_sources(
@@ -138,7 +151,9 @@ def plan_of_sources(
     given = merge_layers([], settings, resolve=False, aliases=aliases_of(schema)).origins
     python = python or PythonInputs()
     config = _with_task(config, run, given, python)
-    return EvalPlan(config, candidates, options, given, python)
+    if given.of("data.file") is not None:
+        python = replace(python, rows=None, validation_rows=None)
+    return EvalPlan(config, candidates, options, given, python, run)
 
 
 def plan_of_config(config: TextConfig, options: EvalOptions, python: PythonInputs) -> EvalPlan:
@@ -190,7 +205,10 @@ def settings_of_run(run: Path, settings: Sequence[str] = ()) -> TextConfig:
         without = ["env.name", "env.kwargs"]
     elif given.of("env.name") is not None:
         without = ["reward", "env.kwargs"]
-    config = resumed_settings(algorithm, run, settings, without)
+    if given.of("data.file") is not None:  # the validation rows of the run belong to its own file
+        without = [*without, "data.validation_file"]
+    schema = EvaluatedSFTConfig if algorithm == SFTRunConfig.algorithm else None
+    config = resumed_settings(algorithm, run, settings, without, schema)
     if not isinstance(config, GRPORunConfig | SFTRunConfig):
         raise ConfigError(f"{run} is a run of {algorithm}, not of a language model; try `lucidrl play {run}`")
     return config

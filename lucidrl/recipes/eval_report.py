@@ -105,6 +105,8 @@ def show_report(console: Console, plan: EvalPlan, report: EvalReport) -> None:
         say(f"{comparison.name}: {comparison.sentence()} (paired, {comparison.num_prompts} prompts)")
     for result in report.results:
         say(_remarks(result) if len(report.results) == 1 else f"{result.name}: {_remarks(result)}")
+        for sentence in gaps(result):
+            say(sentence if len(report.results) == 1 else f"{result.name}: {sentence}")
     for result in report.results:
         say(f"results: {result.folder}")
 
@@ -167,6 +169,19 @@ def _headlines(estimates: Mapping[str, Estimate]) -> list[str]:
 
 def _title(name: str) -> str:
     return name.replace("_at_", "@")
+
+
+def gaps(result: EvalResult) -> list[str]:
+    """Say which estimates rest on fewer prompts than were evaluated."""
+    names_of: dict[int, list[str]] = {}
+    for name, estimate in _shown(result.estimates).items():
+        if estimate.num_prompts < result.num_prompts:
+            names_of.setdefault(estimate.num_prompts, []).append(_title(name))
+    return [
+        f"{' and '.join(names)} {'rest' if len(names) > 1 else 'rests'} on {number} of {result.num_prompts} prompts, "
+        "because samples of the others were dropped"
+        for number, names in names_of.items()
+    ]
 
 
 def _remarks(result: EvalResult) -> str:

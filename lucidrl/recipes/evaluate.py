@@ -262,6 +262,8 @@ class _Evaluator:
             "greedy": plan.is_greedy,
             "prompts": f"{len(self._prompts)} prompts {self._prompts_digest}",
             "env": {"name": config.env.name, "kwargs": config.env.kwargs},
+            "env.timeout_s": config.env.timeout_s,
+            "env.on_error": config.env.on_error,
             "reward": [reward.model_dump(mode="json") for reward in config.reward],
             "python": plan.python.described(),
             "seed": config.seed,
@@ -286,8 +288,8 @@ class _Evaluator:
         samples = [sample for group in groups for sample in group]
         if all(sample.is_dropped for sample in samples):
             raise EnvironmentFailure(
-                f"the environment scored none of the {len(samples)} samples in {folder.path}; fix the environment, or "
-                "raise env.timeout_s"
+                f"the environment scored none of the {len(samples)} samples in {folder.path}; fix the environment and "
+                "remove the folder, or change a setting such as env.timeout_s, to evaluate again"
             )
         values = values_by_prompt(groups, plan.samples, plan.config.validation.solved_at)
         rows_of: dict[str, list[int]] = {}

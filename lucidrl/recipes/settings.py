@@ -60,12 +60,17 @@ def new_settings(
 
 
 def resumed_settings(
-    algorithm: str, folder: Path, overrides: Sequence[str] = (), without: Sequence[str] = ()
+    algorithm: str,
+    folder: Path,
+    overrides: Sequence[str] = (),
+    without: Sequence[str] = (),
+    schema: type[BaseRunConfig] | None = None,
 ) -> BaseRunConfig:
     """Return the settings of a resumed run: those in its folder, changed by overrides.
 
     Args:
         without: settings of the run to leave out, by dotted key.
+        schema: class of the settings; by default, that of the algorithm.
 
     Raises:
         ConfigError: the folder holds no run, or one of another algorithm.
@@ -78,7 +83,7 @@ def resumed_settings(
             f"{folder} holds a run of {found[0]}, not of {algorithm}; resume it with "
             f"`lucidrl {found[0]} --resume {folder}`"
         )
-    schema = ALGORITHMS[algorithm]
+    schema = schema or ALGORITHMS[algorithm]
     for section, _, key in (name.rpartition(".") for name in without):
         (content.get(section, {}) if section else content).pop(key, None)
         own = (own[0], content)

@@ -69,6 +69,17 @@ def test_a_sample_is_solved_by_its_accuracy_or_else_by_its_reward():
     assert values_by_prompt(groups, 2, solved_at=0.5)["accuracy"].tolist() == [0.5, 1.0]
 
 
+def test_estimates_count_the_prompts_that_they_rest_on():
+    whole, half = [Scored(1.0), Scored(0.0)], [Scored(1.0), Scored(0.0, is_dropped=True)]
+    found = estimates_of(values_by_prompt([whole, half, whole], 2, solved_at=1.0))
+    assert {name: one.num_prompts for name, one in found.items() if name.startswith("pass")} == {
+        "pass_at_1": 3,
+        "pass_at_2": 2,
+    }
+    compared = compare("accuracy", np.array([0.0, np.nan, 1.0]), np.ones(3))
+    assert (compared.num_prompts, compared.to_json()["num_prompts"]) == (2, 2)
+
+
 def test_metrics_have_bounds_and_do_not_replace_those_of_the_environment():
     values = values_by_prompt([[Scored(1.0, "a"), Scored(0.0, "b")]] * 3, 2, solved_at=1.0)
     metrics = interval_metrics(estimates_of(values))

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lucidrl import GRPOTrainer
+from lucidrl import GRPOTrainer, SFTTrainer
 from lucidrl.errors import LucidError
+from lucidrl.recipes.eval_folder import EvalFolder, digest_of
+from lucidrl.recipes.eval_plan import plan_of_sources
+from lucidrl.recipes.eval_report import gaps
 from lucidrl.recipes.evaluate import evaluate
 
 ROOT = Path(__file__).parents[3]
@@ -26,6 +31,8 @@ CONFIG = {
     "checkpoint": {"every": 1},
     "policy": {"generation": {"max_new_tokens": 4}},
 }
+
+FEWER = {"reward": 40, "pass_at_4": 2, "pass_at_8": 2, "maj_at_8": 39}
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +93,16 @@ def test_greedy_evaluation_equals_the_last_validation_exactly(run):
     assert result.estimates["reward"].value == pytest.approx(expected["reward"], abs=1e-15)
     assert result.num_prompts == 40
     assert json.loads((result.folder / "result.json").read_text())["estimates"]["reward"]["value"] is not None
+
+
+def test_estimates_that_leave_out_prompts_say_so(run):
+    result = evaluate(run).result
+    assert gaps(result) == []
+    estimates = {name: replace(result.estimates["reward"], num_prompts=number) for name, number in FEWER.items()}
+    assert gaps(replace(result, estimates=estimates)) == [
+        "pass@4 and pass@8 rest on 2 of 40 prompts, because samples of the others were dropped",
+        "maj@8 rests on 39 of 40 prompts, because samples of the others were dropped",
+    ]
 
 
 def test_samples_give_pass_and_majority(run, trainer):
@@ -155,6 +172,25 @@ def test_two_models_are_compared_on_the_same_prompts(lucidrl, run, tmp_path):
     assert f"accuracy: {compared['sentence']}" in out
 
 
+def test_settings_of_the_policy_reach_both_models_and_a_model_keeps_its_tokenizer(run, tmp_path):
+    other = tmp_path / "exp_002"
+    shutil.copytree(run, other)
+    content = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(content.replace("  pad_token: null", "  pad_token: <other>"))
+
+    def policies(*sources, settings=()):
+        plan = plan_of_sources(sources, settings)
+        return [plan.config_of(candidate).policy for candidate in plan.candidates]
+
+    assert [policy.pad_token for policy in policies(run, other)] == [None, "<other>"]
+    assert [policy.pad_token for policy in policies(other, "embedded")] == ["<other>", None]
+    assert [policy.pad_token for policy in policies("embedded", other)] == [None, "<other>"]
+    given = ["policy.precision=float64", "policy.pad_token=<given>"]
+    for sources in ((run, other), (other, "embedded"), ("embedded", run)):
+        found = [(policy.precision, policy.pad_token) for policy in policies(*sources, settings=given)]
+        assert found == [("float64", "<given>")] * 2
+
+
 def test_all_checkpoints_have_one_row_each(lucidrl, run):
     code, out, _ = lucidrl("eval", run, "--checkpoint", "all")
     assert code == 0
@@ -184,6 +220,52 @@ def test_a_run_is_evaluated_with_another_reward(run, tmp_path):
     result = evaluate(run, settings=settings, output=tmp_path / "out").result
     assert "reward/exact" in result.metrics
     assert result.num_prompts == 1
+
+
+def test_a_run_of_sft_is_evaluated_with_a_reward(lucidrl, tmp_path):
+    rows = [{"prompt": f"{a}+{a}=", "completion": str(2 * a)} for a in range(8)]
+    (tmp_path / "learned.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "test.jsonl").write_text('{"prompt": "3+4=", "sum": "7"}\n{"prompt": "2+2=", "sum": "4"}\n')
+    config = {
+        "tracking": CONFIG["tracking"],
+        "data": {"file": str(tmp_path / "learned.jsonl"), "validation_fraction": 0},
+        "sft": {"examples_per_step": 4},
+    }
+    trainer = SFTTrainer("embedded", config=config, max_steps=1, output=tmp_path / "runs", display=False)
+    trainer.train()
+    task = [f"data.file={tmp_path / 'test.jsonl'}", "data.answer=sum", "policy.generation.max_new_tokens=4"]
+    code, out, err = lucidrl("eval", trainer.run_folder, *task, "reward=numeric")
+    assert code == 0, err
+    assert out.startswith("2 rows of test.jsonl, greedy")
+    code, _, err = lucidrl("eval", trainer.run_folder, *task)
+    assert code == 2
+    assert "learned from examples, so nothing says how its completions are scored; set reward=" in err
+
+
+def test_a_file_is_evaluated_without_the_validation_rows_of_the_run(tmp_path):
+    for name, sums in (("own", 4), ("held_out", 3), ("test", 2)):
+        rows = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(sums)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"file": str(tmp_path / "own.jsonl"), "validation_file": str(tmp_path / "held_out.jsonl")}
+    config = {**CONFIG, "env": {}, "data": data, "reward": "numeric"}
+    trainer = GRPOTrainer(
+        "embedded", config=config, preset="task-embedded", max_steps=1, output=tmp_path / "runs", display=False
+    )
+    trainer.train()
+    assert evaluate(trainer.run_folder).result.num_prompts == 3
+    assert evaluate(trainer.run_folder, settings=[f"data.file={tmp_path / 'test.jsonl'}"]).result.num_prompts == 2
+
+
+def test_an_evaluation_without_scores_says_how_to_repeat_it(run, tmp_path):
+    def dropped() -> None:
+        path = tmp_path / "out/samples.jsonl"
+        path.write_text(path.read_text().replace('"dropped":false', '"dropped":true '))
+
+    settings = ["validation.num_prompts=4"]
+    with pytest.raises(LucidError, match=r"scored none of the 4 samples .* remove the folder, or change a setting"):
+        evaluate(run, settings=settings, output=tmp_path / "out", watcher=Stopping(1, act=dropped))
+    with pytest.raises(LucidError, match=r"another evaluation: env.timeout_s is 60.0 there and 90.0 here"):
+        evaluate(run, settings=[*settings, "env.timeout_s=90"], output=tmp_path / "out")
 
 
 def test_a_model_is_evaluated_before_training(tmp_path):
@@ -226,6 +308,15 @@ def test_a_folder_of_another_evaluation_or_other_files_is_refused(run, tmp_path)
     (tmp_path / "mine/notes.txt").touch()
     with pytest.raises(LucidError, match=r"holds other files, such as notes\.txt"):
         evaluate(run, output=tmp_path / "mine")
+
+
+def test_a_kill_in_the_first_write_does_not_block_the_folder(tmp_path):
+    (tmp_path / ".eval.json").write_text('{"mod')
+    settings = {"reward": {"kwargs": {3: "three"}}}
+    for _ in range(2):
+        EvalFolder(tmp_path, settings).open()
+    assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
+    assert digest_of(settings) == digest_of({"reward": {"kwargs": {"3": "three"}}})
 
 
 def test_validation_samples_several_completions_on_request(tmp_path):
