@@ -112,6 +112,8 @@ def test_own_templates_see_columns_prompt_and_completion():
         ("score = 0", 0.0),
         ("First I thought Score: 3. No.\nScore: 4\nA good score: yes", 0.4),
         ("Score: .5", 0.05),
+        ("Score: 7 out of 10", 0.7),
+        ("Score: 7\n- 3 errors", 0.7),
     ],
 )
 def test_scores_are_read_in_documented_forms(reply, score):
@@ -126,6 +128,9 @@ def test_scores_are_read_in_documented_forms(reply, score):
         "Score: 11",
         "Score: -1",
         "Score: 7-8",
+        "Score: 7 or 8",
+        "Score: **8** to **9**",
+        "Score: 7.5/10 and 8/10",
         "Score: 70%",
         "Score: 7,5",
         "Score: 7/100",
@@ -147,6 +152,7 @@ def test_scores_may_keep_their_range():
     [
         (says("Nice work!"), {"parse_failure"}),
         (sends(chat(None, finish_reason="length")), {"parse_failure"}),
+        (sends(chat("Score: 1", finish_reason="length")), {"parse_failure"}),
         (sends(b'{"choices": ['), {"crash", "bad_response"}),
         (sends(b"[" * 100_000), {"crash", "bad_response"}),
         (sends(b'{"choices": []}'), {"crash", "bad_response"}),
@@ -304,6 +310,19 @@ def test_the_first_parse_failure_is_logged_and_all_are_counted(caplog):
     assert [metric(reply, "parse_failure") for reply in replies] == [1, 1]
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("parse failure of the LLM judge (the reply 'I like it' has no line like `Score: 10`)")
+
+
+@pytest.mark.parametrize(
+    ("limit", "shown"),
+    [({"max_tokens": 9}, "max_tokens=9"), ({"extra_body": {"max_completion_tokens": 7}}, "max_completion_tokens=7")],
+)
+def test_a_cut_reply_says_its_limit_and_is_not_cached(caplog, tmp_path, limit, shown):
+    with LLMServer(sends(chat("Score: 1", finish_reason="length"))) as server:
+        settings = reward(server.base_url, cache=True, cache_dir=str(tmp_path / "replies"), **limit)
+        scored(settings, "a")
+        scored(settings, "a")
+    assert len(server.bodies) == 2
+    assert f"the reply was cut at {shown}; raise reward.kwargs.max_tokens" in caplog.text
 
 
 def test_the_key_is_sent_and_shown_nowhere(monkeypatch, caplog, tmp_path):
