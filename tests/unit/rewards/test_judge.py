@@ -414,6 +414,8 @@ def test_a_check_accepts_an_endpoint_that_replies(status):
         ({"api_key": KEY}, "unknown key reward.kwargs.api_key; did you mean reward.kwargs.key_variable?"),
         ({"base_url": "localhost:8000"}, "reward.kwargs.base_url: 'localhost:8000' is not the address of an endpoint"),
         ({"base_url": "http://h:99999/"}, "reward.kwargs.base_url: 'http://h:99999/' is not the address"),
+        ({"base_url": "http://a..b/v1"}, "reward.kwargs.base_url: 'http://a..b/v1' is not the address of an endpoint"),
+        ({"base_url": f"http://{'a' * 64}.org/v1"}, "is not the address of an endpoint; write it like http://"),
         ({"base_url": "http://h/v1\r\nX: y"}, "is not the address of an endpoint"),
         ({"base_url": f"https://me:{KEY}@host/v1"}, "reward.kwargs.base_url: the address must have no user, query"),
         ({"key_variable": KEY}, "reward.kwargs.key_variable: the value is not the name of a variable"),
