@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from lucidrl.data.datasets import Prompt
+from lucidrl.envs.text.config import SampleTime
 from lucidrl.envs.text.interfaces import EnvReply
+from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import ConfigError, EnvironmentFailure
 from lucidrl.rewards.config import rewards_of, seconds_per_sample
 from lucidrl.rewards.env import RewardEnv
@@ -255,6 +257,15 @@ def test_at_most_max_concurrency_requests_are_in_progress():
     assert server.most_at_once == 3
 
 
+def test_a_step_in_which_all_requests_time_out_does_not_stop_the_run():
+    with LLMServer(hangs) as server:
+        settings = reward(server.base_url, timeout_s=0.3, max_retries=0, max_concurrency=2)
+        times = [SampleTime(0.35, of.num_at_once) for of in seconds_per_sample(rewards_of(settings))]
+        with EnvRunner(RewardEnv(settings), 0.3, 8, "fail", seconds_per_sample=times) as runner:
+            replies = runner.step(requests(*"abcdefgh"))
+    assert [reply and failures(reply) for reply in replies] == [{"timeout"}] * 8
+
+
 def test_a_reward_function_that_blocks_does_not_delay_requests():
     arrived = threading.Event()
 
@@ -298,10 +309,10 @@ def test_a_cancelled_step_and_a_shutdown_end_requests():
 
 
 def test_failures_are_dropped_or_stop_the_run_by_default():
-    (config,) = rewards_of("judge")
+    (config,) = rewards_of({"name": "judge", "kwargs": {"base_url": "http://h", "model": "m"}})
     assert (config.on_timeout, config.on_crash, config.on_parse_failure) == ("drop", "fail", "drop")
     assert rewards_of({"name": "judge", "on_crash": 0})[0].on_crash == 0
-    assert seconds_per_sample([config]) == 121
+    assert seconds_per_sample([config]) == [SampleTime(121, num_at_once=8)]
 
 
 def test_the_first_parse_failure_is_logged_and_all_are_counted(caplog):
