@@ -29,6 +29,7 @@ from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.sources import resolved_name
 from lucidrl.utils.device import default_device
 from lucidrl.utils.imports import require_package
+from lucidrl.utils.suggestions import closest
 
 NAME = "lucidrl"
 ROWS_AT_ONCE = 64
@@ -36,6 +37,9 @@ LOGITS_AT_ONCE = 1024
 """Tokens whose logits are in memory at a time."""
 DEFAULT_NEW_TOKENS = 256
 _SAMPLING = {"top_k", "top_p"}
+_MODEL_ARGS = ("pretrained", "dtype", "max_length")
+_HARNESS_ARGS = ("batch_size", "max_batch_size", "device", "trust_remote_code")
+"""Names that the harness adds to `--model_args`; they have no effect."""
 
 
 class Backend:
@@ -187,6 +191,23 @@ def generation_config(kwargs: dict[str, Any], until: Sequence[str], max_length: 
     return GenerationConfig(max_new_tokens=kwargs["max_gen_toks"], temperature=temperature, stop_strings=stops, **rest)
 
 
+def checked_model_args(model_args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Backend`, without those that the harness adds.
+
+    Raises:
+        ConfigError: for another argument, or without `pretrained`.
+    """
+    given = {name: value for name, value in model_args.items() if name not in _HARNESS_ARGS}
+    for name, value in given.items():
+        if name not in _MODEL_ARGS:
+            similar = closest(name, _MODEL_ARGS)
+            remedy = f"did you mean {similar}?" if similar else "use pretrained, dtype or max_length"
+            raise ConfigError(f"{name}={value} in --model_args is not an argument of the model {NAME}; {remedy}")
+    if not given.get("pretrained"):
+        raise ConfigError("--model_args has no pretrained; add pretrained=..., a run folder, a checkpoint or a model")
+    return given
+
+
 @cache
 def registered_class() -> type[Any]:
     """Register the model `lucidrl` in lm-evaluation-harness, and return its class."""
@@ -199,9 +220,9 @@ def registered_class() -> type[Any]:
     class LucidLM(TemplateLM):
         """A run, checkpoint or model of Lucid RL as a model of lm-evaluation-harness."""
 
-        def __init__(self, pretrained: str, dtype: str = "float32", max_length: int | None = None, **ignored: Any):
+        def __init__(self, **model_args: Any):
             super().__init__()
-            self._backend = Backend(pretrained, dtype, max_length)
+            self._backend = Backend(**checked_model_args(model_args))
             self.tokenizer, self.max_length = self._backend.tokenizer, self._backend.max_length
 
         @property

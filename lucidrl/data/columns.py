@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any, cast
 
 from lucidrl.data.config import DataConfig
@@ -114,6 +115,7 @@ class Columns:
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+_INTEGER = re.compile(r"[+-]?\d+(\.0*)?", re.ASCII)
 _NOT_INFO = frozenset({"id", "prompt", "messages", "stop_strings"})
 
 
@@ -190,7 +192,9 @@ def _equals(found: Any, wanted: Any) -> bool:
         return not text
     if isinstance(wanted, bool):
         return text.lower() == str(wanted).lower()
-    return _NUMBER.fullmatch(text) is not None and (text == str(wanted) or float(text) == wanted)
+    if isinstance(wanted, int) and _INTEGER.fullmatch(text):
+        return Decimal(text) == wanted  # exact, unlike float, and without a limit of digits, unlike int
+    return _NUMBER.fullmatch(text) is not None and float(text) == wanted
 
 
 def _shown(value: Any) -> str:

@@ -24,6 +24,8 @@ OTHER_KINDS = {
     b"PK\x03\x04": "a ZIP archive; unpack it",
 }
 """First bytes of files in other formats, with the name of the format and the remedy."""
+_MOST_DIGITS = 20
+"""Digits of the largest integer of 64 bits; the smallest has as many characters."""
 _BOM = b"\xef\xbb\xbf"
 _TOKENS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[{}\[\]]', re.DOTALL)
 
@@ -171,7 +173,8 @@ def parsed(content: bytes, place: str, remedy: str) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        DataError: the content is not a JSON object, or an object in it has a key twice.
+        DataError: the content is not a JSON object, an object in it has a key twice, or an integer has more than 64
+            bits.
     """
     try:
         record = orjson.loads(content)
@@ -187,9 +190,16 @@ def parsed(content: bytes, place: str, remedy: str) -> dict[str, Any]:
                 raise DataError(f"{place}: has the key {key!r} twice in one object; remove one of them")
             seen.add(key)
 
-    # Only to find duplicate keys: orjson silently keeps the last of them.
+    def within_64_bits(digits: str) -> None:
+        if len(digits) > _MOST_DIGITS or not -(2**63) <= int(digits) < 2**64:
+            shown = digits if len(digits) <= 40 else f"{digits[:40]}..."
+            raise DataError(
+                f"{place}: the integer {shown} has more than 64 bits, so it would be rounded; write it as a string"
+            )
+
+    # Only to find duplicate keys, of which orjson silently keeps the last, and integers that it rounds.
     try:
-        json.loads(content, object_pairs_hook=without_duplicates, parse_int=float)
+        json.loads(content, object_pairs_hook=without_duplicates, parse_int=within_64_bits)
     except RecursionError as error:
         raise DataError(f"{place}: is nested too deeply; write flatter objects") from error
     return record

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, FiniteFloat, PositiveInt, model_validator
 
+from lucidrl.envs.text.config import SampleTime
 from lucidrl.errors import ConfigError
 from lucidrl.rewards.interfaces import LLM_JUDGE, MEMORY_LIMIT_MB, TIMEOUT_S, Limits
 from lucidrl.rewards.verifiers import VERIFIERS
@@ -169,9 +170,25 @@ def env_kwargs(rewards: Sequence[RewardConfig]) -> dict[str, Any]:
     return {"rewards": [reward.model_dump() for reward in rewards]}
 
 
-def seconds_per_sample(rewards: Sequence[RewardConfig]) -> float:
-    """Upper bound on the seconds that all verifiers of a run need per completion: every verifier times out."""
-    return sum((1 + verifier_timeout_s(reward)) for reward in rewards if not reward.is_function)
+def seconds_per_sample(rewards: Sequence[RewardConfig]) -> list[SampleTime]:
+    """Upper bound on the time that each verifier of a run needs per completion: every completion times out."""
+    return [
+        SampleTime(1 + verifier_timeout_s(reward), _num_at_once(reward)) for reward in rewards if not reward.is_function
+    ]
+
+
+def _num_at_once(reward: RewardConfig) -> int:
+    """Completions that a verifier or LLM judge scores at the same time."""
+    if reward.name == LLM_JUDGE:
+        from lucidrl.rewards.judge.config import JudgeConfig
+
+        return validate(JudgeConfig, dict(reward.kwargs), at="reward.kwargs").max_concurrency
+    entry = VERIFIERS.get(reward.name)
+    if entry is None or not entry.runs_in_pool:
+        return 1
+    from lucidrl.distributed.workers.process import num_cores
+
+    return reward.num_workers or num_cores()
 
 
 def verifier_timeout_s(reward: RewardConfig) -> float:

@@ -31,7 +31,8 @@ from lucidrl.rewards.worker import VerifierWorker
 _MOST_ITEMS_PER_RUNNER = 64
 """Most items per runner in one call of the worker; if the worker is lost, all items of the call are verified again."""
 _MOST_BYTES = 4 << 20
-"""A call with this many bytes of items gets no further item: runners forked during the call copy its items."""
+"""A call with this many bytes of items gets no further item, except to give every runner one: runners forked during
+the call copy its items."""
 _SPARE_S = 1.0
 """Time that the worker has after the timeout of an item to kill the runner and report the outcome."""
 _CALL_SPARE_S = 30.0
@@ -151,7 +152,9 @@ class VerifierPool:
         while (first := self._items.get()) is not None:
             chunk, size_bytes = [first], len(first[0])
             with suppress(queue.Empty):
-                while len(chunk) < self.num_workers * _MOST_ITEMS_PER_RUNNER and size_bytes < _MOST_BYTES:
+                while len(chunk) % self.num_workers or (  # no runner is idle while items wait
+                    len(chunk) < self.num_workers * _MOST_ITEMS_PER_RUNNER and size_bytes < _MOST_BYTES
+                ):
                     if (item := self._items.get(timeout=_GATHERING_S)) is None:
                         break
                     chunk.append(item)

@@ -13,7 +13,8 @@ import pytest
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra eval")
 pytest.importorskip("accelerate", reason="the back end hf of lm-eval needs it")
 
-from lucidrl.lm_eval import registered_class  # noqa: E402
+from lucidrl.errors import ConfigError  # noqa: E402
+from lucidrl.lm_eval import checked_model_args, registered_class  # noqa: E402
 from lucidrl.models.embedded import embedded_model, embedded_tokenizer  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +104,28 @@ def test_the_command_of_the_page_runs(tasks, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "exact_match" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("model_args", "complaint"),
+    [
+        (
+            "pretraned=m",
+            "pretraned=m in --model_args is not an argument of .* lucidrl; did you mean pretrained?",
+        ),
+        ("pretrained=m,max_len=9", "max_len=9 in --model_args is not .*; did you mean max_length?"),
+        ("pretrained=m,peft=x", "peft=x in --model_args is not .*; use pretrained, dtype or max_length"),
+        ("dtype=float32", "--model_args has no pretrained; add pretrained="),
+    ],
+)
+def test_wrong_model_args_are_refused(model_args, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        registered_class().create_from_arg_string(model_args, {"batch_size": 1, "device": "cpu"})
+
+
+def test_arguments_that_the_harness_adds_are_accepted():
+    added = {"batch_size": 1, "max_batch_size": None, "device": "cpu", "trust_remote_code": True}
+    assert checked_model_args({"pretrained": "m", **added}) == {"pretrained": "m"}
 
 
 def test_long_texts_are_scored_in_windows(model):

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 from lucidrl.distributed.workers.outcomes import RemoteTraceback
-from lucidrl.envs.text.config import OnError
+from lucidrl.envs.text.config import OnError, SampleTime
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, TextEnv
 from lucidrl.envs.text.worker import Cause, EnvState, Outcome
 from lucidrl.envs.text.workers import EnvWorkers, InProcessEnv
@@ -62,8 +62,8 @@ class EnvRunner:
         env: an environment, which runs in this process, or the result of `start_env`; closed with the runner.
         timeout_s: timeout of a call.
         watch: see `wait_watching`.
-        seconds_per_sample: added to the timeout for each sample that is scored at the same time, because samples wait
-            for free processes of a verifier pool, which has a timeout per sample.
+        seconds_per_sample: added to the timeout for the samples of all calls that run at the same time, because samples
+            wait for free processes of a verifier pool or places of an LLM judge, which have a timeout per sample.
 
     Attributes:
         counts: dropped samples by cause.
@@ -76,7 +76,7 @@ class EnvRunner:
         max_concurrency: int,
         on_error: OnError,
         watch: Callable[[], None] = lambda: None,
-        seconds_per_sample: float = 0.0,
+        seconds_per_sample: Sequence[SampleTime] = (),
     ) -> None:
         self.counts: Counter[Cause] = Counter()
         self._workers = env if isinstance(env, EnvWorkers) else InProcessEnv(env)
@@ -172,7 +172,8 @@ class EnvRunner:
         }
         exited: list[Indices] = []
         self._lost = []
-        timeout_s = self._timeout_s + self._seconds_per_sample * sum(map(len, calls))
+        num_samples = sum(map(len, calls))
+        timeout_s = self._timeout_s + sum(time.of(num_samples) for time in self._seconds_per_sample)
         for number, outcomes in self._workers.score(messages, timeout_s, self._watch).items():
             if isinstance(outcomes, LostWorkerError):
                 rows = [row for call in shares[number] for row in call]

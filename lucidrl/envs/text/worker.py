@@ -240,6 +240,8 @@ def _normalized(reply: Any) -> Outcome:
         return Failure("bad_reply", f"returned metrics that are not numbers: {', '.join(wrong)}")
     if not (reply.info is None or isinstance(reply.info, dict)):
         return Failure("bad_reply", f"returned an info of type {type(reply.info).__name__} instead of a dictionary")
+    if not (reply.answer is None or isinstance(reply.answer, str)):
+        return Failure("bad_reply", f"returned an answer of type {type(reply.answer).__name__} instead of a string")
     if not reply.done and not _are_observations(reply.messages):
         what = (
             "returned done=False without messages; return messages with role and content, the last with another role "

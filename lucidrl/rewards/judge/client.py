@@ -100,7 +100,7 @@ class JudgeClient:
 
         Raises:
             RequestFailed: no request succeeded.
-            ParseFailure: the reply is empty.
+            ParseFailure: the reply is empty, or was cut at the most tokens of a reply.
         """
         ends = time.monotonic() + timeout_s
         content = json.dumps(body).encode()
@@ -199,7 +199,16 @@ class JudgeClient:
             raise ParseFailure(f"the reply is empty (finish_reason={reason}); raise reward.kwargs.max_tokens")
         if not isinstance(text, str):
             raise RequestFailed("bad_response", f"the content of the reply is a {type(text).__name__}, not a string")
+        if choice.get("finish_reason") == "length":  # a number at its end may be a part of the score
+            raise ParseFailure(f"the reply was cut at {self._most_tokens()}; raise reward.kwargs.max_tokens")
         return self._without_key(text.encode("utf-8", "replace").decode())
+
+    def _most_tokens(self) -> str:
+        """The limit of a reply, as requests hold it."""
+        config = self._config
+        limits = {"max_tokens": config.max_tokens, **config.extra_body}
+        names = ("max_completion_tokens", "max_tokens")
+        return next((f"{name}={limits[name]}" for name in names if limits.get(name) is not None), "the server's limit")
 
     def _backoff_s(self, num_retries: int) -> float:
         longest_s = min(_MOST_BACKOFF_S, self._config.backoff_s * 2.0 ** min(num_retries, 60))

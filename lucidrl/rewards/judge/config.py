@@ -101,7 +101,8 @@ class JudgeConfig(TextConfig):
         try:
             parts = urlsplit(url)
             has_host = bool(parts.hostname) and parts.port != 0
-        except ValueError:  # such as a port that is not a number
+            (parts.hostname or "").encode("idna")  # a connection does the same
+        except ValueError:  # such as a port that is not a number, or a part of the host name above 63 characters
             has_host = False
         if has_host and (parts.username is not None or parts.query or parts.fragment):
             raise ValueError(

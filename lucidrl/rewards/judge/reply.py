@@ -15,10 +15,11 @@ _LABEL = re.compile(
 """`Score:`, `**Score:**`, `Final score (0 to 10):` or `"score":`, before a number."""
 _NUMBER = re.compile(
     r"([-+]?(?:\d++(?:\.\d++)?|\.\d++))(?:\s{0,2}/\s{0,2}(\d++(?:\.\d++)?))?+"
-    r"(?=$|[\s*_`\"'.,;:)\]}])(?![.,]\d)(?!\s{0,2}[-\u2013]\s{0,2}\d)",
-    re.ASCII,
+    r"(?=$|[\s*_`\"'.,;:)\]}])(?![.,]\d)"
+    r"(?![*_`\"' \t]{0,8}(?:[-\u2013\u2014]|(?:or|to|and)(?=[*_`\"' \t]))[*_`\"' \t]{0,8}\d)",
+    re.ASCII | re.IGNORECASE,
 )
-"""A number, or a number of a maximum such as 7/10; not a range such as 7-8, and not 70%."""
+"""A number, or a number of a maximum such as 7/10; not a range such as 7-8 or 7 to 8, not 7 or 8, and not 70%."""
 
 
 def score_of(reply: str, config: JudgeConfig) -> float:

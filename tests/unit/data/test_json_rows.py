@@ -76,6 +76,22 @@ def test_a_key_that_occurs_twice_is_refused(write, line, key):
         rows_of(source)
 
 
+@pytest.mark.parametrize(
+    ("number", "shown"), [(2**64, str(2**64)), (-(2**63) - 1, str(-(2**63) - 1)), ("9" * 300, f"{'9' * 40}...")]
+)
+def test_an_integer_that_would_be_rounded_is_refused(write, number, shown):
+    source = JsonLines(write(f'{{"prompt": "fine"}}\n{{"prompt": "a", "info": {{"answer": [{number}]}}}}\n'))
+    with pytest.raises(DataError) as refused:
+        rows_of(source)
+    assert f"data.jsonl:2: the integer {shown} has more than 64 bits" in str(refused.value)
+    assert str(refused.value).endswith("; write it as a string")
+
+
+def test_integers_of_64_bits_and_large_floats_are_kept(write):
+    values = [2**64 - 1, -(2**63), 0, 1e30]
+    assert rows_of(JsonLines(write(json.dumps({"a": values})))) == [{"a": values}]
+
+
 def test_equal_keys_of_different_objects_are_accepted(write):
     assert rows_of(JsonLines(write('{"a": {"b": 1}, "c": [{"b": 2}, {"b": 3}]}')))
 

@@ -320,6 +320,17 @@ def test_metrics_that_are_no_numbers_are_a_bad_reply():
         runner.step([request])
 
 
+@pytest.mark.parametrize("answer", [["4"], np.float64(4.0)], ids=["list", "number"])
+def test_an_answer_that_is_no_string_is_a_bad_reply(answer):
+    class Answering:
+        async def step(self, batch):
+            return [EnvReply(1.0, answer=answer) for _ in batch]
+
+    problem = rf"Answering\.step returned an answer of type {type(answer).__name__} instead of a string \(sample s0,"
+    with make_runner(Answering(), on_error="fail") as runner, pytest.raises(EnvironmentFailure, match=problem):
+        runner.step(make_requests("a"))
+
+
 class Counting(ScriptedEnv):
     """Counts its calls."""
 

@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from lucidrl.data.datasets import Prompt
+from lucidrl.envs.text.config import SampleTime
 from lucidrl.envs.text.interfaces import EnvReply
+from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import ConfigError, EnvironmentFailure
 from lucidrl.rewards.config import rewards_of, seconds_per_sample
 from lucidrl.rewards.env import RewardEnv
@@ -112,6 +114,8 @@ def test_own_templates_see_columns_prompt_and_completion():
         ("score = 0", 0.0),
         ("First I thought Score: 3. No.\nScore: 4\nA good score: yes", 0.4),
         ("Score: .5", 0.05),
+        ("Score: 7 out of 10", 0.7),
+        ("Score: 7\n- 3 errors", 0.7),
     ],
 )
 def test_scores_are_read_in_documented_forms(reply, score):
@@ -126,6 +130,9 @@ def test_scores_are_read_in_documented_forms(reply, score):
         "Score: 11",
         "Score: -1",
         "Score: 7-8",
+        "Score: 7 or 8",
+        "Score: **8** to **9**",
+        "Score: 7.5/10 and 8/10",
         "Score: 70%",
         "Score: 7,5",
         "Score: 7/100",
@@ -147,6 +154,7 @@ def test_scores_may_keep_their_range():
     [
         (says("Nice work!"), {"parse_failure"}),
         (sends(chat(None, finish_reason="length")), {"parse_failure"}),
+        (sends(chat("Score: 1", finish_reason="length")), {"parse_failure"}),
         (sends(b'{"choices": ['), {"crash", "bad_response"}),
         (sends(b"[" * 100_000), {"crash", "bad_response"}),
         (sends(b'{"choices": []}'), {"crash", "bad_response"}),
@@ -249,6 +257,15 @@ def test_at_most_max_concurrency_requests_are_in_progress():
     assert server.most_at_once == 3
 
 
+def test_a_step_in_which_all_requests_time_out_does_not_stop_the_run():
+    with LLMServer(hangs) as server:
+        settings = reward(server.base_url, timeout_s=0.3, max_retries=0, max_concurrency=2)
+        times = [SampleTime(0.35, of.num_at_once) for of in seconds_per_sample(rewards_of(settings))]
+        with EnvRunner(RewardEnv(settings), 0.3, 8, "fail", seconds_per_sample=times) as runner:
+            replies = runner.step(requests(*"abcdefgh"))
+    assert [reply and failures(reply) for reply in replies] == [{"timeout"}] * 8
+
+
 def test_a_reward_function_that_blocks_does_not_delay_requests():
     arrived = threading.Event()
 
@@ -292,10 +309,10 @@ def test_a_cancelled_step_and_a_shutdown_end_requests():
 
 
 def test_failures_are_dropped_or_stop_the_run_by_default():
-    (config,) = rewards_of("judge")
+    (config,) = rewards_of({"name": "judge", "kwargs": {"base_url": "http://h", "model": "m"}})
     assert (config.on_timeout, config.on_crash, config.on_parse_failure) == ("drop", "fail", "drop")
     assert rewards_of({"name": "judge", "on_crash": 0})[0].on_crash == 0
-    assert seconds_per_sample([config]) == 121
+    assert seconds_per_sample([config]) == [SampleTime(121, num_at_once=8)]
 
 
 def test_the_first_parse_failure_is_logged_and_all_are_counted(caplog):
@@ -304,6 +321,19 @@ def test_the_first_parse_failure_is_logged_and_all_are_counted(caplog):
     assert [metric(reply, "parse_failure") for reply in replies] == [1, 1]
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("parse failure of the LLM judge (the reply 'I like it' has no line like `Score: 10`)")
+
+
+@pytest.mark.parametrize(
+    ("limit", "shown"),
+    [({"max_tokens": 9}, "max_tokens=9"), ({"extra_body": {"max_completion_tokens": 7}}, "max_completion_tokens=7")],
+)
+def test_a_cut_reply_says_its_limit_and_is_not_cached(caplog, tmp_path, limit, shown):
+    with LLMServer(sends(chat("Score: 1", finish_reason="length"))) as server:
+        settings = reward(server.base_url, cache=True, cache_dir=str(tmp_path / "replies"), **limit)
+        scored(settings, "a")
+        scored(settings, "a")
+    assert len(server.bodies) == 2
+    assert f"the reply was cut at {shown}; raise reward.kwargs.max_tokens" in caplog.text
 
 
 def test_the_key_is_sent_and_shown_nowhere(monkeypatch, caplog, tmp_path):
@@ -395,6 +425,8 @@ def test_a_check_accepts_an_endpoint_that_replies(status):
         ({"api_key": KEY}, "unknown key reward.kwargs.api_key; did you mean reward.kwargs.key_variable?"),
         ({"base_url": "localhost:8000"}, "reward.kwargs.base_url: 'localhost:8000' is not the address of an endpoint"),
         ({"base_url": "http://h:99999/"}, "reward.kwargs.base_url: 'http://h:99999/' is not the address"),
+        ({"base_url": "http://a..b/v1"}, "reward.kwargs.base_url: 'http://a..b/v1' is not the address of an endpoint"),
+        ({"base_url": f"http://{'a' * 64}.org/v1"}, "is not the address of an endpoint; write it like http://"),
         ({"base_url": "http://h/v1\r\nX: y"}, "is not the address of an endpoint"),
         ({"base_url": f"https://me:{KEY}@host/v1"}, "reward.kwargs.base_url: the address must have no user, query"),
         ({"key_variable": KEY}, "reward.kwargs.key_variable: the value is not the name of a variable"),

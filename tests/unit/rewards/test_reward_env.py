@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from lucidrl.data.datasets import Prompt
-from lucidrl.envs.text.config import EnvConfig
+from lucidrl.envs.text.config import EnvConfig, SampleTime
 from lucidrl.envs.text.interfaces import SampleFailure
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.envs.text.workers import start_env
@@ -182,7 +182,7 @@ def test_a_failed_batch_is_retried_sample_by_sample_if_samples_may_be_dropped():
 @pytest.mark.slow
 def test_functions_of_a_worker_process_are_killed_at_the_timeout_and_the_sample_is_named():
     config = EnvConfig(name=ENV, kwargs={"rewards": [EXACT, POOLED]})
-    with EnvRunner(start_env(config), 1.0, 2, "drop", seconds_per_sample=0.1) as runner:
+    with EnvRunner(start_env(config), 1.0, 2, "drop", seconds_per_sample=[SampleTime(0.1)]) as runner:
         scored = runner.step(requests("a", "hang", "exit", "b", answer="a"))
         assert [reply and reply.reward for reply in scored] == [2.0, None, None, 1.0]
         assert runner.num_restarts >= 2

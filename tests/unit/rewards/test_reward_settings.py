@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lucidrl.distributed.workers.process import num_cores
+from lucidrl.envs.text.config import SampleTime
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.inputs import PythonInputs
@@ -91,8 +93,11 @@ def test_wrong_settings_are_refused(overrides, complaint):
 
 
 def test_the_timeout_of_a_step_leaves_room_for_the_timeouts_of_all_verifiers():
-    assert seconds_per_sample(rewards_of(["my:exact"])) == 0
-    assert seconds_per_sample(rewards_of(["my:exact", {"name": "math", "timeout_s": 2}])) == 3
+    assert seconds_per_sample(rewards_of(["my:exact"])) == []
+    (of_math,) = seconds_per_sample(rewards_of(["my:exact", {"name": "math", "timeout_s": 2, "num_workers": 4}]))
+    assert of_math == SampleTime(3, num_at_once=4)
+    assert [of_math.of(num_samples) for num_samples in (1, 4, 5, 256)] == [6, 6, 9, 195]
+    assert seconds_per_sample(rewards_of("math")) == [SampleTime(6, num_cores())]
 
 
 @pytest.fixture

@@ -54,12 +54,13 @@ def test_the_fraction_of_passed_tests():
     assert score("code", fenced(numbers_only), {"tests": TESTS}) == 0
 
 
+@pytest.mark.slow
 def test_code_that_takes_too_long_fails_its_tests_before_the_pool_times_out():
-    limits = Limits(timeout_s=1.0)
+    limits = Limits(timeout_s=5.0)  # the code gets 4 s of it, and a busy machine the rest
     loops_at_3 = fenced("def double(x):\n    while x == -3: pass\n    return 2 * x")
     make = partial(make_verifier, "code", {"reward": "fraction"}, limits)
     with VerifierPool("code", make, limits=limits, num_workers=1) as pool:
-        found = pool.submit(Completion(loops_at_3, 1), {"tests": TESTS}).result(10)
+        found = pool.submit(Completion(loops_at_3, 1), {"tests": TESTS}).result(30)
     assert (found.outcome, found.score) == ("scored", pytest.approx(2 / 3))
 
 
