@@ -176,7 +176,7 @@ def chosen_prompts(plan: EvalPlan, dataset: Dataset[Prompt]) -> list[Prompt]:
         prompts = [rows[row] for row in chosen]
     else:
         saved = state.state.get("collector", state.state) if state is not None else {}
-        if "position" in saved and plan.given.of("data") is None:
+        if "position" in saved and not plan.given.has_any_of("data"):
             dataset.load_state_dict(saved)  # version 0.1.0 held out other prompts
         prompts = dataset.held_out(validation.num_prompts)
     if prompts:

@@ -245,7 +245,7 @@ class _Evaluator:
         """Return the state in which the environment starts: that of the checkpoint, such as a curriculum's level."""
         saved = candidate.checkpoint.state if candidate.checkpoint is not None else {}
         saved = saved.get("collector", saved)
-        is_same = "env" in self._first_state and "env" in saved and self._plan.given.of("env") is None
+        is_same = "env" in self._first_state and "env" in saved and not self._plan.given.has_any_of("env")
         return {**self._first_state, "env": saved["env"]} if is_same else self._first_state
 
     def _settings_of(self, candidate: Candidate) -> dict[str, Any]:

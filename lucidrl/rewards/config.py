@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, FiniteFloat, PositiveInt, model_validator
 
-from lucidrl.envs.text.config import SampleTime
 from lucidrl.errors import ConfigError
-from lucidrl.rewards.interfaces import LLM_JUDGE, MEMORY_LIMIT_MB, TIMEOUT_S, Limits
+from lucidrl.rewards.interfaces import LLM_JUDGE, MEMORY_LIMIT_MB, TIMEOUT_S, Limits, SampleTime
 from lucidrl.rewards.verifiers import VERIFIERS
 from lucidrl.utils.config import Config, validate
 

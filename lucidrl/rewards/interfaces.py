@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from lucidrl.data.reading import ParseFailure
 
-__all__ = ["Completion", "Limits", "ParseFailure", "Verifier"]
+__all__ = ["Completion", "Limits", "ParseFailure", "SampleTime", "Verifier"]
 
 TIMEOUT_S = 5.0
 MEMORY_LIMIT_MB = 1024
@@ -30,6 +31,21 @@ class Limits(NamedTuple):
     timeout_s: float = TIMEOUT_S
     memory_bytes: int = MEMORY_LIMIT_MB << 20
     """Address space, in addition to what the process has before its first verification."""
+
+
+@dataclass(frozen=True)
+class SampleTime:
+    """The most time that a part of an environment needs per sample, and how many samples it scores at once."""
+
+    seconds: float
+    num_at_once: int = 1
+
+    def of(self, num_samples: int) -> float:
+        """Upper bound on the seconds for some samples.
+
+        It has a round more than the samples fill, because the first samples may start before the others arrive.
+        """
+        return self.seconds * (math.ceil(num_samples / self.num_at_once) + 1)
 
 
 DEFAULT_LIMITS = Limits()

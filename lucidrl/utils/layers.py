@@ -60,6 +60,10 @@ class Origins(dict[str, Source]):
         paths = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
         return next((self[path] for path in paths if path in self), None)
 
+    def has_any_of(self, section: str) -> bool:
+        """Whether the section, or a key in it, was set."""
+        return any(key == section or key.startswith(f"{section}.") for key in self)
+
 
 COMMAND_LINE = Source("command line")
 

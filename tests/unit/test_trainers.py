@@ -342,10 +342,10 @@ def test_wrong_values_are_refused_as_on_the_command_line_all_at_once():
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"model": torch.nn.Linear(1, 1)}, "is a Linear; pass text"),
+        ({"model": torch.nn.Linear(1, 1)}, "is a Linear; pass a string"),
         ({"config": 3}, "config is a int; pass a mapping, a GRPORunConfig or the path"),
         ({"config": PPORunConfig()}, "config is a PPORunConfig; pass a GRPORunConfig"),
-        ({"config": {"env": {"name": Recorder}}}, "config: env.name=.* is a type; pass text"),
+        ({"config": {"env": {"name": Recorder}}}, "config: env.name=.* is a type; pass a string"),
         ({"config": "none.yaml"}, "config file none.yaml does not exist"),
         ({"preset": "demmo"}, "there is no preset 'demmo'"),
         ({"rewards": 3}, "rewards has 3; pass functions"),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -15,21 +13,6 @@ OnError = Literal["fail", "drop"]
 Isolation = Literal["auto", "process", "none"]
 ALWAYS_ISOLATED = ("reasoning_gym",)
 """Built-in environments that may block: `isolation=auto` means `process` for them."""
-
-
-@dataclass(frozen=True)
-class SampleTime:
-    """The most time that a part of an environment needs per sample, and how many samples it scores at once."""
-
-    seconds: float
-    num_at_once: int = 1
-
-    def of(self, num_samples: int) -> float:
-        """Upper bound on the seconds for some samples.
-
-        It has a round more than the samples fill, because the first samples may start before the others arrive.
-        """
-        return self.seconds * (math.ceil(num_samples / self.num_at_once) + 1)
 
 
 class EnvConfig(Config):

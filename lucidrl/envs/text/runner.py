@@ -12,11 +12,12 @@ from itertools import pairwise
 from typing import Any, Self
 
 from lucidrl.distributed.workers.outcomes import RemoteTraceback
-from lucidrl.envs.text.config import OnError, SampleTime
+from lucidrl.envs.text.config import OnError
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, TextEnv
 from lucidrl.envs.text.worker import Cause, EnvState, Outcome
 from lucidrl.envs.text.workers import EnvWorkers, InProcessEnv
 from lucidrl.errors import CheckpointError, EnvironmentFailure, LostWorkerError, WorkerError
+from lucidrl.rewards.interfaces import SampleTime
 
 logger = logging.getLogger(__name__)
 

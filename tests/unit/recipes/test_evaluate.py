@@ -20,6 +20,7 @@ from lucidrl.recipes.eval_folder import EvalFolder, digest_of
 from lucidrl.recipes.eval_plan import plan_of_sources
 from lucidrl.recipes.eval_report import gaps
 from lucidrl.recipes.evaluate import evaluate
+from lucidrl.utils.layers import COMMAND_LINE, Origins
 
 ROOT = Path(__file__).parents[3]
 CONFIG = {
@@ -331,3 +332,11 @@ def test_validation_samples_several_completions_on_request(tmp_path):
     result = trainer.evaluate().result
     assert result.estimates["pass_at_2"].value == metrics["validation/pass_at_2"]
     assert result.metrics["answer_tokens"] == metrics["validation/answer_tokens"]
+
+
+def test_a_setting_of_a_section_counts_as_a_change_of_the_section():
+    given = Origins({"env.kwargs.level": COMMAND_LINE})
+    assert given.has_any_of("env")
+    assert given.has_any_of("env.kwargs.level")
+    assert not given.has_any_of("data")
+    assert not given.has_any_of("env.kwargs.lev")

@@ -18,13 +18,12 @@ from pathlib import Path
 import pytest
 
 from lucidrl.data.datasets import Prompt
-from lucidrl.envs.text.config import SampleTime
 from lucidrl.envs.text.interfaces import EnvReply
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import ConfigError, EnvironmentFailure
 from lucidrl.rewards.config import rewards_of, seconds_per_sample
 from lucidrl.rewards.env import RewardEnv
-from lucidrl.rewards.interfaces import ParseFailure
+from lucidrl.rewards.interfaces import ParseFailure, SampleTime
 from lucidrl.rewards.judge.config import JudgeConfig
 from lucidrl.rewards.judge.reply import score_of
 from tests.unit.rewards.llm_server import LLMServer, chat, drips, hangs, in_turn, says, sends, sends_raw

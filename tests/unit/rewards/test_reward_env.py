@@ -9,12 +9,13 @@ import psutil
 import pytest
 
 from lucidrl.data.datasets import Prompt
-from lucidrl.envs.text.config import EnvConfig, SampleTime
+from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.interfaces import SampleFailure
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.envs.text.workers import start_env
 from lucidrl.errors import ConfigError, EnvironmentFailure
 from lucidrl.rewards.env import RewardEnv
+from lucidrl.rewards.interfaces import SampleTime
 from lucidrl.rewards.verifiers import VERIFIERS
 from tests.unit.rewards.obedient_rewards import ENTRIES, exact, requests
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from lucidrl.distributed.workers.process import num_cores
-from lucidrl.envs.text.config import SampleTime
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.inputs import PythonInputs
@@ -18,6 +17,7 @@ from lucidrl.recipes.preflight import TextInputs
 from lucidrl.recipes.run import train
 from lucidrl.recipes.settings import new_settings
 from lucidrl.rewards.config import REWARD_ENV, RewardConfig, rewards_of, seconds_per_sample
+from lucidrl.rewards.interfaces import SampleTime
 from lucidrl.utils.config import load_config, merged_settings
 from tests.unit.algorithms.conftest import Watcher
 
