@@ -103,8 +103,8 @@ class Trainer:
         continues a run that was stopped.
 
         Args:
-            resume: folder of a run to continue, with its settings, changed by the arguments of this trainer; True
-                continues the run of this trainer, or the run `run_name`.
+            resume: a run folder: continue that run with its saved settings; arguments of this trainer override them.
+                True: continue the run that this trainer started or, if it started none, the saved run `run_name`.
 
         Raises:
             LucidError: the run cannot start or cannot continue.

@@ -107,7 +107,7 @@ class _Lines:
                 yield line.decode("utf-8-sig" if self._number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"{self._path}, line {self._number}: is not valid UTF-8 ({error}); save the file as UTF-8"
+                    f"{self._path}, line {self._number} is not valid UTF-8 ({error}); save the file as UTF-8"
                 ) from error
 
 

@@ -75,8 +75,8 @@ def profiling_as_configured(profile: ProfileConfig) -> Iterator[None]:
                 os.environ[MEMORY_VARIABLE] = str(int(profile.memory_snapshot))
         if nsys.profile_request() is not None and not gate.arm():
             _log.warning(
-                "the traces of this process lack per-frame ranges, because the profile was requested after its "
-                "imports; set %s=1 to record them",
+                "the traces of this process have no ranges per environment frame, because lucidrl was imported before "
+                "the profile was requested; to record them, set %s=1 before you start Python",
                 gate.VARIABLES[0],
             )
         yield
