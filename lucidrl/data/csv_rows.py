@@ -101,7 +101,7 @@ class _Lines:
             self.offset += len(line)
             if len(line) > LONGEST_ROW_BYTES:
                 raise DataError(
-                    f"{self._path}, line {self._number}: is longer than {LONGEST_ROW_BYTES} bytes; split the row"
+                    f"{self._path}, line {self._number} is longer than {LONGEST_ROW_BYTES} bytes; shorten it"
                 )
             try:
                 yield line.decode("utf-8-sig" if self._number == 1 else "utf-8")

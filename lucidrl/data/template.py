@@ -27,7 +27,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         for one, other in ((left, right), (right, left)):
             is_repeated = operator == "*" and isinstance(one, str | list | tuple) and isinstance(other, int)
             if is_repeated and len(one) * other > LONGEST_TEXT:
-                raise SecurityError(f"a product of {len(one)} x {other} characters is too long")
+                raise SecurityError(
+                    f"it repeats {len(one)} items {other} times, but at most {LONGEST_TEXT} items are allowed"
+                )
         if operator == "**" and (abs(left) > 10**6 or abs(right) > 100):
             raise SecurityError(f"the power {left} ** {right} is too large")
         return super().call_binop(context, operator, left, right)

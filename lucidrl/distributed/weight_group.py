@@ -121,7 +121,8 @@ class WeightGroup:
             verify: send a SHA-256 with every bucket; the receivers check it.
 
         Raises:
-            RefitError: if a receiver exited or timed out, a member lacks memory, or the weights do not match `infos`.
+            RefitError: if a receiver exited or timed out, a tensor does not fit a member's memory, or the weights do
+                not match `infos`.
         """
         with self._closed_by_failure():
             bucket_bytes = fitting_bucket_bytes(infos, most_bucket_bytes, self._least_free_bytes())

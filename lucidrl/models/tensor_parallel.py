@@ -125,7 +125,7 @@ def _check_heads(config: Any, size: int) -> None:
 
 
 class _BlockInput(ParallelStyle):
-    """Turns the input of a block into one replicated DTensor, gathered along time if necessary.
+    """Turns the input of a block into one replicated DTensor, gathered along the sequence dim if it is sharded there.
 
     All projections of the block read this DTensor, so its gradient is summed over ranks once per block.
     """

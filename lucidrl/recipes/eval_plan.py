@@ -139,7 +139,7 @@ def plan_of_sources(
     if not 1 <= len(sources) <= 2:
         raise ConfigError(f"{len(sources)} models are named; name one, or two to compare")
     if options.checkpoint == ALL and len(sources) > 1:
-        raise ConfigError(f"--checkpoint {ALL} lists the checkpoints of one run; name one run")
+        raise ConfigError(f"--checkpoint {ALL} evaluates one run, but {len(sources)} models are named; name one run")
     candidates = [candidate for source in sources for candidate in _candidates(str(source), options.checkpoint)]
     run = next((candidate.run for candidate in candidates if candidate.run is not None), None)
     schema: Any = GRPORunConfig
@@ -157,7 +157,7 @@ def plan_of_sources(
 
 
 def plan_of_config(config: TextConfig, options: EvalOptions, python: PythonInputs) -> EvalPlan:
-    """Plan the evaluation of the model that the settings of a new run name."""
+    """Plan the evaluation of `policy.model_name`, before any training."""
     model = resolved_name(config.policy.model_name)
     return EvalPlan(config, [Candidate(config.policy.model_name, model)], options, python=python)
 

@@ -51,7 +51,8 @@ class SandboxLimits:
     processes: int = 32
     """Number of processes and threads of the code; root is exempt."""
     output_chars: int = 64 * 2**10
-    """Characters kept of standard output, of standard error and of the report; the rest is discarded."""
+    """Characters kept of standard output, of standard error, and of the sandbox's report on the run; the rest is
+    discarded."""
 
 
 @dataclass(frozen=True)

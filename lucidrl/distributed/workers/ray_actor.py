@@ -143,7 +143,7 @@ class NodeStart:
 
 @dataclass(frozen=True)
 class NodeNews:
-    """Replies, output and exits on a node since the last call."""
+    """Replies, output and exits of the workers on a node since the driver last polled the node."""
 
     replies: Sequence[tuple[int, Message | Exited]] = ()
     logs: Mapping[int, bytes] = field(default_factory=dict)

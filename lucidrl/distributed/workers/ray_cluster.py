@@ -298,7 +298,7 @@ class OwnFolder:
 
 
 def is_own_folder(path: str) -> bool:
-    """Whether a folder is the `OwnFolder` of any program."""
+    """Whether this process or any other made the folder with `OwnFolder`."""
     return Path(path).parent == _PARENT and Path(path).name.startswith(_PREFIX)
 
 

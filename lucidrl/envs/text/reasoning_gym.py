@@ -63,7 +63,7 @@ class ReasoningDatasetConfig(Config):
 
 
 class ReasoningGymConfig(Config):
-    """The mixture, its prompts, and where the answer is in a completion."""
+    """Which datasets of reasoning-gym to mix, how to prompt for them, and where the answer is in a completion."""
 
     datasets: tuple[ReasoningDatasetConfig, ...] = Field(min_length=1)
     """Datasets of the mixture; a plain name stands for `{name: ...}`."""

@@ -33,8 +33,8 @@ class GenerationConfig(Config):
     num_workers: PositiveInt = 1
     """Number of separate processes; they split the prompts."""
     nodes: Literal["any", "policy", "other"] = "any"
-    """Nodes of a Ray cluster for separate processes. policy: nodes with a policy rank; other: nodes without a policy
-    rank; any: all nodes, but with `refit=ipc` only nodes with a policy rank."""
+    """Nodes of a Ray cluster on which separate generators may run. policy: nodes with a policy rank; other: nodes
+    without a policy rank; any: all nodes, but with `refit=ipc` only nodes with a policy rank."""
     max_restarts: NonNegativeInt = 3
     """Most consecutive restarts of one separate process without a completed chunk in between; a process is restarted
     when it exits or times out. One more failure stops the run."""

@@ -66,7 +66,7 @@ class _Pair:
 
 
 class CodeVerifier:
-    """Reward 1 for code that passes all tests, or the fraction of passed tests.
+    """Reward 1 for code that passes all tests, else 0; with `reward=fraction`, the fraction of passed tests.
 
     All runs of a completion share `_FRACTION_FOR_CODE` of the timeout; tests not passed by then count as failed.
     """

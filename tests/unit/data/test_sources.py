@@ -53,7 +53,7 @@ def test_a_tsv_file_is_split_at_tabs(tmp_path):
         (b'a,b\n1,"2"x\n', "row 1: is not valid CSV"),
         (b"a,b\n1,\xff\n", "line 2 is not valid UTF-8"),
         (b"a,b\n", "has no rows"),
-        (b"a,b\n1," + b"x" * LONGEST_ROW_BYTES, r"line 2: is longer than \d+ bytes"),
+        (b"a,b\n1," + b"x" * LONGEST_ROW_BYTES, r"line 2 is longer than \d+ bytes"),
         (b'a,b\n1,"' + (b"x" * 999 + b"\n") * (LONGEST_ROW_BYTES // 999), r"row 1: is not valid CSV \(field larger"),
     ],
 )
