@@ -28,7 +28,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             is_repeated = operator == "*" and isinstance(one, str | list | tuple) and isinstance(other, int)
             if is_repeated and len(one) * other > LONGEST_TEXT:
                 raise SecurityError(
-                    f"it repeats {len(one)} items {other} times, but at most {LONGEST_TEXT} items are allowed"
+                    f"`*` would make {len(one) * other} characters or items; at most {LONGEST_TEXT} are allowed"
                 )
         if operator == "**" and (abs(left) > 10**6 or abs(right) > 100):
             raise SecurityError(f"the power {left} ** {right} is too large")

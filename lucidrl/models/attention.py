@@ -64,7 +64,7 @@ def _attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     if layout is None:
-        raise ConfigError("its code does not pass the arguments of forward to the attention function")
+        raise ConfigError("its code does not pass the keyword arguments of `forward` on to the attention function")
     if attention_mask is not None:
         raise ConfigError("its code creates an attention mask")
     call = AttentionCall(

@@ -157,7 +157,7 @@ def plan_of_sources(
 
 
 def plan_of_config(config: TextConfig, options: EvalOptions, python: PythonInputs) -> EvalPlan:
-    """Plan the evaluation of `policy.model_name`, before any training."""
+    """Plan the evaluation of the model `policy.model_name` itself, without a run or checkpoint."""
     model = resolved_name(config.policy.model_name)
     return EvalPlan(config, [Candidate(config.policy.model_name, model)], options, python=python)
 

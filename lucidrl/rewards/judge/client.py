@@ -121,7 +121,7 @@ class JudgeClient:
             await asyncio.sleep(wait_s)
 
     async def check(self) -> None:
-        """Raise ConfigError if the endpoint cannot be reached, or refuses the key. Sends no completion."""
+        """Raise ConfigError if the endpoint cannot be reached, or refuses the key. The judge generates nothing."""
         config = self._config
         try:
             response = await self._exchange("GET", "/models", b"", _CHECK_TIMEOUT_S)

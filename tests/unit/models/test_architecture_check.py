@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     ),
     "arguments_not_passed_on": (
         partial(StableLmConfig, **TINY),
-        "does not pass the arguments of forward to the attention function",
+        "does not pass the keyword arguments of `forward` on to the attention function",
     ),
 }
 
