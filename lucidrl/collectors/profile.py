@@ -95,7 +95,7 @@ class SentTrace:
     def save(self, worker_idx: int) -> None:
         """Write the file atomically; log a warning if this fails."""
         if self.content is None:
-            _log.warning("the trace of collector worker %d is lost: the worker could not write it", worker_idx)
+            _log.warning("the trace of collector worker %d is lost; the log of the worker has the reason", worker_idx)
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

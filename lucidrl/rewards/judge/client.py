@@ -121,7 +121,7 @@ class JudgeClient:
             await asyncio.sleep(wait_s)
 
     async def check(self) -> None:
-        """Raise ConfigError if the endpoint cannot be reached, or refuses the key. The judge generates nothing."""
+        """Raise ConfigError if the endpoint cannot be reached, or refuses the key; request no completion."""
         config = self._config
         try:
             response = await self._exchange("GET", "/models", b"", _CHECK_TIMEOUT_S)
