@@ -199,12 +199,12 @@ def stop_in_batch(monkeypatch):
         sizes: list[int] = []
         run_groups = TextCollector._run_groups
 
-        def counted(collector, prompts, samples, asked, greedy=False):
+        def counted(collector, prompts, samples, asked, batch, greedy=False):
             if greedy:
                 sizes.append(len(prompts))
                 if len(sizes) == number:
                     os.kill(os.getpid(), signal.SIGINT)
-            return run_groups(collector, prompts, samples, asked, greedy)
+            return run_groups(collector, prompts, samples, asked, batch, greedy)
 
         monkeypatch.setattr(TextCollector, "_run_groups", counted)
         return sizes

@@ -303,7 +303,7 @@ def test_a_value_that_is_no_number_is_one_warning_for_all_back_ends(cfg, caplog)
     assert [record.args[0] for record in caplog.records] == ["train/name", "train/picture"]
 
 
-@pytest.mark.parametrize(("steps", "warning"), [((5, 5, 5, 5), "twice"), ((5, 3, 2), "after step 5 for step 3")])
+@pytest.mark.parametrize(("steps", "warning"), [((5, 5, 5, 5), "twice"), ((5, 3, 2), "step 3 was logged after step 5")])
 def test_a_step_that_repeats_or_goes_back_is_kept_with_one_warning(cfg, tmp_path, caplog, steps, warning):
     with Logger(cfg | {"tensorboard_enabled": True}) as logger:
         for number, step in enumerate(steps):

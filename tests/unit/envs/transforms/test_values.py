@@ -141,7 +141,7 @@ def test_resized_images_do_not_depend_on_their_neighbours(interpolation):
         (lambda: Resize(4, interpolation="cubic"), "nearest, bilinear, bicubic or area"),
         (lambda: RewardScaling(0, 0), "scale=0"),
         (lambda: RewardClipping(1, 1), "clamp_min=1 must be below clamp_max=1"),
-        (lambda: DoubleToFloat(["observation"]), "'observation', which is torch.float32"),
+        (lambda: DoubleToFloat(["observation"]), "converts float64, but 'observation' is torch.float32; remove"),
     ],
 )
 def test_entries_that_cannot_be_transformed_are_refused(transform, complaint):
