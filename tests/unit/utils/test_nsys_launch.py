@@ -125,12 +125,18 @@ def test_the_launcher_runs_matching_workers_under_nsys_and_they_work_like_others
     wait_until_gone(pids)
 
 
+def children_under_nsys() -> list[psutil.Process]:
+    """Child processes that run under nsys; a child that has exited has no command line."""
+    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in living if "nsys" in " ".join(child.cmdline())]
+
+
 @pytest.mark.slow
 def test_a_wrapped_rank_that_hangs_reports_its_stack_and_is_killed(traces, stand_in, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "_LAST_WRITE_S", 0.5)
     group = WorkerGroup(Recorded, cluster=TWO, log_dir=tmp_path / "logs")
     pids = group.run_all("pid")
-    runners = [child.pid for child in psutil.Process().children() if "nsys" in " ".join(child.cmdline())]
+    runners = [child.pid for child in children_under_nsys()]
     assert len(runners) == 1
     with pytest.raises(WorkerError, match=r"(?s)rank 0 of 2 did not finish sleep_on within 1 s.*in sleep_on"):
         group.run_all("sleep_on", 0, 60.0, timeout_s=1.0)
@@ -142,7 +148,7 @@ def test_a_wrapped_rank_ends_when_nsys_is_killed(traces, stand_in, tmp_path, mon
     monkeypatch.setattr(processes, "_LAST_WRITE_S", 0.5)
     group = WorkerGroup(Recorded, cluster=TWO, log_dir=tmp_path / "logs")
     pids = group.run_all("pid")
-    (runner,) = [child for child in psutil.Process().children() if "nsys" in " ".join(child.cmdline())]
+    (runner,) = children_under_nsys()
     os.kill(runner.pid, signal.SIGKILL)
     time.sleep(0.3)
     with pytest.raises(WorkerError, match="rank 0 of 2 was killed by SIGKILL"):
