@@ -33,6 +33,7 @@ def simulated():
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patched.setenv(MARK, str(os.getpid()))
+        patched.setenv("RAY_worker_register_timeout_seconds", "300")  # a busy machine starts Python slowly
         simulated = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         simulated.add_node(num_cpus=2)
     yield simulated

@@ -35,6 +35,9 @@ VARIABLE = "RAY_ADDRESS"
 """As an address: use the value of this environment variable, which Ray sets in jobs submitted to a cluster."""
 
 _CONNECT_TIMEOUT_S = 5.0
+_REGISTER_TIMEOUT_S = 300
+"""How long Ray waits for a new worker process of a local cluster before it starts another one; Ray's default of 60 s is
+too short for a busy machine, where the replacements add to the load."""
 _STATISTICS = "RAY_USAGE_STATS_ENABLED"
 _TOKENS = "RAY_AUTH_MODE"
 _PARENT = Path("/tmp")
@@ -131,6 +134,7 @@ def _start_on_loopback(folder: Path, setting: str, shows_output: bool) -> None:
                 log_to_driver=shows_output,
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder),
+                _system_config={"worker_register_timeout_seconds": _REGISTER_TIMEOUT_S},
             )
     except Exception as error:  # Ray raises plain exceptions
         raise WorkerError(
