@@ -148,13 +148,26 @@ def check_against_own_forward(model: PreTrainedModel) -> None:
 
     The check compares every token in padded rows, in packed rows and in decoding with a cache. Differences are relative
     to the spread of the logits and computed in at least float32, so that the scale and precision of the weights do not
-    matter.
+    matter. A difference that float32 shows must also exist in float64, without rounding.
 
     Raises:
         ConfigError: the logits differ; the message names the forward pass and the difference.
     """
     check_architecture(model)
-    with _in_float32(model):
+    path, worst = _worst_difference(model, torch.float32)
+    if not worst <= TOLERANCE:  # large activations may amplify rounding, for instance after training
+        path, worst = _worst_difference(model, torch.float64)
+    if not worst <= TOLERANCE:
+        raise _unsupported(
+            model,
+            f"its logits differ from the logits of our {path} forward pass by {worst:.2g} of their spread at the worst "
+            "token",
+        )
+
+
+def _worst_difference(model: PreTrainedModel, precision: torch.dtype) -> tuple[str, float]:
+    """Return the forward pass with the largest difference, computed in at least this precision, and the difference."""
+    with _in_at_least(precision, model):
         try:
             differences = _differences(model)
         except ConfigError as error:
@@ -163,13 +176,7 @@ def check_against_own_forward(model: PreTrainedModel) -> None:
             raise _unsupported(
                 model, f"its code fails with our attention function ({type(error).__name__}: {error})"
             ) from error
-    path, worst = max(differences.items(), key=lambda item: item[1])
-    if not worst <= TOLERANCE:
-        raise _unsupported(
-            model,
-            f"its logits differ from the logits of our {path} forward pass by {worst:.2g} of their spread at the worst "
-            "token",
-        )
+    return max(differences.items(), key=lambda item: item[1])
 
 
 def _differences(model: PreTrainedModel) -> dict[str, float]:
@@ -221,19 +228,20 @@ def _own_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: inside it, half-precision tensors of the model are float32. The exit restores every bit."""
-    halves = [
+def _in_at_least(precision: torch.dtype, model: PreTrainedModel) -> Iterator[None]:
+    """Context manager: inside it, tensors of the model of a lower precision have this one. The exit restores every
+    bit."""
+    lower = [
         (tensor, tensor.dtype)
         for tensor in (*model.parameters(), *model.buffers())
-        if tensor.dtype in (torch.bfloat16, torch.float16)
+        if tensor.is_floating_point() and tensor.dtype.itemsize < precision.itemsize
     ]
     try:
-        for tensor, _ in halves:
-            tensor.data = tensor.data.float()
+        for tensor, _ in lower:
+            tensor.data = tensor.data.to(precision)
         yield
     finally:
-        for tensor, dtype in halves:
+        for tensor, dtype in lower:
             tensor.data = tensor.data.to(dtype)
 
 

@@ -178,6 +178,23 @@ def test_half_precision_changes_neither_the_result_nor_the_weights(dtype):
         check_against_own_forward(tiny(REFUSED["biased_by_distance"][0](), 0.3).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_difference_that_float64_does_not_confirm_is_rounding(dtype, monkeypatch):
+    differences = architecture_check._differences
+
+    def with_large_rounding(model):
+        is_float32 = next(model.parameters()).dtype == torch.float32
+        return {path: value + 0.001 * is_float32 for path, value in differences(model).items()}
+
+    monkeypatch.setattr(architecture_check, "_differences", with_large_rounding)
+    model = tiny(SUPPORTED["qwen3"](), 3).to(dtype)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    check_against_own_forward(model)
+    assert all(
+        tensor.dtype == dtype and torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()
+    )
+
+
 @pytest.mark.parametrize("name", ["fixed_functions", "chunked_attention", "linear_attention"])
 def test_unsupported_configs_are_refused_without_weights(name, tmp_path):
     config, reason = REFUSED[name]
