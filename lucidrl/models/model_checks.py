@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,8 @@ def check_against_own_forward(model: PreTrainedModel) -> None:
     check_architecture(model)
     path, worst = _worst_difference(model, torch.float32)
     if not worst <= TOLERANCE:  # large activations may amplify rounding, for instance after training
-        path, worst = _worst_difference(model, torch.float64)
+        with suppress(ConfigError):  # some code does not run in float64; then the difference in float32 counts
+            path, worst = _worst_difference(model, torch.float64)
     if not worst <= TOLERANCE:
         raise _unsupported(
             model,
