@@ -212,7 +212,7 @@ def _leaves(content: Any, above: str = "") -> Iterator[str]:
 
 
 def _remove_replaced(base: Any, layer: Any) -> None:
-    """Remove keys from `base` that `layer` replaces by the other key of `EXCLUSIVE`."""
+    """Remove keys from `base` that cannot be set beside a key of `layer`: the other key of a pair in `EXCLUSIVE`."""
     from omegaconf import OmegaConf
 
     for section, *keys in EXCLUSIVE:
