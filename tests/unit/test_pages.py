@@ -51,7 +51,7 @@ def undocumented(names: Iterable[str]) -> set[str]:
     """Recorded metrics that docs/metrics.md does not list; `accuracy` is a metric of environments."""
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")
     listed = [name for name in re.findall(r"`([\w./<>]+)`", text) if not re.search(r"/<name>(_s)?$", name)]
-    patterns = [re.sub(r"<\w+>", r"\\d+", name.replace(".", r"\.")) for name in listed]
+    patterns = [re.sub(r"<\w+>", r"\\d+", name.replace(".", r"\.").replace("<process>", r"\w+-\d+")) for name in listed]
     own = {"step", "time", "train/accuracy", "validation/accuracy", "train/attempts", "validation/attempts"}
     return {name for name in set(names) - own if not any(re.fullmatch(pattern, name) for pattern in patterns)}
 
