@@ -35,6 +35,7 @@ LOG_NAMES = (
     "trackio",
     "plots",
     "warnings.jsonl",
+    "breakdown.json",
     "report.html",
 )
 """Metrics and the files of trackers, counted as logs."""
