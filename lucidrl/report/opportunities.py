@@ -110,7 +110,8 @@ def _remedy(phase: str, means: StepMeans) -> str:
 
 
 def _text(phase: str, seconds: float, means: StepMeans, waiting: str, remedy: str, saved_s: float) -> str:
-    taken = f"{phase}: {shown_s(seconds)} of {shown_s(means.whole_s)} per step;{waiting}"
+    label = "forward, backward and optimizer" if phase == "training" else phase
+    taken = f"{label}: {shown_s(seconds)} of {shown_s(means.whole_s)} per step;{waiting}"
     return f"{taken.removesuffix(';')}. {remedy} to save up to {shown_s(saved_s)} per step"
 
 

@@ -185,7 +185,9 @@ def test_small_programs_of_the_pages_run(page, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     run = Path("runs/grpo/exp_001")
     run.mkdir(parents=True)
-    lines = [{"step": step, "train/reward": 0.5, "time/step_s": 1.0, "time/train_s": 0.5} for step in (1, 2)]
+    lines = [
+        {"step": step, "train/reward": 0.5, "time/step_s": 1.0, "time/exclusive/forward_s": 0.5} for step in (1, 2)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ran = 0
     for code in blocks(ROOT / page, "python"):

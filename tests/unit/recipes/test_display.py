@@ -87,7 +87,7 @@ def test_the_rows_of_the_summary_add_up_to_the_whole_run(folder, monkeypatch):
     assert rows["shutdown"] == 5.0
     whole = rows.pop("total")
     assert sum(seconds for name, seconds in rows.items() if not name.startswith(" ")) == whole == 40.0
-    assert savings.splitlines()[0].startswith("  training: 1.5 s of 3.2 s per step. ")
+    assert savings.splitlines()[0].startswith("  forward, backward and optimizer: 1.5 s of 3.2 s per step. ")
 
 
 def test_the_table_names_the_process_of_each_phase_if_there_are_several(folder):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from lucidrl.report.breakdown import Breakdown, Segment, write_breakdown
+from tests.unit.test_pages import DOCS, blocks
 
 PHASES = {"generation": 1.0, "reward": 0.2, "forward": 0.5, "backward": 0.7, "training": 0.1, "other": 0.1}
 
@@ -125,6 +127,22 @@ def test_the_file_is_made_from_the_metrics_and_a_cut_line_is_left_out(tmp_path):
     assert content["overhead_pct"] == [0.5]
     assert content["opportunities"][0].keys() == {"name", "seconds_per_step", "text"}
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+def test_the_program_of_the_page_reads_the_file(tmp_path, monkeypatch, capsys):
+    [program] = [code for code in blocks(DOCS / "profiling.md", "python") if "breakdown.json" in code]
+    folder = tmp_path / "runs/grpo/exp_001"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(json.dumps(record(1, {"generation": 3.0, "other": 1.0})))
+    write_breakdown(folder)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, "profiling.md", "exec"), {"__name__": "page"})
+    assert capsys.readouterr().out == "generation 0.75\nother 0.25\n"
+
+
+def test_the_page_documents_every_key_of_the_file():
+    documented = re.findall(r"^\| `(\w+)` \|", (DOCS / "profiling.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert set(Breakdown.of_records([record(1, PHASES)]).to_json()) <= set(documented)
 
 
 def test_a_run_without_steps_has_no_file_and_a_failure_only_warns(tmp_path, caplog):
