@@ -39,6 +39,7 @@ class StepClock:
     def __init__(self, observed_s: Callable[[], float] = lambda: 0.0) -> None:
         self._observed_s = observed_s
         self._span_s = seconds_per_span()
+        self._observed_at_end_s: float | None = None
         self._slowest: WorkerTimes | None = None
         self.restart()
 
@@ -49,7 +50,9 @@ class StepClock:
         worker_clock.take_waited_s()
         self._processes: dict[str, WorkerTimes] = defaultdict(WorkerTimes)
         self._num_spans, self._own_s = 0, 0.0
-        self._observed_before_s = self._observed_s()
+        # Logging the metrics of `end` counts for the next step.
+        before_s = self._observed_at_end_s
+        self._observed_before_s = self._observed_s() if before_s is None else before_s
         self._step_start = self._start = time.perf_counter()
 
     def lap(self) -> dict[str, float]:
@@ -93,7 +96,8 @@ class StepClock:
         """Seconds that observing took the driver and, at the same time, the worker with most spans."""
         of_worker = max((times.num_spans for times in self._processes.values()), default=0)
         of_spans = self._span_s * (self._num_spans + of_worker)
-        return self._own_s + of_spans + self._observed_s() - self._observed_before_s
+        self._observed_at_end_s = self._observed_s()
+        return self._own_s + of_spans + self._observed_at_end_s - self._observed_before_s
 
     def _drain_workers(self) -> dict[str, WorkerTimes]:
         times = worker_clock.drain()

@@ -87,7 +87,7 @@ def test_times_of_workers_are_in_the_metrics_of_their_step():
 
 
 def test_the_cost_of_observing_counts_logger_and_spans_of_the_step():
-    logged = iter([5.0, 5.02])
+    logged = iter([5.0, 5.02, 5.5])
     clock = StepClock(lambda: next(logged))
     for _ in range(1000):
         with span("train"):
@@ -97,3 +97,7 @@ def test_the_cost_of_observing_counts_logger_and_spans_of_the_step():
     metrics = clock.end()
     overhead_s = metrics["observe"]["overhead_pct"] / 100 * metrics["time"]["whole_step_s"]
     assert 0.02 + 1000 * clock._span_s <= overhead_s < 0.02 + 1000 * clock._span_s + 0.1
+    clock.restart()
+    metrics = clock.end()
+    # What was logged between the two steps counts for the second.
+    assert metrics["observe"]["overhead_pct"] / 100 * metrics["time"]["whole_step_s"] >= 0.48
