@@ -98,7 +98,7 @@ class SpanRecorder:
 
     def __init__(self) -> None:
         self._anchor_ns = time.time_ns() - time.perf_counter_ns()
-        self._local = _ThreadSpans()
+        self._local = _Local()
         self._lock = threading.Lock()
         self._totals: dict[str, tuple[int, int]] = {}
         self._drained: dict[str, tuple[int, int]] = {}
@@ -129,7 +129,8 @@ class SpanRecorder:
         The exclusive time of a span is its duration without the spans inside it, so the values never count a moment
         twice. The key is (name of the outermost open span, name of the span).
         """
-        taken, self._local.exclusive_ns = self._local.exclusive_ns, {}
+        spans = self._local.spans
+        taken, spans.exclusive_ns = spans.exclusive_ns, {}
         return {key: duration_ns / 1e9 for key, duration_ns in taken.items()}
 
     def keep_spans(self, capacity: int) -> None:
@@ -149,7 +150,7 @@ class SpanRecorder:
         """Drop all finished spans."""
         # A forked child may inherit a held lock, and open spans that its parent ends.
         self._lock = threading.Lock()
-        self._local = _ThreadSpans()
+        self._local = _Local()
         self._totals, self._drained = {}, {}
         if self._buffer is not None:
             self._buffer.clear()
@@ -172,8 +173,10 @@ def _since(before: dict[str, tuple[int, int]], totals: dict[str, tuple[int, int]
     return found
 
 
-class _ThreadSpans(threading.local):
+class _ThreadSpans:
     """The open spans of a thread, outermost first, and its exclusive times."""
+
+    __slots__ = ("exclusive_ns", "inner_ns", "names")
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -182,22 +185,29 @@ class _ThreadSpans(threading.local):
         self.exclusive_ns: dict[tuple[str, str], int] = {}
 
 
+class _Local(threading.local):
+    """Has only one attribute, because reading one is slow."""
+
+    def __init__(self) -> None:
+        self.spans = _ThreadSpans()
+
+
 class _OpenSpan:
     """One use of `SpanRecorder.span`. A class, because a generator context manager costs twice as much."""
 
-    __slots__ = ("_is_inner", "_name", "_recorder", "_shown", "_start")
+    __slots__ = ("_is_inner", "_name", "_recorder", "_shown", "_spans", "_start")
 
     def __init__(self, recorder: SpanRecorder, name: str) -> None:
         self._recorder = recorder
         self._name = name
 
     def __enter__(self) -> None:
-        local = self._recorder._local
-        self._is_inner = self._name in local.names
+        spans = self._spans = self._recorder._local.spans
+        self._is_inner = self._name in spans.names
         if self._is_inner:
             return
-        local.names.append(self._name)
-        local.inner_ns.append(0)
+        spans.names.append(self._name)
+        spans.inner_ns.append(0)
         self._shown = recorded(self._name)
         self._shown.__enter__()
         self._start = time.perf_counter_ns()
@@ -207,13 +217,13 @@ class _OpenSpan:
             return
         duration_ns = time.perf_counter_ns() - self._start
         self._shown.__exit__(None, None, None)  # a range ignores the exception
-        local = self._recorder._local
-        key = (local.names[0], self._name)
-        local.names.pop()
-        own_ns = duration_ns - local.inner_ns.pop()
-        local.exclusive_ns[key] = local.exclusive_ns.get(key, 0) + own_ns
-        if local.inner_ns:
-            local.inner_ns[-1] += duration_ns
+        spans = self._spans
+        key = (spans.names[0], self._name)
+        spans.names.pop()
+        own_ns = duration_ns - spans.inner_ns.pop()
+        spans.exclusive_ns[key] = spans.exclusive_ns.get(key, 0) + own_ns
+        if spans.inner_ns:
+            spans.inner_ns[-1] += duration_ns
         self._recorder._finish(self._name, self._start, duration_ns)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
