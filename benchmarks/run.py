@@ -22,6 +22,7 @@ BENCHMARKS = (
     "startup",
     "logging_cost",
     "profiling_cost",
+    "observe_cost",
     "logprob_head",
     "train_vs_bare_loop",
     "dynamic_batching",

@@ -11,6 +11,7 @@ import torch
 from lucidrl.algorithms.advantages import compute_advantages, has_signal
 from lucidrl.algorithms.config import GRPOConfig
 from lucidrl.algorithms.loop import TrainingLoop, is_due
+from lucidrl.algorithms.step_clock import LOGGING
 from lucidrl.collectors.rollouts import Rollouts
 from lucidrl.collectors.text import TextCollector
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
@@ -100,6 +101,7 @@ class GRPO:
             batch["sample_mask"] *= ~rollouts.is_truncated[rows]
         return batch
 
+    @span(LOGGING)
     def record(self, step: int, rollouts: Rollouts, batch: BatchedDataDict[Any], result: TrainResult) -> None:
         """Log the step, with samples and plots when due."""
         rewards = rollouts.rewards[rollouts.is_valid]

@@ -22,6 +22,7 @@ from lucidrl.errors import CheckpointError, ConfigError
 from lucidrl.report.finding import found_below, run_settings
 from lucidrl.report.text import shown_bytes
 from lucidrl.utils.run_folder import (
+    BREAKDOWN_NAME,
     EVAL_NAME,
     LOCK_NAME,
     LOGS_NAME,
@@ -45,6 +46,7 @@ LOG_NAMES = (
     "trackio",
     "plots",
     WARNINGS_NAME,
+    BREAKDOWN_NAME,
     "report.html",
 )
 """Metrics and the files of trackers, counted as logs."""

@@ -18,7 +18,7 @@ from lucidrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-METRICS_NAME, WARNINGS_NAME = "metrics.jsonl", "warnings.jsonl"
+METRICS_NAME, WARNINGS_NAME, BREAKDOWN_NAME = "metrics.jsonl", "warnings.jsonl", "breakdown.json"
 SAMPLES_NAME, TRACES_NAME, EVAL_NAME = "samples", "traces", "eval"
 LOGS_NAME, DRIVER_LOG_NAME = "logs", "driver.log"
 LOCK_NAME = "run.lock"

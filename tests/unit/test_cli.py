@@ -140,10 +140,11 @@ def without_clock(folder: Path) -> list[dict]:
         {
             k: v
             for k, v in record.items()
-            if k not in ("time", "train/tokens_per_s", "train/frames_per_s") and not k.startswith(("time/", "logger/"))
+            if k not in ("time", "train/tokens_per_s", "train/frames_per_s")
+            and not k.startswith(("time/", "observe/", "logger/"))
         }
         for record in records
-        if "step" in record
+        if "step" in record and "time/whole_step_s" not in record
     ]
 
 

@@ -21,6 +21,7 @@ from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Arguments, Hosting, Worker
 from lucidrl.distributed.workers.processes import ProcessGroup
 from lucidrl.errors import ConfigError, LostWorkerError, LucidError, WorkerError
+from lucidrl.profiling.worker_times import worker_clock
 from lucidrl.utils.watching import wait_watching
 
 _log = logging.getLogger(__name__)
@@ -227,7 +228,8 @@ class WorkerPool:
         futures: list[Future[Any]] = []
         try:
             futures += [worker.submit(partial(attempt, worker)) for worker in chosen]
-            wait_watching(futures, watch or (lambda: None), until_one_raises=True)
+            with worker_clock.waiting():
+                wait_watching(futures, watch or (lambda: None), until_one_raises=True)
             for future in futures:
                 if future.done():
                     future.result()  # raises if this worker failed

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from lucidrl.distributed.workers.outcomes import (
 from lucidrl.distributed.workers.process import redirect_output
 from lucidrl.distributed.workers.ray_workers import RayWorkers, start_on_ray
 from lucidrl.errors import DataError, WorkerError
+from lucidrl.profiling.worker_times import worker_clock
 from lucidrl.utils.nsys import is_recorded
 
 _log = logging.getLogger(__name__)
@@ -189,7 +190,9 @@ class ProcessGroup:
     ) -> list[Any]:
         """The values that ranks returned; unless exactly the expected number returned, kill all and raise."""
         try:
-            outcomes = attempt()
+            with worker_clock.waiting():
+                outcomes = attempt()
+            self._note_times(outcomes)
             values = [outcome.value for _, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
             if len(values) == len(outcomes) == num_expected:
                 return values
@@ -206,6 +209,11 @@ class ProcessGroup:
         except Exception as error:  # for instance if Ray has exited; it must not hide the cause
             failure.add_note(f"then killing the workers failed: {type(error).__name__}: {error}")
         raise failure
+
+    def _note_times(self, outcomes: Mapping[int, Outcome]) -> None:
+        for rank, outcome in outcomes.items():
+            if isinstance(outcome, Returned) and outcome.times is not None:
+                worker_clock.add(self._hosting.profiled_name(rank), outcome.times)
 
     def _exchange(self, messages: Sequence[Sequence[Message]], timeout_s: float) -> dict[int, Outcome]:
         """Send the messages; returns the outcomes in order of arrival, without ranks that time out."""

@@ -21,6 +21,7 @@ from lucidrl.envs.text.interfaces import EnvRequest, TextEnv
 from lucidrl.envs.text.registry import make_env
 from lucidrl.envs.text.worker import EnvState, EnvWorker, Outcome, Scored
 from lucidrl.errors import ConfigError, EnvironmentFailure, LostWorkerError
+from lucidrl.profiling.worker_times import worker_clock
 from lucidrl.utils.watching import wait_watching
 
 Calls = Sequence[Sequence[EnvRequest]]
@@ -133,7 +134,8 @@ class EnvWorkerPool:
             for number, of_worker in calls.items()
         }
         try:
-            wait_watching(futures.values(), watch, until_one_raises=False)
+            with worker_clock.waiting():
+                wait_watching(futures.values(), watch, until_one_raises=False)
             return {number: self._outcomes(number, future) for number, future in futures.items()}
         except BaseException:  # such as Ctrl-C: the workers are busy
             self._pool.kill()

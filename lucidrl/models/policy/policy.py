@@ -127,7 +127,9 @@ class Policy:
         with span("score"):
             shards = self._shards(scored, None)
             for name, of_reference in (("prev_logprobs", False), ("reference_policy_logprobs", True)):
-                if reference if of_reference else previous:
+                if not (reference if of_reference else previous):
+                    continue
+                with span("reference" if of_reference else "logprobs"):
                     results = self.group.run_each("scorer.logprobs", [(shard, None, of_reference) for shard in shards])
                     data[name] = torch.cat([part["logprobs"] for part in self._by_data_rank(results)])
         return data
