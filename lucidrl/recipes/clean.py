@@ -21,8 +21,8 @@ from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.checkpoint.pruning import remove_part
 from lucidrl.errors import CheckpointError, ConfigError
 from lucidrl.recipes.folder import LOCK_NAME, LOGS_NAME, is_occupied, occupied
-from lucidrl.recipes.profile import TRACES_NAME
 from lucidrl.recipes.settings import ALGORITHMS
+from lucidrl.report.timeline import TRACES_NAME
 
 OPTIMIZER = "optimizer"
 SAMPLES_NAME, EVAL_NAME = "samples", "eval"
