@@ -36,7 +36,7 @@ class ClockOffset(NamedTuple):
     """The true offset differs from `offset_ns` by at most this much."""
 
     def of_relayed(self, inner: ClockOffset) -> ClockOffset:
-        """Offset of a process to which `inner` was measured by the process that `self` was measured to."""
+        """Add the offset `inner` that the measured process, a relay, has measured to a third process."""
         return ClockOffset(self.offset_ns + inner.offset_ns, self.error_ns + inner.error_ns)
 
 

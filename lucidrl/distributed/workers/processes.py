@@ -45,7 +45,7 @@ _WRITING_TIMEOUT_S = 60.0
 _RECORDING_TIMEOUT_S = 1800.0
 """Shortest timeout of starting a profiler and of writing traces."""
 _CLOCK_TIMEOUT_S = 60.0
-"""Timeout of reading the clock of a worker."""
+"""Shortest timeout of reading the clock of a worker."""
 _LAST_WRITE_S = 10.0
 """After a failure, workers that record may finish their call and write traces for this long."""
 
@@ -184,9 +184,9 @@ class ProcessGroup:
 
     def _prepare_recording(self, phase: str, names: Sequence[str]) -> None:
         """Set the traces folder of the workers, which may have started before it was known; measure their clocks."""
-        folder = traces_folder()
-        self._run(phase, [call_messages(set_traces_folder, (folder,), {})] * self.size, _CLOCK_TIMEOUT_S)
-        clocks = self._attempt(phase, _CLOCK_TIMEOUT_S, lambda: self._workers.clocks(_CLOCK_TIMEOUT_S), self.size)
+        folder, timeout_s = traces_folder(), max(self._call_timeout_s, _CLOCK_TIMEOUT_S)
+        self._run(phase, [call_messages(set_traces_folder, (folder,), {})] * self.size, timeout_s)
+        clocks = self._attempt(phase, timeout_s, lambda: self._workers.clocks(timeout_s), self.size)
         for name, pid, label, clock in zip(names, self.pids, self._workers.labels, clocks, strict=True):
             if is_recorded(name):
                 write_clock(folder, name, pid, label.node, clock)
