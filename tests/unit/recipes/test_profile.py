@@ -121,13 +121,15 @@ def test_the_timeline_shows_ranks_generators_and_env_workers_with_arrows_of_each
     assert {"node.0.cpu.util", "memory of the process (MB)"} <= {e["name"] for e in events if e["ph"] == "C"}
     starts = {event["id"]: event for event in events if event.get("cat") == "step" and event["ph"] == "s"}
     ends = [event for event in events if event.get("cat") == "step" and event["ph"] == "f"]
-    arrows = Counter((names[starts[e["id"]]["pid"]], e["name"], names[e["pid"]]) for e in ends)
-    assert arrows["driver", "rollout to generate", "generation-0"] == 2
-    assert arrows["policy-0", "train to refit", "generation-0"] == 2
-    assert (
-        sum(count for (_, name, to), count in arrows.items() if (name, to[:6]) == ("environment to train", "policy"))
-        >= 4
-    )
+    arrows = Counter((e["name"], names[e["pid"]]) for e in ends)
+    assert {names[event["pid"]] for event in starts.values()} >= {"driver", "policy-0", "policy-1", "generation-0"}
+    for arrow in (
+        ("rollout to generate", "generation-0"),
+        ("environment to train", "policy-0"),
+        ("environment to train", "policy-1"),
+        ("train to refit", "generation-0"),
+    ):
+        assert arrows[arrow] == 2, arrow
     clocks = {entry["process"]: entry["clock"] for entry in content["lucidrl"]["inputs"]}
     assert clocks["driver"] is None
     assert all(clock["error_ns"] < 50e6 for process, clock in clocks.items() if process != "driver")
