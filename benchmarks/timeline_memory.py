@@ -82,9 +82,7 @@ def measured(size_mb: float) -> dict[str, float]:
 
 
 def main() -> None:
-    options = arguments(
-        __doc__, run=(Path, None, "merge this run and exit"), mb=(float, 1000.0, "megabytes of traces")
-    )
+    options = arguments(__doc__, run=(Path, None, "merge this run and exit"), mb=(float, 1000.0, "megabytes of traces"))
     if options.run is not None:
         return merge(options.run)
     small, large = measured(options.mb / 10), measured(options.mb)

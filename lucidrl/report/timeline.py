@@ -7,6 +7,7 @@ result and in the metadata of the timeline; everything else is merged.
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -257,7 +258,7 @@ class _Events:
 
     def add_all(self, events: Iterable[Event]) -> None:
         for event in events:
-            packed = orjson.dumps(event)
+            packed = _packed(event)
             self._pending.append(packed)
             self._size_bytes += len(packed)
             if self._size_bytes > _BATCH_BYTES:
@@ -265,13 +266,20 @@ class _Events:
 
     def end(self, description: dict[str, Any]) -> None:
         self._write_pending()
-        self._file.write(b'\n],"%s":%s}\n' % (KEY.encode(), orjson.dumps(description)))
+        self._file.write(b'\n],"%s":%s}\n' % (KEY.encode(), _packed(description)))
 
     def _write_pending(self) -> None:
         if self._pending:
             self._file.write((b",\n" if self.num_events else b"\n") + b",\n".join(self._pending))
             self.num_events += len(self._pending)
             self._pending, self._size_bytes = [], 0
+
+
+def _packed(value: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:  # numbers above 64 bits, and characters that UTF-8 lacks
+        return json.dumps(value).encode()
 
 
 def _unique_id(number: int, of_file: Any) -> int | str:

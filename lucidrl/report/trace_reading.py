@@ -160,7 +160,7 @@ class _Text:
             try:
                 value, self._at = _decode(self._text, self._at)
                 return value
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 if len(self._text) - self._at > _MOST_CHARS:
                     raise DamagedTrace("it has text that is not JSON") from error
                 if not self._read_on():

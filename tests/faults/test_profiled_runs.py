@@ -249,7 +249,7 @@ def start(
 
 def wait_for_step(folder: Path, process: subprocess.Popen[str], step: int) -> None:
     metrics = folder / "run" / "metrics.jsonl"
-    until = time.monotonic() + 180
+    until = time.monotonic() + 300
     while not (metrics.exists() and f'"step":{step},'.encode() in metrics.read_bytes()):
         assert process.poll() is None, process.stdout.read()
         assert time.monotonic() < until, "the run did not begin"
@@ -259,7 +259,7 @@ def wait_for_step(folder: Path, process: subprocess.Popen[str], step: int) -> No
 @pytest.mark.slow
 def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
     with start(tmp_path, "profile.steps=2:5", largest_file_bytes=200_000) as process:
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     assert "have no operators" in output.replace("\n", " ")
     traces = tmp_path / "run" / "traces"
@@ -276,7 +276,7 @@ def test_ctrl_c_in_the_range_keeps_the_recording(tmp_path):
     with start(tmp_path, "profile.steps=2:900", "ppo.max_steps=1000") as process:
         wait_for_step(tmp_path, process, 4)
         process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     traces = tmp_path / "run" / "traces"
     assert counts_of(operators_file(traces, "policy-0"))["train"] >= 2
@@ -289,14 +289,14 @@ def test_ctrl_c_in_the_range_keeps_the_recording(tmp_path):
 
 @pytest.mark.slow
 def test_the_timeline_of_a_run_with_a_killed_rank_names_what_is_missing(tmp_path):
-    overrides = ["cluster.num_workers=2", "profile.steps=2:100", "policy.generation.max_new_tokens=4"]
+    overrides = ["cluster.num_workers=2", "profile.steps=2:30", "policy.generation.max_new_tokens=4"]
     with start(tmp_path, *overrides, algorithm="grpo", settings=GRPO) as process:
-        wait_for_step(tmp_path, process, 4)
-        time.sleep(0.5)
+        wait_for_step(tmp_path, process, 3)
+        time.sleep(0.3)  # spans are written within 0.1 s
         children = psutil.Process(process.pid).children(recursive=True)
         ranks = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
         ranks[1].kill()
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=300)[0]
     assert process.returncode == 2, output
     content = valid_timeline(tmp_path / "run" / "traces" / "timeline.json.gz")
     names = {e["pid"]: e["args"]["name"] for e in content["traceEvents"] if e["name"] == "process_name"}
@@ -305,20 +305,20 @@ def test_the_timeline_of_a_run_with_a_killed_rank_names_what_is_missing(tmp_path
     early, operators, steps = content["lucidrl"]["missing"]
     assert early.startswith(f"the spans of policy-1 (process {ranks[1].pid}) may end too early: the process was killed")
     assert "is missing, with the operators of policy-1" in operators
-    assert "100 are not recorded completely" in steps
+    assert "30 are not recorded completely" in steps
     assert "missing in the timeline: the spans of policy-1" in " ".join(output.split())
 
 
 @pytest.mark.slow
 def test_a_resumed_run_merges_both_recordings(tmp_path):
     with start(tmp_path, "profile.steps=2:4", "ppo.max_steps=2") as process:
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     path = tmp_path / "run" / "traces" / "timeline.json.gz"
     (missing,) = valid_timeline(path)["lucidrl"]["missing"]
     assert missing == "steps 3:4 are not recorded completely: the run ended after step 2"
     with start(tmp_path, "ppo.max_steps=4", resume="run") as process:
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     content = valid_timeline(path)
     assert sum(event["name"] == "train" for event in content["traceEvents"]) == 2

@@ -220,6 +220,15 @@ def test_a_file_without_a_header_is_named_and_the_rest_is_merged(tmp_path, trace
     assert missing.startswith("policy-0_node-a_7_1.json is not in the timeline: it ")
 
 
+def test_names_and_numbers_that_are_unusual_in_json_pass(tmp_path, traces):
+    odd = {**span("half \ud800 <b>&", 1, 2, 7), "args": {"number": 1 << 70, "text": "\u202e\x07"}}
+    write_operators(traces, "policy-0", 7, odd, {"ph": "X"}, {"ph": "X", "name": 3, "pid": 7, "tid": 7, "ts": "soon"})
+    content = merged(tmp_path)
+    (event,) = (event for event in content["traceEvents"] if event["ph"] == "X")
+    assert (event["name"], event["args"]) == (odd["name"], odd["args"])
+    assert content["lucidrl"]["missing"] == []
+
+
 def test_a_damaged_file_is_named_and_its_beginning_is_merged(tmp_path, traces):
     path = write_operators(traces, "policy-0", 7, *(span(f"aten::{n}", n, n + 1, 7, cat="cpu_op") for n in range(50)))
     path.write_text(path.read_text()[: path.read_text().index("aten::30")])
