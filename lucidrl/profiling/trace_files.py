@@ -44,7 +44,8 @@ class ProcessName:
         """Metadata for a trace of torch's profiler, which counts microseconds of the system clock from `base_time_ns`,
         or for a file of spans.
 
-        `anchor` is the start of the recording on the clock of the spans and on the clock of the trace.
+        The key `anchor` holds the start of the recording twice: as Unix time of the clock of the spans, and as a time
+        stamp of the trace.
         """
         ts_ns = self.started_ns if base_time_ns is None else self.started_ns + self.system_offset_ns - base_time_ns
         return {
