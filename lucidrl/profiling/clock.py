@@ -15,7 +15,8 @@ _log = logging.getLogger(__name__)
 
 CLOCKS_NAME = "clocks.jsonl"
 """File in the traces folder: one line per worker that the driver let record, with the offset of its clock."""
-NUM_READINGS = 12
+NUM_READINGS = 30
+"""Readings of a clock to find a short one; on a busy machine, most take long."""
 
 
 def now_ns() -> int:
