@@ -16,6 +16,7 @@ from lucidrl.errors import ConfigError, LucidError
 from lucidrl.recipes.clean_command import clean_command
 from lucidrl.recipes.eval_command import eval_command
 from lucidrl.report.runs_command import compare_command, runs_command
+from lucidrl.report.timeline_command import timeline_command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,8 +53,7 @@ Preset = Annotated[
     ),
 ]
 Resume = Annotated[
-    Path | None,
-    typer.Option("--resume", help="Run folder to continue, with its settings.", show_default=False),
+    Path | None, typer.Option("--resume", help="Run folder to continue, with its settings.", show_default=False)
 ]
 Explain = Annotated[bool, typer.Option("--explain", help="Print where every setting came from.")]
 
@@ -200,14 +200,14 @@ def generate(
     if chat:
         return chat_on_terminal(source, sampling)
     own_prompts = with_standard_input(prompts or [])
-    for completion in (
-        complete_file(source, file, sampling, output) if file else completions(source, own_prompts, sampling)
-    ):
+    completed = complete_file(source, file, sampling, output) if file else completions(source, own_prompts, sampling)
+    for completion in completed:
         typer.echo(completion)
     return None
 
 
 app.command("eval")(eval_command)
+app.command("timeline")(timeline_command)
 
 
 @app.command()

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.autograd import profiler as torch_profiler
 
+from lucidrl.profiling.clock import now_ns, unix_ns
 from lucidrl.profiling.settings import NSYS_SESSION
 
 P = ParamSpec("P")
@@ -91,18 +92,27 @@ class Span(NamedTuple):
     duration_ns: int
     thread: int
     """Native thread id, as in torch's traces."""
+    thread_name: str
+
+
+class Count(NamedTuple):
+    """The value of a counter from one moment on."""
+
+    name: str
+    time_ns: int
+    """Unix time in nanoseconds."""
+    value: float
 
 
 class SpanRecorder:
     """Adds up spans by name; thread-safe."""
 
     def __init__(self) -> None:
-        self._anchor_ns = time.time_ns() - time.perf_counter_ns()
         self._local = _Local()
         self._lock = threading.Lock()
         self._totals: dict[str, tuple[int, int]] = {}
         self._drained: dict[str, tuple[int, int]] = {}
-        self._buffer: deque[Span] | None = None
+        self._buffer: deque[Span | Count] | None = None
 
     def span(self, name: str) -> _OpenSpan:
         """A context manager that times its block, or a decorator that times calls, even if they raise.
@@ -134,17 +144,25 @@ class SpanRecorder:
         return {key: duration_ns / 1e9 for key, duration_ns in taken.items()}
 
     def keep_spans(self, capacity: int) -> None:
-        """From now on, keep the newest `capacity` spans for `take_spans`; 0 keeps none and drops the kept ones."""
+        """From now on, keep the newest `capacity` spans and counts for `take_spans`; 0 keeps none."""
         with self._lock:
             self._buffer = deque(maxlen=capacity) if capacity else None
 
-    def take_spans(self) -> list[Span]:
-        """The spans kept since the last call, in the order in which they ended."""
+    def take_spans(self) -> list[Span | Count]:
+        """The spans and counts kept since the last call, spans in the order in which they ended."""
         with self._lock:
             spans = list(self._buffer or ())
             if self._buffer is not None:
                 self._buffer.clear()
         return spans
+
+    def count(self, name: str, value: float) -> None:
+        """Set a counter, such as the length of a queue, to a new value; costs nothing unless spans are kept."""
+        if self._buffer is None:
+            return
+        with self._lock:
+            if self._buffer is not None:
+                self._buffer.append(Count(name, now_ns(), value))
 
     def reset(self) -> None:
         """Drop all finished spans."""
@@ -160,7 +178,8 @@ class SpanRecorder:
             total_ns, count = self._totals.get(name, (0, 0))
             self._totals[name] = (total_ns + duration_ns, count + 1)
             if self._buffer is not None:
-                self._buffer.append(Span(name, start + self._anchor_ns, duration_ns, threading.get_native_id()))
+                thread = threading.current_thread()
+                self._buffer.append(Span(name, unix_ns(start), duration_ns, threading.get_native_id(), thread.name))
 
 
 def _since(before: dict[str, tuple[int, int]], totals: dict[str, tuple[int, int]]) -> dict[str, SpanTotal]:

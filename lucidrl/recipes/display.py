@@ -22,6 +22,7 @@ from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.recipes.configs import BaseRunConfig, TextRunConfig
 from lucidrl.report.breakdown import Breakdown
 from lucidrl.report.folder_parts import read_warnings
+from lucidrl.report.timeline import TIMELINE_NAME
 from lucidrl.utils.logger import print_message_log_samples
 from lucidrl.utils.run_folder import TRACES_NAME
 
@@ -152,8 +153,8 @@ class RunDisplay:
         self.announce(f"run folder: {self._folder}")
         entries = sorted(f"{path.name}/" if path.is_dir() else path.name for path in self._folder.iterdir())
         self.announce(f"  contains {', '.join(entries)}")
-        if any((self._folder / TRACES_NAME).glob("*.json")):
-            self.announce(f"  open the .json profiles in {TRACES_NAME}/ with ui.perfetto.dev")
+        if (self._folder / TRACES_NAME / TIMELINE_NAME).exists():
+            self.announce(f"  open {TRACES_NAME}/{TIMELINE_NAME} with ui.perfetto.dev")
         self.announce("next:")
         for command in [*suggested, *self._next_commands(last_step)]:
             self.announce(f"  {shlex.join(command)}")

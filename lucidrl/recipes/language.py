@@ -30,6 +30,7 @@ from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.preflight import TextInputs, check_placement, preflight
 from lucidrl.recipes.training_run import RunParts, TrainingRun
 from lucidrl.rewards.verifiers.answers import answer_reader
+from lucidrl.utils.nsys import ProfilablePolicy
 from lucidrl.utils.run_folder import LOGS_NAME
 
 C = TypeVar("C", bound=GRPORunConfig | SFTRunConfig)
@@ -43,8 +44,8 @@ class TextRun(TrainingRun[C]):
         resolved: Any = config.model_copy(update=names)
         super().__init__(resolved)
         self._inputs = TextInputs(self.config, python)
-        self._generators: list[SeparateGenerator] = []
-        """Generators in separate processes."""
+        self._profiled: list[ProfilablePolicy] = []
+        """Generators and environment workers."""
 
     def preflight(self) -> Table:
         return preflight(self.config, self._inputs).table()
@@ -90,6 +91,7 @@ class TextRun(TrainingRun[C]):
         env = self.config.env
         generator = self._generator(parts, policy)  # first, in the order of `check_placement`
         host = self._inputs.environment(parts.folder / LOGS_NAME / "env")
+        self._profiled.append(host)
         self._inputs.check_rewards(host)
         spare_s = self._inputs.seconds_per_sample
         runner = EnvRunner(host, env.timeout_s, env.max_concurrency, env.on_error, policy.check, spare_s)
@@ -127,13 +129,13 @@ class TextRun(TrainingRun[C]):
             log_dir=parts.folder / LOGS_NAME,
             seed=config.seed,
         )
-        self._generators.append(parts.stack.enter_context(generator))
+        self._profiled.append(parts.stack.enter_context(generator))
         return generator
 
     def _loop(
         self, parts: RunParts, policy: Policy, validator: Validator | None, health: HealthMonitor | None = None
     ) -> TrainingLoop:
-        return parts.loop(policy, validator, self._generators, self.config.tracking.print_samples_every, health)
+        return parts.loop(policy, validator, self._profiled, self.config.tracking.print_samples_every, health)
 
 
 class GRPORun(TextRun[GRPORunConfig]):

@@ -25,7 +25,7 @@ from lucidrl.recipes.display import RunDisplay
 from lucidrl.recipes.explain import explanation
 from lucidrl.recipes.folder import create_run_folder, driver_log
 from lucidrl.recipes.inputs import PythonInputs
-from lucidrl.recipes.profile import profiling_as_configured, use_traces_folder
+from lucidrl.recipes.profile import profiling_as_configured, timeline_at_end, use_traces_folder
 from lucidrl.recipes.settings import new_settings, preset_of, resumed_settings
 from lucidrl.utils.imports import import_object
 from lucidrl.utils.logger import configure_rich_logging
@@ -103,7 +103,7 @@ def start(
             if request is not None and request.steps.start > config.max_steps:
                 last = f"the last step, {config.max_steps}"
                 shown.announce(f"no profile will be written: steps {request.steps} come after {last}")
-            with occupied(folder), driver_log(folder):
+            with occupied(folder), driver_log(folder), timeline_at_end(folder, shown.announce):
                 last_step = _show_training(run, folder, shown, resume is not None, callbacks)
         shown.summary(last_step, run.next_commands(folder))
     return callbacks.end(last_step, config.max_steps, lambda: _newest_checkpoint(folder))

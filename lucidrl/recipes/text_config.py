@@ -17,7 +17,7 @@ from lucidrl.recipes.base_config import Arithmetic, BaseRunConfig
 from lucidrl.recipes.tracking import TextTrackingConfig
 from lucidrl.rewards.config import Rewards, task_title, with_reward_env
 from lucidrl.tools.config import DEFAULT_MAX_TURNS, Tools, ToolUseConfig
-from lucidrl.utils.nsys import DRIVER, GENERATION, POLICY, worker_name
+from lucidrl.utils.nsys import DRIVER, ENV, GENERATION, POLICY, worker_name
 
 
 class TextRunConfig(BaseRunConfig):
@@ -57,6 +57,7 @@ class TextRunConfig(BaseRunConfig):
         return [
             *(worker_name(POLICY, rank) for rank in range(self.cluster.num_workers)),
             *(worker_name(GENERATION, number) for number in range(num_generators)),
+            *(worker_name(ENV, number) for number in range(self.env.num_workers if self.env.is_isolated else 0)),
             DRIVER,
         ]
 

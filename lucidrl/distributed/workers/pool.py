@@ -277,9 +277,10 @@ class WorkerPool:
         self.each(lambda worker: worker.process.start_gpu_profiling())
 
     def stop_gpu_profiling(self) -> None:
-        """Stop recording and write the traces; does nothing if no worker records."""
+        """Stop recording and write the traces; does nothing if no worker records or the pool has ended."""
         self._are_recording = False
-        self.each(lambda worker: worker.process.stop_gpu_profiling())
+        if not self._ended:
+            self.each(lambda worker: worker.process.stop_gpu_profiling())
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """Let all workers finish their call and shut down; kill those that time out. May be called twice."""

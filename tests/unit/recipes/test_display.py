@@ -121,11 +121,11 @@ def test_elapsed_and_remaining_time_are_never_cut(folder, width):
 
 
 def test_traces_are_pointed_out_where_there_are_some(folder):
-    assert "profiles in traces/" not in shown(folder, [1], 1)
+    assert "open traces/timeline.json.gz" not in shown(folder, [1], 1)
     (folder / "traces").mkdir()
-    assert "profiles in traces/" not in shown(folder, [1], 1)
-    (folder / "traces" / "policy-0.json").touch()
-    assert "profiles in traces/" in shown(folder, [1], 1)
+    assert "open traces/timeline.json.gz" not in shown(folder, [1], 1)
+    (folder / "traces" / "timeline.json.gz").touch()
+    assert "open traces/timeline.json.gz" in shown(folder, [1], 1)
 
 
 def test_folder_names_are_literal_and_commands_can_be_copied(folder):
