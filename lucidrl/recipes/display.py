@@ -22,9 +22,8 @@ from rich.table import Column, Table
 
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.recipes.configs import BaseRunConfig, TextRunConfig
-from lucidrl.recipes.profile import TRACES_NAME
 from lucidrl.utils.logger import print_message_log_samples
-from lucidrl.utils.logger.fanout import WARNINGS_NAME
+from lucidrl.utils.run_folder import TRACES_NAME, WARNINGS_NAME
 
 log = logging.getLogger(__name__)
 

@@ -37,12 +37,12 @@ from lucidrl.recipes.eval_folder import (
     write_json,
 )
 from lucidrl.recipes.eval_plan import ALL, Candidate, EvalOptions, EvalPlan, TextConfig, chosen_prompts, plan_of_sources
-from lucidrl.recipes.folder import LOGS_NAME, occupied
 from lucidrl.recipes.preflight import TextInputs
 from lucidrl.rewards.config import seconds_per_sample
 from lucidrl.rewards.verifiers.answers import answer_reader
 from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.random_state import seed_everything
+from lucidrl.utils.run_folder import LOGS_NAME, occupied
 
 EVAL_NAME = "eval"
 """Folder of evaluations in a run folder."""

@@ -26,12 +26,12 @@ from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.policy import Policy
 from lucidrl.models.sources import with_resolved_names
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.folder import LOGS_NAME
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.preflight import TextInputs, check_placement, preflight
 from lucidrl.recipes.training_run import RunParts, TrainingRun
 from lucidrl.rewards.config import seconds_per_sample
 from lucidrl.rewards.verifiers.answers import answer_reader
+from lucidrl.utils.run_folder import LOGS_NAME
 
 C = TypeVar("C", bound=GRPORunConfig | SFTRunConfig)
 

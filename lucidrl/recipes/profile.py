@@ -15,11 +15,10 @@ from lucidrl.profiling import gate
 from lucidrl.profiling.settings import FOLDER_VARIABLE, MEMORY_VARIABLE
 from lucidrl.utils import nsys
 from lucidrl.utils.config import Config
+from lucidrl.utils.run_folder import TRACES_NAME
 
 _log = logging.getLogger(__name__)
 
-TRACES_NAME = "traces"
-"""Subfolder of the run folder."""
 VARIABLES = (nsys.PATTERNS_VARIABLE, nsys.RANGE_VARIABLE, FOLDER_VARIABLE, MEMORY_VARIABLE, gate.VARIABLES[0])
 
 

@@ -23,7 +23,7 @@ from lucidrl.recipes.callbacks import Callbacks, TrainingResult
 from lucidrl.recipes.configs import BaseRunConfig, TextRunConfig
 from lucidrl.recipes.display import RunDisplay
 from lucidrl.recipes.explain import explanation
-from lucidrl.recipes.folder import create_run_folder, driver_log, occupied
+from lucidrl.recipes.folder import create_run_folder, driver_log
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.profile import profiling_as_configured, use_traces_folder
 from lucidrl.recipes.settings import new_settings, preset_of, resumed_settings
@@ -31,6 +31,7 @@ from lucidrl.utils.imports import import_object
 from lucidrl.utils.logger import configure_rich_logging
 from lucidrl.utils.logger.redact import redacted_text
 from lucidrl.utils.nsys import check_patterns, profile_request
+from lucidrl.utils.run_folder import occupied
 
 if TYPE_CHECKING:
     from lucidrl.algorithms.loop import Watcher

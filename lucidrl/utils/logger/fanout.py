@@ -26,6 +26,7 @@ from lucidrl.utils.logger.jsonl import JsonlLogger, text_columns, write_rows
 from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.logger.token_error import token_error_figure
 from lucidrl.utils.logger.values import PlainMetrics, WarnOnce, described, frozen, metric_name, plain_metrics
+from lucidrl.utils.run_folder import LOCK_NAME, METRICS_NAME, WARNINGS_NAME
 
 if TYPE_CHECKING:
     from lucidrl.utils.logger.monitor import Monitor
@@ -35,10 +36,8 @@ _MOST_WAITING_RECORDS = 10_000
 _MOST_WAITING_LINES, _MAX_WAIT_S = 1000, 0.002
 _MOST_WAITING_BATCHES = 16  # of rows or curves, which may be many megabytes each
 _FINISH_TIMEOUT_S = 10.0
-WARNINGS_NAME = "warnings.jsonl"
-"""File in the run folder: one JSON object per warning, with its step, name and message."""
 _OWN_NAMES = frozenset(
-    {"metrics.jsonl", WARNINGS_NAME, "hyperparams.json", "config.yaml", "run.lock", "checkpoints", "plots", *TRACKERS}
+    {METRICS_NAME, WARNINGS_NAME, "hyperparams.json", "config.yaml", LOCK_NAME, "checkpoints", "plots", *TRACKERS}
 )  # names in a run folder that batches of rows must not use
 
 
@@ -71,13 +70,13 @@ class Logger(LoggerInterface):
         self._lock = threading.Lock()
         check_trackers(cfg)
         try:
-            jsonl = JsonlLogger(self._log_dir / "metrics.jsonl")
+            jsonl = JsonlLogger(self._log_dir / METRICS_NAME)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"log_dir={cfg['log_dir']!r} cannot be written ({error}); choose another folder"
             ) from error
         self._writers: list[BackgroundWriter[Any]] = [
-            BackgroundWriter("metrics.jsonl", lambda: jsonl, _MOST_WAITING_LINES, _MAX_WAIT_S)
+            BackgroundWriter(METRICS_NAME, lambda: jsonl, _MOST_WAITING_LINES, _MAX_WAIT_S)
         ]
         makers = tracker_makers(cfg, self._log_dir, self.run_id)
         makers += [(type(backend).__name__, _returning(backend)) for backend in extra_backends]
