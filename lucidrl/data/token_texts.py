@@ -45,5 +45,4 @@ class TokenTexts:
 
     def _decode(self, token_ids: list[int]) -> str:
         ids = [*self._before, *token_ids]
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -21,10 +21,12 @@ from lucidrl.checkpoint.pruning import remove_part
 from lucidrl.errors import CheckpointError, ConfigError
 from lucidrl.report.finding import found_below, run_settings
 from lucidrl.utils.run_folder import (
+    ENVIRONMENT_NAME,
     EVAL_NAME,
     LOCK_NAME,
     LOGS_NAME,
     METRICS_NAME,
+    REPORT_NAME,
     SAMPLES_NAME,
     TRACES_NAME,
     WARNINGS_NAME,
@@ -37,6 +39,8 @@ from lucidrl.utils.run_folder import (
 OPTIMIZER = "optimizer"
 LOG_NAMES = (
     METRICS_NAME,
+    ENVIRONMENT_NAME,
+    REPORT_NAME,
     "hyperparams.json",
     "tensorboard",
     "wandb",
