@@ -1,7 +1,4 @@
-"""The command line: `lucidrl grpo`, `sft`, `ppo`, `generate`, `eval`, `play`, `check`, `data show`, `clean`.
-
-Commands import what they need when they run, so `--help` prints at once.
-"""
+"""The command line, `lucidrl`. Commands import what they need when they run, so `--help` prints at once."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ import typer
 from lucidrl import __version__
 from lucidrl.errors import ConfigError, LucidError
 from lucidrl.recipes.eval_command import eval_command
+from lucidrl.report.report_command import report_command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -206,6 +204,7 @@ def generate(
 
 
 app.command("eval")(eval_command)
+app.command("report")(report_command)
 
 
 @app.command()

@@ -23,7 +23,7 @@ from rich.table import Column, Table
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.recipes.configs import BaseRunConfig, TextRunConfig
 from lucidrl.utils.logger import print_message_log_samples
-from lucidrl.utils.run_folder import TRACES_NAME, WARNINGS_NAME
+from lucidrl.utils.run_folder import REPORT_NAME, TRACES_NAME, WARNINGS_NAME
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +153,8 @@ class RunDisplay:
         self.announce(f"run folder: {self._folder}")
         entries = sorted(f"{path.name}/" if path.is_dir() else path.name for path in self._folder.iterdir())
         self.announce(f"  contains {', '.join(entries)}")
+        if (self._folder / REPORT_NAME).is_file():
+            self.announce(f"report: {self._folder / REPORT_NAME}")
         if any((self._folder / TRACES_NAME).glob("*.json")):
             self.announce(f"  open the .json profiles in {TRACES_NAME}/ with ui.perfetto.dev")
         self.announce("next:")
