@@ -153,6 +153,13 @@ def thinned(series: Series, most: int = MOST_POINTS) -> Series:
     return Series([series.steps[row] for row in kept], [series.values[row] for row in kept])
 
 
+def spread(count: int, most: int) -> set[int]:
+    """At most `most` of the numbers below `count`: the first, the last, and evenly spread ones."""
+    if count <= most:
+        return set(range(count))
+    return {round(number * (count - 1) / (most - 1)) for number in range(most)}
+
+
 def short(value: float) -> float | None:
     """The number with six significant digits, which halve the page; None if it is not finite."""
     return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None

@@ -78,7 +78,7 @@ def _run(run: RunData, name: str, curves: Curves, samples: ShownSamples) -> dict
     return {
         "name": name,
         "title": _title(run),
-        "folder": str(run.folder.resolve()),
+        "folder": str(run.folder),
         "state": str(run.state),
         "tone": _TONES.get(run.state, "warn"),
         "conclusion": conclusion(run),

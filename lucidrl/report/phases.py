@@ -6,10 +6,9 @@ from typing import Any
 
 import orjson
 
-from lucidrl.report.curves import short
+from lucidrl.report.curves import short, spread
 from lucidrl.report.metrics_file import Record, is_number
 from lucidrl.report.run_data import RunData
-from lucidrl.report.sample_pages import spread
 
 BREAKDOWN_NAME = "breakdown.json"
 MOST_STEPS = 1000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -32,18 +34,21 @@ def report_command(
     The page is one HTML file: open it in a browser, from disk, without a network. Every run writes its own page at
     its end (`report.enabled`).
     """
-    import time
-
     from lucidrl.report.page import write_report
     from lucidrl.report.run_data import RunState, read_run
     from lucidrl.utils.run_folder import REPORT_NAME
 
-    while True:
-        found = [read_run(run) for run in runs]
-        path = output or runs[0] / REPORT_NAME
-        size_bytes = write_report(found, path)
-        is_going = watch and any(run.state is RunState.RUNNING for run in found)
-        typer.echo(f"report: {path} ({size_bytes / 1e6:.1f} MB)")
-        if not is_going:
-            return
-        time.sleep(every)
+    path = output or runs[0] / REPORT_NAME
+    is_first = True
+    with suppress(KeyboardInterrupt):
+        while True:
+            found = [read_run(run) for run in runs]
+            size_bytes = write_report(found, path)
+            is_going = watch and any(run.state is RunState.RUNNING for run in found)
+            if is_first:
+                follows = f"; it is written again every {every:g} s until the run ends" if is_going else ""
+                typer.echo(f"report: {path} ({size_bytes / 1e6:.1f} MB){follows}")
+            if not is_going:
+                return
+            is_first = False
+            time.sleep(every)

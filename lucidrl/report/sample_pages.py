@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lucidrl.report.curves import spread
 from lucidrl.report.folder_parts import SamplesFile
 from lucidrl.report.metrics_file import Record, is_number, read_lines
 
@@ -53,13 +54,6 @@ def shown_samples(files: Sequence[SamplesFile], num_runs: int = 1) -> ShownSampl
         samples += fitting
         num_characters += sum(map(_size, fitting))
     return ShownSamples(samples, _rule(len(samples), num_recorded, len(chosen), len(files), is_cut), problems)
-
-
-def spread(count: int, most: int) -> set[int]:
-    """At most `most` of the numbers below `count`: the first, the last, and evenly spread ones."""
-    if count <= most:
-        return set(range(count))
-    return {round(number * (count - 1) / (most - 1)) for number in range(most)}
 
 
 def _first_groups(rows: list[dict[str, Any]], most: int, most_characters: int) -> list[dict[str, Any]]:

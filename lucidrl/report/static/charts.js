@@ -8,10 +8,10 @@ const stepCharts = [];
 const steps = {
   value: null,
   listeners: [],
-  set(step, source) {
+  set(step) {
     if (step === this.value) return;
     this.value = step;
-    for (const listener of this.listeners) listener(step, source);
+    for (const listener of this.listeners) listener(step);
   },
 };
 
@@ -118,8 +118,9 @@ class Chart {
 
   onCursor(plot) {
     const x = plot.cursor.left >= 0 ? plot.posToVal(plot.cursor.left, "x") : null;
-    if (this.axis === "step") { if (x !== null && !this.isPlacing) steps.set(Math.round(x), this); }
-    else this.show(x);
+    if (this.axis !== "step") this.show(x);
+    else if (x === null) queueMicrotask(() => this.place(steps.value)); // the cursor stays when the pointer leaves
+    else if (!this.isPlacing) steps.set(Math.round(x));
   }
 
   /** Move the cursor of this chart to a step, without a pointer. */
@@ -156,6 +157,14 @@ function metricChart(name, xRange) {
   return chart;
 }
 
+/** Show the charts whose metrics contain the text of the filter. */
+function filterMetrics() {
+  const wanted = document.getElementById("metric-filter").value.trim().toLowerCase();
+  for (const chart of document.querySelectorAll("#curves [data-metric]")) {
+    chart.hidden = !chart.dataset.metric.toLowerCase().includes(wanted);
+  }
+}
+
 function chartControls(xRange) {
   const longest = Math.max(0, ...RUNS.flatMap((run) => run.axes.map((axis) => axis.length)));
   smoothing.weight = longest > 20 ? 0.6 : 0;
@@ -168,15 +177,12 @@ function chartControls(xRange) {
   const [low, high] = [Math.ceil(xRange[0]), Math.floor(xRange[1])];
   const stepOutput = el("output", { id: "step-value" }, "last");
   const step = el("input", { type: "range", id: "step", min: low, max: Math.max(low, high), value: Math.max(low, high),
-    input: () => steps.set(Number(step.value), null) });
+    input: () => steps.set(Number(step.value)) });
   steps.listeners.push((value) => { step.value = value; stepOutput.textContent = value; });
   const filter = el("input", { type: "search", id: "metric-filter", placeholder: "reward", input: () => {
-    const wanted = filter.value.trim().toLowerCase();
-    for (const chart of document.querySelectorAll("#curves [data-metric]")) {
-      chart.hidden = Boolean(wanted) && !chart.dataset.metric.toLowerCase().includes(wanted);
-    }
     const rest = document.getElementById("rest");
-    if (wanted && rest) rest.open = true;
+    if (filter.value.trim() && rest) rest.open = true;
+    filterMetrics();
   } });
   return el("div", { class: "controls sticky" },
     el("label", { title: "the left and right arrow keys move the cursor" }, "Step", step, stepOutput),
@@ -196,7 +202,11 @@ function curvesSection() {
     if (!group.is_folded) return el("div", {}, el("h3", {}, group.title), make());
     const body = el("div", {});
     // Drawn when it is first opened: a run may have hundreds of metrics.
-    const fold = el("details", { id: "rest", toggle: () => { if (fold.open && !body.firstChild) body.append(make()); } },
+    const fold = el("details", { id: "rest", toggle: () => {
+      if (!fold.open || body.firstChild) return;
+      body.append(make());
+      filterMetrics();
+    } },
       el("summary", {}, `${group.title} (${group.names.length})`), body);
     return fold;
   });
@@ -240,7 +250,8 @@ class PhaseStack {
     })];
     const range = [x[0], x[x.length - 1]];
     const options = chartOptions(width, 200, "step", range, series, (plot) => {
-      if (plot.cursor.left >= 0 && !this.isPlacing) steps.set(Math.round(plot.posToVal(plot.cursor.left, "x")), this);
+      if (plot.cursor.left < 0) queueMicrotask(() => this.place(steps.value));
+      else if (!this.isPlacing) steps.set(Math.round(plot.posToVal(plot.cursor.left, "x")));
     });
     options.scales.y = { range: (_, low, high) => [0, high || 1] };
     this.plot = new uPlot(options, [x, ...order.map((index) => tops[index])], clear(this.body));
@@ -284,8 +295,8 @@ function timeSection() {
 function machineSection() {
   const names = [...new Set(RUNS.flatMap((run) => Object.keys(run.machine)))].sort();
   if (!names.length) return section("machine", "Memory and utilization", el("p", { class: "dim" }, "Nothing is recorded: the run was shorter than tracking.monitor_interval_s, or tracking.monitor is off."));
-  const all = RUNS.flatMap((run) => Object.values(run.machine).flatMap(([x]) => x));
-  const range = [Math.min(...all), Math.max(...all)];
+  const ends = RUNS.flatMap((run) => Object.values(run.machine).map(([x]) => [x[0], x[x.length - 1]]));
+  const range = [Math.min(...ends.map(([first]) => first)), Math.max(...ends.map(([, last]) => last))];
   if (range[0] === range[1]) range[1] = range[0] + 1;
   const charts = names.map((name) => new Chart(name, RUNS.flatMap((run, index) => (run.machine[name]
     ? [{ label: run.name, color: `--c${index % NUM_COLORS}`, x: run.machine[name][0], y: run.machine[name][1] }] : [])), "time", range).node);

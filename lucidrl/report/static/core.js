@@ -55,6 +55,7 @@ function tick(value) {
 }
 
 function seconds(value) {
+  if (value === 0) return "0 s";
   if (value >= 120) return `${(value / 60).toFixed(1)} min`;
   if (value >= 1) return `${value.toFixed(2)} s`;
   if (value >= 1e-3) return `${(value * 1e3).toFixed(1)} ms`;

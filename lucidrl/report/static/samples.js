@@ -104,7 +104,7 @@ class SamplesBrowser {
     this.shown.sort(SORTS[this.sort.value]);
     this.page = 0;
     this.count.textContent = `${this.shown.length} of ${this.all.length} samples`;
-    if (!this.shown.includes(this.selected)) this.selected = this.shown[0] || null;
+    this.selected = this.shown[0] || null;
     this.showRows();
     this.showDetail();
   }

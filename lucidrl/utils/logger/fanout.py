@@ -26,7 +26,7 @@ from lucidrl.utils.logger.jsonl import JsonlLogger, text_columns, write_rows
 from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.logger.token_error import token_error_figure
 from lucidrl.utils.logger.values import PlainMetrics, WarnOnce, described, frozen, metric_name, plain_metrics
-from lucidrl.utils.run_folder import LOCK_NAME, METRICS_NAME, WARNINGS_NAME
+from lucidrl.utils.run_folder import ENVIRONMENT_NAME, LOCK_NAME, METRICS_NAME, REPORT_NAME, WARNINGS_NAME
 
 if TYPE_CHECKING:
     from lucidrl.utils.logger.monitor import Monitor
@@ -37,7 +37,11 @@ _MOST_WAITING_LINES, _MAX_WAIT_S = 1000, 0.002
 _MOST_WAITING_BATCHES = 16  # of rows or curves, which may be many megabytes each
 _FINISH_TIMEOUT_S = 10.0
 _OWN_NAMES = frozenset(
-    {METRICS_NAME, WARNINGS_NAME, "hyperparams.json", "config.yaml", LOCK_NAME, "checkpoints", "plots", *TRACKERS}
+    {
+        *(METRICS_NAME, WARNINGS_NAME, ENVIRONMENT_NAME, REPORT_NAME, LOCK_NAME),
+        *("hyperparams.json", "config.yaml", "checkpoints", "plots"),
+        *TRACKERS,
+    }
 )  # names in a run folder that batches of rows must not use
 
 

@@ -6,12 +6,12 @@ import orjson
 import pytest
 
 from lucidrl.report import sample_pages
-from lucidrl.report.curves import MOST_POINTS, thinned
+from lucidrl.report.curves import MOST_POINTS, spread, thinned
 from lucidrl.report.folder_parts import SamplesFile
 from lucidrl.report.metrics_file import Series
 from lucidrl.report.page_data import page_data
 from lucidrl.report.run_data import read_run
-from lucidrl.report.sample_pages import shown_samples, spread
+from lucidrl.report.sample_pages import shown_samples
 from tests.unit.report.page_runs import page_run, sample_columns
 
 
