@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ def found_below(folder: Path, read: Callable[[Path], T | None], levels: int = MO
 def run_settings(folder: Path) -> dict[str, Any] | None:
     """The settings of a run; None if the folder has none. A config.yaml alone may be of another program."""
     path = folder / CONFIG_NAME
-    if path.is_symlink() or not path.is_file():
+    if os.path.islink(path) or not os.path.isfile(path):  # unlike a Path's methods, never raise
         return None
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), _YAML_LOADER)

@@ -91,7 +91,7 @@ def read_metrics(path: Path) -> Metrics:
         OSError: the file cannot be read.
     """
     by_step: dict[int, Record] = {}
-    found = Metrics()
+    machine, times = [], []
     waiting: Record = {}  # of the machine, for the next step
     num_unreadable, newest = 0, 0
     for record in _lines(path):
@@ -99,21 +99,20 @@ def read_metrics(path: Path) -> Metrics:
             num_unreadable += 1
             continue
         if is_number(moment := record.get("time")):
-            found.times.append(moment)
+            times.append(float(moment))
         if "step" not in record:
             if has_any(record, *MACHINE):
-                found.machine.append(record)
+                machine.append(record)
                 waiting = {name: value for name, value in record.items() if name.startswith(MACHINE)}
             continue
         step = record["step"]
         if has_any(record, TRAIN):
-            if step <= newest:  # the run was resumed from an earlier checkpoint
+            if step < newest or _is_repeated(record, by_step.get(step, {})):  # resumed from an earlier checkpoint
                 by_step = {old: kept for old, kept in by_step.items() if old < step}
             newest = step
-        by_step[step] = by_step.get(step, {}) | waiting | record
+        by_step[step] = {"step": step, "time": None} | by_step.get(step, {}) | waiting | record
         waiting = {}
-    found.records.extend({"step": step, **by_step[step]} for step in sorted(by_step))
-    return Metrics(found.records, found.machine, found.times, num_unreadable)
+    return Metrics([by_step[step] for step in sorted(by_step)], machine, times, num_unreadable)
 
 
 def has_any(record: Record, *prefixes: str) -> bool:
@@ -144,8 +143,14 @@ def _lines(path: Path) -> Iterator[Record | None]:
         yield _with_nonfinite(record) if record is not None and type(step) is int and step >= 0 else None
 
 
+def _is_repeated(record: Record, earlier: Record) -> bool:
+    return any(name.startswith(TRAIN) for name in record.keys() & earlier.keys())
+
+
 def _with_nonfinite(record: Record) -> Record:
-    """The record with NaN and infinities as floats, which the file has as text under another name."""
+    """The record with NaN and infinities as floats, for which the file has null, and their text under another name."""
+    if None not in record.values():
+        return record
     for marker in [name for name in record if name.endswith(_NONFINITE)]:
         with suppress(TypeError, ValueError):
             value = float(record[marker])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
@@ -197,7 +198,7 @@ class RunData:
         if is_occupied(self.folder):
             return RunState.RUNNING
         newest_saved = max((saved.step for saved in self.checkpoints), default=0)
-        last = self.sessions[-1] if self.sessions else None
+        last = self._last_session
         is_killed = (self.folder / LOCK_NAME).exists() or (last is not None and last.end is None)
         if is_killed or (last is not None and last.error is not None and not last.is_interrupted):
             return RunState.CRASHED
@@ -212,7 +213,15 @@ class RunData:
     @property
     def error(self) -> str | None:
         """The error that ended the run; None if there was none, or if the driver was killed."""
-        return self.sessions[-1].error if self.sessions and self.state is RunState.CRASHED else None
+        last = self._last_session
+        return last.error if last is not None and self.state is RunState.CRASHED else None
+
+    @property
+    def _last_session(self) -> Session | None:
+        """The last session, without resumes that failed before they recorded anything."""
+        newest = max(self.metrics.times, default=0.0)
+        effective = [session for session in self.sessions[1:] if not session.error or session.start <= newest]
+        return next(reversed([*self.sessions[:1], *effective]), None)
 
     @property
     def problems(self) -> list[str]:
@@ -236,10 +245,10 @@ def read_run(folder: str | Path) -> RunData:
         ConfigError: the folder does not exist or holds no run.
     """
     folder = Path(folder).expanduser()
-    if (run := _run_or_none(folder)) is not None:
+    if (run := _run_or_none(folder.resolve() if folder.is_symlink() else folder)) is not None:
         return run
-    problem = "has neither the settings nor the metrics of a run" if folder.is_dir() else "is not a folder"
-    raise ConfigError(f"{folder} is not a run folder: it {problem}; choose a folder that `lucidrl runs` lists")
+    problem = "has neither the settings nor the metrics of a run" if folder.is_dir() else "does not exist"
+    raise ConfigError(f"{folder} is not a run folder: it {problem}; choose one that `lucidrl runs` lists")
 
 
 def load_metrics(run: str | Path) -> list[Record]:
@@ -267,7 +276,13 @@ def _run_or_none(folder: Path) -> RunData | None:
     settings = run_settings(folder)
     if settings is not None:
         return RunData(folder, redacted(settings))
-    if not (folder / METRICS_NAME).is_file():
+    if not os.path.isfile(folder / METRICS_NAME):
         return None
-    is_there = (folder / CONFIG_NAME).is_file()
-    return RunData(folder, {}, f"{CONFIG_NAME} {'has no settings of a run' if is_there else 'is missing'}")
+    path = folder / CONFIG_NAME
+    if not os.path.lexists(path):
+        problem = "is missing"
+    else:
+        problem = (
+            "has no settings of a run" if os.access(path, os.R_OK) else "cannot be read; only its owner can read it"
+        )
+    return RunData(folder, {}, f"{CONFIG_NAME} {problem}")

@@ -124,7 +124,7 @@ def folders_in(folder: Path) -> list[Path]:
 
 def entries_in(folder: Path) -> list[os.DirEntry[str]]:
     """What a folder contains, sorted; nothing if it cannot be read or has just been removed."""
-    if folder.is_symlink() or not folder.is_dir():
+    if os.path.islink(folder) or not os.path.isdir(folder):  # unlike a Path's methods, never raise
         return []
     try:
         with os.scandir(folder) as entries:
