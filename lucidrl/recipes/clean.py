@@ -20,6 +20,7 @@ from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.checkpoint.pruning import remove_part
 from lucidrl.errors import CheckpointError, ConfigError
 from lucidrl.report.finding import found_below, run_settings
+from lucidrl.report.text import shown_bytes
 from lucidrl.utils.run_folder import (
     ENVIRONMENT_NAME,
     EVAL_NAME,
@@ -54,7 +55,6 @@ LOG_NAMES = (
 WRITTEN = (CHECKPOINTS_NAME, TRACES_NAME, SAMPLES_NAME, EVAL_NAME, LOGS_NAME, *LOG_NAMES, LOCK_NAME, CONFIG_NAME)
 """Files and folders that a run writes; config.yaml is last, because it marks the folder as a run until removed."""
 KEEP_ALL = 2**31
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ def clean(paths: Sequence[Path], free: Free, *, confirm: Callable[[str], bool], 
     total = sum(plan.total_bytes for plan in plans)
     for plan in plans:
         for path, size in plan.items.items():
-            console.print(f"free {_shown(size):>9}  {path}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"free {shown_bytes(size):>9}  {path}", markup=False, highlight=False, soft_wrap=True)
     if total == 0:
         console.print("nothing to free" if not free.runs else "nothing to remove", highlight=False)
-    elif confirm(f"free {_shown(total)}?"):
+    elif confirm(f"free {shown_bytes(total)}?"):
         freed = sum(_carry_out(plan, free, console) for plan in plans if plan.items)
-        console.print(f"freed {_shown(freed)}", highlight=False)
+        console.print(f"freed {shown_bytes(freed)}", highlight=False)
 
 
 def find_runs(paths: Iterable[Path]) -> Iterator[Run]:
@@ -265,18 +265,9 @@ def _table(plans: Sequence[Plan]) -> Table:
     for plan in plans:
         sizes = plan.run.sizes()
         sums = {name: sums[name] + sizes[name] for name in columns}
-        shown = [_shown(sizes[name]) for name in columns]
-        table.add_row(str(plan.run.folder), *shown, _shown(plan.total_bytes), plan.note)
+        shown = [shown_bytes(sizes[name]) for name in columns]
+        table.add_row(str(plan.run.folder), *shown, shown_bytes(plan.total_bytes), plan.note)
     if len(plans) > 1:
         total = sum(plan.total_bytes for plan in plans)
-        table.add_row(f"{len(plans)} runs", *(_shown(sums[name]) for name in columns), _shown(total), "")
+        table.add_row(f"{len(plans)} runs", *(shown_bytes(sums[name]) for name in columns), shown_bytes(total), "")
     return table
-
-
-def _shown(number: float) -> str:
-    if number == 0:
-        return "-"
-    unit = 0
-    while number >= 1024 and unit < len(UNITS) - 1:
-        number, unit = number / 1024, unit + 1
-    return f"{number:.0f} {UNITS[unit]}" if unit == 0 or number >= 100 else f"{number:.1f} {UNITS[unit]}"

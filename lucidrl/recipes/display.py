@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import logging
 import os
 import shlex
@@ -22,8 +21,9 @@ from rich.table import Column, Table
 
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.recipes.configs import BaseRunConfig, TextRunConfig
+from lucidrl.report.folder_parts import read_warnings
 from lucidrl.utils.logger import print_message_log_samples
-from lucidrl.utils.run_folder import REPORT_NAME, TRACES_NAME, WARNINGS_NAME
+from lucidrl.utils.run_folder import REPORT_NAME, TRACES_NAME
 
 log = logging.getLogger(__name__)
 
@@ -229,13 +229,8 @@ class NotebookLine:
 
 def _warnings_in(folder: Path) -> list[str]:
     """Return all warnings from before the first step and, of the later ones, the newest with each name."""
-    try:
-        lines = (folder / WARNINGS_NAME).read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    records = map(json.loads, lines)
     # Warnings before the first step are distinguished by message, because several share a name.
-    newest = {record["name"] if record["step"] else record["message"]: record["message"] for record in records}
+    newest = {one.name if one.step else one.message: one.message for one in read_warnings(folder)}
     return list(newest.values())
 
 

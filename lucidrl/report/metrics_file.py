@@ -93,7 +93,7 @@ def read_metrics(path: Path) -> Metrics:
     by_step: dict[int, Record] = {}
     machine, times = [], []
     waiting: Record = {}  # of the machine, for the next step
-    num_unreadable, newest = 0, 0
+    num_unreadable = 0
     for record in _lines(path):
         if record is None:
             num_unreadable += 1
@@ -106,10 +106,8 @@ def read_metrics(path: Path) -> Metrics:
                 waiting = {name: value for name, value in record.items() if name.startswith(MACHINE)}
             continue
         step = record["step"]
-        if has_any(record, TRAIN):
-            if step < newest or _is_repeated(record, by_step.get(step, {})):  # resumed from an earlier checkpoint
-                by_step = {old: kept for old, kept in by_step.items() if old < step}
-            newest = step
+        if _is_repeated(record, by_step.get(step, {})):  # resumed from an earlier checkpoint
+            by_step = {old: kept for old, kept in by_step.items() if old < step}
         by_step[step] = {"step": step, "time": None} | by_step.get(step, {}) | waiting | record
         waiting = {}
     return Metrics([by_step[step] for step in sorted(by_step)], machine, times, num_unreadable)
@@ -144,6 +142,7 @@ def _lines(path: Path) -> Iterator[Record | None]:
 
 
 def _is_repeated(record: Record, earlier: Record) -> bool:
+    """Whether a record has training metrics that an earlier record of its step has too."""
     return any(name.startswith(TRAIN) for name in record.keys() & earlier.keys())
 
 

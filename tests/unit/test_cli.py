@@ -281,7 +281,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(lucidrl, workplace,
     assert not left or "model_without_weights" in str(arguments)
 
 
-@pytest.mark.parametrize("command", ["grpo", "sft", "ppo", "generate", "play", "check", "clean"])
+@pytest.mark.parametrize("command", ["grpo", "sft", "ppo", "generate", "play", "check", "clean", "runs", "compare"])
 def test_help_shows_an_example(lucidrl, command):
     code, output, _ = lucidrl(command, "--help")
     assert code == 0

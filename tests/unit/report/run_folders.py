@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
 
 from lucidrl.checkpoint.manager import CheckpointManager
@@ -32,8 +33,7 @@ def make_run(
     """
     by_step = rewards if isinstance(rewards, Mapping) else dict(enumerate(rewards, start=1))
     folder.mkdir(parents=True, exist_ok=True)
-    settings = new_settings(algorithm, overrides=[f"{algorithm}.max_steps=2", *overrides])
-    (folder / "config.yaml").write_text(settings.to_yaml())
+    (folder / "config.yaml").write_text(settings(algorithm, *overrides))
     with suppress(type(error) if error is not None else ()), driver_log(folder):
         log_steps(folder, by_step)
         for step in saved:
@@ -44,6 +44,12 @@ def make_run(
         if error is not None:
             raise error
     return folder
+
+
+@cache
+def settings(algorithm: str, *overrides: str) -> str:
+    """The settings of a run with two steps, as YAML."""
+    return new_settings(algorithm, overrides=[f"{algorithm}.max_steps=2", *overrides]).to_yaml()
 
 
 def log_steps(folder: Path, rewards: Mapping[int, float]) -> None:
