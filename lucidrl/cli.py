@@ -209,7 +209,6 @@ def generate(
 
 
 app.command("eval")(eval_command)
-app.command("report")(report_command)
 
 
 @app.command()
@@ -297,6 +296,7 @@ def show(
 
 app.command("runs")(runs_command)
 app.command("compare")(compare_command)
+app.command("report")(report_command)
 app.command("clean")(clean_command)
 
 

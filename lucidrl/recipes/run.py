@@ -33,7 +33,7 @@ from lucidrl.utils.imports import import_object
 from lucidrl.utils.logger import configure_rich_logging
 from lucidrl.utils.logger.redact import redacted_text
 from lucidrl.utils.nsys import check_patterns, profile_request
-from lucidrl.utils.run_folder import REPORT_NAME, occupied
+from lucidrl.utils.run_folder import REPORT_NAME, is_occupied, occupied
 
 if TYPE_CHECKING:
     from lucidrl.algorithms.loop import Watcher
@@ -120,7 +120,7 @@ def _reported(config: BaseRunConfig, folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if config.report.enabled:
+        if config.report.enabled and not is_occupied(folder):  # the folder of another process stays as it is
             from lucidrl.report.page import write_report
             from lucidrl.report.run_data import read_run
 

@@ -61,6 +61,15 @@ def test_every_run_writes_its_page_and_the_summary_names_it(lucidrl, tmp_path, m
     assert {"train/frames_per_s", "time/step_s"} <= run["series"].keys()
 
 
+def test_a_resume_that_is_refused_writes_no_page(lucidrl, tmp_path):
+    folder = page_run(tmp_path / "run", 2, algorithm="ppo")
+    with occupied(folder):
+        code, _, errors = lucidrl("ppo", "--resume", folder)
+    assert code == 2
+    assert "is in use by process" in errors
+    assert not (folder / "report.html").exists()
+
+
 def test_report_enabled_false_writes_no_page(lucidrl, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, output, errors = lucidrl(*SMALL_PPO, "run.name=run", "report.enabled=false")
