@@ -142,7 +142,7 @@ def test_other_algorithms_have_their_own_result(tmp_path, algorithm, metric):
     assert "samples" in data["no_samples"]
 
 
-def test_runs_with_the_same_name_are_told_apart(tmp_path):
+def test_runs_with_the_same_name_show_their_parent_folders(tmp_path):
     folders = [page_run(tmp_path / name / "exp_001") for name in ("a", "b")]
     data = data_of(page_of(*folders))
     assert [run["name"] for run in data["runs"]] == ["a/exp_001", "b/exp_001"]

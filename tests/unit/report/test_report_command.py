@@ -70,6 +70,7 @@ def test_a_resume_that_is_refused_writes_no_page(lucidrl, tmp_path):
     assert not (folder / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_report_enabled_false_writes_no_page(lucidrl, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, output, errors = lucidrl(*SMALL_PPO, "run.name=run", "report.enabled=false")
@@ -91,6 +92,7 @@ def test_a_page_that_cannot_be_made_is_a_warning(lucidrl, tmp_path, monkeypatch,
     assert "no report.html is written: a defect of the page" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_has_a_page_with_its_error(lucidrl, tmp_path, monkeypatch):
     def fail(self, batch):
         raise RuntimeError("the disk burns")

@@ -83,8 +83,8 @@ def test_the_page_of_a_long_run_with_many_samples_stays_small(tmp_path, num_runs
     for number in range(num_runs):
         folder = page_run(tmp_path / str(number), 2)
         lines = [
-            orjson.dumps({"step": step, "time": 1.0 + step, **{f"train/m{name}": step * 1.37 for name in range(50)}})
-            for step in range(3, 1500)
+            orjson.dumps({"step": step, "time": 1.0 + step, **{f"train/m{name}": step * 1.37 for name in range(20)}})
+            for step in range(3, 1200)
         ]
         with (folder / "metrics.jsonl").open("ab") as file:
             file.write(b"\n".join(lines) + b"\n")
