@@ -15,6 +15,7 @@ from lucidrl import __version__
 from lucidrl.errors import ConfigError, LucidError
 from lucidrl.recipes.clean_command import clean_command
 from lucidrl.recipes.eval_command import eval_command
+from lucidrl.report.report_command import report_command
 from lucidrl.report.runs_command import compare_command, runs_command
 from lucidrl.report.timeline_command import timeline_command
 
@@ -295,6 +296,7 @@ def show(
 
 app.command("runs")(runs_command)
 app.command("compare")(compare_command)
+app.command("report")(report_command)
 app.command("clean")(clean_command)
 
 

@@ -51,10 +51,11 @@ class GRPO:
                 rollouts = self.collector.collect()
                 self.loop.saver.settle()
                 batch = self.prepare(rollouts, is_plotted=is_due(self.plot_mismatch_every, step))
+                samples = self.samples_of(rollouts, batch) if self._writes_samples(step) else None
                 gbs = batch.size // self.updates_per_epoch
                 result = self.policy.train(batch, loss_fn, num_epochs=self.config.num_epochs, gbs=gbs)
                 self.collector.update_policy_weights_(version=step)
-                self.record(step, rollouts, batch, result)
+                self.record(step, rollouts, batch, result, samples)
         return self.loop.step
 
     def prepare(self, rollouts: Rollouts, is_plotted: bool = False) -> BatchedDataDict[Any]:
@@ -101,9 +102,30 @@ class GRPO:
             batch["sample_mask"] *= ~rollouts.is_truncated[rows]
         return batch
 
+    def samples_of(self, rollouts: Rollouts, batch: BatchedDataDict[Any]) -> dict[str, list[Any]]:
+        """Return the columns for samples/, with the log-probabilities of the policy before it trains on the batch."""
+        shown = rollouts.last_rows[: rollouts.num_with_tokens]
+        rows = shown[batch["sample_mask"][shown].bool()]  # masked rows are not scored
+        scored = batch.select_indices(rows)
+        if "prev_logprobs" not in scored and len(rows):
+            scored = self.policy.with_scores(scored, previous=True, reference=False)
+        logprobs_of_row = dict(zip(rows.tolist(), scored.get("prev_logprobs", ()), strict=True))
+        training = [logprobs_of_row.get(row) for row in shown.tolist()]
+        return rollouts.to_samples(training)
+
+    def _writes_samples(self, step: int) -> bool:
+        return step == 1 or is_due(self.dump_samples_every, step)
+
     @span(LOGGING)
-    def record(self, step: int, rollouts: Rollouts, batch: BatchedDataDict[Any], result: TrainResult) -> None:
-        """Log the step, with samples and plots when due."""
+    def record(
+        self,
+        step: int,
+        rollouts: Rollouts,
+        batch: BatchedDataDict[Any],
+        result: TrainResult,
+        samples: dict[str, list[Any]] | None = None,
+    ) -> None:
+        """Log the step, with its samples and with plots when due."""
         rewards = rollouts.rewards[rollouts.is_valid]
         metrics = {
             **rollouts.metrics,
@@ -117,8 +139,8 @@ class GRPO:
         }
         self.loop.record(step, metrics, tokens=metrics["sampled_tokens"])
         logger = self.loop.logger
-        if step == 1 or is_due(self.dump_samples_every, step):
-            logger.log_samples(rollouts.to_samples(), step, "step")
+        if samples is not None:
+            logger.log_samples(samples, step, "step")
         if is_due(self.plot_mismatch_every, step):
             columns = ("generation_logprobs", "prev_logprobs", "token_mask", "sample_mask")
             curves = {

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -14,7 +15,12 @@ import torch
 from lucidrl.data.datasets import Prompt
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.data.messages import collate
+from lucidrl.data.token_texts import TokenTexts
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+
+MOST_SAMPLES_WITH_TOKENS, MOST_TOKENS = 64, 65_536
+"""Samples whose tokens are written to samples/: the first ones, while both limits hold."""
+_DECIMALS = 6
 
 
 @dataclass
@@ -75,6 +81,8 @@ class Rollouts:
     policy_version: int
     """Version of the weights that sampled all completions."""
     metrics: dict[str, float]
+    token_texts: TokenTexts | None = None
+    """Decodes single tokens; None leaves tokens out of `to_samples`."""
 
     @cached_property
     def rewards(self) -> torch.Tensor:
@@ -100,6 +108,11 @@ class Rollouts:
         counts = torch.tensor([1 + len(sample.earlier_logs) for sample in self.samples])
         return torch.arange(len(self.samples)).repeat_interleave(counts)
 
+    @property
+    def last_rows(self) -> torch.Tensor:
+        """[B] int64, the training row of each sample's `log`."""
+        return self.row_samples.bincount().cumsum(0) - 1
+
     def to_batch(self, pad_id: int, row_multiple: int = 1) -> BatchedDataDict[Any]:
         """Return a right-padded training batch; `idx` names each row, and dropped samples have `sample_mask` 0.
 
@@ -114,19 +127,55 @@ class Rollouts:
         batch["idx"] = names + names[-1:] * missing
         return batch
 
-    def to_samples(self) -> dict[str, list[Any]]:
-        """Return human-readable columns for the files in samples/."""
+    @cached_property
+    def num_with_tokens(self) -> int:
+        """How many samples, from the first, `to_samples` returns with their tokens."""
+        if self.token_texts is None:
+            return 0
+        ends = accumulate(sample.num_sampled_tokens for sample in self.samples[:MOST_SAMPLES_WITH_TOKENS])
+        return sum(end <= MOST_TOKENS for end in ends)
+
+    def to_samples(self, training_logprobs: Sequence[torch.Tensor | None] = ()) -> dict[str, list[Any]]:
+        """Return human-readable columns for the files in samples/.
+
+        The completions of the first `num_with_tokens` samples have `tokens` and `generation_logprobs`, except those in
+        a history that the chat template rewrote.
+
+        Args:
+            training_logprobs: of each of these samples, the log-probabilities in training of all tokens in its `log`;
+                its completions then have `training_logprobs`. None for a sample without.
+        """
+        trained = [*training_logprobs, *[None] * (len(self.samples) - len(training_logprobs))]
         return {
             "sample": [sample.name for sample in self.samples],
+            "group": self.group_ids.tolist(),
             "messages": [
-                [{"role": message["role"], "content": message["content"]} for message in sample.log]
-                for sample in self.samples
+                self._messages(sample, trained[row], with_tokens=row < self.num_with_tokens)
+                for row, sample in enumerate(self.samples)
             ],
             "reward": self.rewards.tolist(),
             "policy_version": [self.policy_version] * len(self.samples),
             "truncated": self.is_truncated.tolist(),
             "dropped": (~self.is_valid).tolist(),
         }
+
+    def _messages(self, sample: Sample, training: torch.Tensor | None, *, with_tokens: bool) -> list[dict[str, Any]]:
+        messages, start = [], 0
+        for message in sample.log:
+            end = start + len(message["token_ids"])
+            written: dict[str, Any] = {"role": message["role"], "content": message["content"]}
+            if with_tokens and self.token_texts is not None and "generation_logprobs" in message:
+                written["tokens"] = self.token_texts(message["token_ids"].tolist())
+                written["generation_logprobs"] = _rounded(message["generation_logprobs"])
+                if training is not None:
+                    written["training_logprobs"] = _rounded(training[start:end])
+            messages.append(written)
+            start = end
+        return messages
+
+
+def _rounded(logprobs: torch.Tensor) -> list[float]:
+    return [round(value, _DECIMALS) for value in logprobs.tolist()]
 
 
 class FinishedSample(Protocol):

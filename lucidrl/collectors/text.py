@@ -19,6 +19,7 @@ from lucidrl.data.items import Skip
 from lucidrl.data.loading import dataset_of_prompts
 from lucidrl.data.messages import render_next_turn, render_prompt, rewrites_history, sampled_message, with_tokens
 from lucidrl.data.stream import Dataset
+from lucidrl.data.token_texts import TokenTexts
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.envs.text.interfaces import EnvRequest
 from lucidrl.envs.text.runner import EnvRunner
@@ -60,6 +61,7 @@ class TextCollector:
         self._generator = generator
         self.runner = runner
         self._tokenizer = tokenizer
+        self._token_texts = TokenTexts(tokenizer)
         self._prompts = prompts if isinstance(prompts, Dataset) else dataset_of_prompts(prompts, seed=seed)
         self._config = config
         self._context_length = context_length
@@ -310,7 +312,7 @@ class TextCollector:
         if self._config.max_turns > 1:
             metrics["forked_rows"] = float(sum(len(sample.earlier_logs) for sample in samples))
         group_ids = torch.tensor([number for number, group in enumerate(groups) for _ in group], dtype=torch.int64)
-        return Rollouts(samples, group_ids, self._version_of(samples), metrics)
+        return Rollouts(samples, group_ids, self._version_of(samples), metrics, self._token_texts)
 
     def _version_of(self, samples: Sequence[Sample]) -> int:
         """Return the policy version of all completions.

@@ -23,10 +23,12 @@ from lucidrl.report.finding import found_below, run_settings
 from lucidrl.report.text import shown_bytes
 from lucidrl.utils.run_folder import (
     BREAKDOWN_NAME,
+    ENVIRONMENT_NAME,
     EVAL_NAME,
     LOCK_NAME,
     LOGS_NAME,
     METRICS_NAME,
+    REPORT_NAME,
     SAMPLES_NAME,
     TRACES_NAME,
     WARNINGS_NAME,
@@ -39,6 +41,8 @@ from lucidrl.utils.run_folder import (
 OPTIMIZER = "optimizer"
 LOG_NAMES = (
     METRICS_NAME,
+    ENVIRONMENT_NAME,
+    REPORT_NAME,
     "hyperparams.json",
     "tensorboard",
     "wandb",

@@ -24,7 +24,7 @@ from lucidrl.report.breakdown import Breakdown
 from lucidrl.report.folder_parts import read_warnings
 from lucidrl.report.timeline import TIMELINE_NAME
 from lucidrl.utils.logger import print_message_log_samples
-from lucidrl.utils.run_folder import TRACES_NAME
+from lucidrl.utils.run_folder import REPORT_NAME, TRACES_NAME
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +153,8 @@ class RunDisplay:
         self.announce(f"run folder: {self._folder}")
         entries = sorted(f"{path.name}/" if path.is_dir() else path.name for path in self._folder.iterdir())
         self.announce(f"  contains {', '.join(entries)}")
+        if (self._folder / REPORT_NAME).is_file():
+            self.announce(f"report: {self._folder / REPORT_NAME}")
         if (self._folder / TRACES_NAME / TIMELINE_NAME).exists():
             self.announce(f"  open {TRACES_NAME}/{TIMELINE_NAME} with ui.perfetto.dev")
         self.announce("next:")

@@ -126,7 +126,7 @@ def driver_log(folder: Path) -> Iterator[None]:
     try:
         process = f"process {os.getpid()} on {socket.gethostname()}"
         settings = f"settings in {folder / CONFIG_NAME}"
-        _write(handler, logging.INFO, f"lucidrl {__version__}, {process}, {settings}: {_command()}")
+        _write(handler, logging.INFO, f"lucidrl {__version__}, {process}, {settings}: {command_line()}")
         yield
         _write(handler, logging.INFO, "finished")
     except BaseException as error:
@@ -138,7 +138,7 @@ def driver_log(folder: Path) -> Iterator[None]:
         handler.close()
 
 
-def _command() -> str:
+def command_line() -> str:
     """Return the command line with the values of secret settings removed."""
     words = []
     for word in sys.argv:

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 METRICS_NAME, WARNINGS_NAME, BREAKDOWN_NAME = "metrics.jsonl", "warnings.jsonl", "breakdown.json"
 SAMPLES_NAME, TRACES_NAME, EVAL_NAME = "samples", "traces", "eval"
+ENVIRONMENT_NAME, REPORT_NAME = "environment.json", "report.html"
 LOGS_NAME, DRIVER_LOG_NAME = "logs", "driver.log"
 LOCK_NAME = "run.lock"
 """Names in a run folder; `lucidrl.checkpoint.config` has those of settings and checkpoints."""

@@ -90,7 +90,7 @@ def test_settings_named_in_the_pages_exist(page):
         text = re.sub(r"^\| [^|]*\|", "|", text, flags=re.MULTILINE)
     for name in re.findall(rf"(?<![\w./])(?:{sections})\.[a-z_.]*[a-z_]", text):
         is_key = any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for key in known)
-        assert is_key or name.endswith((".py", ".yaml", ".json", ".jsonl", ".lock", ".md", ".svg")), (
+        assert is_key or name.endswith((".py", ".yaml", ".json", ".jsonl", ".lock", ".md", ".svg", ".html")), (
             f"{page.name} names {name}"
         )
 
@@ -133,7 +133,7 @@ def _check_command(words: list[str]) -> None:
         has_prompts = [len(arguments) > 1, "--file" in values, "--chat" in values]
         assert has_prompts.count(True) == 1, f"lucidrl generate {arguments} needs prompts of one kind"
         return
-    if name in ("play", "clean", "show", "runs", "compare", "timeline"):
+    if name in ("play", "clean", "show", "runs", "compare", "timeline", "report"):
         return
     if name == "eval":
         assert "=" not in arguments[0], "lucidrl eval needs a run or model"

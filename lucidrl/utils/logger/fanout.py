@@ -26,7 +26,14 @@ from lucidrl.utils.logger.jsonl import JsonlLogger, text_columns, write_rows
 from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.logger.token_error import token_error_figure
 from lucidrl.utils.logger.values import PlainMetrics, WarnOnce, described, frozen, metric_name, plain_metrics
-from lucidrl.utils.run_folder import BREAKDOWN_NAME, LOCK_NAME, METRICS_NAME, WARNINGS_NAME
+from lucidrl.utils.run_folder import (
+    BREAKDOWN_NAME,
+    ENVIRONMENT_NAME,
+    LOCK_NAME,
+    METRICS_NAME,
+    REPORT_NAME,
+    WARNINGS_NAME,
+)
 
 if TYPE_CHECKING:
     from lucidrl.utils.logger.monitor import Monitor
@@ -36,7 +43,10 @@ _MOST_WAITING_RECORDS = 10_000
 _MOST_WAITING_LINES, _MAX_WAIT_S = 1000, 0.002
 _MOST_WAITING_BATCHES = 16  # of rows or curves, which may be many megabytes each
 _FINISH_TIMEOUT_S = 10.0
-_OWN_FILES = (METRICS_NAME, WARNINGS_NAME, "hyperparams.json", BREAKDOWN_NAME, "config.yaml", LOCK_NAME)
+_OWN_FILES = (
+    *(METRICS_NAME, WARNINGS_NAME, BREAKDOWN_NAME, ENVIRONMENT_NAME, REPORT_NAME, LOCK_NAME),
+    *("hyperparams.json", "config.yaml"),
+)
 _OWN_NAMES = frozenset(
     {*_OWN_FILES, "checkpoints", "plots", *TRACKERS}
 )  # names in a run folder that batches of rows must not use
