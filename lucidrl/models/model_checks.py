@@ -124,6 +124,9 @@ TOLERANCE = 3e-4
 """Largest allowed difference of a token's logits, relative to the spread of the logits. Rounding in float32 causes
 differences of about 1e-7, at most 3e-5 in 48 layers with large weights. Unsupported architectures differ by 4e-4 or
 more, even with small weights."""
+_PERTURBATION = 1e-5
+"""Relative change of the embeddings that shows how much rounding errors grow. The logits of single tokens of trained
+models can change by 7e-3 of the spread; such tokens may differ by twice as much."""
 LENGTHS = (8, 5)
 """Lengths of the compared rows."""
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -173,7 +176,10 @@ def check_against_own_forward(model: PreTrainedModel) -> None:
 
 
 def _differences(model: PreTrainedModel) -> dict[str, float]:
-    """Return, by forward pass, the root mean square difference over V at the worst token, relative to the spread."""
+    """Return, by forward pass, the root mean square difference over V at the worst token, relative to the spread.
+
+    The difference of a token that amplifies rounding errors is scaled down to the tolerance of other tokens.
+    """
     device = next(model.parameters()).device
     lengths_B = torch.tensor(LENGTHS, device=device)
     rows, width = len(LENGTHS), max(LENGTHS)
@@ -183,25 +189,29 @@ def _differences(model: PreTrainedModel) -> dict[str, float]:
     own_BTV = _centred(_own_logits(model, ids_BT))
     spread = own_BTV[is_token_BT].square().mean().sqrt()
 
-    # Pack the prompts: a model that mixes tokens outside of attention then mixes rows, and the logits differ.
+    allowed_BT = 2 * (_centred(_perturbed_logits(model, ids_BT)) - own_BTV).square().mean(dim=-1).sqrt() / spread
+    allowed_BT = allowed_BT.clamp(min=TOLERANCE)
     wrapped, prompt_lengths_B = LogprobModel(model, temperature=1.0), lengths_B - 1
     padded_BTV = wrapped(ids_BT, lengths_B, frozenset({"logits"})).logits
+    # Pack the prompts: a model that mixes tokens outside of attention then mixes rows, and the logits differ.
     packed = pack_rows(ids_BT, prompt_lengths_B)
     cache = KVCache(prompt_lengths_B, torch.arange(rows, device=device), max_new_tokens=1)
     prompts = wrapped.hidden_states(packed.input_ids, packed.position_ids, PrefillLayout(packed, cache))
     last_B1 = prompt_lengths_B[:, None]
     decoded = wrapped.hidden_states(ids_BT.gather(1, last_B1), last_B1, cache)
 
-    own_last_BV = own_BTV[torch.arange(rows, device=device), prompt_lengths_B]
+    last = torch.arange(rows, device=device), prompt_lengths_B
 
-    def worst(logits: torch.Tensor, own: torch.Tensor) -> float:
-        difference = (_centred(logits) - own).square().mean(dim=-1).sqrt().max()
-        return float(difference / spread) if difference != 0 else 0.0
+    def worst(logits: torch.Tensor, own: torch.Tensor, allowed: torch.Tensor) -> float:
+        difference = (_centred(logits) - own).square().mean(dim=-1).sqrt()
+        excess = torch.where(difference == 0, 0.0, difference / spread * (TOLERANCE / allowed))
+        return float(excess.max())
 
+    packed_allowed = packed.pack(allowed_BT[..., None]).squeeze(-1)
     return {
-        "padded": worst(padded_BTV[is_token_BT], own_BTV[is_token_BT]),
-        "packed": worst(wrapped.next_token_logits(prompts), packed.pack(own_BTV)),
-        "decoding": worst(wrapped.next_token_logits(decoded), own_last_BV),
+        "padded": worst(padded_BTV[is_token_BT], own_BTV[is_token_BT], allowed_BT[is_token_BT]),
+        "packed": worst(wrapped.next_token_logits(prompts), packed.pack(own_BTV), packed_allowed),
+        "decoding": worst(wrapped.next_token_logits(decoded), own_BTV[last], allowed_BT[last]),
     }
 
 
@@ -218,6 +228,20 @@ def _own_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids_BT, use_cache=False).logits
     finally:
         model.config._attn_implementation = attention.NAME
+
+
+def _perturbed_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
+    """Logits of the model's original code with slightly changed embeddings."""
+
+    def perturb(module: nn.Module, inputs: Any, embeddings: torch.Tensor) -> torch.Tensor:
+        signs = torch.arange(embeddings.shape[-1], device=embeddings.device) % 2 * 2 - 1
+        return embeddings * (1 + _PERTURBATION * signs)
+
+    hook = model.get_input_embeddings().register_forward_hook(perturb)
+    try:
+        return _own_logits(model, ids_BT)
+    finally:
+        hook.remove()
 
 
 @contextmanager
