@@ -23,6 +23,7 @@ RANKS = {
     "report": 9,
     "algorithms": 8,
     "collectors": 7,
+    "tools": 6.5,
     "models": 6,
     "envs": 6,
     "rewards": 6,

@@ -30,12 +30,17 @@ class GRPO:
     policy: Policy
     collector: TextCollector
     pad_id: int
-    on_policy: bool
-    """Whether each batch serves one optimizer update only, so that `prev_logprobs` need no separate forward pass."""
+    updates_per_epoch: int = 1
+    """Optimizer steps in one pass over the rows of a step."""
     dump_samples_every: int = 0
     """Write the samples of the first step and of every n-th step; 0 = of the first step only."""
     plot_mismatch_every: int = 0
     """Plot the mismatch of generation and training at every n-th step; 0 = never."""
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether each batch serves one optimizer update, so that `prev_logprobs` need no separate forward pass."""
+        return self.updates_per_epoch == 1 and self.config.num_epochs == 1
 
     def run(self) -> int:
         """Train until `max_steps` or a stop request; return the last completed step."""
@@ -45,7 +50,8 @@ class GRPO:
                 rollouts = self.collector.collect()
                 self.loop.saver.settle()
                 batch = self.prepare(rollouts, is_plotted=is_due(self.plot_mismatch_every, step))
-                result = self.policy.train(batch, loss_fn, num_epochs=self.config.num_epochs)
+                gbs = batch.size // self.updates_per_epoch
+                result = self.policy.train(batch, loss_fn, num_epochs=self.config.num_epochs, gbs=gbs)
                 self.collector.update_policy_weights_(version=step)
                 self.record(step, rollouts, batch, result)
         return self.loop.step
@@ -78,14 +84,20 @@ class GRPO:
 
     @span("advantages")
     def _with_advantages(self, rollouts: Rollouts) -> BatchedDataDict[Any]:
-        """Return the rollouts as a batch with `advantages`; `sample_mask` is 0 for rows that the loss ignores."""
+        """Return the rollouts as a batch with `advantages`; `sample_mask` is 0 for rows that the loss ignores.
+
+        All rows of a sample have the sample's advantage.
+        """
         config, rewards, groups, valid = self.config, rollouts.rewards, rollouts.group_ids, rollouts.is_valid
-        batch = rollouts.to_batch(self.pad_id)
-        batch["advantages"] = compute_advantages(config.advantages, rewards, groups, valid, batch["idx"])
+        batch = rollouts.to_batch(self.pad_id, row_multiple=self.updates_per_epoch)
+        rows = rollouts.row_samples
+        rows = torch.cat([rows, rows[-1:].expand(batch.size - len(rows))])  # rows that fill up the last global batch
+        names = [sample.name for sample in rollouts.samples]
+        batch["advantages"] = compute_advantages(config.advantages, rewards, groups, valid, names)[rows]
         if config.drop_groups_without_signal:
-            batch["sample_mask"] *= has_signal(rewards, groups, valid)
+            batch["sample_mask"] *= has_signal(rewards, groups, valid)[rows]
         if config.mask_truncated:
-            batch["sample_mask"] *= ~rollouts.is_truncated
+            batch["sample_mask"] *= ~rollouts.is_truncated[rows]
         return batch
 
     def record(self, step: int, rollouts: Rollouts, batch: BatchedDataDict[Any], result: TrainResult) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
 from typing import Any, Protocol
@@ -26,6 +26,9 @@ class Sample:
     """Index among the samples of this prompt in this step."""
     log: LLMMessageLogType
     info: dict[str, Any]
+    earlier_logs: list[LLMMessageLogType] = field(default_factory=list)
+    """Logs that end where the chat template rewrote the history, such as by removing reasoning; each is a training
+    row. `log` then continues with the rewritten history, whose tokens are not trained again."""
     reward: float = 0.0
     turns: int = 0
     is_done: bool = False
@@ -48,7 +51,8 @@ class Sample:
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(len(message["token_ids"]) for message in self.log if message["role"] == "assistant")
+        messages = [message for log in (*self.earlier_logs, self.log) for message in log]
+        return sum(len(message["token_ids"]) for message in messages if message["role"] == "assistant")
 
     @property
     def completion(self) -> str:
@@ -87,10 +91,27 @@ class Rollouts:
         """[B] bool, True where a completion was cut at the token limit."""
         return torch.tensor([sample.is_truncated for sample in self.samples])
 
-    def to_batch(self, pad_id: int) -> BatchedDataDict[Any]:
-        """Return a right-padded training batch; `idx` names each row, and dropped samples have `sample_mask` 0."""
-        batch = collate([sample.log for sample in self.samples], pad_id, loss_multipliers=self.is_valid.tolist())
-        batch["idx"] = [sample.name for sample in self.samples]
+    @cached_property
+    def row_samples(self) -> torch.Tensor:
+        """[R] int64, the index of the sample of each training row.
+
+        A sample has one row, or several if the chat template rewrote its history.
+        """
+        counts = torch.tensor([1 + len(sample.earlier_logs) for sample in self.samples])
+        return torch.arange(len(self.samples)).repeat_interleave(counts)
+
+    def to_batch(self, pad_id: int, row_multiple: int = 1) -> BatchedDataDict[Any]:
+        """Return a right-padded training batch; `idx` names each row, and dropped samples have `sample_mask` 0.
+
+        Args:
+            row_multiple: repeat the last row, with `sample_mask` 0, until the number of rows is a multiple of this.
+        """
+        logs = [log for sample in self.samples for log in (*sample.earlier_logs, sample.log)]
+        multipliers = self.is_valid[self.row_samples].tolist()
+        names = [self.samples[row].name for row in self.row_samples.tolist()]
+        missing = -len(logs) % row_multiple
+        batch = collate(logs + logs[-1:] * missing, pad_id, loss_multipliers=multipliers + [0.0] * missing)
+        batch["idx"] = names + names[-1:] * missing
         return batch
 
     def to_samples(self) -> dict[str, list[Any]]:

@@ -40,7 +40,7 @@ class ProcessName:
     def described(self, base_time_ns: int = 0) -> dict[str, Any]:
         """Metadata for a trace whose clock counts microseconds from `base_time_ns`.
 
-        `anchor` is the start of the recording on the Unix clock and on the clock of the trace.
+        The key `anchor` holds the start of the recording twice: as Unix time, and as a time stamp of the trace.
         """
         return {
             "process": self.name,

@@ -29,7 +29,6 @@ from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.preflight import TextInputs, check_placement, preflight
 from lucidrl.recipes.training_run import RunParts, TrainingRun
-from lucidrl.rewards.config import seconds_per_sample
 from lucidrl.rewards.verifiers.answers import answer_reader
 from lucidrl.utils.run_folder import LOGS_NAME
 
@@ -51,6 +50,8 @@ class TextRun(TrainingRun[C]):
         return preflight(self.config, self._inputs).table()
 
     def next_commands(self, folder: Path) -> list[list[str]]:
+        if self.config.has_tools:  # `generate` has no tools
+            return [["lucidrl", "eval", str(folder)]] if self.config.reward else []
         prompt = self._inputs.example_prompt
         prompts = ["--", prompt] if prompt.startswith("-") else [prompt]
         return [["lucidrl", "generate", str(folder), *prompts]]
@@ -90,14 +91,14 @@ class TextRun(TrainingRun[C]):
         generator = self._generator(parts, policy)  # first, in the order of `check_placement`
         host = self._inputs.environment(parts.folder / LOGS_NAME / "env")
         self._inputs.check_rewards(host)
-        spare_s = seconds_per_sample(self.config.reward)
+        spare_s = self._inputs.seconds_per_sample
         runner = EnvRunner(host, env.timeout_s, env.max_concurrency, env.on_error, policy.check, spare_s)
         parts.stack.callback(runner.close)
         runner.state_dict()  # if the state cannot be saved, raise now and not at the first checkpoint
         collector = TextCollector(
             generator,
             runner,
-            self._inputs.tokenizer,
+            self._inputs.chat_tokenizer,
             self._inputs.prompts,
             config,
             context_length=self._inputs.facts.context_length,
@@ -149,7 +150,7 @@ class GRPORun(TextRun[GRPORunConfig]):
             policy=policy,
             collector=collector,
             pad_id=self._inputs.tokenizer.pad_token_id,
-            on_policy=config.updates_per_step == 1,
+            updates_per_epoch=config.updates_per_step // config.num_epochs,
             dump_samples_every=config.tracking.dump_samples_every,
             plot_mismatch_every=config.tracking.plot_mismatch_every,
         )
@@ -184,7 +185,9 @@ class SFTRun(TextRun[SFTRunConfig]):
         policy = self._policy(parts)
         by_prompts = None
         if inputs.uses_env:
-            by_prompts = self._prompt_validator(self._collector(parts, policy, TextCollectorConfig()))
+            by_prompts = self._prompt_validator(
+                self._collector(parts, policy, TextCollectorConfig(max_turns=config.max_turns))
+            )
         num_examples, validator = config.validation.num_prompts, None
         if num_examples and inputs.examples.holds_out:
             validator = ExampleValidator(

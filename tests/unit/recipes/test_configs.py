@@ -10,7 +10,12 @@ from lucidrl.recipes.configs import GRPORunConfig, PPORunConfig, SFTRunConfig
 from lucidrl.recipes.settings import PRESETS, new_settings, preset_path
 from lucidrl.utils.config import Config, dump_yaml, load_config
 
-SCHEMAS = {"embedded-warm-start": SFTRunConfig, "cartpole": PPORunConfig, "pendulum": PPORunConfig}
+SCHEMAS = {
+    "calculator-warm-start": SFTRunConfig,
+    "embedded-warm-start": SFTRunConfig,
+    "cartpole": PPORunConfig,
+    "pendulum": PPORunConfig,
+}
 """Of presets that are not for GRPO."""
 
 
