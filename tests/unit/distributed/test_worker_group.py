@@ -72,7 +72,8 @@ def test_times_of_a_call_come_with_its_results(two):
     start = time.perf_counter()
     two.run_all("train_unless", 1, 0.3)
     elapsed_s = time.perf_counter() - start
-    waiting, slow = worker_clock.drain().values()
+    times = worker_clock.drain()
+    waiting, slow = times["worker-0"], times["worker-1"]
     assert slow.within("train")["forward"] >= 0.3
     assert slow.totals["forward"][1] == 1
     assert slow.busy_s >= 0.3
