@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 CLOCKS_NAME = "clocks.jsonl"
 """File in the traces folder: one line per worker that the driver let record, with the offset of its clock."""
 NUM_READINGS = 30
-"""Readings of a clock to find a short one; on a busy machine, most take long."""
+"""Readings of a clock without a shorter one that end a measurement; on a busy machine, most take long."""
 
 
 def now_ns() -> int:
@@ -46,13 +46,17 @@ def measured_offset(read: Callable[[], int], own_clock: Callable[[], int] = now_
 
     The other clock was read between the start and the end of the call. The shortest call has the smallest error.
     """
-    found = []
-    for _ in range(NUM_READINGS):
+    best: ClockOffset | None = None
+    num_longer = 0
+    while best is None or num_longer < NUM_READINGS:
         before = own_clock()
         reading = read()
         after = own_clock()
-        found.append(ClockOffset(reading - (before + after) // 2, (after - before + 1) // 2))
-    return min(found, key=lambda offset: offset.error_ns)
+        error_ns = (after - before + 1) // 2
+        num_longer += 1
+        if best is None or error_ns < best.error_ns:
+            best, num_longer = ClockOffset(reading - (before + after) // 2, error_ns), 0
+    return best
 
 
 _anchor_ns = measured_offset(time.time_ns, time.perf_counter_ns).offset_ns

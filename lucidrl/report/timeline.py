@@ -121,7 +121,7 @@ class _Merge:
         self._flow_spans: list[FlowSpan] = []
 
     def write(self, file: BinaryIO) -> Timeline:
-        # Level 1 takes a third of the time of level 9, for files that are a quarter larger.
+        # The fastest level: a user waits for the timeline at the end of a run.
         with gzip.GzipFile("", "wb", compresslevel=1, fileobj=file, mtime=0) as packed:
             output = _Events(packed)
             output.begin()
@@ -133,7 +133,7 @@ class _Merge:
             output.add_all(machine_counters(self._run, self._tracks, self._start_ns, self._end_us))
             output.add_all(flow_events(self._flow_spans))
             output.add_all(self._tracks.names())
-            self._missing += missing_operators(self._folder, [(each.path, each.header) for each in self._sources])
+            self._missing += missing_operators(self._folder, [each.header for each in self._sources])
             expected = [(clock.process, clock.pid, clock.node) for clock in self._clocks]
             found = {(each.header.process, each.header.pid) for each in self._sources}
             self._missing += missing_processes(expected, found)

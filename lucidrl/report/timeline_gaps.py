@@ -17,9 +17,9 @@ from lucidrl.utils.run_folder import METRICS_NAME
 _STEP = re.compile(rb'\{"step":(\d+),')
 
 
-def missing_operators(folder: Path, traces: Iterable[tuple[Path, TraceHeader]]) -> Iterator[str]:
+def missing_operators(folder: Path, headers: Iterable[TraceHeader]) -> Iterator[str]:
     """Operator traces that belong to files of spans and are not there."""
-    for _, header in traces:
+    for header in headers:
         if header.operators is not None and not (folder / header.operators).exists():
             yield (
                 f"{header.operators} is missing, with the operators of {header.process}: the process was killed, its "

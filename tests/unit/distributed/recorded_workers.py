@@ -61,10 +61,14 @@ class Meeting(Recorded):
         if self.rank == 1:
             clock._anchor_ns += round(ahead_s * 1e9)
 
-    def meet(self, num_times: int) -> None:
+    def meet(self, num_times: int) -> list[int]:
+        """Return when this rank left each barrier, on the clock that all processes of a machine share."""
+        left_ns = []
         for _ in range(num_times):
             with span("barrier"):
                 dist.barrier()
+            left_ns.append(time.perf_counter_ns())
+        return left_ns
 
     def shutdown(self) -> None:
         super().shutdown()

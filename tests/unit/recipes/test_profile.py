@@ -57,7 +57,7 @@ def lucidrl(folder: Path, algorithm: str, settings: str, *overrides: str) -> str
     command = [sys.executable, "-c", "from lucidrl.cli import main; main()", algorithm, "--config", "settings.yaml"]
     command += [*overrides, "run.root=.", "run.name=run"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -14,13 +14,19 @@ from tests.unit.report.validation import valid_timeline
 NUM_BARRIERS = 50
 
 
-def meet(run: Path, cluster: ClusterConfig, ahead_s: float) -> None:
-    """Record two ranks at barriers; the clock of rank 1 is `ahead_s` ahead."""
+def meet(run: Path, cluster: ClusterConfig, ahead_s: float) -> float:
+    """Record two ranks at barriers; the clock of rank 1 is `ahead_s` ahead.
+
+    Returns:
+        Milliseconds between the moments at which both ranks really left a barrier, the median: a few tenths, but more
+        on a machine that is too busy to run both ranks.
+    """
     with WorkerGroup(Meeting, (ahead_s,), cluster=cluster, log_dir=run / "logs") as group:
         group.run_all("meet", 3)
         group.start_gpu_profiling()
-        group.run_all("meet", NUM_BARRIERS)
+        first, second = group.run_all("meet", NUM_BARRIERS)
         group.stop_gpu_profiling()
+    return median(abs(a - b) for a, b in zip(first, second, strict=True)) / 1e6
 
 
 def median_gap_ms(run: Path) -> float:
