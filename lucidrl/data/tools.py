@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateSyntaxError, meta
 
 from lucidrl.data.template_probe import environment
+from lucidrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 
-_NATIVE_PRELUDE = "{%%- set tools = %s %%}"
+_NATIVE_PRELUDE = "{%%- set tools = %s +%%}"
 
 _PLAIN_PRELUDE = """
 {%%- set about = %r %%}
@@ -34,7 +35,8 @@ _PLAIN_PRELUDE = """
 {%%- for message in messages %%}
 {%%- if not plain.is_described and message['role'] == opening %%}
 {%%- set plain.is_described = true %%}
-{%%- set parts = [message['content'], about] if opening == 'system' else [about, message['content']] %%}
+{%%- set parts = [about, message['content'] or ''] %%}
+{%%- set parts = parts | reverse | list if opening == 'system' else parts %%}
 {%%- set plain.messages = plain.messages + [{'role': opening, 'content': parts | join('\\n\\n')}] %%}
 {%%- else %%}
 {%%- if not plain.is_described and opening == 'system' %%}
@@ -62,8 +64,21 @@ _PLAIN_PRELUDE = """
 {%%- endif %%}
 {%%- endif %%}
 {%%- endfor %%}
-{%%- set messages = plain.messages %%}
+{%%- set messages = plain.messages +%%}
 """
+
+_CONVERSATION: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hello"},
+    *[
+        message
+        for number in (1, 2)
+        for message in (
+            {"role": "assistant", "content": "Hm"},
+            {"role": "tool", "name": "t", "tool_call_id": f"call0{number}001", "content": "1"},
+        )
+    ],
+]
+"""As in a rollout: the calls are part of the content, because sampled text is never parsed for the template."""
 
 _JOINED_TEMPLATE = "{{- %r }}{%%- for message in messages %%}{{- message['content'] }}{%%- endfor %%}"
 """Template of a tokenizer that has none: the joined contents, after the special tokens that the tokenizer adds."""
@@ -94,24 +109,36 @@ def with_tools(tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, A
 
     Args:
         schemas: JSON schemas of the tools, in the form of `transformers.utils.get_json_schema`.
+
+    Raises:
+        ConfigError: the template shows the tools in no format.
     """
     if not schemas:
         return tokenizer
-    found = copy.deepcopy(tokenizer)
+    found, about = copy.deepcopy(tokenizer), instructions(schemas)
+    candidates = []
     if has_tool_format(tokenizer, schemas):
-        found.chat_template = _NATIVE_PRELUDE % repr(list(schemas)) + tokenizer.get_chat_template(tools=list(schemas))
-        return found
-    about = instructions(schemas)
+        native = _NATIVE_PRELUDE % repr(list(schemas)) + tokenizer.get_chat_template(tools=list(schemas))
+        candidates.append((native, schemas[0].get("function", schemas[0])["name"]))
     if tokenizer.chat_template:
         template = tokenizer.get_chat_template()
     else:
-        template = _JOINED_TEMPLATE % tokenizer.decode(tokenizer.encode(""))
-        about += "\n\n"
-    for opening in ("system", "user"):  # some templates refuse system messages
-        found.chat_template = (_PLAIN_PRELUDE % (about, opening)).strip() + template
-        try:
-            found.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
-        except Exception:  # a template raises anything
-            continue
-        break
-    return found
+        template, about = _JOINED_TEMPLATE % tokenizer.decode(tokenizer.encode("")), f"{about}\n\n"
+    # Some templates refuse system messages, others ignore them.
+    candidates += [((_PLAIN_PRELUDE % (about, opening)).strip() + template, about) for opening in ("system", "user")]
+    for found.chat_template, expected in candidates:
+        if _shows(found, expected):
+            return found
+    raise ConfigError(
+        "the chat template writes no description of the tools, neither in its own format nor in the system message or "
+        "the first user message; use a model with another template"
+    )
+
+
+def _shows(tokenizer: PreTrainedTokenizerBase, expected: str) -> bool:
+    """Whether the template writes the expected text, and accepts two turns with tool calls."""
+    try:
+        text = tokenizer.apply_chat_template(_CONVERSATION, tokenize=False)
+    except Exception:  # a template raises anything
+        return False
+    return "".join(expected.split()) in "".join(str(text).split())

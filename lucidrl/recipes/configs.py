@@ -13,7 +13,7 @@ from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
 from lucidrl.recipes.base_config import Arithmetic, BaseRunConfig, NumThreads
 from lucidrl.recipes.text_config import TextRunConfig
-from lucidrl.tools.config import DEFAULT_MAX_TURNS
+from lucidrl.tools.config import DEFAULT_MAX_TURNS, ToolUseConfig
 from lucidrl.utils.config import Config
 
 __all__ = ["BaseRunConfig", "EvaluatedSFTConfig", "GRPORunConfig", "PPORunConfig", "SFTRunConfig", "TextRunConfig"]
@@ -51,7 +51,7 @@ class GRPORunConfig(TextRunConfig):
 
     @model_validator(mode="after")
     def _tools_can_be_used(self) -> GRPORunConfig:
-        if not self.tools and "tools" not in self.python_inputs:
+        if not self.has_tools:
             return self
         if not self.reward and "rewards" not in self.python_inputs:
             names = ", ".join(tool.name for tool in self.tools)
@@ -115,6 +115,10 @@ class SFTRunConfig(TextRunConfig):
             raise ValueError(
                 f"reward={names} would have no effect, because SFT learns written examples and scores nothing; remove "
                 "the setting, or train with `lucidrl grpo`"
+            )
+        if self.tool_use != ToolUseConfig():
+            raise ValueError(
+                "tool_use would have no effect, because SFT learns written calls and executes none; remove the setting"
             )
         if unused := self._set_in_data("answer"):
             raise ValueError(

@@ -266,8 +266,7 @@ class _Evaluator:
             "python": plan.python.described(),
             "seed": config.seed,
             "max_turns": config.max_turns,
-            **({"tools": [tool.model_dump(mode="json") for tool in config.tools]} if config.tools else {}),
-            **({"tool_use": config.tool_use.model_dump(mode="json")} if config.tools else {}),
+            **(config.model_dump(mode="json", include={"tools", "tool_use"}) if config.has_tools else {}),
             "prompts_per_batch": config.validation.prompts_per_batch,
             **generation.model_dump(mode="json", include=set(sampling)),
         }

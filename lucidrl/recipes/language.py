@@ -50,6 +50,8 @@ class TextRun(TrainingRun[C]):
         return preflight(self.config, self._inputs).table()
 
     def next_commands(self, folder: Path) -> list[list[str]]:
+        if self.config.has_tools:  # `generate` has no tools
+            return [["lucidrl", "eval", str(folder)]] if self.config.reward else []
         prompt = self._inputs.example_prompt
         prompts = ["--", prompt] if prompt.startswith("-") else [prompt]
         return [["lucidrl", "generate", str(folder), *prompts]]

@@ -13,7 +13,8 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
     policy = config.policy
     width = DTYPES[policy.precision].itemsize
     parameters = facts.num_parameters
-    tokens = policy.train_micro_batch_size * (longest + policy.generation.max_new_tokens)
+    num_sampled = config.max_turns * policy.generation.max_new_tokens
+    tokens = policy.train_micro_batch_size * (longest + num_sampled)
     if config.token_batching is not None:
         tokens = config.token_batching[1].train_mb_tokens
     size_bytes = {
@@ -25,7 +26,7 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
     }
     if isinstance(config, GRPORunConfig):
         rows = min(config.rows_per_step, policy.generation.max_concurrent_rows)
-        cached = rows * policy.generation.max_new_tokens + config.collector.prompts_per_step * longest
+        cached = rows * num_sampled + config.collector.prompts_per_step * longest
         size_bytes["key-value cache"] = cached * facts.kv_elements_per_token * width
         if config.grpo.loss.kl_coefficient > 0:
             size_bytes["reference weights"] = parameters * width

@@ -96,7 +96,8 @@ class TextInputs:
     def seconds_per_sample(self) -> list[SampleTime]:
         """Upper bounds on the time that rewards and tools need per sample."""
         config = self._config
-        return seconds_per_sample(config.reward) + seconds_of_tools(config.tools, config.tool_use)
+        rewards = [*config.reward, *config.tool_use.turn_reward]
+        return seconds_per_sample(rewards) + seconds_of_tools(self._tools, config.tool_use)
 
     def environment(self, log_dir: Path) -> EnvWorkers:
         """Return the environment of the run.
@@ -295,7 +296,8 @@ def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = 
     survey = inputs.survey
     room = 0 if isinstance(config, SFTRunConfig) else 1
     inputs.check_fits(survey.longest, survey.longest_label, room)
-    _check_budgets(config, min(facts.context_length, survey.longest + room * policy.generation.max_new_tokens))
+    longest_row = survey.longest + room * config.max_turns * policy.generation.max_new_tokens
+    _check_budgets(config, min(facts.context_length, longest_row))
     memory = estimate_memory_gib(config, facts, survey.longest)
     checkpoint = checkpoint_on_disk(config, (facts.num_parameters, policy))
     unit = "examples" if isinstance(config, SFTRunConfig) else "prompts"

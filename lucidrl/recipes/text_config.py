@@ -61,13 +61,18 @@ class TextRunConfig(BaseRunConfig):
         ]
 
     @property
+    def has_tools(self) -> bool:
+        """Whether the model may call tools, of the settings or of a Python program."""
+        return bool(self.tools) or "tools" in self.python_inputs
+
+    @property
     def max_turns(self) -> int:
         """Most completions per sample."""
-        return DEFAULT_MAX_TURNS if self.tools else 1
+        return DEFAULT_MAX_TURNS if self.has_tools else 1
 
     @model_validator(mode="after")
     def _tool_use_has_tools(self) -> Self:
-        if self.tool_use != ToolUseConfig() and not (self.tools or "tools" in self.python_inputs):
+        if self.tool_use != ToolUseConfig() and not self.has_tools:
             raise ValueError("tool_use would have no effect without tools; set tools=..., or remove tool_use")
         return self
 

@@ -6,6 +6,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable
+from decimal import Decimal, localcontext
 from fractions import Fraction
 
 from lucidrl.rewards.interfaces import Limits
@@ -28,6 +29,8 @@ _MOST_BITS = 4096
 """Largest number that the calculator computes with, in bits."""
 _LARGEST_EXPONENT = 1000
 _SIGNIFICANT_DIGITS = 12
+_MOST_DECIMALS = 20
+"""Decimal places of an exact result; a number with more is rounded."""
 _FRACTION_FOR_CODE = 0.8
 """Fraction of the timeout of a call; the rest is for the start and the end of the sandbox."""
 
@@ -45,18 +48,22 @@ def calculator(expression: str) -> str:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{expression!r} is not an arithmetic expression") from error
-    return _written(_value(tree))
+    try:
+        return _written(_value(tree, text))
+    except ZeroDivisionError as error:
+        raise ValueError("division by zero") from error
 
 
-def _value(node: ast.AST) -> Fraction:
+def _value(node: ast.AST, text: str) -> Fraction:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         if not math.isfinite(node.value):
             raise ValueError(f"{node.value} is not a finite number")
-        return Fraction(str(node.value))
+        is_integer = isinstance(node.value, int)
+        return _checked(Fraction(node.value if is_integer else ast.get_source_segment(text, node) or node.value))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_value(node.operand))
+        return _OPERATORS[type(node.op)](_value(node.operand, text))
     if isinstance(node, ast.BinOp):
-        left, right = _value(node.left), _value(node.right)
+        left, right = _value(node.left, text), _value(node.right, text)
         if isinstance(node.op, ast.Pow):
             return _checked(_power(left, right))
         if type(node.op) in _OPERATORS:
@@ -67,10 +74,13 @@ def _value(node: ast.AST) -> Fraction:
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if abs(exponent) > _LARGEST_EXPONENT or base.numerator.bit_length() * abs(exponent) > _MOST_BITS:
         raise ValueError("the power is too large")
-    result = base**exponent
+    try:
+        result = base**exponent
+    except OverflowError as error:
+        raise ValueError("the power is too large") from error
     if isinstance(result, complex):
         raise ValueError("the result is not a real number")
-    return Fraction(result)
+    return result if isinstance(result, Fraction) else Fraction(f"{result:.{_SIGNIFICANT_DIGITS}g}")
 
 
 def _checked(value: Fraction) -> Fraction:
@@ -80,10 +90,15 @@ def _checked(value: Fraction) -> Fraction:
 
 
 def _written(value: Fraction) -> str:
-    """An integer, or a decimal number with at most 12 significant digits."""
+    """An integer, an exact decimal number, or a decimal number rounded to 12 significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
-    return f"{float(value):.{_SIGNIFICANT_DIGITS}g}"
+    for num_decimals in range(1, _MOST_DECIMALS + 1):
+        if 10**num_decimals % value.denominator == 0:
+            digits = str(abs(value.numerator) * 10**num_decimals // value.denominator).zfill(num_decimals + 1)
+            return f"{'-' if value < 0 else ''}{digits[:-num_decimals]}.{digits[-num_decimals:]}"
+    with localcontext(prec=_SIGNIFICANT_DIGITS):
+        return str(Decimal(value.numerator) / Decimal(value.denominator))
 
 
 def python_tool(limits: Limits) -> Callable[[str], str]:
@@ -95,7 +110,7 @@ def python_tool(limits: Limits) -> Callable[[str], str]:
         """Run Python code and return what it prints.
 
         Args:
-            code: A complete program that prints its result. It has the standard library, no network and no files.
+            code: A complete program that prints its result. It has the standard library and no network.
         """
         result = run_python(code, limits=sandbox)
         if result.outcome == "ok":

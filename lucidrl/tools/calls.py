@@ -5,13 +5,12 @@ A completion calls tools in one of two forms. The first is the plain format, whi
     <tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>
 
 The second is a completion that consists of JSON only: one such object, or a list of them. In both, `parameters` may
-replace `arguments`. Calls inside `<think>...</think>` do not count.
+replace `arguments`. Calls in the reasoning at the start of a completion, up to `</think>`, do not count.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,11 @@ from lucidrl.data.tools import CALL_END, CALL_START
 
 _LONGEST_CALL = 100_000
 """Most characters of one call."""
-_REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_DEEPEST = 50
+"""Most levels of nested lists and objects in a call."""
+_LONGEST_NAME = 100
+_TOO_DEEP = f"the tool call is nested too deeply; at most {_DEEPEST} levels are allowed"
+_REASONING_START, _REASONING_END = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,19 @@ class BadCall:
 
 def calls_of(completion: str) -> list[ToolCall | BadCall]:
     """Return the calls in their order; empty if the completion calls no tool."""
-    text = _REASONING.sub("", completion)
+    text = _without_reasoning(completion)
     if CALL_START in text:
         _, *parts = text.split(CALL_START)
         return [_call_of(part.partition(CALL_END)[0]) for part in parts]
     return _calls_of_json(text.strip())
+
+
+def _without_reasoning(text: str) -> str:
+    """Remove reasoning from the start; its first tag may be part of the prompt."""
+    before, end, rest = text.partition(_REASONING_END)
+    if text.lstrip().startswith(_REASONING_START):
+        return rest
+    return rest if end and _REASONING_START not in before else text
 
 
 def _calls_of_json(text: str) -> list[ToolCall | BadCall]:
@@ -56,6 +67,8 @@ def _calls_of_json(text: str) -> list[ToolCall | BadCall]:
     except (ValueError, RecursionError):
         return []
     entries = content if isinstance(content, list) else [content]
+    if _is_too_deep(content):
+        return [BadCall(_TOO_DEEP)]
     if not entries or not all(_is_call(entry) for entry in entries):
         return []
     return [_read(entry) for entry in entries]
@@ -67,24 +80,27 @@ def _call_of(text: str) -> ToolCall | BadCall:
     try:
         content = json.loads(text)
     except RecursionError:
-        return BadCall("the tool call is nested too deeply")
+        return BadCall(_TOO_DEEP)
     except ValueError as error:
         return BadCall(f"the tool call is not valid JSON ({error})")
-    return _read(content)
+    return BadCall(_TOO_DEEP) if _is_too_deep(content) else _read(content)
 
 
 def _read(content: Any) -> ToolCall | BadCall:
     if not _is_call(content):
         return BadCall('a tool call must be {"name": ..., "arguments": {...}}')
     function = content.get("function", content)
+    name = function["name"][:_LONGEST_NAME]
     arguments = function.get("arguments", function.get("parameters", {}))
     if isinstance(arguments, str):  # as OpenAI's interface writes them
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            return BadCall(f"the arguments of the call of {function['name']} are not valid JSON")
+            return BadCall(f"the arguments of the call of {name!r} are not valid JSON")
     if not isinstance(arguments, dict):
-        return BadCall(f"the arguments of the call of {function['name']} must be an object")
+        return BadCall(f"the arguments of the call of {name!r} must be an object")
+    if _is_too_deep(arguments):
+        return BadCall(_TOO_DEEP)
     return ToolCall(function["name"], arguments)
 
 
@@ -93,3 +109,16 @@ def _is_call(content: Any) -> bool:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return False
     return "arguments" in function or "parameters" in function
+
+
+def _is_too_deep(content: Any) -> bool:
+    level = [content]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+        ]
+        if not level:
+            return False
+    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveInt
@@ -57,12 +57,13 @@ class ToolUseConfig(Config):
     `tool_calls` and `num_failed_calls` describe the calls of the turn."""
 
 
-def seconds_of_tools(tools: Sequence[ToolConfig], use: ToolUseConfig) -> list[SampleTime]:
+def seconds_of_tools(tools: Sequence[ToolConfig | Callable[..., Any]], use: ToolUseConfig) -> list[SampleTime]:
     """Upper bound on the time that each tool needs per sample: every call of a turn times out."""
     from lucidrl.distributed.workers.process import num_cores
 
+    configs = [tool if isinstance(tool, ToolConfig) else ToolConfig(name="function") for tool in tools]
     return [
-        SampleTime(use.max_calls_per_turn * (1 + tool.timeout_s), tool.num_workers or num_cores()) for tool in tools
+        SampleTime(use.max_calls_per_turn * (1 + tool.timeout_s), tool.num_workers or num_cores()) for tool in configs
     ]
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -150,7 +150,7 @@ class ToolEnv:
         rewards: Sequence[EnvReply | SampleFailure] = [EnvReply(0.0)] * len(calling)
         if self._per_turn is not None:
             of_turn = [
-                _with_columns(request, [asdict(call) for call in found])
+                _with_columns(request, [dict(vars(call)) for call in found])
                 for (request, _), found in zip(calling, executed, strict=True)
             ]
             rewards = await self._per_turn.step(of_turn)
@@ -179,14 +179,15 @@ class ToolEnv:
         if found.outcome == "timeout":
             return _failed(call.name, call.arguments, f"{call.name} {found.detail}", TIMEOUT)
         if found.outcome == "crash":
-            return _failed(call.name, call.arguments, f"{call.name} failed: {found.detail}", TOOL_ERROR)
+            failure = TIMEOUT if found.detail.startswith(f"{TimeoutError.__name__}:") else TOOL_ERROR
+            return _failed(call.name, call.arguments, f"{call.name} failed: {found.detail}", failure)
         return _Executed(call.name, call.arguments, found.text)
 
     def _continued(self, request: EnvRequest, executed: Sequence[_Executed], reward: EnvReply) -> EnvReply:
         """The reply to a completion whose calls were executed."""
         info = {
             **request.info,
-            CALLS_COLUMN: [*_calls_before(request), *map(asdict, executed)],
+            CALLS_COLUMN: [*_calls_before(request), *(dict(vars(call)) for call in executed)],
             TURN_REWARD_COLUMN: request.info.get(TURN_REWARD_COLUMN, 0.0) + reward.reward,
         }
         metrics = self._metrics(info)
@@ -200,9 +201,9 @@ class ToolEnv:
         messages = tuple(
             ChatMessage(
                 role="tool",
-                name=call.tool or "unknown",
+                name=call.tool if call.tool in self._pools else "unknown",
                 tool_call_id=f"call{request.turn:02d}{number:03d}",  # some templates want nine characters
-                content=call.result,
+                content=call.result.encode(errors="replace").decode(),  # tokenizers refuse lone surrogates
             )
             for number, call in enumerate(executed, start=1)
         )

@@ -5,6 +5,7 @@ This module does not import torch, because the processes of the pool import it.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,7 @@ def describe(function: Function) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
     name = getattr(function, "__name__", type(function).__name__)
+    _check_kind(name, function)
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:  # several kinds, for hints and docstrings
@@ -122,6 +124,23 @@ def describe(function: Function) -> dict[str, Any]:
         ) from error
     schema["function"].pop("return", None)  # templates do not show it
     return schema
+
+
+def _check_kind(name: str, function: Function) -> None:
+    """Raise ConfigError for functions that a call with named arguments does not run to its end."""
+    kinds = {
+        "a coroutine": inspect.iscoroutinefunction,
+        "an asynchronous generator": inspect.isasyncgenfunction,
+        "a generator": inspect.isgeneratorfunction,
+    }
+    if kind := next((kind for kind, is_one in kinds.items() if is_one(function)), None):
+        raise ConfigError(f"tool {name} is {kind}, which cannot be called as a tool; return the result from a function")
+    parameters = inspect.signature(function).parameters.values()
+    if unnamed := [one.name for one in parameters if one.kind is one.POSITIONAL_ONLY]:
+        raise ConfigError(
+            f"tool {name} takes {', '.join(unnamed)} by position only, but calls name their arguments; remove the / "
+            "from its parameters"
+        )
 
 
 class ToolRunner:

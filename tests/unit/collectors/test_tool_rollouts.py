@@ -153,3 +153,10 @@ def test_rows_of_a_fork_share_the_advantage_and_fill_whole_global_batches(forked
     assert batch["sample_mask"].tolist() == [1.0] * 4 + [0.0] * 2
     advantages = batch["advantages"].tolist()
     assert advantages[0] == advantages[1] > 0 > advantages[2] == advantages[3]
+
+
+def test_a_rewritten_history_that_does_not_fit_the_context_ends_the_sample():
+    tokenizer = make_tokenizer(STRIPS_REASONING)
+    rollouts, _ = collected(tokenizer, Hints(), ["<think>one</think>" + "1" * 60 + "<|im_end|>"], context=100)
+    assert rollouts.is_truncated.all()
+    assert rollouts.row_samples.tolist() == [0, 1]

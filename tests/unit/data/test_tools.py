@@ -9,6 +9,7 @@ import torch
 
 from lucidrl.data.messages import render_next_turn, render_prompt, rewrites_history, supervised_example, with_tokens
 from lucidrl.data.tools import has_tool_format, instructions, with_tools
+from lucidrl.errors import ConfigError
 from tests.unit.data.conftest import CHATML, make_tokenizer
 
 SCHEMA = {
@@ -123,3 +124,34 @@ def test_a_template_that_removes_reasoning_rewrites_the_history():
 
 def test_without_a_template_nothing_is_rewritten(plain_tokenizer):
     assert not rewrites_history(plain_tokenizer, logged(plain_tokenizer, "3"), [{"role": "user", "content": "x"}])
+
+
+IGNORES_SYSTEM = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ALTERNATES = (
+    "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}{% set ns = namespace(user=true) %}"
+    "{% for m in messages if m.role in ('user', 'assistant') %}{% if (m.role == 'user') != ns.user %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% set ns.user = not ns.user %}{% endfor %}" + CHATML
+)
+
+
+def test_a_template_that_ignores_system_messages_gets_the_tools_in_the_first_user_message():
+    chatting = with_tools(make_tokenizer(IGNORES_SYSTEM), [SCHEMA])
+    assert prompt_text(chatting, QUESTION).startswith(f"<|im_start|>user\n{instructions([SCHEMA])}\n\n1+2=")
+
+
+def test_a_template_that_refuses_a_second_call_gets_the_plain_format():
+    tokenizer = make_tokenizer(ALTERNATES)
+    assert has_tool_format(tokenizer, [SCHEMA])
+    chatting = with_tools(tokenizer, [SCHEMA])
+    turns = [{"role": "assistant", "content": CALL_TEXT}, {"role": "tool", "content": "3"}] * 2
+    text = prompt_text(chatting, [*QUESTION, *turns])
+    assert "TOOLS" not in text
+    assert text.count("<tool_result>3</tool_result>") == 2
+
+
+def test_a_template_that_shows_tools_nowhere_is_refused():
+    with pytest.raises(ConfigError, match="no description of the tools"):
+        with_tools(make_tokenizer("{% for m in messages[1:] %}{{ m.role }}{% endfor %}"), [SCHEMA])

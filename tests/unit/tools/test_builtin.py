@@ -29,6 +29,12 @@ def test_the_calculator_agrees_with_python_on_random_expressions():
         ("-(3 - 5)", "2"),
         ("2 ** -1", "0.5"),
         ("9 ** 0.5", "3"),
+        ("1234567890123.45", "1234567890123.45"),
+        ("12345678901234567.5 * 2", "24691357802469135"),
+        ("9007199254740993.0", "9007199254740993"),
+        ("-1.25 / 10", "-0.125"),
+        ("10**400 / 3", "3.33333333333E+399"),
+        ("2 ** 0.5", "1.41421356237"),
     ],
 )
 def test_the_calculator_writes_plain_numbers(expression, value):
@@ -38,7 +44,7 @@ def test_the_calculator_writes_plain_numbers(expression, value):
 @pytest.mark.parametrize(
     ("expression", "problem"),
     [
-        ("1/0", "division by zero|Fraction"),
+        ("1/0", "division by zero"),
         ("10**10**10", "too large"),
         ("9999999999**400", "too large"),
         ("__import__('os')", "not allowed"),
@@ -53,7 +59,7 @@ def test_the_calculator_writes_plain_numbers(expression, value):
     ],
 )
 def test_the_calculator_refuses_all_else(expression, problem):
-    with pytest.raises((ValueError, ZeroDivisionError, RecursionError), match=problem):
+    with pytest.raises(ValueError, match=problem):
         calculator(expression)
 
 

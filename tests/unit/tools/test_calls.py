@@ -14,6 +14,7 @@ SAME = ToolCall("calculator", {"expression": "1+2"})
         f"<tool_call>{CALL}</tool_call>",
         f"I will calculate it.\n<tool_call>\n{CALL}\n</tool_call>\n",
         f"<think>hm <tool_call>nonsense</tool_call></think><tool_call>{CALL}</tool_call>",
+        f"the prompt opened it <tool_call>no</tool_call></think><tool_call>{CALL}</tool_call>",
         f"<tool_call>{CALL}",
         CALL,
         f"[{CALL}]",
@@ -50,6 +51,7 @@ def test_an_answer_is_no_call(text):
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be an object"),
         ('<tool_call>{"name": "f", "arguments": "{"}</tool_call>', "not valid JSON"),
         (f"<tool_call>{'[' * 90_000}</tool_call>", "nested too deeply"),
+        (f'<tool_call>{{"name": "f", "arguments": {{"x": {"[" * 600}{"]" * 600}}}}}</tool_call>', "nested too deeply"),
         (f"<tool_call>{'x' * 200_000}</tool_call>", "200,000 characters"),
     ],
 )
@@ -57,3 +59,8 @@ def test_a_malformed_call_says_what_is_wrong(text, problem):
     (bad,) = calls_of(text)
     assert isinstance(bad, BadCall)
     assert problem in bad.problem
+
+
+def test_a_call_may_write_the_tags_of_reasoning():
+    (call,) = calls_of('<tool_call>{"name": "python", "arguments": {"code": "print(\'<think>\')"}}</tool_call>')
+    assert call == ToolCall("python", {"code": "print('<think>')"})

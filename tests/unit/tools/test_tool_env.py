@@ -74,7 +74,7 @@ def test_calls_of_one_completion_are_all_answered_in_their_order(env):
     assert contents(reply)[:2] == ["391", "abab"]
     assert contents(reply)[2].startswith("error: there is no tool 'nope'; the tools are calculator, repeat")
     assert [message["role"] for message in reply.messages] == ["tool"] * 3
-    assert [message["name"] for message in reply.messages] == ["calculator", "repeat", "nope"]
+    assert [message["name"] for message in reply.messages] == ["calculator", "repeat", "unknown"]
     assert (reply.reward, reply.done) == (0.0, False)
 
 
@@ -247,3 +247,47 @@ def test_a_failure_of_the_reward_is_the_failure_of_the_sample():
     (found,) = step(env, "391")
     env.close()
     assert isinstance(found, SampleFailure)
+
+
+def test_text_that_tokenizers_refuse_does_not_reach_the_model(env):
+    surrogate = '<tool_call>{"name": "\\ud800", "arguments": %s}</tool_call>'
+    for reply in step(env, surrogate % "5", surrogate % "{}", call("repeat", text="\ud800")):
+        for message in reply.messages:
+            (message["name"] + message["content"]).encode()
+
+
+def test_a_tool_that_raises_a_timeout_error_counts_as_a_timeout():
+    env = ToolEnv([ToolConfig(name="python", timeout_s=2)], rewards="numeric")
+    (reply,) = step(env, call("python", code="while True: pass"))
+    env.close()
+    assert (reply.metrics["tools/timeouts"], reply.metrics["tools/tool_errors"]) == (1.0, 0.0)
+
+
+def test_functions_that_do_not_return_their_result_are_refused():
+    async def later(x: int) -> int:
+        """Wait.
+
+        Args:
+            x: x
+        """
+        return x
+
+    def parts(x: int):
+        """Yield.
+
+        Args:
+            x: x
+        """
+        yield x
+
+    def by_position(x: int, /) -> int:
+        """Return.
+
+        Args:
+            x: x
+        """
+        return x
+
+    for function, problem in ((later, "a coroutine"), (parts, "a generator"), (by_position, "remove the /")):
+        with pytest.raises(ConfigError, match=problem):
+            load_tools([function])
