@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from lucidrl.cli import app
 from lucidrl.envs.text.arithmetic import ArithmeticConfig
 from lucidrl.envs.text.guessing import GuessingConfig
+from lucidrl.envs.text.word_problems import WordProblemsConfig
 from lucidrl.models.policy.config import SchedulerConfig
 from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig, TextRunConfig
 from lucidrl.recipes.tracking import WandbTracking
@@ -64,6 +65,7 @@ SECTIONS = (
     Section("Each entry of `tools`", ToolConfig),
     Section("Environment `arithmetic`", ArithmeticConfig, prefix="env.kwargs."),
     Section("Environment `guessing`", GuessingConfig, prefix="env.kwargs."),
+    Section("Environment `word_problems`", WordProblemsConfig, prefix="env.kwargs."),
 )
 
 

@@ -148,7 +148,7 @@ def checkpoint_size_bytes(num_parameters: int, config: OptimizationConfig, *, we
     weight = nn.Parameter(torch.zeros(64, 64, dtype=DTYPES[config.precision]))
     bytes_per_parameter = float(weight.element_size())
     if not weights_only:
-        optimizer = PolicyOptimizer([weight], config)
+        optimizer = PolicyOptimizer([weight], config.with_total_steps(1))
         weight.sum().backward()
         optimizer.step()
         bytes_per_parameter += sum(tensor.nbytes for tensor in optimizer.own_tensors()) / weight.numel()

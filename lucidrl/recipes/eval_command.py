@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,8 @@ def eval_command(
     file is evaluated. A model needs reward=... or env.name=... too. Two models complete the same prompts; the
     difference is tested with a paired bootstrap. The same command continues an evaluation that was stopped.
     """
-    sources = [word for word in words if "=" not in word or Path(word).exists()]
+    # Path.exists raises if the name is too long, which the value of a setting may be.
+    sources = [word for word in words if "=" not in word or os.path.exists(word)]
     settings = [word for word in words if word not in sources]
     if not sources:
         raise ConfigError("no run or model is named; write `lucidrl eval RUN_OR_MODEL`")

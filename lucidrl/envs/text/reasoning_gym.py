@@ -17,7 +17,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 from lucidrl.data.datasets import Prompt
 from lucidrl.data.interfaces import ChatMessage
 from lucidrl.data.order import shares
-from lucidrl.data.reading import ParseFailure, last_boxed, last_tagged
+from lucidrl.data.reading import ParseFailure, last_boxed, last_number, last_tagged
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.errors import ConfigError
 from lucidrl.utils.config import Config
@@ -77,9 +77,9 @@ class ReasoningGymConfig(Config):
     """Seed of the validation prompts; independent of `seed`."""
     system_prompt: str | None = "Think step by step. Write your final answer between <answer> and </answer>."
     """System message before each question, if any."""
-    answer_from: Literal["answer_tag", "boxed", "whole"] = "answer_tag"
-    r"""Where the answer is in a completion: the last `<answer>...</answer>`, the last `\boxed{...}`, or the whole text.
-    White space at both ends is ignored."""
+    answer_from: Literal["answer_tag", "boxed", "last_number", "whole"] = "answer_tag"
+    r"""Where the answer is in a completion: the last `<answer>...</answer>`, the last `\boxed{...}`, the last number,
+    or the whole text. White space at both ends is ignored."""
 
     @field_validator("datasets", mode="before")
     @classmethod
@@ -163,7 +163,7 @@ class ReasoningGymEnv:
                 if self._config.system_prompt is not None:
                     messages.append({"role": "system", "content": self._config.system_prompt})
                 messages.append({"role": "user", "content": entry["question"]})
-                info = {"split": split, "dataset": position, "index": index, **_written(entry)}
+                info = {"split": split, "dataset": position, "name": label, "index": index, **_written(entry)}
                 yield Prompt(f"{prefix}{label}-{index}", tuple(messages), info)
 
     def _entry(self, info: dict[str, Any]) -> Any:
@@ -195,6 +195,9 @@ class ReasoningGymEnv:
         match self._config.answer_from:
             case "whole":
                 return completion.strip() or None
+            case "last_number":
+                number = last_number(completion)
+                return None if number is None else f"{number.normalize():f}"
             case "boxed":
                 try:
                     found = last_boxed(completion)

@@ -15,6 +15,7 @@ from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.guessing import GuessingConfig, GuessingEnv
 from lucidrl.envs.text.interfaces import TextEnv
 from lucidrl.envs.text.reasoning_gym import ReasoningGymConfig, ReasoningGymEnv
+from lucidrl.envs.text.word_problems import WordProblemsConfig, WordProblemsEnv
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.utils.config import Config, validate
 from lucidrl.utils.imports import import_user_module
@@ -23,6 +24,7 @@ ENVS: dict[str, tuple[Callable[[Any], TextEnv], type[Config]]] = {
     "arithmetic": (ArithmeticEnv, ArithmeticConfig),
     "guessing": (GuessingEnv, GuessingConfig),
     "reasoning_gym": (ReasoningGymEnv, ReasoningGymConfig),
+    "word_problems": (WordProblemsEnv, WordProblemsConfig),
 }
 
 

@@ -132,6 +132,11 @@ def test_the_size_of_a_checkpoint_is_known_before_there_is_one(tmp_path, precisi
     assert checkpoint_size_bytes(num_parameters, config, weights_only=weights_only) == pytest.approx(on_disk, rel=0.05)
 
 
+def test_the_size_of_a_checkpoint_does_not_depend_on_the_schedule():
+    sizes = {checkpoint_size_bytes(1000, PolicyConfig(scheduler=schedule)) for schedule in ("linear", "constant", ())}
+    assert len(sizes) == 1
+
+
 def leave(held, error):
     with held.saver:
         held.save(1)

@@ -13,6 +13,7 @@ from lucidrl.utils.config import Config, dump_yaml, load_config
 SCHEMAS = {
     "calculator-warm-start": SFTRunConfig,
     "embedded-warm-start": SFTRunConfig,
+    "word-problems-sft": SFTRunConfig,
     "cartpole": PPORunConfig,
     "pendulum": PPORunConfig,
 }

@@ -340,3 +340,11 @@ def test_a_setting_of_a_section_counts_as_a_change_of_the_section():
     assert given.has_any_of("env.kwargs.level")
     assert not given.has_any_of("data")
     assert not given.has_any_of("env.kwargs.lev")
+
+
+def test_a_setting_may_be_longer_than_the_name_of_a_file(run, tmp_path):
+    names = ", ".join(f"name_{number}" for number in range(60))
+    command = [sys.executable, "-m", "lucidrl.cli", "eval", str(run), f"env.kwargs={{names: [{names}]}}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown key env.kwargs.names;")

@@ -74,6 +74,8 @@ def test_right_and_wrong_answers_are_scored_by_the_dataset():
         ("boxed", "\\boxed{{1}} \\boxed{{{}}}", True),
         ("boxed", "\\boxed{{{}", False),
         ("whole", " {}\n", True),
+        ("last_number", "1 + 1 is not {}.", True),
+        ("last_number", "many", False),
         ("answer_tag", "<answer>{}", False),
     ],
 )
@@ -149,6 +151,7 @@ def test_a_missing_package_is_one_sentence(monkeypatch):
 def test_two_entries_of_one_dataset_have_different_ids():
     env = env_of("gcd", {"name": "gcd", "config": {"min_numbers": 3, "max_numbers": 3}})
     assert {prompt.prompt_id.partition("-")[0] for prompt in env.prompts()} == {"gcd_1", "gcd_2"}
+    assert {prompt.info["name"] for prompt in env.validation_prompts()} == {"gcd_1", "gcd_2"}, "for lucidrl eval --by"
 
 
 @pytest.mark.slow
