@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 ROUNDS = 5
+BOOTSTRAPS = 2_000
 NOISE = 0.97
 """Two equal candidates differ by a few percent on a quiet machine: "not slower" means at least this ratio."""
 
@@ -66,6 +70,27 @@ def take_turns(candidates: Mapping[str, Callable[[], object]], rounds: int = ROU
             if number >= warmups:
                 seconds[name].append(time.perf_counter() - start)
     return Times(seconds)
+
+
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """The 95% bootstrap interval of the median."""
+    draw = random.Random(0)
+    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(BOOTSTRAPS))
+    return medians[int(0.025 * BOOTSTRAPS)], medians[int(0.975 * BOOTSTRAPS)]
+
+
+@contextmanager
+def without_spans() -> Iterator[None]:
+    """Inside the context, spans do nothing."""
+    from lucidrl.profiling import spans
+
+    def do_nothing(*args: object) -> None: ...
+
+    with (
+        mock.patch.object(spans._OpenSpan, "__enter__", do_nothing),
+        mock.patch.object(spans._OpenSpan, "__exit__", do_nothing),
+    ):
+        yield
 
 
 def peak_extra_bytes(run: Callable[[], object]) -> int:

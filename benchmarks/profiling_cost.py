@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
-from harness import Claim, arguments, report
+from harness import Claim, arguments, interval_of_median, report, without_spans
 
 LOOPS, REPEATS = 50_000, 15
 RECORDED_LOOPS = 3_000
-BOOTSTRAPS = 2_000
 
 
 def seconds_of_block(context: Callable[[str], Any], loops: int = LOOPS) -> float:
@@ -93,19 +90,6 @@ def ranges_claims() -> list[Claim]:
     ]
 
 
-@contextmanager
-def without_spans() -> Iterator[None]:
-    from lucidrl.profiling import spans
-
-    def do_nothing(*args: object) -> None: ...
-
-    with (
-        mock.patch.object(spans._OpenSpan, "__enter__", do_nothing),
-        mock.patch.object(spans._OpenSpan, "__exit__", do_nothing),
-    ):
-        yield
-
-
 def demo_step(threads: int) -> Callable[[], None]:
     """A function that repeats the demo's first step."""
     import torch
@@ -168,13 +152,6 @@ def spans_claims(pairs: int, threads: int) -> list[Claim]:
     low, high = interval_of_median(ratios)
     print(f"demo step with spans vs without, {pairs} pairs: {median(ratios):.4f}, 95% interval [{low:.4f}, {high:.4f}]")
     return [Claim("demo step with spans vs without: lower end of the interval", 1, low, at_most=True)]
-
-
-def interval_of_median(values: list[float]) -> tuple[float, float]:
-    """The 95% bootstrap interval of the median."""
-    draw = random.Random(0)
-    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(BOOTSTRAPS))
-    return medians[int(0.025 * BOOTSTRAPS)], medians[int(0.975 * BOOTSTRAPS)]
 
 
 def main() -> None:

@@ -32,9 +32,9 @@ sys.path.insert(0, str(ROOT))
 
 from lucidrl.checkpoint.manager import CheckpointManager  # noqa: E402
 from lucidrl.recipes.configs import GRPORunConfig  # noqa: E402
-from lucidrl.recipes.folder import DRIVER_LOG_NAME, LOGS_NAME  # noqa: E402
 from lucidrl.recipes.run import train  # noqa: E402
 from lucidrl.utils.config import load_config  # noqa: E402
+from lucidrl.utils.run_folder import DRIVER_LOG_NAME, LOGS_NAME  # noqa: E402
 from tests.faults import injection  # noqa: E402
 from tests.faults.records import digests  # noqa: E402
 from tests.faults.test_resume_after_kill import SETTINGS, Unwatched  # noqa: E402

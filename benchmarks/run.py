@@ -22,6 +22,8 @@ BENCHMARKS = (
     "startup",
     "logging_cost",
     "profiling_cost",
+    "observe_cost",
+    "timeline_memory",
     "logprob_head",
     "train_vs_bare_loop",
     "dynamic_batching",

@@ -24,6 +24,7 @@ from lucidrl.envs.text.word_problems import WordProblemsConfig
 from lucidrl.models.policy.config import SchedulerConfig
 from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig, TextRunConfig
 from lucidrl.recipes.tracking import WandbTracking
+from lucidrl.tools.config import ToolConfig
 from lucidrl.utils.logger.config import WandbConfig
 
 SETTINGS_PAGE = Path(__file__).with_name("configuration-reference.md")
@@ -61,6 +62,7 @@ SECTIONS = (
     Section("`lucidrl sft`", SFTRunConfig, beside=TextRunConfig),
     Section("`lucidrl ppo`", PPORunConfig, beside=BaseRunConfig),
     Section("Each entry of `policy.scheduler`", SchedulerConfig),
+    Section("Each entry of `tools`", ToolConfig),
     Section("Environment `arithmetic`", ArithmeticConfig, prefix="env.kwargs."),
     Section("Environment `guessing`", GuessingConfig, prefix="env.kwargs."),
     Section("Environment `word_problems`", WordProblemsConfig, prefix="env.kwargs."),

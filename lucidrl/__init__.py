@@ -18,11 +18,14 @@ __all__ = [
     "StopTraining",
     "TrainingResult",
     "__version__",
+    "load_metrics",
     "set_profiling_enabled",
 ]
 
 if TYPE_CHECKING:
+    from lucidrl.report.run_data import load_metrics
     from lucidrl.trainers import Callback, GRPOTrainer, PPOTrainer, SFTTrainer, StopTraining, TrainingResult
 else:
     _AT_USE = ("Callback", "GRPOTrainer", "PPOTrainer", "SFTTrainer", "StopTraining", "TrainingResult")
-    __getattr__ = names_imported_at_use(__name__, dict.fromkeys(_AT_USE, "lucidrl.trainers"))
+    _HOMES = {**dict.fromkeys(_AT_USE, "lucidrl.trainers"), "load_metrics": "lucidrl.report.run_data"}
+    __getattr__ = names_imported_at_use(__name__, _HOMES)

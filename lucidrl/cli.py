@@ -1,4 +1,4 @@
-"""The command line: `lucidrl grpo`, `sft`, `ppo`, `generate`, `eval`, `play`, `check`, `data show`, `clean`.
+"""The command line: `lucidrl grpo`, `sft`, `ppo`, `generate`, `eval`, `play`, `check`, `data show`, `runs` and more.
 
 Commands import what they need when they run, so `--help` prints at once.
 """
@@ -13,7 +13,11 @@ import typer
 
 from lucidrl import __version__
 from lucidrl.errors import ConfigError, LucidError
+from lucidrl.recipes.clean_command import clean_command
 from lucidrl.recipes.eval_command import eval_command
+from lucidrl.report.report_command import report_command
+from lucidrl.report.runs_command import compare_command, runs_command
+from lucidrl.report.timeline_command import timeline_command
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,8 +54,7 @@ Preset = Annotated[
     ),
 ]
 Resume = Annotated[
-    Path | None,
-    typer.Option("--resume", help="Run folder to continue, with its settings.", show_default=False),
+    Path | None, typer.Option("--resume", help="Run folder to continue, with its settings.", show_default=False)
 ]
 Explain = Annotated[bool, typer.Option("--explain", help="Print where every setting came from.")]
 
@@ -198,14 +201,14 @@ def generate(
     if chat:
         return chat_on_terminal(source, sampling)
     own_prompts = with_standard_input(prompts or [])
-    for completion in (
-        complete_file(source, file, sampling, output) if file else completions(source, own_prompts, sampling)
-    ):
+    completed = complete_file(source, file, sampling, output) if file else completions(source, own_prompts, sampling)
+    for completion in completed:
         typer.echo(completion)
     return None
 
 
 app.command("eval")(eval_command)
+app.command("timeline")(timeline_command)
 
 
 @app.command()
@@ -291,42 +294,10 @@ def show(
     show_data(settings[0] if has_file else None, settings[has_file:], num_rows=rows, algorithm=algorithm)
 
 
-@app.command()
-def clean(
-    paths: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="PATH", help="Run folders, or folders of runs; default: runs.", show_default=False),
-    ] = None,
-    optimizer: Annotated[
-        bool,
-        typer.Option(
-            "--optimizer", help="Also free the optimizer state of finished runs, which then cannot be resumed."
-        ),
-    ] = False,
-    runs: Annotated[bool, typer.Option("--runs", help="Remove the named runs completely.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Free without asking.")] = False,
-) -> None:
-    """Show the disk space of runs, and free it.
-
-    Examples:
-
-        lucidrl clean
-        lucidrl clean runs/grpo --optimizer
-        lucidrl clean runs/grpo/exp_001 runs/grpo/exp_002 --runs --yes
-
-    Frees the checkpoints that are neither the newest nor the best of their run, after asking you. Without a terminal it
-    only lists them, unless you write --yes. Runs that a process is working on, and files that no run wrote, are left
-    alone. Links are not followed.
-    """
-    from lucidrl.recipes import clean as cleaning
-
-    def confirm(question: str) -> bool:
-        if not yes and not sys.stdin.isatty():
-            typer.echo("nothing is freed: standard input is not a terminal; write --yes to free without asking")
-            return False
-        return yes or typer.confirm(question)
-
-    cleaning.clean(paths or [Path("runs")], cleaning.Free(optimizer=optimizer, runs=runs), confirm=confirm)
+app.command("runs")(runs_command)
+app.command("compare")(compare_command)
+app.command("report")(report_command)
+app.command("clean")(clean_command)
 
 
 def main() -> None:

@@ -53,6 +53,7 @@ TEXT_SETTINGS = {
     "dataset": ["data.file"],
     "validation_dataset": ["data.validation_file"],
     "prompt": ["data.prompt"],
+    "tools": ["tools"],
     "learning_rate": ["policy.optimizer.kwargs.lr"],
 }
 

@@ -11,6 +11,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from lucidrl.losses.config import ClippedPGConfig, Coefficient
 from lucidrl.utils.config import Config
 
+ALGORITHM_NAMES = ("grpo", "sft", "ppo")
+"""The algorithms; each has a command and a section of settings with its name."""
+
 
 class AdvantageEstimator(StrEnum):
     """Baseline that a reward is compared with; see `lucidrl.algorithms.advantages` for the formulas."""

@@ -11,6 +11,7 @@ import torch
 from lucidrl.algorithms.advantages import compute_advantages, has_signal
 from lucidrl.algorithms.config import GRPOConfig
 from lucidrl.algorithms.loop import TrainingLoop, is_due
+from lucidrl.algorithms.step_clock import LOGGING
 from lucidrl.collectors.rollouts import Rollouts
 from lucidrl.collectors.text import TextCollector
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
@@ -30,12 +31,17 @@ class GRPO:
     policy: Policy
     collector: TextCollector
     pad_id: int
-    on_policy: bool
-    """Whether each batch serves one optimizer update only, so that `prev_logprobs` need no separate forward pass."""
+    updates_per_epoch: int = 1
+    """Optimizer steps in one pass over the rows of a step."""
     dump_samples_every: int = 0
     """Write the samples of the first step and of every n-th step; 0 = of the first step only."""
     plot_mismatch_every: int = 0
     """Plot the mismatch of generation and training at every n-th step; 0 = never."""
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether each batch serves one optimizer update, so that `prev_logprobs` need no separate forward pass."""
+        return self.updates_per_epoch == 1 and self.config.num_epochs == 1
 
     def run(self) -> int:
         """Train until `max_steps` or a stop request; return the last completed step."""
@@ -45,9 +51,11 @@ class GRPO:
                 rollouts = self.collector.collect()
                 self.loop.saver.settle()
                 batch = self.prepare(rollouts, is_plotted=is_due(self.plot_mismatch_every, step))
-                result = self.policy.train(batch, loss_fn, num_epochs=self.config.num_epochs)
+                samples = self.samples_of(rollouts, batch) if self._writes_samples(step) else None
+                gbs = batch.size // self.updates_per_epoch
+                result = self.policy.train(batch, loss_fn, num_epochs=self.config.num_epochs, gbs=gbs)
                 self.collector.update_policy_weights_(version=step)
-                self.record(step, rollouts, batch, result)
+                self.record(step, rollouts, batch, result, samples)
         return self.loop.step
 
     def prepare(self, rollouts: Rollouts, is_plotted: bool = False) -> BatchedDataDict[Any]:
@@ -78,18 +86,46 @@ class GRPO:
 
     @span("advantages")
     def _with_advantages(self, rollouts: Rollouts) -> BatchedDataDict[Any]:
-        """Return the rollouts as a batch with `advantages`; `sample_mask` is 0 for rows that the loss ignores."""
+        """Return the rollouts as a batch with `advantages`; `sample_mask` is 0 for rows that the loss ignores.
+
+        All rows of a sample have the sample's advantage.
+        """
         config, rewards, groups, valid = self.config, rollouts.rewards, rollouts.group_ids, rollouts.is_valid
-        batch = rollouts.to_batch(self.pad_id)
-        batch["advantages"] = compute_advantages(config.advantages, rewards, groups, valid, batch["idx"])
+        batch = rollouts.to_batch(self.pad_id, row_multiple=self.updates_per_epoch)
+        rows = rollouts.row_samples
+        rows = torch.cat([rows, rows[-1:].expand(batch.size - len(rows))])  # rows that fill up the last global batch
+        names = [sample.name for sample in rollouts.samples]
+        batch["advantages"] = compute_advantages(config.advantages, rewards, groups, valid, names)[rows]
         if config.drop_groups_without_signal:
-            batch["sample_mask"] *= has_signal(rewards, groups, valid)
+            batch["sample_mask"] *= has_signal(rewards, groups, valid)[rows]
         if config.mask_truncated:
-            batch["sample_mask"] *= ~rollouts.is_truncated
+            batch["sample_mask"] *= ~rollouts.is_truncated[rows]
         return batch
 
-    def record(self, step: int, rollouts: Rollouts, batch: BatchedDataDict[Any], result: TrainResult) -> None:
-        """Log the step, with samples and plots when due."""
+    def samples_of(self, rollouts: Rollouts, batch: BatchedDataDict[Any]) -> dict[str, list[Any]]:
+        """Return the columns for samples/, with the log-probabilities of the policy before it trains on the batch."""
+        shown = rollouts.last_rows[: rollouts.num_with_tokens]
+        rows = shown[batch["sample_mask"][shown].bool()]  # masked rows are not scored
+        scored = batch.select_indices(rows)
+        if "prev_logprobs" not in scored and len(rows):
+            scored = self.policy.with_scores(scored, previous=True, reference=False)
+        logprobs_of_row = dict(zip(rows.tolist(), scored.get("prev_logprobs", ()), strict=True))
+        training = [logprobs_of_row.get(row) for row in shown.tolist()]
+        return rollouts.to_samples(training)
+
+    def _writes_samples(self, step: int) -> bool:
+        return step == 1 or is_due(self.dump_samples_every, step)
+
+    @span(LOGGING)
+    def record(
+        self,
+        step: int,
+        rollouts: Rollouts,
+        batch: BatchedDataDict[Any],
+        result: TrainResult,
+        samples: dict[str, list[Any]] | None = None,
+    ) -> None:
+        """Log the step, with its samples and with plots when due."""
         rewards = rollouts.rewards[rollouts.is_valid]
         metrics = {
             **rollouts.metrics,
@@ -103,8 +139,8 @@ class GRPO:
         }
         self.loop.record(step, metrics, tokens=metrics["sampled_tokens"])
         logger = self.loop.logger
-        if step == 1 or is_due(self.dump_samples_every, step):
-            logger.log_samples(rollouts.to_samples(), step, "step")
+        if samples is not None:
+            logger.log_samples(samples, step, "step")
         if is_due(self.plot_mismatch_every, step):
             columns = ("generation_logprobs", "prev_logprobs", "token_mask", "sample_mask")
             curves = {

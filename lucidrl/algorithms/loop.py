@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,10 +14,11 @@ from lucidrl.algorithms.config import ValidationSchedule
 from lucidrl.algorithms.health import HealthMonitor
 from lucidrl.algorithms.interfaces import TrainedPolicy
 from lucidrl.algorithms.saver import Saver, processes_state, restore_processes
-from lucidrl.algorithms.validation import Validator
+from lucidrl.algorithms.step_clock import LOGGING, StepClock
+from lucidrl.algorithms.validation import Validation, Validator
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.profiling.recording import Recording
-from lucidrl.profiling.spans import recorder, span
+from lucidrl.profiling.spans import span
 from lucidrl.utils.logger.fanout import Logger
 from lucidrl.utils.nsys import DRIVER, ProfilablePolicy, end_gpu_profile, maybe_gpu_profile_step
 from lucidrl.utils.recorded import Recorded
@@ -78,7 +78,7 @@ class TrainingLoop:
         Args:
             state_dict: returns the state of the algorithm and of this loop; called when a checkpoint is due.
         """
-        self._clock = StepClock()
+        self._clock = StepClock(self.logger.spent_s)
         with (
             self.saver,
             StopRequest(self.watcher.announce, should_stop=self.should_stop) as stop,
@@ -102,6 +102,7 @@ class TrainingLoop:
             metrics = self._validate(stop)
             is_stopped = stop.is_set  # read once: a signal between two reads must not stop the run unsaved
             self.saver.end_step(step, state_dict, metrics, is_last=step == self.max_steps, is_stopped=is_stopped)
+            self.logger.log_metrics(self._clock.end(), step)
             if is_stopped:
                 return
 
@@ -112,6 +113,12 @@ class TrainingLoop:
             amounts: what the step processed; `tokens=512` adds the metric `tokens_per_s`.
         """
         timings = self._clock.lap()
+        with span(LOGGING):
+            self._log(step, metrics, timings, amounts)
+
+    def _log(
+        self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float], amounts: Mapping[str, float]
+    ) -> None:
         rates = {f"{name}_per_s": amount / timings["step_s"] for name, amount in amounts.items()}
         self.logger.log_metrics({"train": {**metrics, **rates}, "time": timings}, step)
         self.watcher.on_step(step, {**metrics, **rates, **{f"time/{name}": value for name, value in timings.items()}})
@@ -124,12 +131,15 @@ class TrainingLoop:
         self.is_validation_skipped = False
         if self.validator is None or not self.validation.is_due(self.step, self.max_steps):
             return {}
-        if not stop.is_set:
-            with span("validate"):
-                found = self.validator.validate(self.step, lambda: stop.is_set)
-        if stop.is_set:
-            self.is_validation_skipped = True
-            return {}
+        with span("validate"):
+            found = None if stop.is_set else self.validator.validate(self.step, lambda: stop.is_set)
+            if found is None or stop.is_set:
+                self.is_validation_skipped = True
+                return {}
+            self._record_validation(found)
+        return found.metrics
+
+    def _record_validation(self, found: Validation) -> None:
         self.logger.log_metrics(found.metrics, self.step, prefix="validation")
         self.saver.check_metric(found.metrics)
         self.watcher.on_validation(self.step, found.metrics)
@@ -138,7 +148,6 @@ class TrainingLoop:
             if is_due(self.print_samples_every, self.step):
                 logs = [sample.log for sample in found.rollouts.samples]
                 self.watcher.on_samples(self.step, logs, found.rollouts.rewards.tolist())
-        return found.metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loop and of the processes, except weights and optimizers, as plain values."""
@@ -210,23 +219,6 @@ class StopRequest:
         # Python raises if the signal interrupts a write to the same stream; after SIGHUP the terminal may be closed.
         with suppress(RuntimeError, OSError):
             self._announce(f"{signal.Signals(number).name}: {self._what_follows}")
-
-
-class StepClock:
-    """Times steps and their phases."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        recorder.drain()
-        self._start = time.perf_counter()
-
-    def lap(self) -> dict[str, float]:
-        """Return the seconds since the last lap as `step_s`, and `<phase>_s` for every span that ended since."""
-        now = time.perf_counter()
-        elapsed, self._start = now - self._start, now
-        return {"step_s": elapsed, **{f"{name}_s": total.seconds for name, total in recorder.drain().items()}}
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from lucidrl.algorithms.advantages import generalized_advantages
 from lucidrl.algorithms.config import PPOConfig
 from lucidrl.algorithms.interfaces import Stateful
 from lucidrl.algorithms.loop import TrainingLoop
+from lucidrl.algorithms.step_clock import LOGGING
 from lucidrl.collectors.single import Collector
 from lucidrl.errors import CheckpointError
 from lucidrl.losses.interfaces import Frames
@@ -84,6 +85,7 @@ class PPO:
             value_targets=estimates.value_targets.flatten(),
         )
 
+    @span(LOGGING)
     def record(self, step: int, batch: TensorDictBase, frames: Frames, result: ControlTrainResult) -> None:
         """Log the step and the episodes that ended in it."""
         metrics = {

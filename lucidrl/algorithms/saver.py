@@ -75,7 +75,8 @@ class Saver:
         self.settle()
         every = self._config.every
         if is_stopped or (is_last and self._config.final) or (every > 0 and step % every == 0):
-            self.save(step, state_dict(), metrics)
+            with span("save"):
+                self.save(step, state_dict(), metrics)
         if is_last or is_stopped:
             self.finish()
 
@@ -96,8 +97,10 @@ class Saver:
 
     def settle(self) -> None:
         """Commit the pending checkpoint if it is written; never wait."""
-        if self._pending is not None and self._policy.is_save_written():
-            self.finish()
+        if self._pending is not None:
+            with span("save"):
+                if self._policy.is_save_written():
+                    self.finish()
 
     def finish(self) -> None:
         """Wait for the pending checkpoint and commit it."""

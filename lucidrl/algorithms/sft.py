@@ -16,6 +16,7 @@ from lucidrl.data.stream import Dataset
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.policy.policy import Policy
+from lucidrl.profiling.spans import span
 
 
 @dataclass
@@ -39,6 +40,7 @@ class SFT:
                 self.loop.record(step, result.logged, tokens=float(batch["input_lengths"].sum()))
         return self.loop.step
 
+    @span("data")
     def next_batch(self) -> BatchedDataDict[Any]:
         """Return the batch of the next step."""
         examples = self.examples.take(self.config.examples_per_step)

@@ -15,8 +15,8 @@ from torch import nn
 from lucidrl.collectors.base import CollectorOptions, FrameCollector, check_calls, method_of
 from lucidrl.collectors.single import Collector
 from lucidrl.collectors.weights import Device, check_weights, shapes_of, weights_of
-from lucidrl.collectors.worker import Batch, CatResults, joined
-from lucidrl.collectors.workers import CollectorWorkers, WorkerPlan
+from lucidrl.collectors.worker import Batch, CatResults, WorkerPlan, joined
+from lucidrl.collectors.workers import CollectorWorkers
 from lucidrl.distributed.workers.process import pickled
 from lucidrl.envs.base import MAX_SEED, check_seed
 from lucidrl.envs.creator import EnvFactory, env_creators
@@ -75,9 +75,7 @@ class MultiCollector(FrameCollector):
         _check_cat_results(cat_results, sync)
         if num_workers is None:
             if not isinstance(create_env_fn, list | tuple):
-                raise ConfigError(
-                    "create_env_fn is one factory for all workers; set num_workers, or pass a list of factories"
-                )
+                raise ConfigError("create_env_fn is one factory for all workers; set num_workers, or pass a list")
             num_workers = len(create_env_fn)
         self.num_workers = num_workers
         creators = env_creators(num_workers, create_env_fn, create_env_kwargs)
@@ -158,6 +156,14 @@ class MultiCollector(FrameCollector):
     def set_profiling_enabled(self, enabled: bool) -> None:
         """Turn the per-frame profiling ranges of all workers on or off; see `lucidrl.profiling.gate`."""
         self._call_all("set_profiling_enabled", enabled)
+
+    def start_gpu_profiling(self) -> None:
+        """Record the spans of the requested workers, after their current rollout; see `lucidrl.utils.nsys`."""
+        self.workers.pool.start_gpu_profiling()
+
+    def stop_gpu_profiling(self) -> None:
+        """Stop recording, after the current rollout of the workers that record."""
+        self.workers.pool.stop_gpu_profiling()
 
     def map_fn(self, name: str, list_of_args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call the method `name` of every worker's `Collector`, between two rollouts.

@@ -9,7 +9,8 @@ from typing import Any
 
 from lucidrl.collectors.base import armed
 from lucidrl.collectors.multi import MultiCollector
-from lucidrl.collectors.workers import CollectorWorkers, WorkerPlan
+from lucidrl.collectors.worker import WorkerPlan
+from lucidrl.collectors.workers import CollectorWorkers
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Hosting
 from lucidrl.distributed.workers.ray_cluster import VARIABLE, connected

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -14,7 +15,12 @@ import torch
 from lucidrl.data.datasets import Prompt
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.data.messages import collate
+from lucidrl.data.token_texts import TokenTexts
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+
+MOST_SAMPLES_WITH_TOKENS, MOST_TOKENS = 64, 65_536
+"""Samples whose tokens are written to samples/: the first ones, while both limits hold."""
+_DECIMALS = 6
 
 
 @dataclass
@@ -26,6 +32,9 @@ class Sample:
     """Index among the samples of this prompt in this step."""
     log: LLMMessageLogType
     info: dict[str, Any]
+    earlier_logs: list[LLMMessageLogType] = field(default_factory=list)
+    """Logs that end where the chat template rewrote the history, such as by removing reasoning; each is a training
+    row. `log` then continues with the rewritten history, whose tokens are not trained again."""
     reward: float = 0.0
     turns: int = 0
     is_done: bool = False
@@ -48,7 +57,8 @@ class Sample:
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(len(message["token_ids"]) for message in self.log if message["role"] == "assistant")
+        messages = [message for log in (*self.earlier_logs, self.log) for message in log]
+        return sum(len(message["token_ids"]) for message in messages if message["role"] == "assistant")
 
     @property
     def completion(self) -> str:
@@ -71,6 +81,8 @@ class Rollouts:
     policy_version: int
     """Version of the weights that sampled all completions."""
     metrics: dict[str, float]
+    token_texts: TokenTexts | None = None
+    """Decodes single tokens; None leaves tokens out of `to_samples`."""
 
     @cached_property
     def rewards(self) -> torch.Tensor:
@@ -87,25 +99,83 @@ class Rollouts:
         """[B] bool, True where a completion was cut at the token limit."""
         return torch.tensor([sample.is_truncated for sample in self.samples])
 
-    def to_batch(self, pad_id: int) -> BatchedDataDict[Any]:
-        """Return a right-padded training batch; `idx` names each row, and dropped samples have `sample_mask` 0."""
-        batch = collate([sample.log for sample in self.samples], pad_id, loss_multipliers=self.is_valid.tolist())
-        batch["idx"] = [sample.name for sample in self.samples]
+    @cached_property
+    def row_samples(self) -> torch.Tensor:
+        """[R] int64, the index of the sample of each training row.
+
+        A sample has one row, or several if the chat template rewrote its history.
+        """
+        counts = torch.tensor([1 + len(sample.earlier_logs) for sample in self.samples])
+        return torch.arange(len(self.samples)).repeat_interleave(counts)
+
+    @property
+    def last_rows(self) -> torch.Tensor:
+        """[B] int64, the training row of each sample's `log`."""
+        return self.row_samples.bincount().cumsum(0) - 1
+
+    def to_batch(self, pad_id: int, row_multiple: int = 1) -> BatchedDataDict[Any]:
+        """Return a right-padded training batch; `idx` names each row, and dropped samples have `sample_mask` 0.
+
+        Args:
+            row_multiple: repeat the last row, with `sample_mask` 0, until the number of rows is a multiple of this.
+        """
+        logs = [log for sample in self.samples for log in (*sample.earlier_logs, sample.log)]
+        multipliers = self.is_valid[self.row_samples].tolist()
+        names = [self.samples[row].name for row in self.row_samples.tolist()]
+        missing = -len(logs) % row_multiple
+        batch = collate(logs + logs[-1:] * missing, pad_id, loss_multipliers=multipliers + [0.0] * missing)
+        batch["idx"] = names + names[-1:] * missing
         return batch
 
-    def to_samples(self) -> dict[str, list[Any]]:
-        """Return human-readable columns for the files in samples/."""
+    @cached_property
+    def num_with_tokens(self) -> int:
+        """How many samples, from the first, `to_samples` returns with their tokens."""
+        if self.token_texts is None:
+            return 0
+        ends = accumulate(sample.num_sampled_tokens for sample in self.samples[:MOST_SAMPLES_WITH_TOKENS])
+        return sum(end <= MOST_TOKENS for end in ends)
+
+    def to_samples(self, training_logprobs: Sequence[torch.Tensor | None] = ()) -> dict[str, list[Any]]:
+        """Return human-readable columns for the files in samples/.
+
+        The completions of the first `num_with_tokens` samples have `tokens` and `generation_logprobs`, except those in
+        a history that the chat template rewrote.
+
+        Args:
+            training_logprobs: of each of these samples, the log-probabilities in training of all tokens in its `log`;
+                its completions then have `training_logprobs`. None for a sample without.
+        """
+        trained = [*training_logprobs, *[None] * (len(self.samples) - len(training_logprobs))]
         return {
             "sample": [sample.name for sample in self.samples],
+            "group": self.group_ids.tolist(),
             "messages": [
-                [{"role": message["role"], "content": message["content"]} for message in sample.log]
-                for sample in self.samples
+                self._messages(sample, trained[row], with_tokens=row < self.num_with_tokens)
+                for row, sample in enumerate(self.samples)
             ],
             "reward": self.rewards.tolist(),
             "policy_version": [self.policy_version] * len(self.samples),
             "truncated": self.is_truncated.tolist(),
             "dropped": (~self.is_valid).tolist(),
         }
+
+    def _messages(self, sample: Sample, training: torch.Tensor | None, *, with_tokens: bool) -> list[dict[str, Any]]:
+        messages, start = [], 0
+        for message in sample.log:
+            end = start + len(message["token_ids"])
+            written: dict[str, Any] = {"role": message["role"], "content": message["content"]}
+            if with_tokens and self.token_texts is not None and "generation_logprobs" in message:
+                written["tokens"] = self.token_texts(message["token_ids"].tolist())
+                written["generation_logprobs"] = _rounded(message["generation_logprobs"])
+                if training is not None:
+                    written["training_logprobs"] = _rounded(training[start:end])
+            messages.append(written)
+            start = end
+        return messages
+
+
+def _rounded(logprobs: torch.Tensor) -> list[float]:
+    return [round(value, _DECIMALS) for value in logprobs.tolist()]
 
 
 class FinishedSample(Protocol):

@@ -14,10 +14,12 @@ from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.profile import RolloutProfiler
 from lucidrl.collectors.rollouts import Rollouts, Sample, mean, sample_metrics
 from lucidrl.data.datasets import Prompt, naming
+from lucidrl.data.interfaces import KEYS_OF_TOKENS
 from lucidrl.data.items import Skip
 from lucidrl.data.loading import dataset_of_prompts
-from lucidrl.data.messages import render_next_turn, render_prompt, sampled_message, with_tokens
+from lucidrl.data.messages import render_next_turn, render_prompt, rewrites_history, sampled_message, with_tokens
 from lucidrl.data.stream import Dataset
+from lucidrl.data.token_texts import TokenTexts
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.envs.text.interfaces import EnvRequest
 from lucidrl.envs.text.runner import EnvRunner
@@ -59,6 +61,7 @@ class TextCollector:
         self._generator = generator
         self.runner = runner
         self._tokenizer = tokenizer
+        self._token_texts = TokenTexts(tokenizer)
         self._prompts = prompts if isinstance(prompts, Dataset) else dataset_of_prompts(prompts, seed=seed)
         self._config = config
         self._context_length = context_length
@@ -272,11 +275,20 @@ class TextCollector:
                 self._append_observation(sample, result.messages)
 
     def _append_observation(self, sample: Sample, messages: Sequence[Mapping[str, Any]]) -> None:
-        ids = render_next_turn(self._tokenizer, sample.log, messages)
-        if sample.num_tokens + len(ids) >= self._context_length:
+        with naming(sample.prompt):
+            is_rewritten = rewrites_history(self._tokenizer, sample.log, messages)
+            if is_rewritten:
+                ids, num_before = render_prompt(self._tokenizer, [*sample.log, *messages]), 0
+            else:
+                ids, num_before = render_next_turn(self._tokenizer, sample.log, messages), sample.num_tokens
+        if num_before + len(ids) >= self._context_length:
             sample.is_done = sample.is_truncated = True
-            return
-        sample.log.extend(with_tokens(messages, ids))
+        elif is_rewritten:
+            sample.earlier_logs.append(sample.log)
+            texts = [{key: message[key] for key in message if key not in KEYS_OF_TOKENS} for message in sample.log]
+            sample.log = with_tokens([*texts, *messages], ids)
+        else:
+            sample.log.extend(with_tokens(messages, ids))
 
     def _newly_replaced(self) -> dict[str, float]:
         """Return the restarts of generators and environment workers since the last training batch, as metrics."""
@@ -297,8 +309,10 @@ class TextCollector:
     def _rollouts(self, groups: list[list[Sample]], extra: dict[str, float]) -> Rollouts:
         samples = [sample for group in groups for sample in group]
         metrics = {**sample_metrics(samples), **extra}
+        if self._config.max_turns > 1:
+            metrics["forked_rows"] = float(sum(len(sample.earlier_logs) for sample in samples))
         group_ids = torch.tensor([number for number, group in enumerate(groups) for _ in group], dtype=torch.int64)
-        return Rollouts(samples, group_ids, self._version_of(samples), metrics)
+        return Rollouts(samples, group_ids, self._version_of(samples), metrics, self._token_texts)
 
     def _version_of(self, samples: Sequence[Sample]) -> int:
         """Return the policy version of all completions.
@@ -307,7 +321,8 @@ class TextCollector:
             RefitError: a completion has another policy version than the generator.
         """
         expected = self._generator.policy_version
-        messages = [message for sample in samples for message in sample.log]
+        logs = [log for sample in samples for log in (*sample.earlier_logs, sample.log)]
+        messages = [message for log in logs for message in log]
         versions = {message["policy_version"] for message in messages if "policy_version" in message}
         if others := sorted(versions - {expected}):
             raise RefitError(

@@ -1,4 +1,4 @@
-"""`CollectorWorker`: a `Collector` in a worker process that the driver calls, and the batches that it returns."""
+"""`CollectorWorker`: a `Collector` in a worker process that the driver calls, its plan, and the batches it returns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 import multiprocessing
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -22,7 +22,11 @@ from lucidrl.collectors.weights import Weights
 from lucidrl.envs.arrays import Key
 from lucidrl.envs.serial import EnvSpecs
 from lucidrl.errors import DataError
+from lucidrl.profiling.recording import Recording
+from lucidrl.profiling.spans import span
+from lucidrl.utils.nsys import COLLECTOR, worker_name
 from lucidrl.utils.random_state import seed_everything
+from lucidrl.utils.recorded import Recorded
 
 CatResults = Literal["stack", 0, -1]
 """How the frames of several workers are joined to one batch; see `MultiSyncCollector`."""
@@ -73,6 +77,28 @@ _DRIVER_GONE_S = 0.1
 
 
 @dataclass(frozen=True)
+class WorkerPlan:
+    """How to start the workers of a collector."""
+
+    shared_arguments: bytes
+    """Arguments of `Collector` that are equal in all workers, pickled with cloudpickle."""
+    own_arguments: Sequence[bytes]
+    """Further arguments of `Collector`, by worker, pickled with cloudpickle."""
+    num_threads: int
+    base_seed: int
+    """Seed of the random generators until `set_seed` is called; each worker has a separate stream."""
+    timeout_s: float
+    """Timeout of a batch and of a call."""
+    start_timeout_s: float
+    ray_options: Sequence[Mapping[str, Any]] | None = None
+    """Options of `ray.remote`, by worker; None starts local processes."""
+    max_restarts: int = 0
+    """Most consecutive restarts of one worker without a batch in between."""
+    release: Callable[[], None] = lambda: None
+    """Called when all workers have ended; may be called twice."""
+
+
+@dataclass(frozen=True)
 class Reply:
     """The return value of every method that the driver calls."""
 
@@ -85,16 +111,18 @@ class Reply:
     """Traces written since the last reply; the driver saves them."""
 
 
-class CollectorWorker:
+class CollectorWorker(Recorded):
     """Runs a `Collector` in a worker process.
 
     Args:
         base_seed: seed of the random generators until `set_seed` is called; each worker has a separate stream.
         sends_traces: send traces to the driver, which may be on another machine, instead of saving them here.
+        number: index of the worker.
     """
 
-    def __init__(self, base_seed: int, sends_traces: bool):
+    def __init__(self, base_seed: int, sends_traces: bool, number: int = 0):
         logging.getLogger(base.__name__).setLevel(logging.ERROR)  # the driver warns, once for all workers
+        self._recording = Recording(worker_name(COLLECTOR, number), operators=False)
         self._base_seed = base_seed
         self._traces: list[SentTrace] | None = [] if sends_traces else None
         self._collector: Collector | None = None
@@ -136,7 +164,8 @@ class CollectorWorker:
             collector.update_policy_weights_(weights or None, version=version)
         collector.num_frames = num_frames_before
         try:
-            batch = collector.rollout(num_frames)
+            with span("collect"):
+                batch = collector.rollout(num_frames)
         except BaseException as error:
             if not self._traces:
                 raise
@@ -157,6 +186,7 @@ class CollectorWorker:
         return self._reply(base.method_of(self._made(), method)(*arguments))
 
     def shutdown(self) -> None:
+        self.stop_gpu_profiling()
         collector = self._collector
         if collector is None:
             return

@@ -9,7 +9,7 @@ import atexit
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 
 from lucidrl.collectors.weights import Weights
-from lucidrl.collectors.worker import Batch, CollectorWorker, Reply
+from lucidrl.collectors.worker import Batch, CollectorWorker, Reply, WorkerPlan
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Arguments, Hosting
 from lucidrl.distributed.workers.messages import Message, Stored
@@ -27,11 +27,15 @@ from lucidrl.distributed.workers.outcomes import START
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
 from lucidrl.envs.serial import EnvSpecs
 from lucidrl.errors import WorkerError
+from lucidrl.profiling.spans import recorder
+from lucidrl.utils.nsys import COLLECTOR
 
 _log = logging.getLogger(__name__)
 
 ROLLOUT = "a rollout"
 """Name of the phase in which a worker collects a batch, for errors."""
+WAITING_BATCHES = "batches waiting in the collector"
+"""Counter in traces."""
 _REPEATED = ("set_post_collect_hook", "set_profiling_enabled")
 """Methods that change how a worker collects; a restarted worker repeats the last call of each."""
 _LONGEST_TIMEOUT_S = 30 * 24 * 3600.0
@@ -39,28 +43,6 @@ _SHUTDOWN_TIMEOUT_S = 1.0
 _RAY_SHUTDOWN_TIMEOUT_S = 4.0
 _TRACE_TIMEOUT_S = 10.0
 """Timeout for a recording worker to end its rollout and write its trace."""
-
-
-@dataclass(frozen=True)
-class WorkerPlan:
-    """How to start the workers of a collector."""
-
-    shared_arguments: bytes
-    """Arguments of `Collector` that are equal in all workers, pickled with cloudpickle."""
-    own_arguments: Sequence[bytes]
-    """Further arguments of `Collector`, by worker, pickled with cloudpickle."""
-    num_threads: int
-    base_seed: int
-    """Seed of the random generators until `set_seed` is called; each worker has a separate stream."""
-    timeout_s: float
-    """Timeout of a batch and of a call."""
-    start_timeout_s: float
-    ray_options: Sequence[Mapping[str, Any]] | None = None
-    """Options of `ray.remote`, by worker; None starts local processes."""
-    max_restarts: int = 0
-    """Most consecutive restarts of one worker without a batch in between."""
-    release: Callable[[], None] = lambda: None
-    """Called when all workers have ended; may be called twice."""
 
 
 @dataclass(eq=False)
@@ -122,9 +104,9 @@ class CollectorWorkers:
         self._records = [_WorkerRecord() for _ in range(self.size)]
         self._arrivals: queue.SimpleQueue[tuple[_Request, Future[Any]]] = queue.SimpleQueue()
         try:
-            self._pool = WorkerPool(
+            self.pool = WorkerPool(
                 CollectorWorker,
-                [Arguments((plan.base_seed, plan.ray_options is not None))] * self.size,
+                [Arguments((plan.base_seed, plan.ray_options is not None, number)) for number in range(self.size)],
                 cluster=ClusterConfig(
                     launcher="local" if plan.ray_options is None else "ray",
                     num_threads=plan.num_threads,
@@ -133,7 +115,7 @@ class CollectorWorkers:
                 ),
                 hosting=Hosting(
                     role="worker",
-                    name="collector_worker",
+                    name=COLLECTOR,
                     start_method="forkserver",
                     imports_main=False,
                     preload=[CollectorWorker.__module__],
@@ -155,11 +137,11 @@ class CollectorWorkers:
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers; each is valid on the worker's machine."""
-        return [pid for worker in self._pool.workers for pid in worker.process.pids]
+        return [pid for worker in self.pool.workers for pid in worker.process.pids]
 
     @property
     def num_restarts(self) -> int:
-        return self._pool.num_restarts
+        return self.pool.num_restarts
 
     def publish(self, weights: Weights, version: int) -> None:
         """Send these weights to every worker with its next request of a batch."""
@@ -207,6 +189,7 @@ class CollectorWorkers:
         with self._killed_on_error(ROLLOUT):
             while True:
                 request, future = self._arrivals.get()
+                recorder.count(WAITING_BATCHES, self._arrivals.qsize())
                 if future.exception() is not None:
                     self._recover(request, future)
                 elif (batch := future.result()) is None:  # the rollout failed; the next call raises the error
@@ -223,7 +206,7 @@ class CollectorWorkers:
         try:
             self._write_traces()
             is_local = self._plan.ray_options is None
-            self._pool.shutdown(_SHUTDOWN_TIMEOUT_S if is_local else _RAY_SHUTDOWN_TIMEOUT_S)
+            self.pool.shutdown(_SHUTDOWN_TIMEOUT_S if is_local else _RAY_SHUTDOWN_TIMEOUT_S)
         finally:
             self._kill("was shut down")
 
@@ -247,7 +230,7 @@ class CollectorWorkers:
             args = (*args, None if record.has_newest_weights else self._weights)
             record.has_newest_weights = True
         request.future = Future()
-        reply = self._pool.submit(request.index, request.method, *args, timeout_s=self._timeout_s, phase=request.phase)
+        reply = self.pool.submit(request.index, request.method, *args, timeout_s=self._timeout_s, phase=request.phase)
         reply.add_done_callback(partial(self._replied, request, request.future))
 
     def _replied(self, request: _Request, future: Future[Any], reply: Future[Reply]) -> None:
@@ -262,6 +245,7 @@ class CollectorWorkers:
             future.set_exception(error)
         if request.is_for_batch:
             self._arrivals.put((request, future))
+            recorder.count(WAITING_BATCHES, self._arrivals.qsize())
 
     def _take(self, request: _Request, reply: Reply) -> None:
         index, record = request.index, self._records[request.index]
@@ -276,7 +260,7 @@ class CollectorWorkers:
         for trace in reply.traces:
             trace.save(index)
         if isinstance(reply.value, Batch):
-            self._pool.workers[index].succeeded()
+            self.pool.workers[index].succeeded()
 
     def _recover(self, request: _Request, future: Future[Any]) -> None:
         """Restart the worker whose call failed, or raise the failure."""
@@ -284,7 +268,7 @@ class CollectorWorkers:
             self._check_alive(request.phase)
             if request.future is not future:  # another thread has restarted the worker
                 return
-            if self._pool.workers[request.index].loss is None or not self._pool.max_restarts:
+            if self.pool.workers[request.index].loss is None or not self.pool.max_restarts:
                 self._kill(f"failed in {request.phase}")
                 failure = self._records[request.index].failure
                 assert failure is not None
@@ -293,12 +277,12 @@ class CollectorWorkers:
 
     def _restart(self) -> None:
         """Restart all lost workers, and resend their unfinished calls."""
-        for worker in self._pool.lost:
+        for worker in self.pool.lost:
             wait([request.future for request in self._records[worker.number].unfinished])  # these fail at once
             if worker.number in self.recording:
                 self.recording.discard(worker.number)
                 _log.warning("the trace that collector worker %d was recording is lost", worker.number)
-        for worker in self._pool.restart_lost():
+        for worker in self.pool.restart_lost():
             record = self._records[worker.number]
             record.failure, record.has_newest_weights = None, self._weights is None
             for request in record.unfinished:
@@ -337,7 +321,7 @@ class CollectorWorkers:
         try:
             self._write_traces()
         finally:
-            self._pool.kill()
+            self.pool.kill()
             self._release()
 
     def _release(self) -> None:

@@ -58,6 +58,20 @@ def render_next_turn(
     return ids[len(closing) :] if ended and ids[: len(closing)] == closing else ids
 
 
+def rewrites_history(
+    tokenizer: PreTrainedTokenizerBase, message_log: LLMMessageLogType, messages: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Whether the chat template writes the log differently once `messages` follow it, for instance without reasoning.
+
+    White space does not count. The tokens of the log are then not those that the template would show to the model.
+    """
+    if not tokenizer.chat_template:
+        return False
+    seen = apply_template(tokenizer, message_log[:-1], tokenize=False) + message_log[-1]["content"]
+    whole = apply_template(tokenizer, [*message_log, *messages], tokenize=False)
+    return not "".join(whole.split()).startswith("".join(seen.split()))
+
+
 def with_tokens(messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> LLMMessageLogType:
     """Return the messages with their tokens; `token_ids` are those of all messages, rendered together."""
     lengths = [0] * (len(messages) - 1) + [len(token_ids)]

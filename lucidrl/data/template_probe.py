@@ -38,15 +38,18 @@ class Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def environment() -> ImmutableSandboxedEnvironment:
+    """A jinja environment that reads chat templates as transformers does."""
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
+    made.globals["raise_exception"] = _raise
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
 def render(template: str, special_tokens: dict[str, str]) -> None:
     """Render test messages as transformers does; errors of the template are ignored: its real use reports them."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False)
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    compiled = environment.from_string(template)
+    compiled = environment().from_string(template)
     for messages in MESSAGE_LISTS:
         length = 0
         try:

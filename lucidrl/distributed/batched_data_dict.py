@@ -148,7 +148,7 @@ class BatchedDataDict(MutableMapping[str, Any], Generic[T]):
     def update(  # type: ignore[override] # one signature instead of the base's overloads, the same calls
         self, other: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), /, **columns: Any
     ) -> None:
-        """Set several columns at once, which may change the number of rows; copies kinds declared in `other`."""
+        """Set several columns at once, which may change the number of rows; copies the column kinds of `other`."""
         kinds = self._kinds | (other._kinds if isinstance(other, BatchedDataDict) else {})
         merged = self._columns | dict(other) | columns
         check_columns(merged, kinds)

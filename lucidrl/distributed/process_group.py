@@ -19,6 +19,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lucidrl.errors import ConfigError
+from lucidrl.profiling.spans import span
+from lucidrl.profiling.worker_times import COMMUNICATION
 
 T = TypeVar("T")
 
@@ -105,7 +107,8 @@ def sum_over(values: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     if group is None:
         return values
     total = values.clone()
-    dist.all_reduce(total, group=group)
+    with span(COMMUNICATION):
+        dist.all_reduce(total, group=group)
     return total
 
 
@@ -114,8 +117,9 @@ def largest_over(value: int, group: ProcessGroup | None) -> int:
     if group is None:
         return value
     largest = torch.tensor(value, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return int(largest)
+    with span(COMMUNICATION):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        return int(largest)
 
 
 def gather_over(value: T, group: ProcessGroup | None) -> list[T]:
@@ -123,7 +127,8 @@ def gather_over(value: T, group: ProcessGroup | None) -> list[T]:
     if group is None:
         return [value]
     values: list[T | None] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    with span(COMMUNICATION):
+        dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value] # all are filled
 
 

@@ -44,7 +44,12 @@ def env_creators(
     create_env_fn: EnvFactory | Sequence[EnvFactory],
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
 ) -> list[EnvCreator]:
-    """Make one creator per env; factory and arguments are each one for all envs, or a list with one per env."""
+    """Make one creator per env.
+
+    Args:
+        create_env_fn: a factory for all envs, or a list with one factory per env.
+        create_env_kwargs: arguments of the factory for all envs, or a list with the arguments of each env.
+    """
     at_least_one("num_workers", num_workers)
     functions = _one_each(num_workers, "create_env_fn", create_env_fn)
     arguments = _one_each(num_workers, "create_env_kwargs", create_env_kwargs)

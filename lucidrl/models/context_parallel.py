@@ -24,6 +24,8 @@ from torch.nn.attention.bias import causal_lower_right
 from lucidrl.distributed.process_group import sum_over
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.attention import AttentionCall, capped_attention, causal_mask, repeated_heads
+from lucidrl.profiling.spans import span
+from lucidrl.profiling.worker_times import COMMUNICATION
 
 ROTATE_METHODS = (None, "allgather")
 
@@ -119,13 +121,15 @@ class _GatherRanks(torch.autograd.Function):
     def forward(ctx: Any, part: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         ctx.group = group
         parts = part.new_empty(group.size(), *part.shape)
-        dist.all_gather(list(parts.unbind()), part.contiguous(), group=group)
+        with span(COMMUNICATION):
+            dist.all_gather(list(parts.unbind()), part.contiguous(), group=group)
         return parts
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = torch.empty_like(grad[0])
-        dist.reduce_scatter(total, list(grad.contiguous().unbind()), group=ctx.group)
+        with span(COMMUNICATION):
+            dist.reduce_scatter(total, list(grad.contiguous().unbind()), group=ctx.group)
         return total, None
 
 

@@ -22,6 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from lucidrl.losses.interfaces import TokenOutputs
+from lucidrl.profiling.spans import span
+from lucidrl.profiling.worker_times import COMMUNICATION
 
 CHUNK_ELEMENTS = 1 << 23
 """Logits per chunk: small enough for the CPU caches, large enough for efficient matrix products."""
@@ -146,7 +148,8 @@ class _VocabShard:
         owned_logprobs = torch.where(self.owns(targets), logprobs, -torch.inf)
         part = torch.stack([normalizer, owned_logprobs, entropy])
         parts = [torch.empty_like(part) for _ in range(self.group.size())]
-        dist.all_gather(parts, part, group=self.group)
+        with span(COMMUNICATION):
+            dist.all_gather(parts, part, group=self.group)
         normalizer_RN, logprobs_RN, entropy_RN = torch.stack(parts, dim=1)
         total = torch.logsumexp(normalizer_RN, dim=0)
         log_share_RN = normalizer_RN - total
@@ -222,7 +225,8 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=accurate)
         if shard is not None and grad_hidden is not None:
-            dist.all_reduce(grad_hidden, group=shard.group)
+            with span(COMMUNICATION):
+                dist.all_reduce(grad_hidden, group=shard.group)
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),

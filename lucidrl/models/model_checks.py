@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,9 @@ TOLERANCE = 3e-4
 """Largest allowed difference of a token's logits, relative to the spread of the logits. Rounding in float32 causes
 differences of about 1e-7, at most 3e-5 in 48 layers with large weights. Unsupported architectures differ by 4e-4 or
 more, even with small weights."""
+_PERTURBATION = 1e-5
+"""Relative change of the embeddings that shows how much rounding errors grow. The logits of single tokens of trained
+models can change by 7e-3 of the spread; such tokens may differ by twice as much."""
 LENGTHS = (8, 5)
 """Lengths of the compared rows."""
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -148,27 +151,13 @@ def check_against_own_forward(model: PreTrainedModel) -> None:
 
     The check compares every token in padded rows, in packed rows and in decoding with a cache. Differences are relative
     to the spread of the logits and computed in at least float32, so that the scale and precision of the weights do not
-    matter. A difference that float32 shows must also exist in float64, without rounding.
+    matter.
 
     Raises:
         ConfigError: the logits differ; the message names the forward pass and the difference.
     """
     check_architecture(model)
-    path, worst = _worst_difference(model, torch.float32)
-    if not worst <= TOLERANCE:  # large activations may amplify rounding, for instance after training
-        with suppress(ConfigError):  # some code does not run in float64; then the difference in float32 counts
-            path, worst = _worst_difference(model, torch.float64)
-    if not worst <= TOLERANCE:
-        raise _unsupported(
-            model,
-            f"its logits differ from the logits of our {path} forward pass by {worst:.2g} of their spread at the worst "
-            "token",
-        )
-
-
-def _worst_difference(model: PreTrainedModel, precision: torch.dtype) -> tuple[str, float]:
-    """Return the forward pass with the largest difference, computed in at least this precision, and the difference."""
-    with _in_at_least(precision, model):
+    with _in_float32(model):
         try:
             differences = _differences(model)
         except ConfigError as error:
@@ -177,11 +166,20 @@ def _worst_difference(model: PreTrainedModel, precision: torch.dtype) -> tuple[s
             raise _unsupported(
                 model, f"its code fails with our attention function ({type(error).__name__}: {error})"
             ) from error
-    return max(differences.items(), key=lambda item: item[1])
+    path, worst = max(differences.items(), key=lambda item: item[1])
+    if not worst <= TOLERANCE:
+        raise _unsupported(
+            model,
+            f"its logits differ from the logits of our {path} forward pass by {worst:.2g} of their spread at the worst "
+            "token",
+        )
 
 
 def _differences(model: PreTrainedModel) -> dict[str, float]:
-    """Return, by forward pass, the root mean square difference over V at the worst token, relative to the spread."""
+    """Return, by forward pass, the root mean square difference over V at the worst token, relative to the spread.
+
+    The difference of a token that amplifies rounding errors is scaled down to the tolerance of other tokens.
+    """
     device = next(model.parameters()).device
     lengths_B = torch.tensor(LENGTHS, device=device)
     rows, width = len(LENGTHS), max(LENGTHS)
@@ -191,25 +189,29 @@ def _differences(model: PreTrainedModel) -> dict[str, float]:
     own_BTV = _centred(_own_logits(model, ids_BT))
     spread = own_BTV[is_token_BT].square().mean().sqrt()
 
-    # Pack the prompts: a model that mixes tokens outside of attention then mixes rows, and the logits differ.
+    allowed_BT = 2 * (_centred(_perturbed_logits(model, ids_BT)) - own_BTV).square().mean(dim=-1).sqrt() / spread
+    allowed_BT = allowed_BT.clamp(min=TOLERANCE)
     wrapped, prompt_lengths_B = LogprobModel(model, temperature=1.0), lengths_B - 1
     padded_BTV = wrapped(ids_BT, lengths_B, frozenset({"logits"})).logits
+    # Pack the prompts: a model that mixes tokens outside of attention then mixes rows, and the logits differ.
     packed = pack_rows(ids_BT, prompt_lengths_B)
     cache = KVCache(prompt_lengths_B, torch.arange(rows, device=device), max_new_tokens=1)
     prompts = wrapped.hidden_states(packed.input_ids, packed.position_ids, PrefillLayout(packed, cache))
     last_B1 = prompt_lengths_B[:, None]
     decoded = wrapped.hidden_states(ids_BT.gather(1, last_B1), last_B1, cache)
 
-    own_last_BV = own_BTV[torch.arange(rows, device=device), prompt_lengths_B]
+    last = torch.arange(rows, device=device), prompt_lengths_B
 
-    def worst(logits: torch.Tensor, own: torch.Tensor) -> float:
-        difference = (_centred(logits) - own).square().mean(dim=-1).sqrt().max()
-        return float(difference / spread) if difference != 0 else 0.0
+    def worst(logits: torch.Tensor, own: torch.Tensor, allowed: torch.Tensor) -> float:
+        difference = (_centred(logits) - own).square().mean(dim=-1).sqrt()
+        excess = torch.where(difference == 0, 0.0, difference / spread * (TOLERANCE / allowed))
+        return float(excess.max())
 
+    packed_allowed = packed.pack(allowed_BT[..., None]).squeeze(-1)
     return {
-        "padded": worst(padded_BTV[is_token_BT], own_BTV[is_token_BT]),
-        "packed": worst(wrapped.next_token_logits(prompts), packed.pack(own_BTV)),
-        "decoding": worst(wrapped.next_token_logits(decoded), own_last_BV),
+        "padded": worst(padded_BTV[is_token_BT], own_BTV[is_token_BT], allowed_BT[is_token_BT]),
+        "packed": worst(wrapped.next_token_logits(prompts), packed.pack(own_BTV), packed_allowed),
+        "decoding": worst(wrapped.next_token_logits(decoded), own_BTV[last], allowed_BT[last]),
     }
 
 
@@ -228,21 +230,34 @@ def _own_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
         model.config._attn_implementation = attention.NAME
 
 
+def _perturbed_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
+    """Logits of the model's original code with slightly changed embeddings."""
+
+    def perturb(module: nn.Module, inputs: Any, embeddings: torch.Tensor) -> torch.Tensor:
+        signs = torch.arange(embeddings.shape[-1], device=embeddings.device) % 2 * 2 - 1
+        return embeddings * (1 + _PERTURBATION * signs)
+
+    hook = model.get_input_embeddings().register_forward_hook(perturb)
+    try:
+        return _own_logits(model, ids_BT)
+    finally:
+        hook.remove()
+
+
 @contextmanager
-def _in_at_least(precision: torch.dtype, model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: inside it, tensors of the model of a lower precision have this one. The exit restores every
-    bit."""
-    lower = [
+def _in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Context manager: inside it, half-precision tensors of the model are float32. The exit restores every bit."""
+    halves = [
         (tensor, tensor.dtype)
         for tensor in (*model.parameters(), *model.buffers())
-        if tensor.is_floating_point() and tensor.dtype.itemsize < precision.itemsize
+        if tensor.dtype in (torch.bfloat16, torch.float16)
     ]
     try:
-        for tensor, _ in lower:
-            tensor.data = tensor.data.to(precision)
+        for tensor, _ in halves:
+            tensor.data = tensor.data.float()
         yield
     finally:
-        for tensor, dtype in lower:
+        for tensor, dtype in halves:
             tensor.data = tensor.data.to(dtype)
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
@@ -17,17 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import psutil
 import torch
 
+from lucidrl.profiling.clock import now_ns
 from lucidrl.profiling.hook import started_profiler
-from lucidrl.profiling.settings import traces_folder, wants_memory_snapshot
-from lucidrl.profiling.spans import Span, is_under_nsys, recorder
-from lucidrl.profiling.trace_files import KEY, ProcessName, write_trace
+from lucidrl.profiling.settings import KEY, traces_folder, wants_memory_snapshot
+from lucidrl.profiling.spans import Count, Span, is_under_nsys, recorder
+from lucidrl.profiling.trace_files import ProcessName, write_trace
 
 _log = logging.getLogger(__name__)
 
 DRAIN_INTERVAL_S = 0.1
 """Seconds between two writes of spans; a killed process loses the spans since the last write."""
+_SAMPLE_INTERVAL_S = 0.5
+"""Seconds between two readings of the memory and CPU use of this process."""
 _END = b"\n]\n"
 _CAPACITY = 200_000
 """Most spans between two writes; older ones are dropped."""
@@ -67,7 +72,8 @@ class Recording:
         parts.callback(_turn.release)
         self._parts, self._pid = parts, os.getpid()  # first: Ctrl-C may interrupt at any moment
         atexit.register(self.stop)
-        self._begin(parts, "spans", lambda: SpanFile(folder / f"{stem}.spans.json", process).close)
+        operators = f"{stem}.json" if self._operators and not is_under_nsys() else None
+        self._begin(parts, "spans", lambda: SpanFile(folder / f"{stem}.spans.json", process, operators).close)
         if self._operators and wants_memory_snapshot():
             self._begin(parts, "memory", lambda: _memory(folder / f"{stem}.memory.pickle"))
         if self._operators and is_under_nsys():
@@ -146,20 +152,28 @@ class SpanFile:
     """Writes the finished spans of this process until it is closed; one per process at a time.
 
     The file is a Chrome trace in array form, valid at any moment; its clock is Unix time in microseconds. If a write
-    fails, it logs a warning and drops all later spans.
+    fails, it logs a warning and drops all later spans. The last event, `ended`, is missing if the process was killed
+    or a write failed.
+
+    Args:
+        operators: name of the operator trace that belongs to these spans, if the recording writes one.
 
     Raises:
         OSError: if the file cannot be created.
     """
 
-    def __init__(self, path: Path, process: ProcessName):
+    def __init__(self, path: Path, process: ProcessName, operators: str | None = None):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._process = path, process
         self._file = path.open("xb", buffering=0)  # a kill of the process loses nothing that was written
         self._can_write, self._size_bytes = True, 0
-        name = {"ph": "M", "name": "process_name", "pid": os.getpid(), "args": {"name": process.name}}
-        metadata = {"ph": "M", "name": KEY, "pid": os.getpid(), "args": process.described()}
-        self._write(b"[\n" + orjson.dumps(name) + b",\n" + orjson.dumps(metadata))
+        name = _metadata("process_name", name=process.name)
+        description = _metadata(KEY, **process.described(), operators=operators)
+        self._write(b"[\n" + orjson.dumps(name) + b",\n" + orjson.dumps(description))
+        self._named_threads: set[int] = set()
+        self._usage = psutil.Process()
+        self._usage.cpu_percent()  # the first call has no interval to measure
+        self._next_sample_s = time.monotonic() + _SAMPLE_INTERVAL_S
         recorder.keep_spans(_CAPACITY)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._write_until_over, name="span-file", daemon=True)
@@ -171,8 +185,10 @@ class SpanFile:
             return
         self._is_over.set()
         self._thread.join()
+        self._next_sample_s = 0.0
         self._write_spans()
         recorder.keep_spans(0)
+        self._write(b",\n" + orjson.dumps(_metadata("ended", unix_time_ns=now_ns())))
         self._file.close()
 
     def _write_until_over(self) -> None:
@@ -180,8 +196,24 @@ class SpanFile:
             self._write_spans()
 
     def _write_spans(self) -> None:
-        if spans := recorder.take_spans():
-            self._write(b"".join(b",\n" + orjson.dumps(_event(span)) for span in spans))
+        self._sample_usage()
+        events: list[dict[str, Any]] = []
+        for taken in recorder.take_spans():
+            if isinstance(taken, Span) and taken.thread not in self._named_threads:
+                self._named_threads.add(taken.thread)
+                events.append({**_metadata("thread_name", name=taken.thread_name), "tid": taken.thread})
+            events.append(_event(taken))
+        if events:
+            self._write(b"".join(b",\n" + orjson.dumps(event) for event in events))
+
+    def _sample_usage(self) -> None:
+        """Count the memory and the CPU use of this process, if they are due."""
+        if time.monotonic() < self._next_sample_s:
+            return
+        self._next_sample_s = time.monotonic() + _SAMPLE_INTERVAL_S
+        with suppress(psutil.Error, OSError):
+            recorder.count("memory of the process (MB)", round(self._usage.memory_info().rss / 1e6, 1))
+            recorder.count("CPU of the process (%)", self._usage.cpu_percent())
 
     def _write(self, content: bytes) -> None:
         """Overwrite the end of the file with `content` and a new end, in one call: the file stays valid."""
@@ -200,7 +232,14 @@ class SpanFile:
             _log.warning("all further spans of %s are lost: %s cannot be written (%s)", name, self._path, error)
 
 
-def _event(span: Span) -> dict[str, Any]:
+def _metadata(what: str, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": os.getpid(), "args": args}
+
+
+def _event(span: Span | Count) -> dict[str, Any]:
+    if isinstance(span, Count):
+        counted = {"ph": "C", "name": span.name, "pid": os.getpid(), "ts": span.time_ns / 1000}
+        return {**counted, "args": {"value": span.value}}
     return {
         "ph": "X",
         "cat": "span",

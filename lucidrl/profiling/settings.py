@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+KEY = "lucidrl"
+"""Key of our metadata in a trace."""
 FOLDER_VARIABLE = "LUCIDRL_PROFILE_DIR"
 """Folder of all traces; by default `traces` in the working directory."""
 MEMORY_VARIABLE = "LUCIDRL_PROFILE_MEMORY"
@@ -16,6 +18,11 @@ NSYS_SESSION = "NSYS_PROFILING_SESSION_ID"
 
 def traces_folder() -> Path:
     return Path(os.environ.get(FOLDER_VARIABLE) or "traces").absolute()
+
+
+def set_traces_folder(folder: Path) -> None:
+    """Let this process and its children write traces to another folder."""
+    os.environ[FOLDER_VARIABLE] = str(folder)
 
 
 def wants_memory_snapshot() -> bool:

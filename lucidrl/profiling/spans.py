@@ -1,8 +1,10 @@
 """Run-time spans: how long each phase of a run takes, on a clock that all processes share.
 
-    with span("generate"):
-        ...
-    recorder.drain()  # {"generate": SpanTotal(seconds=1.2, count=1)}
+    with span("rollout"):
+        with span("generate"):
+            ...
+    recorder.drain()  # {"rollout": SpanTotal(seconds=1.3, count=1), "generate": SpanTotal(seconds=1.2, count=1)}
+    recorder.take_exclusive()  # {("rollout", "rollout"): 0.1, ("rollout", "generate"): 1.2}
 
     @span("refit")
     def broadcast(self): ...
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.autograd import profiler as torch_profiler
 
+from lucidrl.profiling.clock import now_ns, unix_ns
 from lucidrl.profiling.settings import NSYS_SESSION
 
 P = ParamSpec("P")
@@ -89,18 +92,27 @@ class Span(NamedTuple):
     duration_ns: int
     thread: int
     """Native thread id, as in torch's traces."""
+    thread_name: str
+
+
+class Count(NamedTuple):
+    """The value of a counter from one moment on."""
+
+    name: str
+    time_ns: int
+    """Unix time in nanoseconds."""
+    value: float
 
 
 class SpanRecorder:
     """Adds up spans by name; thread-safe."""
 
     def __init__(self) -> None:
-        self._anchor_ns = time.time_ns() - time.perf_counter_ns()
-        self._local = _OpenNames()
+        self._local = _Local()
         self._lock = threading.Lock()
         self._totals: dict[str, tuple[int, int]] = {}
         self._drained: dict[str, tuple[int, int]] = {}
-        self._buffer: deque[Span] | None = None
+        self._buffer: deque[Span | Count] | None = None
 
     def span(self, name: str) -> _OpenSpan:
         """A context manager that times its block, or a decorator that times calls, even if they raise.
@@ -121,24 +133,42 @@ class SpanRecorder:
         with self._lock:
             return _since({}, self._totals)
 
+    def take_exclusive(self) -> dict[tuple[str, str], float]:
+        """Exclusive seconds of the spans of this thread that have finished since its last call.
+
+        The exclusive time of a span is its duration without the spans inside it, so the values never count a moment
+        twice. The key is (name of the outermost open span, name of the span).
+        """
+        spans = self._local.spans
+        taken, spans.exclusive_ns = spans.exclusive_ns, {}
+        return {key: duration_ns / 1e9 for key, duration_ns in taken.items()}
+
     def keep_spans(self, capacity: int) -> None:
-        """From now on, keep the newest `capacity` spans for `take_spans`; 0 keeps none and drops the kept ones."""
+        """From now on, keep the newest `capacity` spans and counts for `take_spans`; 0 keeps none."""
         with self._lock:
             self._buffer = deque(maxlen=capacity) if capacity else None
 
-    def take_spans(self) -> list[Span]:
-        """The spans kept since the last call, in the order in which they ended."""
+    def take_spans(self) -> list[Span | Count]:
+        """The spans and counts kept since the last call, spans in the order in which they ended."""
         with self._lock:
             spans = list(self._buffer or ())
             if self._buffer is not None:
                 self._buffer.clear()
         return spans
 
+    def count(self, name: str, value: float) -> None:
+        """Set a counter, such as the length of a queue, to a new value; costs nothing unless spans are kept."""
+        if self._buffer is None:
+            return
+        with self._lock:
+            if self._buffer is not None:
+                self._buffer.append(Count(name, now_ns(), value))
+
     def reset(self) -> None:
         """Drop all finished spans."""
         # A forked child may inherit a held lock, and open spans that its parent ends.
         self._lock = threading.Lock()
-        self._local = _OpenNames()
+        self._local = _Local()
         self._totals, self._drained = {}, {}
         if self._buffer is not None:
             self._buffer.clear()
@@ -148,7 +178,8 @@ class SpanRecorder:
             total_ns, count = self._totals.get(name, (0, 0))
             self._totals[name] = (total_ns + duration_ns, count + 1)
             if self._buffer is not None:
-                self._buffer.append(Span(name, start + self._anchor_ns, duration_ns, threading.get_native_id()))
+                thread = threading.current_thread()
+                self._buffer.append(Span(name, unix_ns(start), duration_ns, threading.get_native_id(), thread.name))
 
 
 def _since(before: dict[str, tuple[int, int]], totals: dict[str, tuple[int, int]]) -> dict[str, SpanTotal]:
@@ -161,28 +192,41 @@ def _since(before: dict[str, tuple[int, int]], totals: dict[str, tuple[int, int]
     return found
 
 
-class _OpenNames(threading.local):
-    """Names of the open spans of a thread."""
+class _ThreadSpans:
+    """The open spans of a thread, outermost first, and its exclusive times."""
+
+    __slots__ = ("exclusive_ns", "inner_ns", "names")
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.inner_ns: list[int] = []
+        """For each open span, the duration of the finished spans directly inside it."""
+        self.exclusive_ns: dict[tuple[str, str], int] = {}
+
+
+class _Local(threading.local):
+    """Has only one attribute, because reading one is slow."""
+
+    def __init__(self) -> None:
+        self.spans = _ThreadSpans()
 
 
 class _OpenSpan:
     """One use of `SpanRecorder.span`. A class, because a generator context manager costs twice as much."""
 
-    __slots__ = ("_is_inner", "_name", "_recorder", "_shown", "_start")
+    __slots__ = ("_is_inner", "_name", "_recorder", "_shown", "_spans", "_start")
 
     def __init__(self, recorder: SpanRecorder, name: str) -> None:
         self._recorder = recorder
         self._name = name
 
     def __enter__(self) -> None:
-        names = self._recorder._local.names
-        self._is_inner = self._name in names
+        spans = self._spans = self._recorder._local.spans
+        self._is_inner = self._name in spans.names
         if self._is_inner:
             return
-        names.append(self._name)
+        spans.names.append(self._name)
+        spans.inner_ns.append(0)
         self._shown = recorded(self._name)
         self._shown.__enter__()
         self._start = time.perf_counter_ns()
@@ -192,7 +236,13 @@ class _OpenSpan:
             return
         duration_ns = time.perf_counter_ns() - self._start
         self._shown.__exit__(None, None, None)  # a range ignores the exception
-        self._recorder._local.names.pop()
+        spans = self._spans
+        key = (spans.names[0], self._name)
+        spans.names.pop()
+        own_ns = duration_ns - spans.inner_ns.pop()
+        spans.exclusive_ns[key] = spans.exclusive_ns.get(key, 0) + own_ns
+        if spans.inner_ns:
+            spans.inner_ns[-1] += duration_ns
         self._recorder._finish(self._name, self._start, duration_ns)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:

@@ -18,11 +18,11 @@ import orjson
 from torch.profiler import profile
 
 from lucidrl.errors import ConfigError
+from lucidrl.profiling.clock import measured_offset, now_ns
+from lucidrl.profiling.settings import KEY
 
 PLACEHOLDERS = ("worker_idx", "pid", "host")
 """Placeholders in the path of a trace."""
-KEY = "lucidrl"
-"""Key of our metadata in a trace."""
 
 _EVENTS = b'"traceEvents": ['
 _BASE_TIME = re.compile(rb'"baseTimeNanoseconds": (\d+)')
@@ -34,19 +34,25 @@ class ProcessName:
 
     name: str
     """Such as "collector worker 0"."""
-    started_ns: int = field(default_factory=time.time_ns)
-    """Unix time at which the recording began, in nanoseconds."""
+    started_ns: int = field(default_factory=now_ns)
+    """Unix time at which the recording began, in nanoseconds, on the clock of the spans."""
+    system_offset_ns: int = field(default_factory=lambda: measured_offset(time.time_ns).offset_ns)
+    """How far the system clock, which torch's profiler uses, is ahead of the clock of the spans: not 0 if it changed
+    after the start of the process."""
 
-    def described(self, base_time_ns: int = 0) -> dict[str, Any]:
-        """Metadata for a trace whose clock counts microseconds from `base_time_ns`.
+    def described(self, base_time_ns: int | None = None) -> dict[str, Any]:
+        """Metadata for a trace of torch's profiler, which counts microseconds of the system clock from `base_time_ns`,
+        or for a file of spans.
 
-        `anchor` is the start of the recording on the Unix clock and on the clock of the trace.
+        The key `anchor` holds the start of the recording twice: as Unix time of the clock of the spans, and as a time
+        stamp of the trace.
         """
+        ts_ns = self.started_ns if base_time_ns is None else self.started_ns + self.system_offset_ns - base_time_ns
         return {
             "process": self.name,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "anchor": {"unix_time_ns": self.started_ns, "ts_us": (self.started_ns - base_time_ns) / 1000},
+            "anchor": {"unix_time_ns": self.started_ns, "ts_us": ts_ns / 1000},
         }
 
 

@@ -21,6 +21,8 @@ Dataset = str | Path | Rows
 """A path or `hub:` id as in `data.file`, or rows: a list of dictionaries, a `datasets.Dataset`, or another sequence."""
 Reward = str | Mapping[str, Any] | Callable[..., Any]
 """A function, or an entry of the setting `reward`: a name such as "math" or "my_rewards:exact", or a mapping."""
+Tool = str | Mapping[str, Any] | Callable[..., Any]
+"""A function, or an entry of the setting `tools`: a name such as "calculator" or "my_tools:search", or a mapping."""
 Settings = BaseRunConfig | str | Path | Mapping[str, Any]
 """A config object, the path of a YAML file, or a nested mapping of settings."""
 
@@ -49,6 +51,8 @@ class GRPOOptions(RunOptions, total=False):
     """Column with the prompts (`data.prompt`)."""
     answer: str
     """Column with the reference answers (`data.answer`)."""
+    tools: Sequence[Tool]
+    """Functions that the model may call: functions, or entries of the setting `tools`."""
 
 
 class SFTOptions(RunOptions, total=False):
@@ -60,6 +64,8 @@ class SFTOptions(RunOptions, total=False):
     """Column with the prompts (`data.prompt`)."""
     completion: str
     """Column with the completions to learn (`data.completion`)."""
+    tools: Sequence[Tool]
+    """Functions that the model may call, which the prompts describe: functions, or entries of the setting `tools`."""
 
 
 OTHER_NAMES = {
@@ -113,17 +119,23 @@ def split_inputs(arguments: Mapping[str, Any]) -> tuple[PythonInputs, dict[str, 
     """
     rest = {name: value for name, value in arguments.items() if value is not None}
     rows = {name: _rows(name, rest.pop(name)) for name in ("dataset", "validation_dataset") if _is_rows(rest.get(name))}
-    rewards = rest.pop("rewards", [])
-    entries = rewards if isinstance(rewards, list | tuple) else [rewards]
+    functions = {name: _functions(name, rest) for name in ("rewards", "tools")}
+    return PythonInputs(rows.get("dataset"), rows.get("validation_dataset"), **functions), rest
+
+
+def _functions(name: str, arguments: dict[str, Any]) -> list[Callable[..., Any]]:
+    """Return the functions of an argument that also takes names; leave only the names in `arguments`."""
+    value = arguments.pop(name, [])
+    entries = value if isinstance(value, list | tuple) else [value]
     for entry in entries:
         if not (callable(entry) or isinstance(entry, str | Mapping)):
+            examples = {"rewards": "'math' or 'my_rewards:exact'", "tools": "'calculator' or 'my_tools:search'"}
             raise ConfigError(
-                f"rewards has {entry!r}; pass functions, names such as 'math' or 'my_rewards:exact', or a list of these"
+                f"{name} has {entry!r}; pass functions, names such as {examples[name]}, or a list of these"
             )
     if named := [entry for entry in entries if not callable(entry)]:
-        rest["rewards"] = named
-    functions = [entry for entry in entries if callable(entry)]
-    return PythonInputs(rows.get("dataset"), rows.get("validation_dataset"), functions), rest
+        arguments[name] = named
+    return [entry for entry in entries if callable(entry)]
 
 
 def _is_rows(dataset: Any) -> bool:

@@ -13,6 +13,7 @@ from lucidrl.checkpoint.config import CheckpointConfig
 from lucidrl.recipes.aliases import OTHER_NAMES
 from lucidrl.recipes.profile import ProfileConfig
 from lucidrl.recipes.tracking import TrackingConfig
+from lucidrl.report.config import ReportConfig
 from lucidrl.utils.config import Config, dump_yaml
 from lucidrl.utils.layers import Origins
 from lucidrl.utils.nsys import DRIVER, POLICY, worker_name
@@ -59,6 +60,8 @@ class BaseRunConfig(Config, ABC):
     """When the policy is validated."""
     profile: ProfileConfig = ProfileConfig()
     """Which steps are profiled."""
+    report: ReportConfig = ReportConfig()
+    """The page that shows the run."""
     _references: dict[str, Any] | None = PrivateAttr(default=None)
     """Settings that refer to environment variables, unresolved."""
 

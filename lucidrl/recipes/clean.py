@@ -5,45 +5,58 @@ Only files that a run wrote are removed. Folders that are not runs, links, and o
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Column, Table
 
+from lucidrl.algorithms.config import ALGORITHM_NAMES
 from lucidrl.checkpoint.config import CHECKPOINTS_NAME, CONFIG_NAME, CheckpointConfig
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.checkpoint.pruning import remove_part
 from lucidrl.errors import CheckpointError, ConfigError
-from lucidrl.recipes.folder import LOCK_NAME, LOGS_NAME, is_occupied, occupied
-from lucidrl.recipes.profile import TRACES_NAME
-from lucidrl.recipes.settings import ALGORITHMS
+from lucidrl.report.finding import found_below, run_settings
+from lucidrl.report.text import shown_bytes
+from lucidrl.utils.run_folder import (
+    BREAKDOWN_NAME,
+    ENVIRONMENT_NAME,
+    EVAL_NAME,
+    LOCK_NAME,
+    LOGS_NAME,
+    METRICS_NAME,
+    REPORT_NAME,
+    SAMPLES_NAME,
+    TRACES_NAME,
+    WARNINGS_NAME,
+    folders_in,
+    is_occupied,
+    occupied,
+    size_bytes,
+)
 
 OPTIMIZER = "optimizer"
-SAMPLES_NAME, EVAL_NAME = "samples", "eval"
 LOG_NAMES = (
-    "metrics.jsonl",
+    METRICS_NAME,
+    ENVIRONMENT_NAME,
+    REPORT_NAME,
     "hyperparams.json",
     "tensorboard",
     "wandb",
     "mlflow",
     "trackio",
     "plots",
-    "warnings.jsonl",
+    WARNINGS_NAME,
+    BREAKDOWN_NAME,
     "report.html",
 )
 """Metrics and the files of trackers, counted as logs."""
 WRITTEN = (CHECKPOINTS_NAME, TRACES_NAME, SAMPLES_NAME, EVAL_NAME, LOGS_NAME, *LOG_NAMES, LOCK_NAME, CONFIG_NAME)
 """Files and folders that a run writes; config.yaml is last, because it marks the folder as a run until removed."""
-MOST_LEVELS = 4
-"""How many levels below a named folder are searched for runs."""
 KEEP_ALL = 2**31
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,7 @@ class Run:
 
     @property
     def algorithm(self) -> str:
-        return next(name for name in ALGORITHMS if name in self.settings)
+        return next(name for name in ALGORITHM_NAMES if name in self.settings)
 
     @property
     def is_running(self) -> bool:
@@ -85,7 +98,7 @@ class Run:
 
     def sizes(self) -> dict[str, int]:
         """Bytes by purpose."""
-        steps = _folders_in(self.folder / CHECKPOINTS_NAME)
+        steps = folders_in(self.folder / CHECKPOINTS_NAME)
         all_bytes = size_bytes(self.folder)
         optimizer = sum(size_bytes(step / OPTIMIZER) for step in steps)
         found = {
@@ -131,12 +144,12 @@ def clean(paths: Sequence[Path], free: Free, *, confirm: Callable[[str], bool], 
     total = sum(plan.total_bytes for plan in plans)
     for plan in plans:
         for path, size in plan.items.items():
-            console.print(f"free {_shown(size):>9}  {path}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"free {shown_bytes(size):>9}  {path}", markup=False, highlight=False, soft_wrap=True)
     if total == 0:
         console.print("nothing to free" if not free.runs else "nothing to remove", highlight=False)
-    elif confirm(f"free {_shown(total)}?"):
+    elif confirm(f"free {shown_bytes(total)}?"):
         freed = sum(_carry_out(plan, free, console) for plan in plans if plan.items)
-        console.print(f"freed {_shown(freed)}", highlight=False)
+        console.print(f"freed {shown_bytes(freed)}", highlight=False)
 
 
 def find_runs(paths: Iterable[Path]) -> Iterator[Run]:
@@ -151,7 +164,7 @@ def find_runs(paths: Iterable[Path]) -> Iterator[Run]:
             raise ConfigError(f"{path} is a link, and links are not followed; give the folder itself")
         if not path.is_dir():
             raise ConfigError(f"{path} is not a folder; give a run folder, or a folder that holds runs")
-        found = list(_runs_below(path, MOST_LEVELS))
+        found = list(found_below(path, _run_or_none))
         if not found:
             raise ConfigError(f"{path} holds no run; give a run folder, or a folder that holds runs")
         for run in found:
@@ -160,36 +173,9 @@ def find_runs(paths: Iterable[Path]) -> Iterator[Run]:
                 yield run
 
 
-def size_bytes(path: Path) -> int:
-    """Size in bytes of a file, or of all files below a folder; links count 0."""
-    if path.is_symlink():
-        return 0
-    if not path.is_dir():
-        return path.stat().st_size if path.is_file() else 0
-    return sum(size_bytes(Path(entry)) for entry in _entries(path))
-
-
-def _runs_below(folder: Path, levels: int) -> Iterator[Run]:
-    if (settings := _settings_of(folder)) is not None:
-        yield Run(folder, settings)
-    elif levels:
-        for inside in _folders_in(folder):
-            yield from _runs_below(inside, levels - 1)
-
-
-def _settings_of(folder: Path) -> dict[str, Any] | None:
-    """The settings of a run; None if the folder is not a run. A config.yaml alone may be of another program."""
-    path = folder / CONFIG_NAME
-    if path.is_symlink() or not path.is_file():
-        return None
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return None
-    if not isinstance(settings, dict) or "run" not in settings:
-        return None
-    sections = [settings.get(name) for name in ALGORITHMS]
-    return settings if any(isinstance(section, dict) for section in sections) else None
+def _run_or_none(folder: Path) -> Run | None:
+    settings = run_settings(folder)
+    return None if settings is None else Run(folder, settings)
 
 
 def _started_from(run: Run) -> Iterator[Path]:
@@ -267,23 +253,8 @@ def _remove_run(folder: Path) -> None:
 
 
 def _steps(folder: Path) -> list[int]:
-    names = [path.name.removeprefix("step_") for path in _folders_in(folder / CHECKPOINTS_NAME)]
+    names = [path.name.removeprefix("step_") for path in folders_in(folder / CHECKPOINTS_NAME)]
     return [int(name) for name in names if name.isdecimal()]
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    return [Path(entry) for entry in _entries(folder) if entry.is_dir(follow_symlinks=False)]
-
-
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What a folder contains, sorted; nothing if it cannot be read or has just been removed."""
-    if folder.is_symlink() or not folder.is_dir():
-        return []
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except OSError:
-        return []
 
 
 def _table(plans: Sequence[Plan]) -> Table:
@@ -296,18 +267,9 @@ def _table(plans: Sequence[Plan]) -> Table:
     for plan in plans:
         sizes = plan.run.sizes()
         sums = {name: sums[name] + sizes[name] for name in columns}
-        shown = [_shown(sizes[name]) for name in columns]
-        table.add_row(str(plan.run.folder), *shown, _shown(plan.total_bytes), plan.note)
+        shown = [shown_bytes(sizes[name]) for name in columns]
+        table.add_row(str(plan.run.folder), *shown, shown_bytes(plan.total_bytes), plan.note)
     if len(plans) > 1:
         total = sum(plan.total_bytes for plan in plans)
-        table.add_row(f"{len(plans)} runs", *(_shown(sums[name]) for name in columns), _shown(total), "")
+        table.add_row(f"{len(plans)} runs", *(shown_bytes(sums[name]) for name in columns), shown_bytes(total), "")
     return table
-
-
-def _shown(number: float) -> str:
-    if number == 0:
-        return "-"
-    unit = 0
-    while number >= 1024 and unit < len(UNITS) - 1:
-        number, unit = number / 1024, unit + 1
-    return f"{number:.0f} {UNITS[unit]}" if unit == 0 or number >= 100 else f"{number:.1f} {UNITS[unit]}"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import logging
 import os
 import shlex
 import stat
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,11 @@ from rich.table import Column, Table
 
 from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.recipes.configs import BaseRunConfig, TextRunConfig
-from lucidrl.recipes.profile import TRACES_NAME
+from lucidrl.report.breakdown import Breakdown
+from lucidrl.report.folder_parts import read_warnings
+from lucidrl.report.timeline import TIMELINE_NAME
 from lucidrl.utils.logger import print_message_log_samples
-from lucidrl.utils.logger.fanout import WARNINGS_NAME
+from lucidrl.utils.run_folder import REPORT_NAME, TRACES_NAME
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ HEADLINES = ("accuracy", "reward", "loss")
 """Validation metrics to print, in this order."""
 NUM_SAMPLES = 3
 """Samples to print per validation."""
-UNLISTED_PHASES = frozenset({"rollout", "reward", "forward", "backward", "optimizer", "logprobs", "reference"})
-"""Spans that are left out of the time table, because they contain or are part of listed spans."""
+MOST_PROCESSES = 12
+"""Processes whose busy time is printed."""
 BAR_WIDTH = 20
 """Width of the progress bar, which is left out on a narrow terminal."""
 SECONDS_BETWEEN_UPDATES = 0.2
@@ -69,8 +69,8 @@ class RunDisplay:
         self._algorithm, self._max_steps, self._validated_on = config.algorithm, config.max_steps, config.validated_on
         self._folder = folder
         self._validations: dict[int, dict[str, float]] = {}
-        self._seconds_of_phase: dict[str, float] = defaultdict(float)
-        self._num_steps = 0
+        self._step_s = 0.0
+        self._num_steps, self._first_step = 0, 0
         self._start = self._loaded = time.perf_counter() if started is None else started
         self._trained: float | None = None
         self._seconds_before: dict[str, float] = {}
@@ -123,14 +123,13 @@ class RunDisplay:
         print_message_log_samples(message_logs, rewards, num_samples=NUM_SAMPLES, step=step)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if not self._num_steps:
+            self._first_step = step
         self._num_steps += 1
-        for name, value in metrics.items():
-            phase = name.removeprefix("time/").removesuffix("_s")
-            if name.startswith("time/") and phase not in UNLISTED_PHASES:
-                self._seconds_of_phase[phase] += value
+        self._step_s += metrics["time/step_s"]
         text = "  ".join(form.format(metrics[name]) for name, form in SHOWN.items() if name in metrics)
         self._progress.update(self._task, completed=step, metrics=text)
-        left_s = self._seconds_of_phase["step"] / self._num_steps * (self._max_steps - step)
+        left_s = self._step_s / self._num_steps * (self._max_steps - step)
         line = f"step {step}/{self._max_steps}  {text}  left {left_s:.0f} s"
         if self._line is not None:
             self._line.show(line, is_last=step == self._max_steps)
@@ -150,12 +149,14 @@ class RunDisplay:
         for message in _warnings_in(self._folder):
             self.announce(f"warning: {message}")
         if self._num_steps:
-            self.console.print(self._phases())
+            self._show_times()
         self.announce(f"run folder: {self._folder}")
         entries = sorted(f"{path.name}/" if path.is_dir() else path.name for path in self._folder.iterdir())
         self.announce(f"  contains {', '.join(entries)}")
-        if any((self._folder / TRACES_NAME).glob("*.json")):
-            self.announce(f"  open the .json profiles in {TRACES_NAME}/ with ui.perfetto.dev")
+        if (self._folder / REPORT_NAME).is_file():
+            self.announce(f"report: {self._folder / REPORT_NAME}")
+        if (self._folder / TRACES_NAME / TIMELINE_NAME).exists():
+            self.announce(f"  open {TRACES_NAME}/{TIMELINE_NAME} with ui.perfetto.dev")
         self.announce("next:")
         for command in [*suggested, *self._next_commands(last_step)]:
             self.announce(f"  {shlex.join(command)}")
@@ -171,29 +172,46 @@ class RunDisplay:
                 before, after = self._validations[first][name], self._validations[last][name]
                 self.announce(f"{self._validated_on} {name}: {before:.3f} at step {first}, {after:.3f} at step {last}")
 
-    def _phases(self) -> Table:
+    def _show_times(self) -> None:
+        """Print where the time of this process went, how busy each process was, and what would save time."""
+        breakdown = Breakdown.read(self._folder, self._first_step)
+        self.console.print(self._time_table(breakdown))
+        shares = breakdown.busy_share()
+        if len(shares) > 1:
+            shown = [f"{name} {share:.0%}" for name, share in shares.items()][:MOST_PROCESSES]
+            rest = f" and {len(shares) - MOST_PROCESSES} more" if len(shares) > MOST_PROCESSES else ""
+            self.announce(f"busy: {', '.join(shown)}{rest}")
+        if found := breakdown.opportunities():
+            self.announce("largest savings:")
+        for opportunity in found:
+            self.announce(f"  {opportunity.text}")
+
+    def _time_table(self, breakdown: Breakdown) -> Table:
         """Return the time table: top-level rows sum to the total, indented rows to `steps`."""
         now = time.perf_counter()
         whole = now - self._start
-        phases = dict(self._seconds_of_phase)
-        steps = phases.pop("step")
-        spans = _seconds_of_spans()
-        rows = {"loading": self._loaded - self._start, "steps": steps}
-        for row, name in (("validation", "validate"), ("saving", "save")):  # outside of the steps
-            rows[row] = spans.get(name, 0.0) - self._seconds_before.get(name, 0.0) - phases.get(name, 0.0)
-        rows["shutdown"] = now - (self._trained or now)
-        in_steps = sorted(phases.items(), key=lambda item: -item[1])
+        phases = breakdown.seconds()
+        has_workers = len(breakdown.busy) > 1
+        validation_s = _seconds_of_spans().get("validate", 0.0) - self._seconds_before.get("validate", 0.0)
+        rows = {
+            "loading": self._loaded - self._start,
+            "first validation": max(0.0, validation_s - phases.get("validation", 0.0)),  # before the first step
+            "steps": sum(breakdown.whole_s),
+            "shutdown": now - (self._trained or now),
+        }
         table = Table(
             f"time of {self._num_steps} {'step' if self._num_steps == 1 else 'steps'}",
             Column("seconds", justify="right"),
             Column("share", justify="right"),
+            *(["process"] if has_workers else []),
             box=None,
             pad_edge=False,
         )
         for name, seconds in {**rows, "other": whole - sum(rows.values()), "total": whole}.items():
             table.add_row(name, f"{seconds:.1f}", f"{seconds / whole:.0%}")
-            for phase, part in [*in_steps, ("other", steps - sum(phases.values()))] if name == "steps" else ():
-                table.add_row(f"  {phase}", f"{part:.1f}", f"{part / whole:.0%}")
+            for phase, part in phases.items() if name == "steps" else ():
+                process = [breakdown.most_waited_for(phase)] if has_workers else []
+                table.add_row(f"  {phase}", f"{part:.1f}", f"{part / whole:.0%}", *process)
         return table
 
     def _next_commands(self, last_step: int) -> list[list[str]]:
@@ -228,13 +246,8 @@ class NotebookLine:
 
 def _warnings_in(folder: Path) -> list[str]:
     """Return all warnings from before the first step and, of the later ones, the newest with each name."""
-    try:
-        lines = (folder / WARNINGS_NAME).read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    records = map(json.loads, lines)
     # Warnings before the first step are distinguished by message, because several share a name.
-    newest = {record["name"] if record["step"] else record["message"]: record["message"] for record in records}
+    newest = {one.name if one.step else one.message: one.message for one in read_warnings(folder)}
     return list(newest.values())
 
 

@@ -24,7 +24,7 @@ import orjson
 from lucidrl.collectors.rollouts import Sample
 from lucidrl.data.datasets import Prompt
 from lucidrl.errors import ConfigError, DataError
-from lucidrl.recipes.folder import LOCK_NAME
+from lucidrl.utils.run_folder import LOCK_NAME
 
 SETTINGS_NAME, SAMPLES_NAME = "eval.json", "samples.jsonl"
 PROGRESS_NAME, RESULT_NAME, COMPARISON_NAME = "progress.json", "result.json", "comparison.json"

@@ -39,7 +39,7 @@ class EvalOptions:
     samples: int | None = None
     """Completions per prompt; default: `validation.samples_per_prompt` of the settings."""
     sampled: bool = False
-    """Sample even a single completion per prompt; by default it is greedy."""
+    """Also sample if there is one completion per prompt; by default, a single completion is greedy."""
     by: str | None = None
     """Column of the data by which results are split."""
     output: str | Path | None = None

@@ -26,7 +26,6 @@ from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import EnvironmentFailure, LucidError
 from lucidrl.models.loading import model_facts, policy_tokenizer
 from lucidrl.models.policy.policy import Policy
-from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.eval_folder import (
     COMPARISON_NAME,
     EvalFolder,
@@ -37,12 +36,11 @@ from lucidrl.recipes.eval_folder import (
     write_json,
 )
 from lucidrl.recipes.eval_plan import ALL, Candidate, EvalOptions, EvalPlan, TextConfig, chosen_prompts, plan_of_sources
-from lucidrl.recipes.folder import LOGS_NAME, occupied
 from lucidrl.recipes.preflight import TextInputs
-from lucidrl.rewards.config import seconds_per_sample
 from lucidrl.rewards.verifiers.answers import answer_reader
 from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.random_state import seed_everything
+from lucidrl.utils.run_folder import LOGS_NAME, occupied
 
 EVAL_NAME = "eval"
 """Folder of evaluations in a run folder."""
@@ -210,9 +208,9 @@ class _Evaluator:
             collector = TextCollector(
                 policy,
                 runner,
-                tokenizer,
+                self._inputs.with_tools(tokenizer),
                 self._prompts,
-                config.collector if isinstance(config, GRPORunConfig) else TextCollectorConfig(),
+                TextCollectorConfig(max_turns=config.max_turns),
                 context_length=model_facts(config.policy.model_name, config.policy.trust_remote_code).context_length,
                 seed=config.seed,
             )
@@ -235,7 +233,7 @@ class _Evaluator:
             env = self._config.env
             host = self._inputs.environment(log_dir / "env")
             self._inputs.check_rewards(host)
-            spare_s = seconds_per_sample(self._config.reward)
+            spare_s = self._inputs.seconds_per_sample
             runner = EnvRunner(host, env.timeout_s, env.max_concurrency, env.on_error, lambda: self._check(), spare_s)
             self._stack.callback(runner.close)
             self._runner, self._first_state = runner, runner.state_dict()
@@ -267,7 +265,8 @@ class _Evaluator:
             "reward": [reward.model_dump(mode="json") for reward in config.reward],
             "python": plan.python.described(),
             "seed": config.seed,
-            "max_turns": config.collector.max_turns if isinstance(config, GRPORunConfig) else 1,
+            "max_turns": config.max_turns,
+            **(config.model_dump(mode="json", include={"tools", "tool_use"}) if config.has_tools else {}),
             "prompts_per_batch": config.validation.prompts_per_batch,
             **generation.model_dump(mode="json", include=set(sampling)),
         }

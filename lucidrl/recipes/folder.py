@@ -1,8 +1,7 @@
-"""The run folder: creation, lock, and the driver's log in `logs/driver.log`."""
+"""The run folder: its creation, its settings, and the driver's log in `logs/driver.log`."""
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shlex
@@ -10,11 +9,8 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from datetime import datetime
+from contextlib import contextmanager
 from pathlib import Path
-
-import orjson
 
 from lucidrl import __version__
 from lucidrl.checkpoint.config import CONFIG_NAME
@@ -22,12 +18,10 @@ from lucidrl.errors import ConfigError
 from lucidrl.recipes.base_config import BaseRunConfig, RunConfig
 from lucidrl.utils.logger.folders import get_next_experiment_dir, write_private_text
 from lucidrl.utils.logger.redact import redacted, redacted_text
+from lucidrl.utils.run_folder import DRIVER_LOG_NAME, LOGS_NAME
 
 log = logging.getLogger(__name__)
 
-LOGS_NAME, LOCK_NAME = "logs", "run.lock"
-DRIVER_LOG_NAME = "driver.log"
-_MAX_LOCK_BYTES = 4096
 _MAX_NAME_BYTES = 255
 _OURS = "lucidrl"
 
@@ -54,85 +48,6 @@ def create_run_folder(config: BaseRunConfig) -> Path:
     except OSError as error:
         raise _unwritable(config.run.root, error) from error
     return folder
-
-
-@contextmanager
-def occupied(folder: Path) -> Iterator[None]:
-    """Lock the run folder for this process; the operating system releases the lock if the process is killed.
-
-    `run.lock` names the process that holds the lock. A file without a lock was left by a killed process.
-
-    Raises:
-        ConfigError: another process holds the lock; the message names it.
-    """
-    path = folder / LOCK_NAME
-    descriptor = _locked_file(path)
-    try:
-        if left := os.pread(descriptor, _MAX_LOCK_BYTES, 0):
-            log.info("taking over %s from %s, which was killed", folder, _owner(left))
-        try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, _own_entry(), 0)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written ({error}); check the disk, then start again") from error
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def is_occupied(folder: Path) -> bool:
-    """Whether a process works in the run folder; changes nothing."""
-    try:
-        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    except OSError:  # a link, or a file of another user
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # held, or a file system without locks
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _locked_file(path: Path) -> int:
-    """Create or open the file and lock it; closing the descriptor releases the lock."""
-    while True:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written ({error}); choose a writable run folder") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = _owner(os.pread(descriptor, _MAX_LOCK_BYTES, 0))
-            os.close(descriptor)
-            if isinstance(error, BlockingIOError):
-                problem = f"{path.parent} is in use by {owner}; wait until it exits, or start another run"
-            else:
-                problem = f"{path} cannot be locked ({error}); put run.root on a file system with locks"
-            raise ConfigError(problem) from error
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                return descriptor
-        os.close(descriptor)  # the previous holder has just removed the file
-
-
-def _own_entry() -> bytes:
-    since = datetime.now().astimezone().isoformat(timespec="seconds")
-    return orjson.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since})
-
-
-def _owner(entry: bytes) -> str:
-    """Describe the process that wrote the entry of a lock file; a new lock file is empty for a moment."""
-    try:
-        found = orjson.loads(entry)
-        return f"process {found['pid']} on {found['host']} since {found['since']}"
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return "another process"
 
 
 def check_run_name(run: RunConfig) -> None:
@@ -211,7 +126,7 @@ def driver_log(folder: Path) -> Iterator[None]:
     try:
         process = f"process {os.getpid()} on {socket.gethostname()}"
         settings = f"settings in {folder / CONFIG_NAME}"
-        _write(handler, logging.INFO, f"lucidrl {__version__}, {process}, {settings}: {_command()}")
+        _write(handler, logging.INFO, f"lucidrl {__version__}, {process}, {settings}: {command_line()}")
         yield
         _write(handler, logging.INFO, "finished")
     except BaseException as error:
@@ -223,7 +138,7 @@ def driver_log(folder: Path) -> Iterator[None]:
         handler.close()
 
 
-def _command() -> str:
+def command_line() -> str:
     """Return the command line with the values of secret settings removed."""
     words = []
     for word in sys.argv:

@@ -1,4 +1,4 @@
-"""Data and reward functions that a Python program passes as objects instead of settings."""
+"""Data, reward functions and tools that a Python program passes as objects instead of settings."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class PythonInputs:
     """Validation rows, used instead of `data.validation_file`."""
     rewards: Sequence[Callable[..., Any]] = ()
     """Reward functions, called in the driver, in addition to those of the setting `reward`."""
+    tools: Sequence[Callable[..., Any]] = ()
+    """Functions that the model may call, in addition to those of the setting `tools`."""
 
     def described(self) -> dict[str, str]:
         """Describe each object by the name of the trainer's argument, for the setting `python_inputs`."""
@@ -29,8 +31,9 @@ class PythonInputs:
             found["dataset"] = f"{len(self.rows)} rows"
         if self.validation_rows is not None:
             found["validation_dataset"] = f"{len(self.validation_rows)} rows"
-        if self.rewards:
-            found["rewards"] = ", ".join(getattr(reward, "__name__", type(reward).__name__) for reward in self.rewards)
+        for name, functions in (("rewards", self.rewards), ("tools", self.tools)):
+            if functions:
+                found[name] = ", ".join(getattr(one, "__name__", type(one).__name__) for one in functions)
         return found
 
     def check(self, expected: Mapping[str, str], trainer: str, folder: Path | None) -> None:

@@ -26,12 +26,12 @@ from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.policy import Policy
 from lucidrl.models.sources import with_resolved_names
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.folder import LOGS_NAME
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.preflight import TextInputs, check_placement, preflight
 from lucidrl.recipes.training_run import RunParts, TrainingRun
-from lucidrl.rewards.config import seconds_per_sample
 from lucidrl.rewards.verifiers.answers import answer_reader
+from lucidrl.utils.nsys import ProfilablePolicy
+from lucidrl.utils.run_folder import LOGS_NAME
 
 C = TypeVar("C", bound=GRPORunConfig | SFTRunConfig)
 
@@ -44,13 +44,15 @@ class TextRun(TrainingRun[C]):
         resolved: Any = config.model_copy(update=names)
         super().__init__(resolved)
         self._inputs = TextInputs(self.config, python)
-        self._generators: list[SeparateGenerator] = []
-        """Generators in separate processes."""
+        self._profiled: list[ProfilablePolicy] = []
+        """Generators and environment workers."""
 
     def preflight(self) -> Table:
         return preflight(self.config, self._inputs).table()
 
     def next_commands(self, folder: Path) -> list[list[str]]:
+        if self.config.has_tools:  # `generate` has no tools
+            return [["lucidrl", "eval", str(folder)]] if self.config.reward else []
         prompt = self._inputs.example_prompt
         prompts = ["--", prompt] if prompt.startswith("-") else [prompt]
         return [["lucidrl", "generate", str(folder), *prompts]]
@@ -89,15 +91,16 @@ class TextRun(TrainingRun[C]):
         env = self.config.env
         generator = self._generator(parts, policy)  # first, in the order of `check_placement`
         host = self._inputs.environment(parts.folder / LOGS_NAME / "env")
+        self._profiled.append(host)
         self._inputs.check_rewards(host)
-        spare_s = seconds_per_sample(self.config.reward)
+        spare_s = self._inputs.seconds_per_sample
         runner = EnvRunner(host, env.timeout_s, env.max_concurrency, env.on_error, policy.check, spare_s)
         parts.stack.callback(runner.close)
         runner.state_dict()  # if the state cannot be saved, raise now and not at the first checkpoint
         collector = TextCollector(
             generator,
             runner,
-            self._inputs.tokenizer,
+            self._inputs.chat_tokenizer,
             self._inputs.prompts,
             config,
             context_length=self._inputs.facts.context_length,
@@ -126,13 +129,13 @@ class TextRun(TrainingRun[C]):
             log_dir=parts.folder / LOGS_NAME,
             seed=config.seed,
         )
-        self._generators.append(parts.stack.enter_context(generator))
+        self._profiled.append(parts.stack.enter_context(generator))
         return generator
 
     def _loop(
         self, parts: RunParts, policy: Policy, validator: Validator | None, health: HealthMonitor | None = None
     ) -> TrainingLoop:
-        return parts.loop(policy, validator, self._generators, self.config.tracking.print_samples_every, health)
+        return parts.loop(policy, validator, self._profiled, self.config.tracking.print_samples_every, health)
 
 
 class GRPORun(TextRun[GRPORunConfig]):
@@ -149,7 +152,7 @@ class GRPORun(TextRun[GRPORunConfig]):
             policy=policy,
             collector=collector,
             pad_id=self._inputs.tokenizer.pad_token_id,
-            on_policy=config.updates_per_step == 1,
+            updates_per_epoch=config.updates_per_step // config.num_epochs,
             dump_samples_every=config.tracking.dump_samples_every,
             plot_mismatch_every=config.tracking.plot_mismatch_every,
         )
@@ -184,7 +187,9 @@ class SFTRun(TextRun[SFTRunConfig]):
         policy = self._policy(parts)
         by_prompts = None
         if inputs.uses_env:
-            by_prompts = self._prompt_validator(self._collector(parts, policy, TextCollectorConfig()))
+            by_prompts = self._prompt_validator(
+                self._collector(parts, policy, TextCollectorConfig(max_turns=config.max_turns))
+            )
         num_examples, validator = config.validation.num_prompts, None
         if num_examples and inputs.examples.holds_out:
             validator = ExampleValidator(

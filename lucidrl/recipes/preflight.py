@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from lucidrl.data.items import Skip
 from lucidrl.data.loading import dataset_of_answers, dataset_of_prompts, example_dataset, prompt_dataset
 from lucidrl.data.messages import render_prompt, supervised_example
 from lucidrl.data.stream import Dataset, Survey
+from lucidrl.data.tools import with_tools
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.ray_resources import check_can_be_placed, is_to_be_started
 from lucidrl.envs.text.config import EnvConfig
@@ -32,12 +33,16 @@ from lucidrl.models.policy.policy import worker_class_of
 from lucidrl.models.tensor_parallel import check_tensor_parallel
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig, TextRunConfig
 from lucidrl.recipes.inputs import PythonInputs
+from lucidrl.recipes.memory import estimate_memory_gib
 from lucidrl.recipes.training_run import check_run_can_start, checkpoint_on_disk
-from lucidrl.rewards.config import check_fits_functions, env_kwargs
+from lucidrl.rewards.config import check_fits_functions, env_kwargs, seconds_per_sample
 from lucidrl.rewards.env import RewardEnv
+from lucidrl.rewards.interfaces import SampleTime
+from lucidrl.tools.config import ToolConfig, seconds_of_tools, tool_env_kwargs
+from lucidrl.tools.env import ToolEnv
+from lucidrl.tools.functions import schemas_of
 from lucidrl.utils.random_state import seed_everything
 
-GIB = 2**30
 _LONGEST_SHOWN = 200
 _MOST_SEARCHED = 1000
 
@@ -59,16 +64,40 @@ class TextInputs:
     @cached_property
     def _host(self) -> EnvWorkers:
         seed_everything(self._config.seed)  # an environment in this process may draw random numbers
-        if self._python.rewards:
-            check_fits_functions(self._config.env, len(self._python.rewards))
-            return InProcessEnv(RewardEnv(self._config.reward, self._python.rewards))
+        if self._python.rewards or self._python.tools:
+            check_fits_functions(self._config.env, len(self._python.rewards) + len(self._python.tools))
+            return InProcessEnv(self._env_of_objects())
         return start_env(self._env, self._config.cluster, num_workers=1, seed=self._config.seed)
 
     @cached_property
     def _env(self) -> EnvConfig:
         """Settings of the environment, with the rewards of the run as arguments."""
         config = self._config
-        return config.env.model_copy(update={"kwargs": env_kwargs(config.reward)}) if config.reward else config.env
+        if not config.reward:
+            return config.env
+        if config.tools:
+            kwargs = tool_env_kwargs(config.tools, config.tool_use, config.reward, config.max_turns)
+        else:
+            kwargs = env_kwargs(config.reward)
+        return config.env.model_copy(update={"kwargs": kwargs})
+
+    def _env_of_objects(self) -> RewardEnv | ToolEnv:
+        """The environment with reward functions and tools that are Python objects."""
+        config, functions = self._config, self._python.rewards
+        if not (tools := self._tools):
+            return RewardEnv(config.reward, functions)
+        return ToolEnv(tools, config.reward, functions, config.tool_use, config.max_turns)
+
+    @property
+    def _tools(self) -> list[ToolConfig | Callable[..., Any]]:
+        return [*self._config.tools, *self._python.tools]
+
+    @property
+    def seconds_per_sample(self) -> list[SampleTime]:
+        """Upper bounds on the time that rewards and tools need per sample."""
+        config = self._config
+        rewards = [*config.reward, *config.tool_use.turn_reward]
+        return seconds_per_sample(rewards) + seconds_of_tools(self._tools, config.tool_use)
 
     def environment(self, log_dir: Path) -> EnvWorkers:
         """Return the environment of the run.
@@ -106,6 +135,15 @@ class TextInputs:
         return policy_tokenizer(self._config.policy)
 
     @cached_property
+    def chat_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that renders messages: with tools, its chat template describes them."""
+        return self.with_tools(self.tokenizer)
+
+    def with_tools(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+        """Return the tokenizer, or a copy whose chat template describes the tools of the run."""
+        return with_tools(tokenizer, schemas_of(self._tools)) if self._tools else tokenizer
+
+    @cached_property
     def _env_prompts(self) -> Sequence[Prompt]:
         return checked_prompts(self._host.prompts(), self._config.env, self._env_validation)
 
@@ -141,8 +179,8 @@ class TextInputs:
         """Tokens of a prompt or example, as the model reads them."""
         with naming(item):
             if isinstance(item, Prompt):
-                return render_prompt(self.tokenizer, item.messages)
-            log = supervised_example(self.tokenizer, item.messages)
+                return render_prompt(self.chat_tokenizer, item.messages)
+            log = supervised_example(self.chat_tokenizer, item.messages)
         return [token for message in log for token in message["token_ids"].tolist()]
 
     def length(self, item: Prompt | Example) -> int:
@@ -156,7 +194,7 @@ class TextInputs:
             DataError: it does not fit the model's context.
         """
         with naming(example):
-            log = supervised_example(self.tokenizer, example.messages)
+            log = supervised_example(self.chat_tokenizer, example.messages)
         self.check_fits(sum(len(message["token_ids"]) for message in log), example.label)
         return log
 
@@ -258,7 +296,8 @@ def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = 
     survey = inputs.survey
     room = 0 if isinstance(config, SFTRunConfig) else 1
     inputs.check_fits(survey.longest, survey.longest_label, room)
-    _check_budgets(config, min(facts.context_length, survey.longest + room * policy.generation.max_new_tokens))
+    longest_row = survey.longest + room * config.max_turns * policy.generation.max_new_tokens
+    _check_budgets(config, min(facts.context_length, longest_row))
     memory = estimate_memory_gib(config, facts, survey.longest)
     checkpoint = checkpoint_on_disk(config, (facts.num_parameters, policy))
     unit = "examples" if isinstance(config, SFTRunConfig) else "prompts"
@@ -293,32 +332,3 @@ def _check_budgets(config: TextRunConfig, longest_row: int) -> None:
                 f"{name}.{key}={budget} is less than the longest possible row of {longest_row} tokens; "
                 "raise it, or lower policy.generation.max_new_tokens"
             )
-
-
-def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts, longest: int) -> dict[str, float]:
-    """Estimate the memory of the main tensors; activations are a rule of thumb."""
-    policy = config.policy
-    width = DTYPES[policy.precision].itemsize
-    parameters = facts.num_parameters
-    tokens = policy.train_micro_batch_size * (longest + policy.generation.max_new_tokens)
-    if config.token_batching is not None:
-        tokens = config.token_batching[1].train_mb_tokens
-    size_bytes = {
-        "weights": parameters * width,
-        "gradients": parameters * max(width, 4),
-        "optimizer (AdamW)": parameters * {2: 12, 4: 8, 8: 16}[width],
-        # About 16 activations of the hidden size per layer, and the logits kept for the backward pass.
-        "activations": tokens * (facts.num_layers * 16 * facts.hidden_size * width + 2 * facts.vocabulary),
-    }
-    if isinstance(config, GRPORunConfig):
-        rows = min(config.rows_per_step, policy.generation.max_concurrent_rows)
-        cached = rows * policy.generation.max_new_tokens + config.collector.prompts_per_step * longest
-        size_bytes["key-value cache"] = cached * facts.kv_elements_per_token * width
-        if config.grpo.loss.kl_coefficient > 0:
-            size_bytes["reference weights"] = parameters * width
-        if policy.generation.placement == "separate":
-            # A generator holds the current and the next version; generators on the policy's node share their memory.
-            is_far = policy.generation.refit == "collective" or policy.generation.nodes == "other"
-            copies = policy.generation.num_workers if is_far else 1
-            size_bytes["generators"] = 2 * copies * parameters * width
-    return {what: size / GIB for what, size in size_bytes.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from pydantic import field_validator, model_validator
 
 from lucidrl.profiling import gate
 from lucidrl.profiling.settings import FOLDER_VARIABLE, MEMORY_VARIABLE
+from lucidrl.report.timeline import write_timeline
 from lucidrl.utils import nsys
 from lucidrl.utils.config import Config
+from lucidrl.utils.run_folder import TRACES_NAME
 
 _log = logging.getLogger(__name__)
 
-TRACES_NAME = "traces"
-"""Subfolder of the run folder."""
 VARIABLES = (nsys.PATTERNS_VARIABLE, nsys.RANGE_VARIABLE, FOLDER_VARIABLE, MEMORY_VARIABLE, gate.VARIABLES[0])
 
 
@@ -27,11 +27,12 @@ class ProfileConfig(Config):
     """Which steps are profiled, in which processes."""
 
     steps: str | None = None
-    """Steps to profile, as start:stop; `3:5` writes traces of steps 3 and 4 to `traces/` in the run folder. Default:
-    the environment variable NRL_NSYS_PROFILE_STEP_RANGE."""
+    """Steps to profile, as start:stop; `3:5` writes traces of steps 3 and 4 to `traces/` in the run folder, and merges
+    them into `traces/timeline.json.gz` when the run ends. Default: the environment variable
+    NRL_NSYS_PROFILE_STEP_RANGE."""
     workers: str = "*"
     """Processes to profile: comma-separated shell patterns for the names `policy-0`, `policy-1`, ...,
-    `generation-0`, ... and `driver`."""
+    `generation-0`, ..., `env-0`, ... and `driver`."""
     memory_snapshot: bool = False
     """Also write a snapshot of GPU memory by allocation; pytorch.org/memory_viz shows it."""
 
@@ -101,3 +102,19 @@ def use_traces_folder(run_folder: Path) -> None:
     os.environ[FOLDER_VARIABLE] = str(folder)
     if nsys.profile_request() is not None:
         check_folder(folder, "run.root")
+
+
+@contextmanager
+def timeline_at_end(run_folder: Path, announce: Callable[[str], None]) -> Iterator[None]:
+    """Context manager: merge the traces of the run when it ends, even by an error, if a profile is requested."""
+    try:
+        yield
+    finally:
+        if nsys.profile_request() is not None:
+            try:
+                sentences = write_timeline(run_folder).described()
+            except Exception as error:  # must not hide an error of the run
+                sentences = [f"the run has no timeline: {error}"]
+            for sentence in sentences:
+                announce(sentence)
+                _log.info("%s", sentence)

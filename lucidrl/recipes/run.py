@@ -5,6 +5,7 @@ Settings are validated and profiling is configured before any heavy import.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -22,19 +23,23 @@ from lucidrl.recipes.advice import CANNOT_LEARN, advice
 from lucidrl.recipes.callbacks import Callbacks, TrainingResult
 from lucidrl.recipes.configs import BaseRunConfig, TextRunConfig
 from lucidrl.recipes.display import RunDisplay
+from lucidrl.recipes.environment import record_environment
 from lucidrl.recipes.explain import explanation
-from lucidrl.recipes.folder import create_run_folder, driver_log, occupied
+from lucidrl.recipes.folder import create_run_folder, driver_log
 from lucidrl.recipes.inputs import PythonInputs
-from lucidrl.recipes.profile import profiling_as_configured, use_traces_folder
+from lucidrl.recipes.profile import profiling_as_configured, timeline_at_end, use_traces_folder
 from lucidrl.recipes.settings import new_settings, preset_of, resumed_settings
 from lucidrl.utils.imports import import_object
 from lucidrl.utils.logger import configure_rich_logging
 from lucidrl.utils.logger.redact import redacted_text
 from lucidrl.utils.nsys import check_patterns, profile_request
+from lucidrl.utils.run_folder import REPORT_NAME, is_occupied, occupied
 
 if TYPE_CHECKING:
     from lucidrl.algorithms.loop import Watcher
     from lucidrl.recipes.training_run import TrainingRun
+
+log = logging.getLogger(__name__)
 
 
 def launch(
@@ -102,10 +107,32 @@ def start(
             if request is not None and request.steps.start > config.max_steps:
                 last = f"the last step, {config.max_steps}"
                 shown.announce(f"no profile will be written: steps {request.steps} come after {last}")
-            with occupied(folder), driver_log(folder):
+            with (
+                _reported(config, folder),
+                occupied(folder),
+                driver_log(folder),
+                timeline_at_end(folder, shown.announce),
+            ):
+                record_environment(folder)
                 last_step = _show_training(run, folder, shown, resume is not None, callbacks)
         shown.summary(last_step, run.next_commands(folder))
     return callbacks.end(last_step, config.max_steps, lambda: _newest_checkpoint(folder))
+
+
+@contextmanager
+def _reported(config: BaseRunConfig, folder: Path) -> Iterator[None]:
+    """At the end, write the page of the run, after an error too; a failure to do so is logged and nothing else."""
+    try:
+        yield
+    finally:
+        if config.report.enabled and not is_occupied(folder):  # the folder of another process stays as it is
+            from lucidrl.report.page import write_report
+            from lucidrl.report.run_data import read_run
+
+            try:
+                write_report([read_run(folder)], folder / REPORT_NAME)
+            except Exception as error:  # the page must not change what became of the run
+                log.warning("no %s is written: %s", REPORT_NAME, error)
 
 
 def _show_training(

@@ -25,6 +25,7 @@ from lucidrl.recipes.advice import advice
 from lucidrl.recipes.callbacks import Callbacks, WatcherWithCallbacks
 from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.folder import check_can_create, update_run_config
+from lucidrl.report.breakdown import write_breakdown
 from lucidrl.utils.logger import Logger
 from lucidrl.utils.logger.backends import check_trackers
 from lucidrl.utils.nsys import ProfilablePolicy, profile_request
@@ -122,6 +123,7 @@ class TrainingRun(ABC, Generic[C]):
             )
             newest = manager.to_resume() if resume else None
             run_id = newest.state.get("run_id") if newest is not None else None
+            stack.callback(write_breakdown, folder)  # after the logger has written all metrics
             logger = stack.enter_context(Logger(config.tracking.logger_config(folder, run_id)))
             if newest is None:
                 logger.log_hyperparams(config.model_dump(mode="json"))

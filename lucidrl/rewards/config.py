@@ -14,6 +14,8 @@ from lucidrl.utils.config import Config, validate
 
 REWARD_ENV = "lucidrl.rewards.env:RewardEnv"
 """The environment of a run with `reward`."""
+TOOL_ENV = "lucidrl.tools.env:ToolEnv"
+"""The environment of a run with `reward` and `tools`."""
 _OF_VERIFIERS = ("memory_limit_mb", "num_workers", "on_crash", "on_parse_failure", "on_timeout", "timeout_s")
 _OF_POOLS = ("memory_limit_mb", "num_workers", "on_timeout", "timeout_s")
 JUDGE_TIMEOUT_S = 120.0
@@ -99,29 +101,30 @@ class RewardConfig(Config):
         return ", ".join(f"{name}={value}" for name, value in changed.items() if value != defaults[name].get_default())
 
 
-def _as_list(value: Any) -> Any:
+def as_named_list(value: Any) -> Any:
     """Convert a name, a mapping, or a list of names and mappings to a list of mappings."""
     if value is None:
         return []
-    if isinstance(value, str | Mapping | RewardConfig):
+    if isinstance(value, str | Mapping | Config):
         value = [value]
     if not isinstance(value, Sequence):
         return value
     return [{"name": item} if isinstance(item, str) else item for item in value]
 
 
-Rewards = Annotated[tuple[RewardConfig, ...], BeforeValidator(_as_list)]
+Rewards = Annotated[tuple[RewardConfig, ...], BeforeValidator(as_named_list)]
 """The setting `reward`: a name, a mapping, or a list of names and mappings."""
 
 
 def with_reward_env(cls: Any, content: Any) -> Any:
-    """Validator of run configs: set `env.name` to `REWARD_ENV` if the run has `reward`."""
+    """Validator of run configs: set `env.name` to `REWARD_ENV`, or `TOOL_ENV`, if the run has `reward`."""
     if not isinstance(content, Mapping) or not content.get("reward"):
         return content
     env = content.get("env", {})
     if not isinstance(env, Mapping):
         env = env.model_dump(exclude_unset=True) if isinstance(env, Config) else {}
-    if (name := env.get("name", REWARD_ENV)) != REWARD_ENV:
+    expected = TOOL_ENV if content.get("tools") else REWARD_ENV
+    if (name := env.get("name", expected)) not in (REWARD_ENV, TOOL_ENV):
         raise ValueError(
             f"reward and env.name={name} are both set, but a run has one source of rewards; remove one of them"
         )
@@ -129,7 +132,7 @@ def with_reward_env(cls: Any, content: Any) -> Any:
         raise ValueError(
             f"env.kwargs={env['kwargs']} has no effect in a run with reward; set reward.kwargs instead, or remove it"
         )
-    return {**content, "env": {**env, "name": REWARD_ENV}}
+    return {**content, "env": {**env, "name": expected}}
 
 
 def task_title(config: Any) -> str:
@@ -157,7 +160,7 @@ def check_fits_functions(env: Any, num_functions: int) -> None:
             f"env.kwargs={env.kwargs} would have no effect, because {num_functions} reward functions score completions "
             "instead of an environment; remove env.kwargs, or the preset that sets it"
         )
-    if env.name not in (type(env)().name, REWARD_ENV):
+    if env.name not in (type(env)().name, REWARD_ENV, TOOL_ENV):
         raise ConfigError(
             f"env.name={env.name} and {num_functions} reward functions exclude each other, because a run has one "
             "source of rewards; remove one of them"

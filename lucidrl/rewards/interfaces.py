@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from lucidrl.data.reading import ParseFailure
 
-__all__ = ["Completion", "Limits", "ParseFailure", "SampleTime", "Verifier"]
+__all__ = ["Completion", "Limits", "ParseFailure", "PoolJob", "SampleTime", "Text", "Verifier"]
 
 TIMEOUT_S = 5.0
 MEMORY_LIMIT_MB = 1024
@@ -51,6 +51,12 @@ class SampleTime:
 DEFAULT_LIMITS = Limits()
 
 
+class Text(str):
+    """The result of a tool, which runs in a pool as verifiers do but returns text instead of a score."""
+
+    __slots__ = ()
+
+
 class Verifier(Protocol):
     """Scores one completion against the columns of its row, such as `answer`.
 
@@ -59,3 +65,7 @@ class Verifier(Protocol):
     """
 
     def __call__(self, completion: Completion, row: Mapping[str, Any]) -> float: ...
+
+
+PoolJob = Callable[[Completion, Mapping[str, Any]], float | Text]
+"""What a pool runs: a verifier or a tool."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lucidrl.errors import DataError
-from lucidrl.rewards.interfaces import Completion, ParseFailure, Verifier
+from lucidrl.rewards.interfaces import Completion, ParseFailure, PoolJob, Text
 
 VerifierOutcome = Literal["scored", "timeout", "crash", "parse_failure"]
 
@@ -27,14 +27,18 @@ class Verified:
     """Seconds from the start of the verification to the outcome, if a pool verified the completion."""
     is_bad_row: bool = False
     """Whether the verification crashed because the verifier cannot use the row."""
+    text: str = ""
+    """The result of a tool whose outcome is `scored`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further metrics of the verification by name, below `reward/<name>/`."""
 
 
-def verified(verifier: Verifier, completion: Completion, row: Mapping[str, Any]) -> Verified:
+def verified(verifier: PoolJob, completion: Completion, row: Mapping[str, Any]) -> Verified:
     """Verify a completion in this process; a ParseFailure or other exception of the verifier becomes the outcome."""
     try:
         score = verifier(completion, row)
+        if isinstance(score, Text):
+            return Verified("scored", text=score)
         if not isinstance(score, numbers.Real):
             return Verified("crash", detail=f"returned a {type(score).__name__} instead of a number")
         number = float(score)

@@ -24,7 +24,7 @@ from lucidrl.distributed.workers.interfaces import Arguments, Hosting
 from lucidrl.distributed.workers.pool import WorkerPool
 from lucidrl.distributed.workers.process import num_cores
 from lucidrl.errors import ConfigError, EnvironmentFailure, LostWorkerError
-from lucidrl.rewards.interfaces import DEFAULT_LIMITS, Completion, Limits, Verifier
+from lucidrl.rewards.interfaces import DEFAULT_LIMITS, Completion, Limits, PoolJob
 from lucidrl.rewards.outcome import Verified
 from lucidrl.rewards.worker import VerifierWorker
 
@@ -54,6 +54,7 @@ class VerifierPool:
         num_workers: completions verified at the same time; by default the number of cores.
         max_restarts: most consecutive restarts of the worker process; a call that returns its outcomes resets the
             count. Once no restart is left, `Future.result` of the submitted completions raises EnvironmentFailure.
+        role: what the pool runs, in errors.
 
     Raises:
         LucidError: if the verifier cannot be made.
@@ -62,22 +63,24 @@ class VerifierPool:
     def __init__(
         self,
         name: str,
-        make: Callable[[], Verifier],
+        make: Callable[[], PoolJob],
         *,
         limits: Limits = DEFAULT_LIMITS,
         num_workers: int | None = None,
         max_restarts: int = 3,
+        role: str = "verifier",
     ) -> None:
         self.name = name
+        self._title = f"{role} {name}"
         self.num_workers = num_workers or num_cores()
         self._timeout_s = limits.timeout_s
         self._items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._is_closed = False
         hosting = Hosting(
-            role=f"verifier {name}",
-            name="verifier",
-            log_name="verifier",
+            role=self._title,
+            name=role,
+            log_name=role,
             start_method="spawn",  # the fork server of the program may have imported torch
             imports_main=False,
             uses_torch=False,
@@ -95,7 +98,7 @@ class VerifierPool:
         atexit.register(
             self.shutdown
         )  # runs before the exit handler of the worker pool, which would wait for a busy worker
-        threading.Thread(target=self._work, name=f"verifier {name}", daemon=True).start()
+        threading.Thread(target=self._work, name=self._title, daemon=True).start()
 
     @property
     def num_restarts(self) -> int:
@@ -116,7 +119,7 @@ class VerifierPool:
         item = pickle.dumps((completion, dict(row)), protocol=5)
         with self._closing:
             if self._is_closed:
-                raise EnvironmentFailure(f"verifier {self.name} was shut down; make another pool")
+                raise EnvironmentFailure(f"{self._title} was shut down; make another pool")
             self._items.put((item, future))
         return future
 
@@ -162,7 +165,7 @@ class VerifierPool:
             try:
                 outcomes = self._call([item for item, _ in chunk])
             except Exception as error:
-                failure = EnvironmentFailure(f"verifier {self.name} stopped: {error}")
+                failure = EnvironmentFailure(f"{self._title} stopped: {error}")
                 failure.__cause__ = error
                 for _, future in chunk:
                     _resolve(future, failure)
@@ -176,7 +179,7 @@ class VerifierPool:
             while item := self._items.get_nowait():
                 _resolve(
                     item[1],
-                    EnvironmentFailure(f"verifier {self.name} was shut down before it verified this completion"),
+                    EnvironmentFailure(f"{self._title} was shut down before it verified this completion"),
                 )
 
     def _call(self, items: Sequence[bytes]) -> list[Verified]:

@@ -18,24 +18,27 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from lucidrl.rewards.interfaces import Limits, Verifier
+from lucidrl.rewards.interfaces import Limits, PoolJob
 from lucidrl.rewards.outcome import Verified, VerifierOutcome, verified
 
-READY, SCORED, PARSE_FAILURE, CRASH, BAD_ROW = range(5)
+READY, SCORED, PARSE_FAILURE, CRASH, BAD_ROW, TEXT = range(6)
 """Kinds of replies. A runner sends READY once, before its first item."""
 OUTCOMES: dict[int, VerifierOutcome] = {
     SCORED: "scored",
     PARSE_FAILURE: "parse_failure",
     CRASH: "crash",
     BAD_ROW: "crash",
+    TEXT: "scored",
 }
-_KINDS = {outcome: kind for kind, outcome in OUTCOMES.items() if kind != BAD_ROW}
-HEADER = struct.Struct(">BBdH")
+_KINDS: dict[VerifierOutcome, int] = {"scored": SCORED, "parse_failure": PARSE_FAILURE, "crash": CRASH}
+HEADER = struct.Struct(">BBdI")
 """Header of a reply: kind, whether this is the runner's last reply, score, and length of the text that follows."""
 SIZE = struct.Struct(">Q")
 """Header of an item: its size in bytes."""
 
 _MOST_TEXT_BYTES = 1000
+MOST_RESULT_BYTES = 1 << 20
+"""Longest text of a reply: the result of a tool."""
 _MOST_ITEMS = 5000
 _MOST_GROWTH_BYTES = 32 << 20
 """A runner that has grown by more than this is replaced after its current item: the caches of a verifier, such as those
@@ -46,7 +49,7 @@ _PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def run(connection: socket.socket, verifier: Verifier, limits: Limits, parent: int) -> NoReturn:
+def run(connection: socket.socket, verifier: PoolJob, limits: Limits, parent: int) -> NoReturn:
     """Verify items in a process that was just forked; never returns."""
     try:
         _detach(connection, parent)
@@ -83,7 +86,7 @@ def _set_limits(limits: Limits) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (now_bytes + limits.memory_bytes,) * 2)
 
 
-def _serve(connection: socket.socket, verifier: Verifier, limits: Limits) -> None:
+def _serve(connection: socket.socket, verifier: PoolJob, limits: Limits) -> None:
     pid, hard_cpu_limit = os.getpid(), resource.getrlimit(resource.RLIMIT_CPU)[1]
     start_bytes = _peak_bytes()
     _send(connection, READY)
@@ -103,21 +106,31 @@ def _serve(connection: socket.socket, verifier: Verifier, limits: Limits) -> Non
             trim_memory()
         is_worn = number == _MOST_ITEMS or _peak_bytes() - start_bytes > _MOST_GROWTH_BYTES
         is_last = is_worn or found.outcome == "crash" or _has_children()
-        kind = BAD_ROW if found.is_bad_row else _KINDS[found.outcome]
-        _send(connection, kind, is_last, found.score, found.detail)
+        if found.text:
+            _send(connection, TEXT, is_last, text=found.text, most_bytes=MOST_RESULT_BYTES)
+        else:
+            kind = BAD_ROW if found.is_bad_row else _KINDS[found.outcome]
+            _send(connection, kind, is_last, found.score, found.detail)
         if is_last:
             signal.pause()  # the parent kills this process and its children
 
 
-def _verify(verifier: Verifier, item: bytes) -> Verified:
+def _verify(verifier: PoolJob, item: bytes) -> Verified:
     try:
         return verified(verifier, *pickle.loads(item))
     except BaseException as error:  # SystemExit too
         return Verified("crash", detail=f"{type(error).__name__}: {error}")
 
 
-def _send(connection: socket.socket, kind: int, is_last: bool = False, score: float = 0.0, text: str = "") -> None:
-    encoded = text.encode(errors="replace")[:_MOST_TEXT_BYTES]
+def _send(
+    connection: socket.socket,
+    kind: int,
+    is_last: bool = False,
+    score: float = 0.0,
+    text: str = "",
+    most_bytes: int = _MOST_TEXT_BYTES,
+) -> None:
+    encoded = text.encode(errors="replace")[:most_bytes]
     connection.sendall(HEADER.pack(kind, is_last, score, len(encoded)) + encoded)
 
 

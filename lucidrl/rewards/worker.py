@@ -22,16 +22,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lucidrl.rewards.interfaces import Limits, Verifier
+from lucidrl.rewards.interfaces import Limits, PoolJob
 from lucidrl.rewards.outcome import Verified
 from lucidrl.rewards.runner import (
     BAD_ROW,
     HEADER,
     LARGE_BYTES,
+    MOST_RESULT_BYTES,
     OUTCOMES,
     PR_SET_CHILD_SUBREAPER,
     READY,
     SIZE,
+    TEXT,
     run,
     trim_memory,
 )
@@ -54,7 +56,7 @@ _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 class _Runner:
     """The parent's handle of a forked process that verifies items."""
 
-    def __init__(self, verifier: Verifier, limits: Limits) -> None:
+    def __init__(self, verifier: PoolJob, limits: Limits) -> None:
         self._limits = limits
         parent = os.getpid()
         self.connection, theirs = socket.socketpair()
@@ -105,6 +107,8 @@ class _Runner:
         while len(self._received) >= HEADER.size:
             kind, is_last, score, num_bytes = HEADER.unpack_from(self._received)
             end = HEADER.size + num_bytes
+            if num_bytes > MOST_RESULT_BYTES:  # another process wrote to the connection
+                return None
             if len(self._received) < end:
                 break
             text = self._received[HEADER.size : end].decode(errors="replace")
@@ -112,7 +116,7 @@ class _Runner:
             if kind == READY:
                 self.is_ready = True
                 self._since = time.monotonic()
-            elif kind not in OUTCOMES or len(replies) == len(self.items):  # another process wrote to the connection
+            elif kind not in OUTCOMES or len(replies) == len(self.items):
                 return None
             else:
                 replies.append((kind, bool(is_last), score, text))
@@ -143,7 +147,7 @@ class VerifierWorker:
         num_runners: processes that verify at the same time.
     """
 
-    def __init__(self, make: Callable[[], Verifier], num_runners: int, limits: Limits) -> None:
+    def __init__(self, make: Callable[[], PoolJob], num_runners: int, limits: Limits) -> None:
         gc.disable()  # the imports are faster without it
         try:
             self._verifier = make()
@@ -215,8 +219,11 @@ class VerifierWorker:
             return
         for kind, is_last, score, text in replies:
             outcome = OUTCOMES[kind]
-            score = score if outcome == "scored" else math.nan
-            verified = Verified(outcome, score, text, runner.seconds(), is_bad_row=kind == BAD_ROW)
+            if kind == TEXT:
+                verified = Verified(outcome, text=text, seconds=runner.seconds())
+            else:
+                score = score if outcome == "scored" else math.nan
+                verified = Verified(outcome, score, text, runner.seconds(), is_bad_row=kind == BAD_ROW)
             found[runner.items.popleft()] = verified
             runner.next_starts()
             if is_last:

@@ -212,7 +212,10 @@ def _leaves(content: Any, above: str = "") -> Iterator[str]:
 
 
 def _remove_replaced(base: Any, layer: Any) -> None:
-    """Remove keys from `base` that `layer` replaces by the other key of `EXCLUSIVE`."""
+    """For each pair of keys in `EXCLUSIVE`: if `layer` sets one key, remove the other one from `base`.
+
+    The two keys of a pair cannot be set together.
+    """
     from omegaconf import OmegaConf
 
     for section, *keys in EXCLUSIVE:

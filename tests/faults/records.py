@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from lucidrl.checkpoint.manager import CheckpointManager
 
-CLOCK = ("time", "logger/", "ray/", "train/tokens_per_s", "train/frames_per_s")
+CLOCK = ("time", "observe/", "logger/", "ray/", "train/tokens_per_s", "train/frames_per_s")
 """Metrics that depend on the clock begin with these."""
 
 
@@ -40,7 +40,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     records = {}
     for line in (folder / "metrics.jsonl").read_bytes().splitlines():
         record = {name: value for name, value in orjson.loads(line).items() if not name.startswith(CLOCK)}
-        if "step" in record:
+        if "step" in record and len(record) > 1:
             records[record["step"], "train/loss" in record] = record
     return [record for _, record in sorted(records.items(), key=lambda item: item[0])]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -36,6 +38,7 @@ from tests.unit.algorithms.conftest import Watcher
 from tests.unit.distributed.recorded_workers import Recorded, SlowlyWriting
 from tests.unit.profiling.reading import counts_of, read_trace
 from tests.unit.profiling.span_reading import spans_of
+from tests.unit.report.validation import valid_timeline
 
 ROOT = Path(__file__).parents[2]
 TWO = ClusterConfig(num_workers=2, num_threads=1, start_timeout_s=300, call_timeout_s=60)
@@ -43,6 +46,14 @@ PPO = (
     "tracking: {tensorboard: false, monitor: false}\ncheckpoint: {every: 0, metric: null}\nnum_threads: 1\n"
     "env: {num_envs: 2}\ncollector: {frames_per_batch: 256}\nvalidation: {num_episodes: 0}\n"
     "ppo: {max_steps: 6, minibatch_frames: 64, num_epochs: 2}\n"
+)
+
+GRPO = (
+    "tracking: {tensorboard: false, monitor: false}\ncheckpoint: {every: 0, metric: null}\nnum_threads: 1\n"
+    "env: {name: arithmetic, kwargs: {max_operand: 9}}\nvalidation: {num_prompts: 0}\ncluster: {num_threads: 1}\n"
+    "policy: {optimizer: {kwargs: {lr: 1.0e-3}}}\n"
+    "grpo: {max_steps: 1000, loss: {entropy_coefficient: 0.01}}\n"
+    "collector: {prompts_per_step: 4, samples_per_prompt: 4}\n"
 )
 
 
@@ -208,10 +219,18 @@ def test_a_refit_while_recording_brings_the_weights_over(tmp_path, traces):
 # Whole runs
 
 
-def start(folder: Path, *overrides: str, largest_file_bytes: int | None = None) -> subprocess.Popen[str]:
-    (folder / "settings.yaml").write_text(PPO)
-    command = [sys.executable, "-c", "from lucidrl.cli import main; main()", "ppo", "--config", "settings.yaml"]
-    command += [*overrides, "run.root=.", "run.name=run"]
+def start(
+    folder: Path,
+    *overrides: str,
+    algorithm: str = "ppo",
+    settings: str = PPO,
+    resume: str | None = None,
+    largest_file_bytes: int | None = None,
+) -> subprocess.Popen[str]:
+    (folder / "settings.yaml").write_text(settings)
+    command = [sys.executable, "-c", "from lucidrl.cli import main; main()", algorithm, *overrides]
+    new = ["--config", "settings.yaml", "run.root=.", "run.name=run"]
+    command += new if resume is None else ["--resume", resume]
 
     def limit() -> None:
         if largest_file_bytes is not None:
@@ -228,13 +247,25 @@ def start(folder: Path, *overrides: str, largest_file_bytes: int | None = None) 
     )
 
 
+def wait_for_step(folder: Path, process: subprocess.Popen[str], step: int) -> None:
+    metrics = folder / "run" / "metrics.jsonl"
+    until = time.monotonic() + 300
+    while not (metrics.exists() and f'"step":{step},'.encode() in metrics.read_bytes()):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < until, "the run did not begin"
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
     with start(tmp_path, "profile.steps=2:5", largest_file_bytes=200_000) as process:
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     assert "have no operators" in output.replace("\n", " ")
-    assert [path.name.endswith(".spans.json") for path in (tmp_path / "run" / "traces").iterdir()] == [True]
+    traces = tmp_path / "run" / "traces"
+    assert [path.name.endswith(".spans.json") for path in traces.glob("*.json")] == [True]
+    (missing,) = valid_timeline(traces / "timeline.json.gz")["lucidrl"]["missing"]
+    assert "is missing, with the operators of policy-0" in missing
     (tmp_path / "plain").mkdir()
     train(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
     assert digests(tmp_path / "run") == digests(tmp_path / "plain")
@@ -243,18 +274,56 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_in_the_range_keeps_the_recording(tmp_path):
     with start(tmp_path, "profile.steps=2:900", "ppo.max_steps=1000") as process:
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        until = time.monotonic() + 60
-        while not (metrics.exists() and b'"step":4' in metrics.read_bytes()):
-            assert process.poll() is None, process.stdout.read()
-            assert time.monotonic() < until, "the run did not begin"
-            time.sleep(0.01)
+        wait_for_step(tmp_path, process, 4)
         process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     traces = tmp_path / "run" / "traces"
     assert counts_of(operators_file(traces, "policy-0"))["train"] >= 2
     assert spans_file(traces, "policy-0").read_text().endswith("]\n")
+    content = valid_timeline(traces / "timeline.json.gz")
+    assert sum(event["name"] == "train" for event in content["traceEvents"]) >= 2
+    (missing,) = content["lucidrl"]["missing"]
+    assert re.fullmatch(r"steps \d+:900 are not recorded completely: the run ended after step \d+", missing)
+
+
+@pytest.mark.slow
+def test_the_timeline_of_a_run_with_a_killed_rank_names_what_is_missing(tmp_path):
+    overrides = ["cluster.num_workers=2", "profile.steps=2:30", "policy.generation.max_new_tokens=4"]
+    with start(tmp_path, *overrides, algorithm="grpo", settings=GRPO) as process:
+        wait_for_step(tmp_path, process, 3)
+        time.sleep(0.3)  # spans are written within 0.1 s
+        children = psutil.Process(process.pid).children(recursive=True)
+        ranks = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        ranks[1].kill()
+        output = process.communicate(timeout=300)[0]
+    assert process.returncode == 2, output
+    content = valid_timeline(tmp_path / "run" / "traces" / "timeline.json.gz")
+    names = {e["pid"]: e["args"]["name"] for e in content["traceEvents"] if e["name"] == "process_name"}
+    assert set(names.values()) == {"driver", "policy-0", "policy-1"}
+    assert {names[event["pid"]] for event in content["traceEvents"] if event["name"] == "train"} == set(names.values())
+    early, operators, steps = content["lucidrl"]["missing"]
+    assert early.startswith(f"the spans of policy-1 (process {ranks[1].pid}) may end too early: the process was killed")
+    assert "is missing, with the operators of policy-1" in operators
+    assert "30 are not recorded completely" in steps
+    assert "missing in the timeline: the spans of policy-1" in " ".join(output.split())
+
+
+@pytest.mark.slow
+def test_a_resumed_run_merges_both_recordings(tmp_path):
+    with start(tmp_path, "profile.steps=2:4", "ppo.max_steps=2") as process:
+        output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, output
+    path = tmp_path / "run" / "traces" / "timeline.json.gz"
+    (missing,) = valid_timeline(path)["lucidrl"]["missing"]
+    assert missing == "steps 3:4 are not recorded completely: the run ended after step 2"
+    with start(tmp_path, "ppo.max_steps=4", resume="run") as process:
+        output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, output
+    content = valid_timeline(path)
+    assert sum(event["name"] == "train" for event in content["traceEvents"]) == 2
+    assert len({event["pid"] for event in content["traceEvents"] if event["name"] == "train"}) == 2
+    assert content["lucidrl"]["missing"] == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

@@ -15,9 +15,9 @@ import pytest
 
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
-from lucidrl.recipes.folder import occupied
 from lucidrl.recipes.run import train
 from lucidrl.utils.config import load_config
+from lucidrl.utils.run_folder import occupied
 from tests.faults.records import digests, metrics
 
 ROOT = Path(__file__).parents[2]

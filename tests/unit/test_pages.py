@@ -51,7 +51,7 @@ def undocumented(names: Iterable[str]) -> set[str]:
     """Recorded metrics that docs/metrics.md does not list; `accuracy` is a metric of environments."""
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")
     listed = [name for name in re.findall(r"`([\w./<>]+)`", text) if not re.search(r"/<name>(_s)?$", name)]
-    patterns = [re.sub(r"<\w+>", r"\\d+", name.replace(".", r"\.")) for name in listed]
+    patterns = [re.sub(r"<\w+>", r"\\d+", name.replace(".", r"\.").replace("<process>", r"\w+-\d+")) for name in listed]
     own = {"step", "time", "train/accuracy", "validation/accuracy", "train/attempts", "validation/attempts"}
     return {name for name in set(names) - own if not any(re.fullmatch(pattern, name) for pattern in patterns)}
 
@@ -90,7 +90,7 @@ def test_settings_named_in_the_pages_exist(page):
         text = re.sub(r"^\| [^|]*\|", "|", text, flags=re.MULTILINE)
     for name in re.findall(rf"(?<![\w./])(?:{sections})\.[a-z_.]*[a-z_]", text):
         is_key = any(f"{name}.".startswith(f"{key}.") or key.startswith(f"{name}.") for key in known)
-        assert is_key or name.endswith((".py", ".yaml", ".json", ".jsonl", ".lock", ".md", ".svg")), (
+        assert is_key or name.endswith((".py", ".yaml", ".json", ".jsonl", ".lock", ".md", ".svg", ".html")), (
             f"{page.name} names {name}"
         )
 
@@ -133,7 +133,7 @@ def _check_command(words: list[str]) -> None:
         has_prompts = [len(arguments) > 1, "--file" in values, "--chat" in values]
         assert has_prompts.count(True) == 1, f"lucidrl generate {arguments} needs prompts of one kind"
         return
-    if name in ("play", "clean", "show"):
+    if name in ("play", "clean", "show", "runs", "compare", "timeline", "report"):
         return
     if name == "eval":
         assert "=" not in arguments[0], "lucidrl eval needs a run or model"
@@ -185,7 +185,9 @@ def test_small_programs_of_the_pages_run(page, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     run = Path("runs/grpo/exp_001")
     run.mkdir(parents=True)
-    lines = [{"step": step, "train/reward": 0.5, "time/step_s": 1.0, "time/train_s": 0.5} for step in (1, 2)]
+    lines = [
+        {"step": step, "train/reward": 0.5, "time/step_s": 1.0, "time/exclusive/forward_s": 0.5} for step in (1, 2)
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ran = 0
     for code in blocks(ROOT / page, "python"):

@@ -23,10 +23,11 @@ import psutil
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Hosting, WorkerLabel, WorkerReport
 from lucidrl.distributed.workers.logs import LogFolder, WorkerLog, wait_for_growth
-from lucidrl.distributed.workers.messages import Message, receive, receive_number, send_messages
-from lucidrl.distributed.workers.outcomes import Exited
+from lucidrl.distributed.workers.messages import Message, call_messages, receive, receive_number, send_messages
+from lucidrl.distributed.workers.outcomes import Exited, Outcome, Returned, outcome_of
 from lucidrl.distributed.workers.place import LOOPBACK
 from lucidrl.distributed.workers.process import ChildProcess, ChildSettings, num_cores, serve
+from lucidrl.profiling.clock import measured_offset, now_ns
 from lucidrl.utils.nsys import request_environment
 from lucidrl.utils.nsys_launch import nsys_command
 
@@ -137,6 +138,32 @@ class LocalWorkers:
         self._waiting -= {rank for rank, _ in found}
         return [(rank, message or Exited(self._processes[rank].how_it_ended())) for rank, message in found]
 
+    def clocks(self, timeout_s: float) -> dict[int, Outcome]:
+        """Measure the clocks of the workers against the clock of this process, one worker after the other.
+
+        Returns:
+            By rank, a `Returned` with a `ClockOffset`. Ends at the first worker that fails, with its outcome, or that
+            does not reply within the timeout, without one.
+        """
+        outcomes: dict[int, Outcome] = {}
+        call = call_messages(now_ns, (), {})
+        for rank in self._processes:
+
+            def ping(rank: int = rank) -> int:
+                self.send({rank: call})
+                for _, reply in self.poll(timeout_s):
+                    outcome = outcome_of(reply)
+                    if isinstance(outcome, Returned):
+                        return outcome.value
+                    outcomes[rank] = outcome
+                raise _NoReply
+
+            try:
+                outcomes[rank] = Returned(measured_offset(ping))
+            except _NoReply:
+                break
+        return outcomes
+
     def dead(self) -> dict[int, Exited]:
         """Workers that have exited; use it only while no call is pending."""
         return {rank: Exited(process.how_it_ended()) for rank, process in self._processes.items() if process.has_ended}
@@ -173,6 +200,10 @@ class LocalWorkers:
         for process in self._processes.values():
             process.reap()
         self._store = None
+
+
+class _NoReply(Exception):  # noqa: N818 - something observed
+    """A worker did not return the reading of its clock."""
 
 
 class _WorkerProcess(ChildProcess):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lucidrl.errors import LostWorkerError, LucidError, WorkerError
+from lucidrl.profiling.worker_times import CallTimes
 
 if TYPE_CHECKING:
     from lucidrl.distributed.workers.interfaces import NodeLost, WorkerLabel, WorkerReport
@@ -26,6 +27,8 @@ class Returned:
     """The call returned."""
 
     value: Any
+    times: CallTimes | None = None
+    """What the worker did during the call."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Arguments, Hosting, Worker
 from lucidrl.distributed.workers.processes import ProcessGroup
 from lucidrl.errors import ConfigError, LostWorkerError, LucidError, WorkerError
+from lucidrl.profiling.worker_times import worker_clock
 from lucidrl.utils.watching import wait_watching
 
 _log = logging.getLogger(__name__)
@@ -227,7 +228,8 @@ class WorkerPool:
         futures: list[Future[Any]] = []
         try:
             futures += [worker.submit(partial(attempt, worker)) for worker in chosen]
-            wait_watching(futures, watch or (lambda: None), until_one_raises=True)
+            with worker_clock.waiting():
+                wait_watching(futures, watch or (lambda: None), until_one_raises=True)
             for future in futures:
                 if future.done():
                     future.result()  # raises if this worker failed
@@ -275,9 +277,10 @@ class WorkerPool:
         self.each(lambda worker: worker.process.start_gpu_profiling())
 
     def stop_gpu_profiling(self) -> None:
-        """Stop recording and write the traces; does nothing if no worker records."""
+        """Stop recording and write the traces; does nothing if no worker records or the pool has ended."""
         self._are_recording = False
-        self.each(lambda worker: worker.process.stop_gpu_profiling())
+        if not self._ended:
+            self.each(lambda worker: worker.process.stop_gpu_profiling())
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """Let all workers finish their call and shut down; kill those that time out. May be called twice."""

@@ -34,6 +34,7 @@ import psutil
 from lucidrl.distributed.workers.interfaces import Hosting, StartMethod
 from lucidrl.distributed.workers.outcomes import Returned, describe_error
 from lucidrl.errors import ConfigError
+from lucidrl.profiling.worker_times import CallTimes
 from lucidrl.utils import nsys
 
 _REAP_TIMEOUT_S = 5.0
@@ -266,7 +267,9 @@ def serve(connection: socket.socket, settings: ChildSettings) -> None:
             worker = method(*args, **kwargs)
             return Returned(os.getpid())
         call = method if callable(method) else attrgetter(method)(worker)
-        return Returned(call(*args, **kwargs))
+        start = time.perf_counter()
+        value = call(*args, **kwargs)
+        return Returned(value, _times_since(start, settings.hosting))
 
     with suppress(EOFError, OSError):  # the driver closed the connection or exited
         while True:
@@ -281,6 +284,17 @@ def serve(connection: socket.socket, settings: ChildSettings) -> None:
             del request, reply  # an idle worker holds no batch
     if worker is not None:
         worker.shutdown()
+
+
+def _times_since(start: float, hosting: Hosting) -> CallTimes:
+    """Times of the call that began at `start`; with the spans of this thread since the last call, if it has spans."""
+    call_s = time.perf_counter() - start
+    if not hosting.uses_torch:  # spans need torch
+        return CallTimes(call_s)
+    from lucidrl.profiling.spans import recorder
+
+    totals = {name: (total.seconds, total.count) for name, total in recorder.drain().items()}
+    return CallTimes(call_s, recorder.take_exclusive(), totals)
 
 
 def leave_signals_to_driver() -> None:

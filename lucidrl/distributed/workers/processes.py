@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ from lucidrl.distributed.workers.outcomes import (
 from lucidrl.distributed.workers.process import redirect_output
 from lucidrl.distributed.workers.ray_workers import RayWorkers, start_on_ray
 from lucidrl.errors import DataError, WorkerError
+from lucidrl.profiling.clock import write_clock
+from lucidrl.profiling.settings import set_traces_folder, traces_folder
+from lucidrl.profiling.worker_times import worker_clock
 from lucidrl.utils.nsys import is_recorded
 
 _log = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ _WRITING_TIMEOUT_S = 60.0
 """Timeout of a shutdown in which workers write traces."""
 _RECORDING_TIMEOUT_S = 1800.0
 """Shortest timeout of starting a profiler and of writing traces."""
+_CLOCK_TIMEOUT_S = 60.0
+"""Shortest timeout of reading the clock of a worker."""
 _LAST_WRITE_S = 10.0
 """After a failure, workers that record may finish their call and write traces for this long."""
 
@@ -134,10 +139,14 @@ class ProcessGroup:
     def start_gpu_profiling(self) -> None:
         """Call `start_gpu_profiling` of the workers, if the profile request selects any of them.
 
-        If the group ends before `stop_gpu_profiling`, the workers have some seconds to write their traces.
+        First measure the clocks of the workers, so that their traces can be shown on the clock of this process. If the
+        group ends before `stop_gpu_profiling`, the workers have some seconds to write their traces.
         """
-        if any(is_recorded(self._hosting.profiled_name(rank)) for rank in range(self.size)):
+        names = [self._hosting.profiled_name(rank) for rank in range(self.size)]
+        if any(map(is_recorded, names)):
+            self._refuse_if_ended("start_gpu_profiling")
             self.is_recording = True
+            self._prepare_recording("start_gpu_profiling", names)
             self._run_recording("start_gpu_profiling")
 
     def stop_gpu_profiling(self) -> None:
@@ -174,6 +183,15 @@ class ProcessGroup:
         """Kill the workers; a pending call of another thread raises WorkerError."""
         self._kill("was killed")
 
+    def _prepare_recording(self, phase: str, names: Sequence[str]) -> None:
+        """Set the traces folder of the workers, which may have started before it was known; measure their clocks."""
+        folder, timeout_s = traces_folder(), max(self._call_timeout_s, _CLOCK_TIMEOUT_S)
+        self._run(phase, [call_messages(set_traces_folder, (folder,), {})] * self.size, timeout_s)
+        clocks = self._attempt(phase, timeout_s, lambda: self._workers.clocks(timeout_s), self.size)
+        for name, pid, label, clock in zip(names, self.pids, self._workers.labels, clocks, strict=True):
+            if is_recorded(name):
+                write_clock(folder, name, pid, label.node, clock)
+
     def _run_recording(self, method: str) -> None:
         self.run(method, [Arguments()] * self.size, max(self._call_timeout_s, _RECORDING_TIMEOUT_S))
 
@@ -189,7 +207,9 @@ class ProcessGroup:
     ) -> list[Any]:
         """The values that ranks returned; unless exactly the expected number returned, kill all and raise."""
         try:
-            outcomes = attempt()
+            with worker_clock.waiting():
+                outcomes = attempt()
+            self._note_times(outcomes)
             values = [outcome.value for _, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
             if len(values) == len(outcomes) == num_expected:
                 return values
@@ -206,6 +226,11 @@ class ProcessGroup:
         except Exception as error:  # for instance if Ray has exited; it must not hide the cause
             failure.add_note(f"then killing the workers failed: {type(error).__name__}: {error}")
         raise failure
+
+    def _note_times(self, outcomes: Mapping[int, Outcome]) -> None:
+        for rank, outcome in outcomes.items():
+            if isinstance(outcome, Returned) and outcome.times is not None:
+                worker_clock.add(self._hosting.profiled_name(rank), outcome.times)
 
     def _exchange(self, messages: Sequence[Sequence[Message]], timeout_s: float) -> dict[int, Outcome]:
         """Send the messages; returns the outcomes in order of arrival, without ranks that time out."""

@@ -34,6 +34,7 @@ from lucidrl.distributed.workers.messages import Message
 from lucidrl.distributed.workers.outcomes import Exited
 from lucidrl.distributed.workers.place import LOOPBACK, node_environment
 from lucidrl.distributed.workers.process import leave_signals_to_driver, main_seen_as
+from lucidrl.profiling.clock import now_ns
 from lucidrl.profiling.settings import FOLDER_VARIABLE, traces_folder
 from lucidrl.utils import nsys
 from lucidrl.utils.nsys_launch import lacks_nsys
@@ -175,6 +176,10 @@ class NodeAgent:
     def node(self) -> tuple[str, str]:
         """Id and address of the node."""
         return self._node_id, self._ip
+
+    def clock(self) -> int:
+        """The clock of this process; see `lucidrl.profiling.clock`."""
+        return now_ns()
 
     def listen(self, ip: str) -> int:
         """Reserve a port for the rendezvous store at one address of this node; returns the port."""

@@ -18,11 +18,12 @@ from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Hosting, NodeLost, WorkerLabel, WorkerReport
 from lucidrl.distributed.workers.logs import LogFolder, WorkerLog, marked
 from lucidrl.distributed.workers.messages import Message, Stored
-from lucidrl.distributed.workers.outcomes import START, Exited, explain_loss
+from lucidrl.distributed.workers.outcomes import START, Exited, Outcome, Returned, explain_loss
 from lucidrl.distributed.workers.place import LOOPBACK
 from lucidrl.distributed.workers.ray_actor import DriverProgram, NodeAgent, NodeNews, NodePlan, NodeStart
 from lucidrl.distributed.workers.ray_cluster import connected
 from lucidrl.distributed.workers.ray_resources import last_line, node_name, reserved
+from lucidrl.profiling.clock import measured_offset
 from lucidrl.profiling.settings import FOLDER_VARIABLE, traces_folder
 from lucidrl.utils import nsys
 from lucidrl.utils.nsys_launch import warn_of_no_nsys
@@ -165,7 +166,7 @@ def _warn_of_traces(nodes: Sequence[RayNode], starts: Sequence[NodeStart]) -> No
 
 
 class RayWorkers:
-    """The same methods as `LocalWorkers`, on Ray nodes; `send`, `poll`, `dead` and `report` may raise `NodeLost`.
+    """The same methods as `LocalWorkers`, on Ray nodes; except `shutdown` and `kill`, they may raise `NodeLost`.
 
     Args:
         nodes: the nodes, whose agents have started the workers.
@@ -208,6 +209,24 @@ class RayWorkers:
                     raise node.lost(f"its agent did not reply for {_SILENCE_S:g} s")
                 node.silent_after = float("inf")  # the reply is on its way
         return []
+
+    def clocks(self, timeout_s: float) -> dict[int, Outcome]:
+        """Measure the clocks of the agents, which measure the clocks of their workers; see `LocalWorkers.clocks`.
+
+        The call of an agent takes as long to it as from it; a call of a worker through its agent does not.
+        """
+        outcomes: dict[int, Outcome] = {}
+        for node in self._nodes:
+
+            def ping(node: RayNode = node) -> int:
+                return node.result(node.actor.clock.remote(), timeout_s)
+
+            of_agent = measured_offset(ping)
+            of_node = node.result(node.actor.call.remote("clocks", timeout_s), timeout_s + _REPORT_TIMEOUT_S)
+            for rank, outcome in of_node.items():
+                is_measured = isinstance(outcome, Returned)
+                outcomes[rank] = Returned(of_agent.of_relayed(outcome.value)) if is_measured else outcome
+        return outcomes
 
     def dead(self) -> dict[int, Exited]:
         references = [node.actor.call.remote("dead") for node in self._nodes]

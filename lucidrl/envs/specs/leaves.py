@@ -183,7 +183,8 @@ class _OneHots(Spec):
     def _checked_indices(self, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         indices = np.broadcast_to(cast_exactly(value, np.dtype(np.int64)), shape)
         if (indices < 0).any() or (indices >= self._counts).any():
-            raise ValueError("an index is negative or beyond the last value")
+            counts = ", ".join(map(str, np.unique(self._counts)))
+            raise ValueError(f"an index is below 0, or not below the number of values ({counts}); correct the index")
         return indices
 
 

@@ -28,6 +28,10 @@ from lucidrl.envs.text.interfaces import (
     ValidationPromptSource,
 )
 from lucidrl.errors import CheckpointError, ConfigError, EnvironmentFailure
+from lucidrl.profiling.recording import Recording
+from lucidrl.profiling.spans import span
+from lucidrl.utils.nsys import ENV, worker_name
+from lucidrl.utils.recorded import Recorded
 
 T = TypeVar("T")
 
@@ -76,7 +80,7 @@ class Scored:
     state: EnvState
 
 
-class EnvWorker:
+class EnvWorker(Recorded):
     """An environment and its event loop.
 
     Args:
@@ -88,6 +92,7 @@ class EnvWorker:
 
     def __init__(self, make: Callable[[], TextEnv], name: str, seed: int | None = None, number: int = 0) -> None:
         self._name = name
+        self._recording = Recording(worker_name(ENV, number), operators=False)
         self._is_isolated = seed is not None
         if seed is not None:
             from lucidrl.utils.random_state import seed_everything
@@ -134,7 +139,8 @@ class EnvWorker:
 
     def score(self, calls: Sequence[Sequence[EnvRequest]], timeout_s: float) -> Scored:
         """Run `score_calls` in a worker process."""
-        outcomes = self.loop.run(self.score_calls(calls, timeout_s))
+        with span("environment"):
+            outcomes = self.loop.run(self.score_calls(calls, timeout_s))
         return Scored([_sendable(of_call) for of_call in outcomes], self.state())
 
     async def score_calls(self, calls: Sequence[Sequence[EnvRequest]], timeout_s: float) -> list[list[Outcome]]:
@@ -187,7 +193,8 @@ class EnvWorker:
             set_random_state(state.random)
 
     def shutdown(self) -> None:
-        """Cancel running calls, close the event loop and the environment."""
+        """Stop profiling, cancel running calls, close the event loop and the environment."""
+        self.stop_gpu_profiling()
         self.loop.close()
         if isinstance(self._env, ClosableEnv):
             self._env.close()

@@ -21,6 +21,8 @@ from lucidrl.envs.text.interfaces import EnvRequest, TextEnv
 from lucidrl.envs.text.registry import make_env
 from lucidrl.envs.text.worker import EnvState, EnvWorker, Outcome, Scored
 from lucidrl.errors import ConfigError, EnvironmentFailure, LostWorkerError
+from lucidrl.profiling.worker_times import worker_clock
+from lucidrl.utils.nsys import ENV
 from lucidrl.utils.watching import wait_watching
 
 Calls = Sequence[Sequence[EnvRequest]]
@@ -62,7 +64,7 @@ class EnvWorkerPool:
         make = partial(make_env, config.name, config.kwargs)
         hosting = Hosting(
             role="environment worker",
-            name="env",
+            name=ENV,
             log_dir=log_dir,
             log_name="env",
             start_method="forkserver",
@@ -133,7 +135,8 @@ class EnvWorkerPool:
             for number, of_worker in calls.items()
         }
         try:
-            wait_watching(futures.values(), watch, until_one_raises=False)
+            with worker_clock.waiting():
+                wait_watching(futures.values(), watch, until_one_raises=False)
             return {number: self._outcomes(number, future) for number, future in futures.items()}
         except BaseException:  # such as Ctrl-C: the workers are busy
             self._pool.kill()
@@ -163,6 +166,14 @@ class EnvWorkerPool:
     def move_logs(self, folder: Path) -> None:
         """Write the workers' logs to another folder from now on."""
         self._pool.move_logs(folder)
+
+    def start_gpu_profiling(self) -> None:
+        """Start recording the spans of the requested workers; see `lucidrl.utils.nsys`."""
+        self._pool.start_gpu_profiling()
+
+    def stop_gpu_profiling(self) -> None:
+        """Stop recording, if any worker records."""
+        self._pool.stop_gpu_profiling()
 
     def shutdown(self) -> None:
         """Shut down the workers; may be called twice."""
@@ -246,6 +257,12 @@ class InProcessEnv:
 
     def move_logs(self, folder: Path) -> None:
         """Do nothing: output of the environment goes to the driver."""
+
+    def start_gpu_profiling(self) -> None:
+        """Do nothing: the driver records the environment with its own spans."""
+
+    def stop_gpu_profiling(self) -> None:
+        """Do nothing."""
 
     def shutdown(self) -> None:
         with suppress(RuntimeError):  # the loop is closed already

@@ -15,7 +15,13 @@ from transformers import PreTrainedModel
 from lucidrl.distributed.process_group import Layout, RankMesh
 from lucidrl.models import context_parallel
 from lucidrl.models.context_parallel import ContextParallel
-from lucidrl.models.fsdp_internals import drop_waiting_gradients, kept_after_forward, part_of_whole, reset_roots
+from lucidrl.models.fsdp_internals import (
+    drop_waiting_gradients,
+    kept_after_forward,
+    part_of_whole,
+    reset_roots,
+    time_collectives,
+)
 from lucidrl.models.loading import decoder_layers
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.policy.config import PolicyConfig
@@ -134,6 +140,7 @@ class FSDP2Sharding(Sharding):
             # Losses are normalised by global counts, so gradients are summed. Gloo has no other reduction.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        time_collectives(self._modules)
         materialize(model.model, torch.device("cpu") if offloads else mesh.device, mesh.device)
         self.units = self._unit_per_parameter()
 

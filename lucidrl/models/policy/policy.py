@@ -91,13 +91,21 @@ class Policy:
         self._layout_name = f"{worker_class.__name__} {self.layout} on {device}"
 
     def train(
-        self, data: BatchedDataDict[Any], loss_fn: LossFunction, eval_mode: bool = False, num_epochs: int = 1
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        num_epochs: int = 1,
+        gbs: int | None = None,
     ) -> TrainResult:
         """Pass over the rows `num_epochs` times, in the same order; see `PolicyWorker.train`.
 
         With `eval_mode`, the rows are one global batch. The metrics are those of all epochs together.
+
+        Args:
+            gbs: rows per optimizer step; by default `train_global_batch_size`, or all rows.
         """
-        gbs = data.size if eval_mode else self._gbs or data.size
+        gbs = data.size if eval_mode else gbs or self._gbs or data.size
         if num_epochs > 1:
             data = BatchedDataDict.from_batches([data] * num_epochs)
         self.is_ahead |= not eval_mode
@@ -119,7 +127,9 @@ class Policy:
         with span("score"):
             shards = self._shards(scored, None)
             for name, of_reference in (("prev_logprobs", False), ("reference_policy_logprobs", True)):
-                if reference if of_reference else previous:
+                if not (reference if of_reference else previous):
+                    continue
+                with span("reference" if of_reference else "logprobs"):
                     results = self.group.run_each("scorer.logprobs", [(shard, None, of_reference) for shard in shards])
                     data[name] = torch.cat([part["logprobs"] for part in self._by_data_rank(results)])
         return data

@@ -6,7 +6,7 @@ The reference policy has the weights that the run started from; scoring swaps th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,7 +40,8 @@ class Scorer:
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None, of_reference: bool = False
     ) -> BatchedDataDict[LogprobOutputSpec]:
         """See `PolicyWorker.get_logprobs`; results are on the CPU, in row order."""
-        with self.reference_swapped_in() if of_reference else nullcontext(), span("logprobs"):
+        # `reference_swapped_in` has a span too.
+        with self.reference_swapped_in() if of_reference else span("logprobs"):
             self._offload.check_weights("get_logprobs")
             plan, order = self._row_plans.for_scoring(data, micro_batch_size)
             device = self._sharding.mesh.device

@@ -50,7 +50,7 @@ class NumericConfig(AnswerConfig):
 
 
 class NumericVerifier:
-    """Reward 1 if the number of the completion equals the reference answer within the tolerance, otherwise 0."""
+    """Reward 1 if the number in the completion equals the reference answer within the tolerance, otherwise 0."""
 
     def __init__(self, config: NumericConfig) -> None:
         self._config = config

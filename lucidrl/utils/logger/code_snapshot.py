@@ -39,7 +39,7 @@ def uncommitted_diff(root: Path) -> bytes:
     changed = [name for name in _names(root, *diff, "--name-only") if _may_be_shown(root, name)]
     if not changed:
         return b""
-    return _git(root, "--literal-pathspecs", *diff, "--no-color", "--", *changed)
+    return git(root, "--literal-pathspecs", *diff, "--no-color", "--", *changed)
 
 
 def _may_be_shown(root: Path, name: str) -> bool:
@@ -66,10 +66,11 @@ def _is_secret(name: str) -> bool:
 
 
 def _names(root: Path, *arguments: str) -> list[str]:
-    return [name.decode("utf-8", "surrogateescape") for name in _git(root, *arguments, "-z").split(b"\0") if name]
+    return [name.decode("utf-8", "surrogateescape") for name in git(root, *arguments, "-z").split(b"\0") if name]
 
 
-def _git(root: Path, *arguments: str) -> bytes:
+def git(root: Path, *arguments: str) -> bytes:
+    """Output of a git command; raises the errors of `tracked_text_files`."""
     # Take no locks: they would block the user's git commands.
     command = ["git", "-C", str(root), "--no-optional-locks", *arguments]
     return subprocess.run(command, check=True, capture_output=True, timeout=_GIT_TIMEOUT_S).stdout

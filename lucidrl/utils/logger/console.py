@@ -204,10 +204,19 @@ def _printable(value: Any) -> str:
     if len(text) > _MAX_TEXT_CHARS:
         half = _MAX_TEXT_CHARS // 2
         text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
-    return text if text.isascii() and text.isprintable() else "".join(map(_visible, text))
+    return visible(text, kept="\n\t")
 
 
-def _visible(char: str) -> str:
-    if char in "\n\t" or unicodedata.category(char) not in _INVISIBLE:
-        return char
-    return chr(0x2400 + ord(char)) if char < " " else f"\\u{ord(char):04x}"
+def visible(text: str, kept: str = "") -> str:
+    """The text with characters that a terminal does not show, or obeys, in a visible form.
+
+    Args:
+        kept: characters that stay as they are.
+    """
+
+    def shown(char: str) -> str:
+        if char in kept or unicodedata.category(char) not in _INVISIBLE:
+            return char
+        return chr(0x2400 + ord(char)) if char < " " else f"\\u{ord(char):04x}"
+
+    return text if text.isascii() and text.isprintable() else "".join(map(shown, text))

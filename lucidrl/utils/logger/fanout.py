@@ -26,6 +26,14 @@ from lucidrl.utils.logger.jsonl import JsonlLogger, text_columns, write_rows
 from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.logger.token_error import token_error_figure
 from lucidrl.utils.logger.values import PlainMetrics, WarnOnce, described, frozen, metric_name, plain_metrics
+from lucidrl.utils.run_folder import (
+    BREAKDOWN_NAME,
+    ENVIRONMENT_NAME,
+    LOCK_NAME,
+    METRICS_NAME,
+    REPORT_NAME,
+    WARNINGS_NAME,
+)
 
 if TYPE_CHECKING:
     from lucidrl.utils.logger.monitor import Monitor
@@ -35,10 +43,12 @@ _MOST_WAITING_RECORDS = 10_000
 _MOST_WAITING_LINES, _MAX_WAIT_S = 1000, 0.002
 _MOST_WAITING_BATCHES = 16  # of rows or curves, which may be many megabytes each
 _FINISH_TIMEOUT_S = 10.0
-WARNINGS_NAME = "warnings.jsonl"
-"""File in the run folder: one JSON object per warning, with its step, name and message."""
+_OWN_FILES = (
+    *(METRICS_NAME, WARNINGS_NAME, BREAKDOWN_NAME, ENVIRONMENT_NAME, REPORT_NAME, LOCK_NAME),
+    *("hyperparams.json", "config.yaml"),
+)
 _OWN_NAMES = frozenset(
-    {"metrics.jsonl", WARNINGS_NAME, "hyperparams.json", "config.yaml", "run.lock", "checkpoints", "plots", *TRACKERS}
+    {*_OWN_FILES, "checkpoints", "plots", *TRACKERS}
 )  # names in a run folder that batches of rows must not use
 
 
@@ -67,17 +77,17 @@ class Logger(LoggerInterface):
         self._timeout_s = cfg.get("finish_timeout_s", _FINISH_TIMEOUT_S)
         self._warn_once = WarnOnce()
         self._newest_step = -1
-        self._caller_s = self._reported_cpu_s = 0.0
+        self._caller_s = self._reported_caller_s = self._reported_cpu_s = 0.0
         self._lock = threading.Lock()
         check_trackers(cfg)
         try:
-            jsonl = JsonlLogger(self._log_dir / "metrics.jsonl")
+            jsonl = JsonlLogger(self._log_dir / METRICS_NAME)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"log_dir={cfg['log_dir']!r} cannot be written ({error}); choose another folder"
             ) from error
         self._writers: list[BackgroundWriter[Any]] = [
-            BackgroundWriter("metrics.jsonl", lambda: jsonl, _MOST_WAITING_LINES, _MAX_WAIT_S)
+            BackgroundWriter(METRICS_NAME, lambda: jsonl, _MOST_WAITING_LINES, _MAX_WAIT_S)
         ]
         makers = tracker_makers(cfg, self._log_dir, self.run_id)
         makers += [(type(backend).__name__, _returning(backend)) for backend in extra_backends]
@@ -85,7 +95,7 @@ class Logger(LoggerInterface):
         # A separate thread: rows and curves take long, and must not delay metrics.
         self._batches = BackgroundWriter("samples and plots", lambda: None, _MOST_WAITING_BATCHES)
         # The monitor gets a proxy: if a thread held a reference to the logger, the logger would never be collected.
-        monitor = make_monitor(cfg, weakref.proxy(self))
+        self._monitor = monitor = make_monitor(cfg, weakref.proxy(self))
         self._end = weakref.finalize(self, _end_parts, monitor, self._batches, self._writers, self._timeout_s)
         _end_with_process(self)
         if monitor is not None:
@@ -193,6 +203,11 @@ class Logger(LoggerInterface):
 
             self._plot(draw, step, name)
 
+    def spent_s(self) -> float:
+        """Seconds of callers in the logger, and CPU seconds of its threads and the monitor's, since the start."""
+        background_s = sum(writer.cpu_s for writer in self._all_writers())
+        return self._caller_s + background_s + (self._monitor.cpu_s if self._monitor is not None else 0.0)
+
     def finish(self) -> None:
         """Write the queued records and close every back end, each within its timeout; may be called twice."""
         self._end()
@@ -258,7 +273,7 @@ class Logger(LoggerInterface):
         """The cost of logging since the last call."""
         writers = self._all_writers()
         with self._lock:
-            caller_s, self._caller_s = self._caller_s, 0.0
+            caller_s, self._reported_caller_s = self._caller_s - self._reported_caller_s, self._caller_s
             cpu_s = sum(writer.cpu_s for writer in writers)
             background_s, self._reported_cpu_s = cpu_s - self._reported_cpu_s, cpu_s
         return {

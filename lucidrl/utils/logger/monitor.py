@@ -69,6 +69,8 @@ class Monitor(ABC):
         )
         self.metrics_buffer: deque[GpuMetricSnapshot] = deque(maxlen=_MOST_SNAPSHOTS)
         """Snapshots not sent yet, oldest first."""
+        self.cpu_s = 0.0
+        """CPU time of the current thread so far, in seconds."""
         self._collection_interval_s = intervals["collection_interval"]
         self._flush_interval_s = intervals["flush_interval"]
         self._timeout_s = min(max(self._collection_interval_s, _MIN_TIMEOUT_S), _MAX_TIMEOUT_S)
@@ -148,6 +150,7 @@ class Monitor(ABC):
             if time.monotonic() >= next_flush_s:
                 self.flush()
                 next_flush_s += self._flush_interval_s
+            self.cpu_s = time.thread_time()
             stopping.wait(max(0.0, start_s + self._collection_interval_s - time.monotonic()))
 
     def _take_snapshot(self) -> None:

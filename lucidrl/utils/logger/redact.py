@@ -105,7 +105,7 @@ def _plain_secrets(value: Any, path: tuple[str, ...], is_secret: bool) -> Iterat
 
 
 def _environment_secrets() -> re.Pattern[str] | None:
-    """Matches the value of any environment variable with a secret name, plain or quoted."""
+    """Pattern that matches values of environment variables with names of secrets, also escaped or URL-quoted values."""
     found = set()
     for value in (value.strip() for name, value in os.environ.items() if is_secret_name(name)):
         as_bytes = value.encode("utf-8", "surrogateescape")

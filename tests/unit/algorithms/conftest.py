@@ -70,10 +70,10 @@ class RunFolder:
             {
                 name: value
                 for name, value in record.items()
-                if name not in ("time", "train/tokens_per_s") and not name.startswith(("time/", "logger/"))
+                if name not in ("time", "train/tokens_per_s") and not name.startswith(("time/", "observe/", "logger/"))
             }
             for record in records
-            if "step" in record
+            if "step" in record and "time/whole_step_s" not in record
         ]
 
     def train_metric(self, name):

@@ -25,6 +25,22 @@ def test_a_run_records_training_time_validation_and_samples(run):
     rows = [orjson.loads(line) for line in (folder.path / "samples/step_1.jsonl").read_bytes().splitlines()]
     assert len(rows) == 16
     assert rows[0]["messages"][0]["role"] == "user"
+    assert [row["group"] for row in rows] == [number // 4 for number in range(16)]
+
+
+def test_written_samples_have_log_probabilities_of_generation_and_training_by_token(run):
+    def completions(name, *settings):
+        folder, _ = run("grpo", name, *settings)
+        rows = [orjson.loads(line) for line in (folder.path / "samples/step_2.jsonl").read_bytes().splitlines()]
+        return [row["messages"][-1] for row in rows]
+
+    for completion in completions("on-policy"):
+        assert "".join(completion["tokens"]).startswith(completion["content"])
+        assert len(completion["tokens"]) == len(completion["generation_logprobs"])
+        assert completion["training_logprobs"] == pytest.approx(completion["generation_logprobs"], abs=1e-4)
+        assert max(completion["generation_logprobs"]) <= 0
+    off_policy = completions("off-policy", "policy.train_global_batch_size=16", "grpo.num_epochs=2")
+    assert all("training_logprobs" in completion for completion in off_policy)
 
 
 def test_plots_and_shown_samples_come_at_the_requested_steps_and_change_nothing(run):

@@ -1,4 +1,4 @@
-"""What the training loops share: stopping on request, and timing."""
+"""What the training loops share: stopping on request."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from lucidrl.algorithms.loop import StepClock, StopRequest
-from lucidrl.profiling.spans import span
+from lucidrl.algorithms.loop import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -73,14 +72,3 @@ def test_a_signal_that_cannot_be_announced_still_stops(error):
     with StopRequest(fail) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.is_set
-
-
-def test_a_lap_holds_the_phases_since_the_restart():
-    with span("before"):
-        pass
-    clock = StepClock()
-    with span("inside"):
-        pass
-    lap = clock.lap()
-    assert lap.keys() == {"step_s", "inside_s"}
-    assert lap["step_s"] >= lap["inside_s"] >= 0

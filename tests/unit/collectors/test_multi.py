@@ -18,11 +18,16 @@ from tensordict import TensorDict
 from lucidrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from lucidrl.collectors.single import Collector
 from lucidrl.collectors.trajectories import MASK, POLICY_VERSION, TRAJECTORY_IDS
+from lucidrl.collectors.workers import WAITING_BATCHES
 from lucidrl.envs import SerialEnv
 from lucidrl.envs.specs import Composite, Unbounded
 from lucidrl.errors import ConfigError, DataError, WorkerError
+from lucidrl.profiling.recording import Recording
+from lucidrl.profiling.settings import FOLDER_VARIABLE
+from lucidrl.report.timeline import write_timeline
 from tests.unit.collectors.toys import Chance, SlowWalk, Versioned, always_right, by_other_generators, without_action
 from tests.unit.envs.toys import Countdown, Walk
+from tests.unit.report.validation import valid_timeline
 
 BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -548,3 +553,31 @@ def test_shutdown_twice_is_fine_and_later_calls_say_so():
     assert time.monotonic() - begun < 30
     with pytest.raises(WorkerError, match="the collector was shut down; create a new collector"):
         collector.next()
+
+
+# ---- recordings
+
+
+@pytest.mark.slow
+def test_workers_record_their_rollouts_and_the_driver_its_queue(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "traces"))
+    driver = Recording("driver", operators=False)
+    with MultiAsyncCollector([Walk] * 2, frames_per_batch=4, total_frames=80) as collector:
+        batches = iter(collector)
+        next(batches)
+        collector.start_gpu_profiling()
+        driver.start()
+        for _ in range(8):
+            next(batches)
+        driver.stop()
+        collector.stop_gpu_profiling()
+    timeline = write_timeline(tmp_path)
+    events = valid_timeline(timeline.path)["traceEvents"]
+    assert list(timeline.processes) == ["driver", "collector_worker-0", "collector_worker-1"]
+    assert timeline.missing == []
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    recorded = {names[event["pid"]] for event in events if event["name"] == "collect"}
+    assert recorded == {"collector_worker-0", "collector_worker-1"}
+    queue = [event["args"]["value"] for event in events if event["name"] == WAITING_BATCHES]
+    assert len(queue) >= 8
+    assert max(queue) >= 1

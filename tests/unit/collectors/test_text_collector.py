@@ -294,6 +294,14 @@ def test_dumped_samples_are_readable(make_collector, arithmetic, questions):
     assert reward == float(completion == str(sum(map(int, question.rstrip("=").split("+")))))
 
 
+def test_only_the_first_samples_are_dumped_with_their_tokens(make_collector, arithmetic, questions, monkeypatch):
+    rollouts = make_collector(arithmetic, questions).collect()
+    lengths = [sample.num_sampled_tokens for sample in rollouts.samples]
+    monkeypatch.setattr("lucidrl.collectors.rollouts.MOST_TOKENS", sum(lengths[:3]))
+    with_tokens = ["tokens" in messages[-1] for messages in rollouts.to_samples()["messages"]]
+    assert with_tokens == [True] * 3 + [False] * 5
+
+
 def test_a_completion_ends_at_the_stop_string_of_its_prompt(make_collector):
     class Any:
         async def step(self, batch):

@@ -4,6 +4,7 @@ import string
 
 import pytest
 from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
@@ -25,6 +26,7 @@ def make_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate([*special, *string.printable])}
     model = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     model.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    model.decoder = Fuse()  # no spaces between the characters
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=model, eos_token="<|im_end|>", unk_token="<unk>", pad_token="<|endoftext|>"
     )

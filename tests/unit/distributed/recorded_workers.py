@@ -6,7 +6,10 @@ import os
 import time
 
 import torch
+import torch.distributed as dist
 
+from lucidrl.distributed.process_group import init_process_group_from_environment, leave_process_group
+from lucidrl.profiling import clock
 from lucidrl.profiling.recording import Recording
 from lucidrl.profiling.spans import span
 from lucidrl.utils.nsys import is_recorded, worker_name
@@ -43,3 +46,30 @@ class SlowlyWriting(Recorded):
     def shutdown(self) -> None:
         time.sleep(1.0)
         super().shutdown()
+
+
+class Meeting(Recorded):
+    """Ranks that meet at barriers.
+
+    Args:
+        ahead_s: how far the clock of rank 1 is ahead.
+    """
+
+    def __init__(self, ahead_s: float = 0.0) -> None:
+        super().__init__()
+        self.info = init_process_group_from_environment(60.0)
+        if self.rank == 1:
+            clock._anchor_ns += round(ahead_s * 1e9)
+
+    def meet(self, num_times: int) -> list[int]:
+        """Return when this rank left each barrier, on the clock that all processes of a machine share."""
+        left_ns = []
+        for _ in range(num_times):
+            with span("barrier"):
+                dist.barrier()
+            left_ns.append(time.perf_counter_ns())
+        return left_ns
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        leave_process_group(self.info)

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.errors import ConfigError, DataError, WorkerError
+from lucidrl.profiling.worker_times import worker_clock
 from tests.unit.distributed.toy_workers import Joined, Plain
 
 TWO = ClusterConfig(num_workers=2, start_timeout_s=300, call_timeout_s=30)
@@ -63,6 +64,25 @@ def test_ranks_are_processes_that_can_reduce(two):
     assert two.size == 2
     assert len({os.getpid(), *two.run_all("pid")}) == 3
     assert two.run_all("sum_of_ranks") == [1.0, 1.0]
+
+
+def test_times_of_a_call_come_with_its_results(two):
+    worker_clock.drain()
+    worker_clock.take_waited_s()
+    start = time.perf_counter()
+    two.run_all("train_unless", 1, 0.3)
+    elapsed_s = time.perf_counter() - start
+    times = worker_clock.drain()
+    waiting, slow = times["worker-0"], times["worker-1"]
+    assert slow.within("train")["forward"] >= 0.3
+    assert slow.totals["forward"][1] == 1
+    assert slow.busy_s >= 0.3
+    # The other rank waited in the collective: it was not busy.
+    assert waiting.communication_s > slow.communication_s
+    assert waiting.busy_s < waiting.call_s - 0.2
+    assert waiting.call_s <= worker_clock.take_waited_s() <= elapsed_s
+    two.run_all("add", 0)
+    assert [times.exclusive for times in worker_clock.drain().values()] == [{}, {}]  # of this call only
 
 
 def test_state_stays_and_results_are_in_the_order_of_ranks(two):

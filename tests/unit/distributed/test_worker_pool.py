@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from lucidrl.distributed.workers.interfaces import Arguments, Hosting
 from lucidrl.distributed.workers.messages import Stored
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
 from lucidrl.errors import ConfigError, DataError, LostWorkerError, WorkerError
+from lucidrl.profiling.worker_times import worker_clock
 from tests.unit.distributed.toy_workers import ExitsAtStart, Plain
 
 HOSTING = Hosting(
@@ -48,6 +50,20 @@ def test_workers_have_their_own_arguments_and_calls_of_one_run_in_order(pool):
     futures = [pool.submit(number, "add", 1) for number in (0, 1, 0, 1, 0)]
     assert [future.result(60) for future in futures] == [1, 11, 2, 12, 3]
     assert pool.each(lambda worker: worker.run("num_threads")) == [1, 1]
+
+
+def test_times_are_counted_by_worker_and_waiting_once(pool):
+    worker_clock.drain()
+    worker_clock.take_waited_s()
+    start = time.perf_counter()
+    pool.each(lambda worker: worker.run("sleep_on", 0, 0.1 * (1 + worker.number)))
+    elapsed_s = time.perf_counter() - start
+    times = worker_clock.drain()
+    assert times.keys() == {"worker-0", "worker-1"}
+    assert times["worker-0"].busy_s >= 0.1
+    assert times["worker-1"].busy_s >= 0.2
+    # Both threads of the pool waited at the same time, for this one.
+    assert 0.2 <= worker_clock.take_waited_s() <= elapsed_s
 
 
 def test_stored_content_reaches_every_worker_as_its_own_copy(pool):

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lucidrl.distributed.process_group import init_process_group_from_environment, leave_process_group
+from lucidrl.distributed.process_group import init_process_group_from_environment, leave_process_group, sum_over
 from lucidrl.errors import LucidError
+from lucidrl.profiling.spans import span
 
 
 class Plain:
@@ -89,6 +90,13 @@ class Joined(Plain):
         """All others wait in a collective for the one that sleeps."""
         self.sleep_on(rank, seconds)
         dist.all_reduce(torch.zeros(1))
+
+    def train_unless(self, rank: int, seconds: float) -> None:
+        """Like a training step with spans: one rank is slow, all wait for it in a collective."""
+        with span("train"):
+            with span("forward"):
+                self.sleep_on(rank, seconds)
+            sum_over(torch.zeros(1), dist.group.WORLD)
 
     def raise_while_others_wait(self, rank: int) -> None:
         self.raise_on(rank, ValueError("a bad number"))

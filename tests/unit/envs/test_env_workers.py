@@ -14,8 +14,10 @@ from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.envs.text.workers import EnvWorkerPool, start_env
 from lucidrl.errors import ConfigError, EnvironmentFailure, WorkerError
+from lucidrl.profiling.settings import FOLDER_VARIABLE
 from tests.faults.processes import own_children, wait_until_gone
 from tests.unit.envs.scorers import read_prompts, request, requests
+from tests.unit.profiling.span_reading import spans_of
 
 SCORER, COUNTING = "tests.unit.envs.scorers:Scorer", "tests.unit.envs.scorers:Counting"
 
@@ -48,6 +50,20 @@ def test_calls_are_spread_over_the_workers_and_replies_come_in_order(pool):
     pids = {reply.metrics["pid"] for reply in replies}
     assert len(pids) == 2
     assert os.getpid() not in pids
+
+
+def test_workers_record_in_a_folder_that_was_set_after_their_start(pool, tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "traces"))
+    runner = make_runner(pool)
+    runner.step(requests("before", "before"))
+    pool.start_gpu_profiling()
+    runner.step(requests("a", "b", "c", "d"))
+    pool.stop_gpu_profiling()
+    runner.step(requests("after", "after"))
+    files = {path.name.partition("_")[0]: path for path in (tmp_path / "traces").glob("*.spans.json")}
+    assert files.keys() == {"env-0", "env-1"}
+    assert [spans_of(path) for path in files.values()] == [["environment"]] * 2
+    assert len((tmp_path / "traces" / "clocks.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize(

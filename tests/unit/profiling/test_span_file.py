@@ -84,14 +84,28 @@ def test_it_names_its_process_and_uses_unix_time(file, path):
     with span("train"):
         time.sleep(0.01)
     file.close()
-    name, anchor, train = events_of(path)
+    name, anchor, *others, end = events_of(path)
+    (train,) = (event for event in others if event["ph"] == "X")
+    (thread,) = (event for event in others if event["name"] == "thread_name")
     assert (name["name"], name["args"], name["pid"]) == ("process_name", {"name": "driver"}, os.getpid())
     assert anchor["name"] == "lucidrl"
     assert anchor["args"]["process"] == "driver"
     assert anchor["args"]["anchor"]["ts_us"] == anchor["args"]["anchor"]["unix_time_ns"] / 1000
     assert abs(train["ts"] - before_us) < 1e6
     assert 10_000 <= train["dur"] < 1e6
-    assert train["tid"] == threading.get_native_id()
+    assert train["tid"] == thread["tid"] == threading.get_native_id()
+    assert thread["args"] == {"name": threading.current_thread().name}
+    assert end["name"] == "ended"
+
+
+def test_it_counts_the_memory_of_its_process_and_what_the_process_counts(file, path):
+    recorder.count("waiting", 3)
+    file.close()
+    recorder.count("waiting", 4)  # no file keeps it
+    values = {event["name"]: event["args"]["value"] for event in events_of(path) if event["ph"] == "C"}
+    assert values.keys() == {"waiting", "memory of the process (MB)", "CPU of the process (%)"}
+    assert values["waiting"] == 3
+    assert 10 < values["memory of the process (MB)"] < 1e6
 
 
 @pytest.mark.slow

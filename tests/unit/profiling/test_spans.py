@@ -164,6 +164,53 @@ def test_an_open_span_counts_when_it_ends():
     assert recorder.drain()["step"].count == 1
 
 
+def test_exclusive_times_count_every_moment_once():
+    recorder = SpanRecorder()
+    recorder.keep_spans(10)
+    with recorder.span("rollout"):
+        with recorder.span("generate"), recorder.span("forward"):
+            time.sleep(0.002)
+        with recorder.span("rollout"):  # counts once
+            time.sleep(0.002)
+        with recorder.span("generate"):
+            time.sleep(0.001)
+    durations = {span.name: span.duration_ns / 1e9 for span in recorder.take_spans()}
+    exclusive = recorder.take_exclusive()
+    assert exclusive.keys() == {("rollout", name) for name in ("rollout", "generate", "forward")}
+    assert sum(exclusive.values()) == pytest.approx(durations["rollout"], abs=1e-6)
+    assert exclusive["rollout", "forward"] == pytest.approx(durations["forward"], abs=1e-6)
+    assert exclusive["rollout", "rollout"] >= 0.002
+    assert recorder.take_exclusive() == {}
+
+
+def test_exclusive_times_are_those_of_the_thread_that_takes_them():
+    recorder = SpanRecorder()
+
+    def work():
+        with recorder.span("background"):
+            pass
+
+    with recorder.span("step"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert recorder.take_exclusive().keys() == {("step", "step")}
+    assert recorder.totals().keys() == {"step", "background"}
+
+
+def test_a_span_that_is_open_when_times_are_taken_counts_whole_at_its_end():
+    recorder = SpanRecorder()
+    with recorder.span("step"):
+        with recorder.span("train"):
+            pass
+        first = recorder.take_exclusive()
+        time.sleep(0.002)
+    second = recorder.take_exclusive()
+    assert (first.keys(), second.keys()) == ({("step", "train")}, {("step", "step")})
+    total = recorder.drain()["step"].seconds
+    assert sum(first.values()) + sum(second.values()) == pytest.approx(total, abs=1e-6)
+
+
 def test_a_forked_child_starts_from_nothing_even_if_the_lock_was_held():
     spans.recorder.reset()
     with spans.span("parent"):

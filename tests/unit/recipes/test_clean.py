@@ -13,8 +13,8 @@ from rich.console import Console
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.errors import CheckpointError, ConfigError
 from lucidrl.recipes.clean import Free, clean, find_runs
-from lucidrl.recipes.folder import occupied
 from lucidrl.recipes.settings import new_settings
+from lucidrl.utils.run_folder import occupied
 
 KIB = 1024
 

@@ -11,6 +11,7 @@ from lucidrl.recipes.settings import PRESETS, new_settings, preset_path
 from lucidrl.utils.config import Config, dump_yaml, load_config
 
 SCHEMAS = {
+    "calculator-warm-start": SFTRunConfig,
     "embedded-warm-start": SFTRunConfig,
     "word-problems-sft": SFTRunConfig,
     "cartpole": PPORunConfig,

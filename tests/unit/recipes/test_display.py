@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import json
 import re
 import shlex
 import sys
@@ -19,8 +20,7 @@ from lucidrl.recipes.configs import GRPORunConfig, PPORunConfig
 from lucidrl.recipes.display import RunDisplay
 from lucidrl.recipes.run import arithmetic_table
 
-STEP = {"reward": 0.5, "tokens_per_s": 12345.6, "time/step_s": 2.0, "time/train_s": 1.5, "time/forward_s": 1.0}
-STEP |= {"time/rollout_s": 0.5, "time/reward_s": 0.25}
+STEP = {"reward": 0.5, "tokens_per_s": 12345.6, "time/step_s": 2.0, "time/train_s": 1.5}
 
 
 @pytest.fixture
@@ -54,29 +54,57 @@ def test_the_time_left_of_a_resumed_run_counts_its_own_steps(folder):
     assert "step 105/110  reward 0.500  12,346 tok/s  left 10 s\n" in shown(folder, range(101, 106), 110)
 
 
+def whole_step(step: int, phases: dict[str, float], **busy: float) -> str:
+    """A line of metrics.jsonl."""
+    exclusive = {f"time/exclusive/{name}_s": seconds for name, seconds in phases.items()}
+    processes = {f"time/busy/{name}_s": seconds for name, seconds in busy.items()}
+    return json.dumps({"step": step, "time/whole_step_s": sum(phases.values()), **exclusive, **processes}) + "\n"
+
+
 def test_the_rows_of_the_summary_add_up_to_the_whole_run(folder, monkeypatch):
     clock = iter([110.0, 135.0, 140.0])  # loaded, trained, shut down
     monkeypatch.setattr("lucidrl.recipes.display.time.perf_counter", lambda: next(clock))
-    spans = iter([{"validate": 1.0, "save": 1.0}, {"validate": 4.0, "save": 8.0}])
+    spans = iter([{"validate": 1.0}, {"validate": 4.0}])
     monkeypatch.setattr("lucidrl.recipes.display._seconds_of_spans", lambda: next(spans))
+    phases = {"forward": 1.5, "generation": 0.5, "other": 0.25, "validation": 1.0}
+    before_resume = whole_step(4, {"forward": 99.0}, driver=99.0)
+    lines = [before_resume, *(whole_step(step, phases, driver=3.25) for step in (5, 6))]
+    (folder / "metrics.jsonl").write_text("".join(lines))
     console = Console(file=io.StringIO(), width=80)
-    with RunDisplay(grpo_of(2), folder, console, started=100.0) as display:
+    with RunDisplay(grpo_of(6), folder, console, started=100.0) as display:
         display.on_loaded()
-        for step in (1, 2):
-            display.on_step(step, {**STEP, "time/save_s": 0.25})
+        for step in (5, 6):
+            display.on_step(step, STEP)
         display.on_trained()
-    display.summary(2)
-    table = console.file.getvalue().partition("time of 2 steps")[2].partition("run folder")[0].splitlines()[1:]
-    rows = {line[: line.index(".")].rstrip("0123456789 "): float(line.split()[-2]) for line in table}
-    assert rows["  train"] == 3.0
-    assert rows["  save"] + rows["  train"] + rows["  other"] == rows["steps"] == 4.0
+    display.summary(6)
+    table, _, savings = console.file.getvalue().partition("time of 2 steps")[2].partition("largest savings:\n")
+    rows = {line[: line.index(".")].rstrip("0123456789 "): float(line.split()[-2]) for line in table.splitlines()[1:]}
+    assert list(rows)[2:7] == ["steps", "  forward", "  validation", "  generation", "  other"]
+    assert rows["  forward"] == 3.0
+    assert sum(seconds for name, seconds in rows.items() if name.startswith(" ")) == rows["steps"] == 6.5
     assert rows["loading"] == 10.0
-    assert rows["validation"] == 3.0
-    assert rows["saving"] == 6.5
+    assert rows["first validation"] == 1.0
     assert rows["shutdown"] == 5.0
     whole = rows.pop("total")
     assert sum(seconds for name, seconds in rows.items() if not name.startswith(" ")) == whole == 40.0
-    assert not rows.keys() & {"  rollout", "  reward", "  forward"}
+    assert savings.splitlines()[0].startswith("  forward, backward and optimizer: 1.5 s of 3.2 s per step. ")
+
+
+def test_the_table_names_the_process_of_each_phase_if_there_are_several(folder):
+    phases = {"forward": 1.5, "reward": 0.5}
+    workers = {"policy-0": 1.5, "policy-1": 1.0, **{f"env-{number}": 0.25 for number in range(20)}}
+    (folder / "metrics.jsonl").write_text(whole_step(1, phases, driver=0.5, **workers))
+    text = shown(folder, [1], 1)
+    assert re.search(r"^  forward +1\.5 +\d+% +policy-0 *$", text, flags=re.MULTILINE)
+    assert re.search(r"^  reward +0\.5 +\d+% +env-0 *$", text, flags=re.MULTILINE)
+    assert "busy: driver 25%, policy-0 75%, policy-1 50%, env-0 12%" in text
+    assert "and 11 more\n" in text
+
+
+def test_a_run_whose_metrics_are_lost_still_has_a_summary(folder):
+    text = shown(folder, [1], 1)
+    assert "time of 1 step" in text
+    assert "largest savings" not in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 130])
@@ -93,11 +121,11 @@ def test_elapsed_and_remaining_time_are_never_cut(folder, width):
 
 
 def test_traces_are_pointed_out_where_there_are_some(folder):
-    assert "profiles in traces/" not in shown(folder, [1], 1)
+    assert "open traces/timeline.json.gz" not in shown(folder, [1], 1)
     (folder / "traces").mkdir()
-    assert "profiles in traces/" not in shown(folder, [1], 1)
-    (folder / "traces" / "policy-0.json").touch()
-    assert "profiles in traces/" in shown(folder, [1], 1)
+    assert "open traces/timeline.json.gz" not in shown(folder, [1], 1)
+    (folder / "traces" / "timeline.json.gz").touch()
+    assert "open traces/timeline.json.gz" in shown(folder, [1], 1)
 
 
 def test_folder_names_are_literal_and_commands_can_be_copied(folder):

@@ -59,8 +59,8 @@ def run(trainer) -> Path:
 
 def last_validation(run: Path) -> dict[str, float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    prefix = "validation/"
-    return {name.removeprefix(prefix): value for name, value in lines[-1].items() if name.startswith(prefix)}
+    last, prefix = [line for line in lines if "validation/reward" in line][-1], "validation/"
+    return {name.removeprefix(prefix): value for name, value in last.items() if name.startswith(prefix)}
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -22,11 +22,11 @@ from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.folder import (
     check_can_create,
     create_run_folder,
-    occupied,
     run_config_path,
     update_run_config,
 )
 from lucidrl.recipes.settings import resumed_settings
+from lucidrl.utils.run_folder import occupied
 
 
 def config_for(root, name=None):
@@ -128,7 +128,7 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from lucidrl.recipes.folder import occupied
+from lucidrl.utils.run_folder import occupied
 with occupied(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.faults.records import digests
 from tests.unit.algorithms.conftest import Watcher
 from tests.unit.profiling.reading import counts_of, nesting_of
 from tests.unit.profiling.span_reading import spans_of
+from tests.unit.report.validation import valid_timeline
 
 ROOT = Path(__file__).parents[3]
 QUIET = "tracking: {tensorboard: false, monitor: false}\ncheckpoint: {every: 0, metric: null}\nnum_threads: 1\n"
@@ -55,7 +57,7 @@ def lucidrl(folder: Path, algorithm: str, settings: str, *overrides: str) -> str
     command = [sys.executable, "-c", "from lucidrl.cli import main; main()", algorithm, "--config", "settings.yaml"]
     command += [*overrides, "run.root=.", "run.name=run"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -63,7 +65,7 @@ def lucidrl(folder: Path, algorithm: str, settings: str, *overrides: str) -> str
 def traces_of(folder: Path) -> dict[str, Path]:
     """By name of the worker; those of spans with `spans` behind it."""
     found = {}
-    for path in (folder / "run" / "traces").iterdir():
+    for path in (folder / "run" / "traces").glob("*.json"):
         name = path.name.partition("_")[0]
         found[f"{name} spans" if path.name.endswith(".spans.json") else name] = path
     return found
@@ -81,7 +83,7 @@ def test_a_recorded_ppo_run_shows_its_frames_and_learns_the_same(tmp_path):
         found["policy-0"]
     )
     assert spans_of(found["policy-0 spans"]).count("collect") == 2
-    assert "profiles in traces/" in said
+    assert "open traces/timeline.json.gz with ui.perfetto.dev" in said
     (tmp_path / "plain").mkdir()
     train(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
     assert digests(tmp_path / "run") == digests(tmp_path / "plain")
@@ -98,6 +100,39 @@ def test_a_recorded_grpo_run_shows_policy_and_generator_and_learns_the_same(tmp_
     (tmp_path / "plain").mkdir()
     train(load_config(GRPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
     assert digests(tmp_path / "run") == digests(tmp_path / "plain")
+
+
+@pytest.mark.slow
+def test_the_timeline_shows_ranks_generators_and_env_workers_with_arrows_of_each_step(tmp_path):
+    monitor = "tracking={tensorboard: false, monitor: true, monitor_interval_s: 0.1}"
+    workers = ("cluster.num_workers=2", "policy.generation.placement=separate", "env.num_workers=2")
+    said = lucidrl(tmp_path, "grpo", GRPO, "profile.steps=2:4", monitor, *workers)
+    content = valid_timeline(tmp_path / "run" / "traces" / "timeline.json.gz")
+    events = content["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    processes = ["driver", "policy-0", "policy-1", "generation-0", "env-0", "env-1"]
+    assert sorted(names.values()) == sorted([*processes, "machines"])
+    assert f"events of {', '.join(processes)})" in said
+    assert content["lucidrl"]["missing"] == []
+    counts = Counter((names[event["pid"]], event["name"]) for event in events if event["ph"] == "X")
+    for place in (("driver", "rollout"), ("policy-1", "train"), ("generation-0", "generate"), ("env-1", "environment")):
+        assert counts[place] == 2, place
+    assert counts["policy-1", "aten::mm"] > 0
+    assert {"node.0.cpu.util", "memory of the process (MB)"} <= {e["name"] for e in events if e["ph"] == "C"}
+    starts = {event["id"]: event for event in events if event.get("cat") == "step" and event["ph"] == "s"}
+    ends = [event for event in events if event.get("cat") == "step" and event["ph"] == "f"]
+    arrows = Counter((e["name"], names[e["pid"]]) for e in ends)
+    assert {names[event["pid"]] for event in starts.values()} >= {"driver", "policy-0", "policy-1", "generation-0"}
+    for arrow in (
+        ("rollout to generate", "generation-0"),
+        ("environment to train", "policy-0"),
+        ("environment to train", "policy-1"),
+        ("train to refit", "generation-0"),
+    ):
+        assert arrows[arrow] >= 2, arrow  # each process has one per step
+    clocks = {entry["process"]: entry["clock"] for entry in content["lucidrl"]["inputs"]}
+    assert clocks["driver"] is None
+    assert all(clock["error_ns"] < 50e6 for process, clock in clocks.items() if process != "driver")
 
 
 @pytest.mark.slow
@@ -158,6 +193,8 @@ def test_every_worker_has_a_name():
     overrides = ["cluster.num_workers=2", "policy.generation.placement=separate", "policy.generation.num_workers=1"]
     names = ["policy-0", "policy-1", "generation-0", "driver"]
     assert load_config(GRPORunConfig, overrides=overrides).worker_names == names
+    names[3:3] = ["env-0", "env-1"]
+    assert load_config(GRPORunConfig, overrides=[*overrides, "env.num_workers=2"]).worker_names == names
 
 
 MISTAKES = {
@@ -218,7 +255,10 @@ def test_steps_after_the_last_are_reported_and_do_not_change_the_run(tmp_path, c
         launch("ppo", Path("settings.yaml"), None, [*overrides, "run.root=.", f"run.name={name}"], None)
     said = capfd.readouterr().out
     assert said.count("no profile will be written: steps 9:12 come after the last step, 4") == 1
-    assert list(Path("late/traces").iterdir()) == []
+    (path,) = Path("late/traces").iterdir()
+    missing = ["steps 9:12 are not recorded: the run ended after step 4"]
+    assert valid_timeline(path)["lucidrl"]["missing"] == missing
+    assert f"missing in the timeline: {missing[0]}" in said
     launch("ppo", None, None, ["profile.steps=2:4", "ppo.max_steps=5"], Path("plain"))
     assert "no profile will be written: steps 2:4 are already done" in capfd.readouterr().out
     launch("ppo", None, None, ["profile.steps=null", "ppo.max_steps=5"], Path("late"))

@@ -125,9 +125,10 @@ def test_processes_that_a_verifier_starts_end_with_it(pool):
     assert len(descendants(pool.pid)) <= 2
 
 
-def test_a_runner_that_has_grown_is_replaced(pool):
-    assert [found.outcome for found in verify(pool, *["keep 48"] * 4)] == ["scored"] * 4
-    assert {found.score for found in verify(pool, *["kept"] * 20)} == {0.0}
+def test_a_runner_that_has_grown_is_replaced():
+    with VerifierPool("obedient", Obedient, limits=Limits(60, 512 << 20), num_workers=2) as pool:
+        assert [found.outcome for found in verify(pool, *["keep 48"] * 4)] == ["scored"] * 4
+        assert {found.score for found in verify(pool, *["kept"] * 20)} == {0.0}
 
 
 def test_a_process_that_cannot_be_killed_is_waited_for_only_for_a_while(monkeypatch):

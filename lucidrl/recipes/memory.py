@@ -1,0 +1,38 @@
+"""Estimate the memory that a run of a language model needs."""
+
+from __future__ import annotations
+
+from lucidrl.models.loading import DTYPES, ModelFacts
+from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
+
+GIB = 2**30
+
+
+def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts, longest: int) -> dict[str, float]:
+    """Estimate the memory of the main tensors; activations are a rule of thumb."""
+    policy = config.policy
+    width = DTYPES[policy.precision].itemsize
+    parameters = facts.num_parameters
+    num_sampled = config.max_turns * policy.generation.max_new_tokens
+    tokens = policy.train_micro_batch_size * (longest + num_sampled)
+    if config.token_batching is not None:
+        tokens = config.token_batching[1].train_mb_tokens
+    size_bytes = {
+        "weights": parameters * width,
+        "gradients": parameters * max(width, 4),
+        "optimizer (AdamW)": parameters * {2: 12, 4: 8, 8: 16}[width],
+        # About 16 activations of the hidden size per layer, and the logits kept for the backward pass.
+        "activations": tokens * (facts.num_layers * 16 * facts.hidden_size * width + 2 * facts.vocabulary),
+    }
+    if isinstance(config, GRPORunConfig):
+        rows = min(config.rows_per_step, policy.generation.max_concurrent_rows)
+        cached = rows * num_sampled + config.collector.prompts_per_step * longest
+        size_bytes["key-value cache"] = cached * facts.kv_elements_per_token * width
+        if config.grpo.loss.kl_coefficient > 0:
+            size_bytes["reference weights"] = parameters * width
+        if policy.generation.placement == "separate":
+            # A generator holds the current and the next version; generators on the policy's node share their memory.
+            is_far = policy.generation.refit == "collective" or policy.generation.nodes == "other"
+            copies = policy.generation.num_workers if is_far else 1
+            size_bytes["generators"] = 2 * copies * parameters * width
+    return {what: size / GIB for what, size in size_bytes.items()}

@@ -1,0 +1,1 @@
+"""Reads run folders and shows what happened: tables of runs, comparisons and reports."""

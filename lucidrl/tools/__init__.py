@@ -1,0 +1,1 @@
+"""Tools: Python functions that the model calls during a sample."""
