@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +19,7 @@ from typing import Any
 
 import orjson
 
+from lucidrl.report.metrics_file import read_metrics
 from lucidrl.report.opportunities import Opportunity, StepMeans, opportunities
 from lucidrl.utils.nsys import DRIVER, GENERATION, POLICY
 from lucidrl.utils.run_folder import BREAKDOWN_NAME, METRICS_NAME
@@ -86,33 +87,25 @@ class Breakdown:
 
     @classmethod
     def of_records(cls, records: Iterable[Mapping[str, Any]], first_step: int = 0) -> Breakdown:
-        """Return the breakdown of flat records with `step` and metrics, one or several per step.
-
-        If a step is repeated, as after a resume, its last record counts, and earlier records of later steps do not.
+        """Return the breakdown of flat records with `step` and metrics, one per step.
 
         Args:
             first_step: leave out earlier steps.
         """
-        kept: dict[int, Mapping[str, Any]] = {}
-        for record in records:
-            if _WHOLE not in record or record["step"] < first_step:
-                continue
-            if kept and record["step"] <= next(reversed(kept)):
-                kept = {step: old for step, old in kept.items() if step < record["step"]}
-            kept[record["step"]] = record
+        kept = [record for record in records if _WHOLE in record and record["step"] >= first_step]
         return cls(
-            steps=list(kept),
-            whole_s=[record[_WHOLE] for record in kept.values()],
-            phases=_columns(kept.values(), _EXCLUSIVE),
-            busy=_columns(kept.values(), _BUSY),
-            communication=_columns(kept.values(), _COMMUNICATION),
-            overhead_pct=[record.get(_OVERHEAD, 0.0) for record in kept.values()],
+            steps=[record["step"] for record in kept],
+            whole_s=[record[_WHOLE] for record in kept],
+            phases=_columns(kept, _EXCLUSIVE),
+            busy=_columns(kept, _BUSY),
+            communication=_columns(kept, _COMMUNICATION),
+            overhead_pct=[record.get(_OVERHEAD, 0.0) for record in kept],
         )
 
     @classmethod
     def read(cls, folder: Path, first_step: int = 0) -> Breakdown:
         """Return the breakdown of a run folder; without steps if there are no metrics yet."""
-        return cls.of_records(_records(folder / METRICS_NAME), first_step)
+        return cls.of_records(read_metrics(folder / METRICS_NAME).records, first_step)
 
     def seconds(self) -> dict[str, float]:
         """Seconds of all steps by phase, the largest first; `other` is last."""
@@ -221,17 +214,6 @@ def write_breakdown(folder: Path) -> None:
         _log.warning("%s cannot be written: %s: %s", path, type(error).__name__, error)
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of whole steps in a file of metrics; a line that a kill has cut is left out."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if _WHOLE.encode() in line:
-                with suppress(ValueError):
-                    yield orjson.loads(line)
 
 
 def _columns(records: Iterable[Mapping[str, Any]], prefix: str) -> dict[str, list[float]]:

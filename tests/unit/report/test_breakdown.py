@@ -104,12 +104,17 @@ def test_the_first_step_warms_up_and_small_shares_are_no_opportunity():
     assert (found.name, found.saved_s) == ("training", 0.5)
 
 
-def test_the_last_attempt_of_a_repeated_step_counts():
-    lines = [record(1, {"other": 1.0}), record(2, {"other": 2.0}), record(3, {"other": 3.0})]
-    again = [record(2, {"other": 5.0})]
-    found = Breakdown.of_records([*lines, *again])
+def test_the_last_attempt_of_a_repeated_step_counts(tmp_path):
+    attempts = [(1, 1.0), (2, 2.0), (3, 3.0), (2, 5.0)]
+    lines = [
+        line
+        for step, seconds in attempts
+        for line in ({"step": step, "train/reward": 0.5}, record(step, {"other": seconds}))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = Breakdown.read(tmp_path)
     assert (found.steps, found.whole_s) == ([1, 2], [1.0, 5.0])
-    assert Breakdown.of_records(lines, first_step=2).steps == [2, 3]
+    assert Breakdown.read(tmp_path, first_step=2).steps == [2]
 
 
 def test_the_file_is_made_from_the_metrics_and_a_cut_line_is_left_out(tmp_path):
