@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lucidrl.data.datasets import Prompt
 from lucidrl.distributed.workers.outcomes import describe_error
@@ -28,10 +28,10 @@ from lucidrl.envs.text.interfaces import (
     ValidationPromptSource,
 )
 from lucidrl.errors import CheckpointError, ConfigError, EnvironmentFailure
-from lucidrl.profiling.recording import Recording
-from lucidrl.profiling.spans import span
-from lucidrl.utils.nsys import ENV, worker_name
-from lucidrl.utils.recorded import Recorded
+from lucidrl.utils.nsys import ENV, is_recorded, worker_name
+
+if TYPE_CHECKING:
+    from lucidrl.profiling.recording import Recording
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class Scored:
     state: EnvState
 
 
-class EnvWorker(Recorded):
+class EnvWorker:
     """An environment and its event loop.
 
     Args:
@@ -92,7 +92,8 @@ class EnvWorker(Recorded):
 
     def __init__(self, make: Callable[[], TextEnv], name: str, seed: int | None = None, number: int = 0) -> None:
         self._name = name
-        self._recording = Recording(worker_name(ENV, number), operators=False)
+        self._recording: Recording | None = None
+        self._process_name = worker_name(ENV, number)
         self._is_isolated = seed is not None
         if seed is not None:
             from lucidrl.utils.random_state import seed_everything
@@ -100,6 +101,20 @@ class EnvWorker(Recorded):
             seed_everything(seed, _RANDOM_STREAM + number)
         self._env = make()
         self.loop = asyncio.Runner(loop_factory=_new_loop)
+
+    def start_gpu_profiling(self) -> None:
+        """Start a recording of this process, if it is selected for profiling; see `lucidrl.utils.nsys`."""
+        if not is_recorded(self._process_name):
+            return
+        from lucidrl.profiling.recording import Recording  # imports torch
+
+        self._recording = self._recording or Recording(self._process_name, operators=False)
+        self._recording.start()
+
+    def stop_gpu_profiling(self) -> None:
+        """Stop and write the recording, if any."""
+        if self._recording is not None:
+            self._recording.stop()
 
     def prompts(self) -> list[Prompt] | None:
         """Prompts of the environment; None if it has no method `prompts`.
@@ -139,6 +154,8 @@ class EnvWorker(Recorded):
 
     def score(self, calls: Sequence[Sequence[EnvRequest]], timeout_s: float) -> Scored:
         """Run `score_calls` in a worker process."""
+        from lucidrl.profiling.spans import span  # imports torch
+
         with span("environment"):
             outcomes = self.loop.run(self.score_calls(calls, timeout_s))
         return Scored([_sendable(of_call) for of_call in outcomes], self.state())

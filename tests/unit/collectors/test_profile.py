@@ -95,7 +95,7 @@ def test_a_trace_has_exactly_the_requested_rollouts(traces, name):
 @pytest.mark.parametrize("name", ROLLOUT)
 def test_ranges_are_hidden_and_shown_again_in_the_workers(traces, name):
     kind, index = name.split("_")
-    assert counts_of(traces / f"{kind}_silent_{index}.json") == {}
+    assert counts_of(traces / f"{kind}_silent_{index}.json").keys() <= {"collect"}  # phases are always shown
 
 
 def test_a_rollout_shows_policy_env_and_transforms_directly_in_each_other(traces):
