@@ -120,7 +120,7 @@ def test_the_launcher_runs_matching_workers_under_nsys_and_they_work_like_others
     arguments = (stand_in / "arguments").read_text().splitlines()
     assert len(arguments) == 1
     assert f"--output={traces}/worker-0_%h_%p" in arguments[0]
-    assert {path.name.partition("_")[0] for path in traces.iterdir()} == {"worker-0"}
+    assert {path.name.partition("_")[0] for path in traces.iterdir()} == {"clocks.jsonl", "worker-0"}
     assert (stand_in / "reports").read_text() == "report\n"
     wait_until_gone(pids)
 
