@@ -2,7 +2,8 @@
 
 transformers looks up an attention function by name and passes the keyword arguments of `forward` to it. This module
 registers the function `lucidrl`, which receives a *layout*. A layout knows how the tokens of a call are stored
-(right-padded rows, a packed stream, prompts to be cached, one new token per row) and computes their causal attention.
+(right-padded rows, a packed stream, a prefix tree, prompts to be cached, one new token per row) and computes their
+causal attention.
 
 Shapes: B rows, R rows of a packed stream, T tokens, S packed tokens, Hq/Hkv query/key heads, D head size.
 """
@@ -15,12 +16,16 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from lucidrl.distributed.packing import PackedRows
+from lucidrl.distributed.prefix_tree import PrefixTree, Segment
 from lucidrl.errors import ConfigError
 
 NAME = "lucidrl"
+QUERIES_PER_CALL = 512
+"""Queries that attend to a shared prefix in one call; limits the size of masks."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,52 @@ class PackedLayout:
         return self.rows.pack(output.transpose(1, 2)).unsqueeze(0)
 
 
+class TreeLayout:
+    """The stream of a prefix tree [1, S]. A token attends to its segment and to the segments above, causally."""
+
+    def __init__(self, tree: PrefixTree):
+        self.tree = tree
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        sizes = [siblings.packed.input_ids.shape[1] for siblings in self.tree.siblings]
+        streams = [stream[0].transpose(0, 1).split(sizes) for stream in (call.query, call.key, call.value)]
+        paths: dict[Segment, tuple[torch.Tensor, torch.Tensor]] = {}
+        outputs = []
+        for siblings, *parts in zip(self.tree.siblings, *streams, strict=True):
+            query, key, value = (siblings.packed.unpack(part) for part in parts)
+            if parents := siblings.parents:
+                above = zip(*(paths[parent] for parent in parents), strict=True)
+                key, value = (_with_prefixes(torch.stack(prefixes), own) for prefixes, own in zip(above, (key, value)))
+            rows = replace(call, query=query.transpose(1, 2), key=key.transpose(1, 2), value=value.transpose(1, 2))
+            outputs.append(siblings.packed.pack(_attend_after(rows, siblings.start).transpose(1, 2)))
+            if any(segment.children for segment in siblings.segments):
+                for segment, *whole in zip(siblings.segments, key.unbind(), value.unbind(), strict=True):
+                    if segment.children:
+                        paths[segment] = whole[0][: segment.end], whole[1][: segment.end]
+        return torch.cat(outputs).unsqueeze(0)
+
+
+def _with_prefixes(prefixes: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Put the prefix of each parent [P, prefix, H, D] before each of its children in `own` [P * children, T, H, D]."""
+    children = len(own) // len(prefixes)
+    return torch.cat((prefixes.unsqueeze(1).expand(-1, children, -1, -1, -1).flatten(0, 1), own), dim=1)
+
+
+def _attend_after(call: AttentionCall, start: int) -> torch.Tensor:
+    """Compute causal attention of queries at positions `start` and later to keys from position 0."""
+    if start == 0:
+        return causal_attention(call)
+    outputs = []
+    for first in range(0, call.query.shape[2], QUERIES_PER_CALL):
+        query = call.query[:, :, first : first + QUERIES_PER_CALL]
+        end = start + first + query.shape[2]
+        visible = slice(0 if call.window is None else max(0, start + first - call.window + 1), end)
+        outputs.append(
+            attend_from_end(replace(call, query=query, key=call.key[:, :, visible], value=call.value[:, :, visible]))
+        )
+    return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
+
+
 def causal_attention(call: AttentionCall) -> torch.Tensor:
     """Compute causal attention over rows [B, H, T, D] that start at position 0."""
     length = call.query.shape[2]
@@ -160,3 +211,20 @@ def capped_attention(call: AttentionCall) -> torch.Tensor:
     accurate = torch.promote_types(scores.dtype, torch.float32)
     weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1, dtype=accurate)
     return F.dropout(weights, call.dropout).to(value.dtype) @ value
+
+
+def attend_from_end(call: AttentionCall) -> torch.Tensor:
+    """Compute causal attention of queries that are at the last positions of the keys."""
+    num_queries, num_keys = call.query.shape[2], call.key.shape[2]
+    options: dict[str, Any] = {"dropout_p": call.dropout, "scale": call.scaling}
+    if call.softcap is not None:
+        return capped_attention(call)
+    if call.window is not None and call.window < num_keys:
+        # No fused kernel takes both a mask and grouped heads on CUDA.
+        mask = causal_mask(num_queries, num_keys, call.window, call.query.device)
+        return F.scaled_dot_product_attention(call.query, *repeated_heads(call), attn_mask=mask, **options)
+    mask = causal_lower_right(num_queries, num_keys)  # CUDA kernels support this mask without a tensor
+    is_grouped = call.query.shape[1] != call.key.shape[1]
+    return F.scaled_dot_product_attention(
+        call.query, call.key, call.value, attn_mask=mask, enable_gqa=is_grouped, **options
+    )

@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from lucidrl.distributed.process_group import sum_over
 from lucidrl.errors import ConfigError, DataError
-from lucidrl.models.attention import AttentionCall, capped_attention, causal_mask, repeated_heads
+from lucidrl.models.attention import AttentionCall, attend_from_end
 from lucidrl.profiling.spans import span
 from lucidrl.profiling.worker_times import COMMUNICATION
 
@@ -76,7 +74,7 @@ class ContextParallel:
             start = 0 if call.window is None else max(0, end - tokens - call.window + 1)
             visible = slice(start, end)
             outputs.append(
-                _attend_from_end(replace(call, query=query, key=key[:, :, visible], value=value[:, :, visible]))
+                attend_from_end(replace(call, query=query, key=key[:, :, visible], value=value[:, :, visible]))
             )
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
@@ -95,23 +93,6 @@ class ContextParallel:
         early, late = gathered.chunk(2, dim=3)
         both = torch.cat((*early.unbind(), *reversed(late.unbind())), dim=2)
         return both.split((key.shape[-1], value.shape[-1]), dim=-1)
-
-
-def _attend_from_end(call: AttentionCall) -> torch.Tensor:
-    """Compute causal attention of queries that are at the last positions of the keys."""
-    num_queries, num_keys = call.query.shape[2], call.key.shape[2]
-    options: dict[str, Any] = {"dropout_p": call.dropout, "scale": call.scaling}
-    if call.softcap is not None:
-        return capped_attention(call)
-    if call.window is not None and call.window < num_keys:
-        # No fused kernel takes both a mask and grouped heads on CUDA.
-        mask = causal_mask(num_queries, num_keys, call.window, call.query.device)
-        return F.scaled_dot_product_attention(call.query, *repeated_heads(call), attn_mask=mask, **options)
-    mask = causal_lower_right(num_queries, num_keys)  # CUDA kernels support this mask without a tensor
-    is_grouped = call.query.shape[1] != call.key.shape[1]
-    return F.scaled_dot_product_attention(
-        call.query, call.key, call.value, attn_mask=mask, enable_gqa=is_grouped, **options
-    )
 
 
 class _GatherRanks(torch.autograd.Function):

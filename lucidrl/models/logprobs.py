@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from lucidrl.distributed.batching import round_up
 from lucidrl.distributed.packing import PackedRows, gather_rows, pack_rows
+from lucidrl.distributed.prefix_tree import PrefixTree, share_prefixes
 from lucidrl.errors import ConfigError
 from lucidrl.losses.interfaces import Need, TokenOutputs
-from lucidrl.models.attention import AttentionLayout, PackedLayout, PaddedLayout
+from lucidrl.models.attention import AttentionLayout, PackedLayout, PaddedLayout, TreeLayout
 from lucidrl.models.context_parallel import ContextParallel
 from lucidrl.models.head import LogitTransform, gathered_logits, token_logprobs
 
@@ -53,6 +54,8 @@ class LogprobModel(nn.Module):
         self.tp_group = tp_group
         self.context = context
         self.length_multiple = length_multiple * (context.multiple if context is not None else 1)
+        self.num_computed_tokens = 0
+        """Tokens of all forward passes so far, padding included; of all ranks that split the rows."""
         self.train(model.training)  # a new module is in training mode
 
     def forward(
@@ -62,6 +65,7 @@ class LogprobModel(nn.Module):
         needs: Set[Need] = frozenset({"logprobs"}),
         selected: torch.Tensor | None = None,
         packed: bool = False,
+        shared: bool = False,
     ) -> TokenOutputs:
         """Compute outputs for right-padded rows.
 
@@ -72,13 +76,17 @@ class LogprobModel(nn.Module):
             selected: [B, T] bool, the tokens to score; all by default. Log-probabilities and entropies of other tokens
                 are 0.
             packed: run the model on packed rows, without padding; outputs are padded rows nevertheless.
+            shared: run the model once on tokens that rows have in common, if there are any, and on all others without
+                padding.
         """
         if not needs <= SUPPORTED_NEEDS:
             raise ConfigError(
                 f"the loss needs {sorted(needs - SUPPORTED_NEEDS)}, but a language model only returns "
                 f"{sorted(SUPPORTED_NEEDS)}; change the loss's `needs`"
             )
-        rows = pack_rows(input_ids, input_lengths) if packed else None
+        rows: PackedRows | PrefixTree | None = share_prefixes(input_ids, input_lengths) if shared else None
+        if rows is None and packed:
+            rows = pack_rows(input_ids, input_lengths)
         hidden = self._hidden(input_ids, rows)
         logits = self._logits_of_rows(hidden, rows, input_ids.shape) if "logits" in needs else None
         if not needs & {"logprobs", "entropy"}:
@@ -92,23 +100,32 @@ class LogprobModel(nn.Module):
         slot_of_position = self._slots(input_ids.shape[1], input_ids.device)
         wanted[:, 1:] &= slot_of_position[:-1] >= 0
         row_N, position_N = wanted.nonzero(as_tuple=True)
-        if rows is not None:
-            predictor_N = rows.cu_seqlens[row_N].to(torch.int64) + position_N - 1
+        slot_N = None  # index of the scored value of each wanted token, if rows share tokens
+        if isinstance(rows, PrefixTree):
+            token_U, slot_N = torch.unique(rows.slots[row_N, position_N], return_inverse=True)
+            # Tokens that follow the same token have the same predictor, whose gradient is a sum.
+            predictors = hidden.index_select(0, rows.previous[token_U])
+            targets = rows.input_ids[0, token_U]
         else:
-            predictor_N = row_N * (len(hidden) // len(input_ids)) + slot_of_position[position_N - 1]
+            if rows is not None:
+                predictor_N = rows.cu_seqlens[row_N].to(torch.int64) + position_N - 1
+            else:
+                predictor_N = row_N * (len(hidden) // len(input_ids)) + slot_of_position[position_N - 1]
+            predictors, targets = gather_rows(hidden, predictor_N), input_ids[row_N, position_N]
         scored = token_logprobs(
-            gather_rows(hidden, predictor_N),
+            predictors,
             self.head,
-            input_ids[row_N, position_N],
+            targets,
             self.transform,
             with_entropy="entropy" in needs,
             recompute=self.recompute_head,
             group=self.tp_group,
         )
 
-        def laid_out(values_N: torch.Tensor | None) -> torch.Tensor | None:
-            if values_N is None:
+        def laid_out(values: torch.Tensor | None) -> torch.Tensor | None:
+            if values is None:
                 return None
+            values_N = values if slot_N is None else values.index_select(0, slot_N)
             values_BT = values_N.new_zeros(input_ids.shape).index_put((row_N, position_N), values_N)
             return values_BT if self.context is None else self.context.sum(values_BT)
 
@@ -122,6 +139,7 @@ class LogprobModel(nn.Module):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: AttentionLayout
     ) -> torch.Tensor:
         """Return the last hidden states, flattened to [tokens, D]."""
+        self.num_computed_tokens += input_ids.numel() * (1 if self.context is None else self.context.size)
         decoder = self.model.base_model
         output = decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False, layout=layout)
         return output.last_hidden_state.flatten(0, 1)
@@ -132,10 +150,11 @@ class LogprobModel(nn.Module):
             return self.transform(self.head(hidden))
         return self.transform(gathered_logits(hidden, self.head))
 
-    def _hidden(self, input_ids: torch.Tensor, rows: PackedRows | None) -> torch.Tensor:
+    def _hidden(self, input_ids: torch.Tensor, rows: PackedRows | PrefixTree | None) -> torch.Tensor:
         """Return the last hidden states of this rank's tokens, [tokens, D]."""
         if rows is not None:
-            return self.hidden_states(rows.input_ids, rows.position_ids, PackedLayout(rows))
+            layout = TreeLayout(rows) if isinstance(rows, PrefixTree) else PackedLayout(rows)
+            return self.hidden_states(rows.input_ids, rows.position_ids, layout)
         padded = nn.functional.pad(input_ids, (0, -input_ids.shape[1] % self.length_multiple))
         position_ids = self._own_positions(padded.shape[1], padded.device).expand(len(padded), -1)
         if self.context is None:
@@ -156,7 +175,9 @@ class LogprobModel(nn.Module):
         slots[own] = torch.arange(len(own), device=device)
         return slots[:length]
 
-    def _logits_of_rows(self, hidden: torch.Tensor, rows: PackedRows | None, shape: torch.Size) -> torch.Tensor:
+    def _logits_of_rows(
+        self, hidden: torch.Tensor, rows: PackedRows | PrefixTree | None, shape: torch.Size
+    ) -> torch.Tensor:
         """[B, T, V]"""
         logits = self.next_token_logits(hidden)
         if rows is not None:

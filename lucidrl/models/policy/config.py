@@ -195,6 +195,10 @@ class PolicyConfig(OptimizationConfig):
     """Batch rows of similar length, up to a token budget."""
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     """Concatenate rows without padding, up to a token budget."""
+    share_prefixes: bool = True
+    """Compute tokens that rows of a micro-batch have in common once, such as the prompt of a group, in training and
+    scoring. Micro-batches with a token budget keep such rows together and count shared tokens once. No effect with
+    context or sequence parallelism."""
     recompute_head: bool = False
     """Recompute logits in the backward pass: uses the least memory, but evaluates the head twice."""
     generation: GenerationConfig = GenerationConfig()

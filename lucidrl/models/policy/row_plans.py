@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,23 @@ import torch
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.batching import Plan, dynamic_plan, fixed_plan, inverse_permutation, packed_plan
 from lucidrl.distributed.columns import ColumnKind
+from lucidrl.distributed.prefix_tree import tree_plan
 from lucidrl.distributed.process_group import RankMesh, gather_over, largest_over
 from lucidrl.errors import DataError
 from lucidrl.models.policy.config import PolicyConfig
 
+_logger = logging.getLogger(__name__)
 _SCORED_COLUMNS = ("input_ids", "input_lengths")
 _TRAINED_COLUMNS = (*_SCORED_COLUMNS, "sample_mask", "token_mask")
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The rows of each micro-batch."""
+
+    groups: Plan
+    are_packed: bool
+    """Rows of a micro-batch are concatenated instead of padded."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,7 @@ class MicroBatch:
     """Rows of one forward pass."""
 
     rows: BatchedDataDict[Any]
+    is_packed: bool
     is_real: bool
     """False for a placeholder, which keeps this rank in lock-step with the other ranks."""
     is_last: bool
@@ -34,10 +47,19 @@ class RowPlans:
 
     def __init__(self, config: PolicyConfig, mesh: RankMesh):
         self._config, self._mesh = config, mesh
-        self.are_packed = config.sequence_packing.enabled
-        """Rows of a micro-batch are concatenated instead of padded."""
-        self._budget = config.sequence_packing if self.are_packed else config.dynamic_batching
-        dynamic = config.dynamic_batching
+        self.share_prefixes = config.share_prefixes
+        """Tokens that rows of a micro-batch have in common are computed once."""
+        parallel = config.dtensor_cfg
+        if self.share_prefixes and (mesh.layout.cp > 1 or (mesh.layout.tp > 1 and parallel.sequence_parallel)):
+            self.share_prefixes = False
+            if mesh.rank == 0:
+                _logger.info(
+                    "policy.share_prefixes has no effect with context or sequence parallelism, which splits rows over "
+                    "ranks; every row is computed alone"
+                )
+        packing, dynamic = config.sequence_packing, config.dynamic_batching
+        self._packs = packing.enabled
+        self._budget = packing if packing.enabled else dynamic
         self._length_multiple = dynamic.sequence_length_round if dynamic.enabled else 1
 
     def global_batches(self, data: BatchedDataDict[Any], gbs: int | None) -> list[BatchedDataDict[Any]]:
@@ -66,11 +88,11 @@ class RowPlans:
         share = data.size // number
         return [data.slice(start, start + share) for start in range(0, share * number, share or 1)] or [data] * number
 
-    def for_training(self, data: BatchedDataDict[Any], mbs: int | None) -> Plan:
+    def for_training(self, data: BatchedDataDict[Any], mbs: int | None) -> RowPlan:
         """Plan the micro-batches of one global batch; `mbs` (rows per micro-batch) overrides the config."""
         return self._plan(data, mbs, self._config.train_micro_batch_size, self._budget.train_mb_tokens)
 
-    def for_scoring(self, data: BatchedDataDict[Any], mbs: int | None) -> tuple[Plan, list[int]]:
+    def for_scoring(self, data: BatchedDataDict[Any], mbs: int | None) -> tuple[RowPlan, list[int]]:
         """Plan micro-batches for scoring; also return the permutation that restores row order.
 
         Raises:
@@ -78,26 +100,31 @@ class RowPlans:
         """
         _check_rows(data, _SCORED_COLUMNS, "get_logprobs")
         plan = self._plan(data, mbs, self._config.logprob_batch_size, self._budget.logprob_mb_tokens)
-        return plan, inverse_permutation([row for group in plan for row in group])
+        return plan, inverse_permutation([row for group in plan.groups for row in group])
 
-    def micro_batches(self, data: BatchedDataDict[Any], plan: Plan) -> Iterator[MicroBatch]:
+    def micro_batches(self, data: BatchedDataDict[Any], plan: RowPlan) -> Iterator[MicroBatch]:
         """Yield the planned micro-batches, then placeholders until all ranks have equally many micro-batches.
 
         Ranks gather weights from each other, so all must make the same number of forward passes.
         """
-        rounds, number = largest_over(len(plan), self._mesh.world), 0
-        for number, rows in enumerate(data.microbatches(plan, length_multiple=self._length_multiple), start=1):
-            yield MicroBatch(rows, is_real=True, is_last=number == rounds)
+        rounds, number = largest_over(len(plan.groups), self._mesh.world), 0
+        planned = data.microbatches(plan.groups, length_multiple=self._length_multiple)
+        for number, rows in enumerate(planned, start=1):
+            yield MicroBatch(rows, plan.are_packed, is_real=True, is_last=number == rounds)
         for missing in range(number + 1, rounds + 1):
-            yield MicroBatch(_empty_row(data), is_real=False, is_last=missing == rounds)
+            yield MicroBatch(_empty_row(data), plan.are_packed, is_real=False, is_last=missing == rounds)
 
-    def _plan(self, data: BatchedDataDict[Any], mbs: int | None, num_rows: int, num_tokens: int) -> Plan:
+    def _plan(self, data: BatchedDataDict[Any], mbs: int | None, num_rows: int, num_tokens: int) -> RowPlan:
         if mbs is not None or not self._budget.enabled:
-            return fixed_plan(data.size, num_rows if mbs is None else mbs)
+            return RowPlan(fixed_plan(data.size, num_rows if mbs is None else mbs), self._packs)
+        if self.share_prefixes:
+            groups = tree_plan(data["input_ids"], data["input_lengths"], num_tokens)
+            if groups is not None:
+                return RowPlan(groups, are_packed=True)
         lengths = data["input_lengths"].tolist()
-        if self.are_packed:
-            return packed_plan(lengths, num_tokens)
-        return dynamic_plan(lengths, num_tokens, length_multiple=self._length_multiple)
+        if self._packs:
+            return RowPlan(packed_plan(lengths, num_tokens), are_packed=True)
+        return RowPlan(dynamic_plan(lengths, num_tokens, length_multiple=self._length_multiple), are_packed=False)
 
 
 def _check_rows(data: BatchedDataDict[Any], needed: Sequence[str], method: str) -> None:

@@ -49,7 +49,8 @@ class Scorer:
             scored = []
             for micro in self._row_plans.micro_batches(data, plan):
                 tokens, lengths = micro.rows["input_ids"].to(device), micro.rows["input_lengths"].to(device)
-                outputs = self._sharding.root(tokens, lengths, packed=self._row_plans.are_packed)
+                shared = self._row_plans.share_prefixes
+                outputs = self._sharding.root(tokens, lengths, packed=micro.is_packed, shared=shared)
                 if micro.is_real:
                     missing = unscored.shape[1] - outputs.logprobs.shape[1]
                     scored.append(torch.nn.functional.pad(outputs.logprobs.float().cpu(), (0, missing)))

@@ -19,7 +19,7 @@ from lucidrl.errors import TrainingError
 from lucidrl.losses.interfaces import LossFunction, TokenOutputs, valid_token_mask
 from lucidrl.losses.reductions import Max, Mean, Metrics, Min, Sum, reduce_metrics
 from lucidrl.models.optim import PolicyOptimizer
-from lucidrl.models.policy.row_plans import RowPlans
+from lucidrl.models.policy.row_plans import MicroBatch, RowPlans
 from lucidrl.models.policy.sharding import Sharding
 from lucidrl.profiling.spans import span
 
@@ -93,29 +93,17 @@ class Training:
         batch = batch.select_indices(batch["sample_mask"].nonzero()[:, 0])
         plan, mesh = self._row_plans.for_training(batch, mbs), self._sharding.mesh
         batch = batch.to(mesh.device)
-        counts = (
-            sum_over(batch["sample_mask"].sum(), mesh.dp_group),
-            sum_over(valid_token_mask(batch).sum(), mesh.dp_group),
+        result = StepResult(
+            global_valid_seqs=sum_over(batch["sample_mask"].sum(), mesh.dp_group),
+            global_valid_toks=sum_over(valid_token_mask(batch).sum(), mesh.dp_group),
         )
-        result = StepResult(*counts)
         scale = self._sharding.gradient_scale * (optimizer.loss_scale if optimizer is not None else 1.0)
         try:
             with torch.set_grad_enabled(optimizer is not None):
                 for micro in self._row_plans.micro_batches(batch, plan):
                     with self._sharding.accumulating(micro.is_last):
                         with span("forward"):
-                            outputs = self._sharding.root(
-                                micro.rows["input_ids"],
-                                micro.rows["input_lengths"],
-                                loss_fn.needs,
-                                selected=valid_token_mask(micro.rows),
-                                packed=self._row_plans.are_packed,
-                            )
-                            if micro.is_real:
-                                loss, metrics = loss_fn(_declared_outputs(outputs, loss_fn), micro.rows, *counts)
-                                result.add(loss, metrics, micro.rows)
-                            else:
-                                loss = _zero_loss(outputs)
+                            loss = self._loss(micro, loss_fn, result)
                         if optimizer is not None:
                             with span("backward"):
                                 (loss * scale).backward()
@@ -126,6 +114,29 @@ class Training:
                 optimizer.zero_grad()  # drop a partial gradient
             raise
         return result
+
+    def _loss(self, micro: MicroBatch, loss_fn: LossFunction, result: StepResult) -> torch.Tensor:
+        """Return the loss of a micro-batch; add it and its metrics to `result`."""
+        model = self._sharding.model
+        num_before = model.num_computed_tokens
+        outputs = self._sharding.root(
+            micro.rows["input_ids"],
+            micro.rows["input_lengths"],
+            loss_fn.needs,
+            selected=valid_token_mask(micro.rows),
+            packed=micro.is_packed,
+            shared=self._row_plans.share_prefixes,
+        )
+        if not micro.is_real:
+            return _zero_loss(outputs)
+        counts = result.global_valid_seqs, result.global_valid_toks
+        loss, metrics = loss_fn(_declared_outputs(outputs, loss_fn), micro.rows, *counts)
+        tokens = {
+            "row_tokens": Sum(micro.rows["input_lengths"].sum()),
+            "computed_tokens": Sum(model.num_computed_tokens - num_before),
+        }
+        result.add(loss, {**metrics, **tokens}, micro.rows)
+        return loss
 
     def _update(self, optimizer: PolicyOptimizer, result: StepResult) -> None:
         """Update the weights; raise TrainingError after too many consecutive skipped updates.
