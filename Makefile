@@ -30,6 +30,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/lucidrl grpo --preset demo
 
+# Tests start hundreds of processes. Without bytecode files, each of them would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two pytest workers, one torch thread each; docs/testing.md says what they share.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 

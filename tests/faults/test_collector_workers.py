@@ -56,9 +56,14 @@ def children() -> set[int]:
     ("fault", "what", "trace"),
     [
         ("raise", r"failed in a rollout: ValueError: the wheel came off", r"in _raise\n"),
-        ("unpicklable", r"failed in a rollout: .*UnpicklableError: wheel and axle", r"in _raise_unpicklable\n"),
-        ("leave", r"failed in a rollout: SystemExit: enough", r"sys\.exit"),
-        ("exit", r"exited with code 7 in a rollout", None),
+        pytest.param(
+            "unpicklable",
+            r"failed in a rollout: .*UnpicklableError: wheel and axle",
+            r"in _raise_unpicklable\n",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("leave", r"failed in a rollout: SystemExit: enough", r"sys\.exit", marks=pytest.mark.slow),
+        pytest.param("exit", r"exited with code 7 in a rollout", None, marks=pytest.mark.slow),
         ("kill", r"was killed by SIGKILL, perhaps out of memory, in a rollout", None),
     ],
 )

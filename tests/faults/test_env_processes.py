@@ -121,9 +121,10 @@ def test_a_reset_that_fails_is_reported(fault, step_timeout_s):
             "import os; os._exit(3)",
             r"env 1 \(never seeded\) failed in its start: the process .* exited with code 3",
         ),
-        (
+        pytest.param(
             "import time; time.sleep(99)",
             r"env 1 .* failed in its start: it took longer than start_timeout_s=3; raise the timeout",
+            marks=pytest.mark.slow,
         ),
         ("1 / 0", r"env 1 \(never seeded\) failed in its start: ZeroDivisionError: division by zero"),
     ],

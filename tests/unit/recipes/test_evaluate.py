@@ -119,7 +119,10 @@ def test_samples_give_pass_and_majority(run, trainer):
     assert {len(line["samples"]) for line in lines} == {4}
 
 
-@pytest.mark.parametrize("options", [{}, {"samples": 2}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="greedy"), pytest.param({"samples": 2}, id="sampled", marks=pytest.mark.slow)],
+)
 def test_an_interrupted_evaluation_continues_and_ends_equal(run, tmp_path, options):
     settings = ["validation.prompts_per_batch=8"]
     whole = evaluate(run, settings=settings, output=tmp_path / "whole", **options).result
@@ -173,6 +176,7 @@ def test_two_models_are_compared_on_the_same_prompts(lucidrl, run, tmp_path):
     assert f"accuracy: {compared['sentence']}" in out
 
 
+@pytest.mark.slow
 def test_settings_of_the_policy_reach_both_models_and_a_model_keeps_its_tokenizer(run, tmp_path):
     other = tmp_path / "exp_002"
     shutil.copytree(run, other)
@@ -243,6 +247,7 @@ def test_a_run_of_sft_is_evaluated_with_a_reward(lucidrl, tmp_path):
     assert "learned from examples, so nothing says how its completions are scored; set reward=" in err
 
 
+@pytest.mark.slow
 def test_a_file_is_evaluated_without_the_validation_rows_of_the_run(tmp_path):
     for name, sums in (("own", 4), ("held_out", 3), ("test", 2)):
         rows = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(sums)]
@@ -342,6 +347,7 @@ def test_a_setting_of_a_section_counts_as_a_change_of_the_section():
     assert not given.has_any_of("env.kwargs.lev")
 
 
+@pytest.mark.slow
 def test_a_setting_may_be_longer_than_the_name_of_a_file(run, tmp_path):
     names = ", ".join(f"name_{number}" for number in range(60))
     command = [sys.executable, "-m", "lucidrl.cli", "eval", str(run), f"env.kwargs={{names: [{names}]}}"]
