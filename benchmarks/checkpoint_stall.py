@@ -1,8 +1,9 @@
 """How long a checkpoint stalls training: a background save compared with a blocking save.
 
 A checkpoint holds the weights, the float32 master weights and both moments of AdamW, with hashes and fsync. The stall
-is the time of `save` plus the time of the later commit. The table also shows, without a claim, the first save, which
-allocates memory, and the duration of a training step while the thread writes.
+is the time of `save` plus the time of the later commit. The memory of the first save is allocated in the background
+after the first step, as in a run. The table also shows, without a claim, the duration of a training step while the
+thread writes.
 """
 
 from __future__ import annotations
@@ -51,8 +52,13 @@ def main() -> None:
         manager = CheckpointManager(Path(name), keep_last=1)
         waiting = Saver(manager, CheckpointConfig(background=False), policy, lambda message: None)
         saver = Saver(manager, CheckpointConfig(), policy, lambda message: None)
+        policy.reserve_save(Path(name))
+        for _ in range(options.rounds):
+            step()
         first_s = seconds_of(lambda: saver.save(0, {}, {}))
-        saver.finish()
+        while not policy.is_save_written():
+            step()
+        first_s += seconds_of(saver.finish)
         for number in range(options.rounds):
             blocking.append(seconds_of(lambda number=number: waiting.save(2 * number + 1, {}, {})))
             step()  # the previous checkpoint is deleted meanwhile, as in a run
@@ -71,7 +77,11 @@ def main() -> None:
     ]
     print_table(rows, header=("measurement", "median"))
     ratio = median(stall / blocked for stall, blocked in zip(stalls, blocking, strict=True))
-    report([Claim("stall of a background save / duration of a blocking save", 0.1, ratio, at_most=True)], options.json)
+    claims = [
+        Claim("stall of a background save / duration of a blocking save", 0.1, ratio, at_most=True),
+        Claim("stall of the first background save / of a later one", 2, first_s / median(stalls), at_most=True),
+    ]
+    report(claims, options.json)
 
 
 if __name__ == "__main__":

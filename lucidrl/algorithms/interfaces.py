@@ -31,6 +31,10 @@ class TrainedPolicy(Stateful, ProfilablePolicy, Protocol):
     state of a rank that runs in a worker process has `num_threads` and `random` under `process`.
     """
 
+    def reserve_save(self, folder: Path, *, weights_only: bool = False) -> None:
+        """Allocate the memory of `begin_save` in the background; called after the first training step."""
+        ...
+
     def begin_save(self, folder: Path, *, weights_only: bool = False) -> None:
         """Copy weights and, unless `weights_only`, optimizers; write the copies to `folder` in the background."""
         ...

@@ -46,6 +46,8 @@ class Saver:
         self.manager = manager
         self._config, self._policy, self._announce, self._on_save = config, policy, announce, on_save
         self._pending: PendingCheckpoint | None = None
+        self._has_memory = not config.background
+        """Whether memory for background saves is allocated, or not needed."""
 
     def check_metric(self, metrics: Mapping[str, float]) -> None:
         """Raise ConfigError if the validation metrics lack the metric that selects the best checkpoint."""
@@ -75,8 +77,13 @@ class Saver:
         self.settle()
         every = self._config.every
         if is_stopped or (is_last and self._config.final) or (every > 0 and step % every == 0):
+            self._has_memory = True
             with span("save"):
                 self.save(step, state_dict(), metrics)
+        elif every > 0 and not self._has_memory:
+            # A later save would stall for this allocation. The optimizer's state exists since the first step.
+            self._has_memory = True
+            self._policy.reserve_save(self.manager.root, weights_only=self._config.weights_only)
         if is_last or is_stopped:
             self.finish()
 

@@ -64,10 +64,30 @@ class CheckpointWriter:
         self._rank, self._num_ranks, self._group = rank, num_ranks, group
         self._pin_memory = pin_memory
         self._memory: dict[str, torch.Tensor] = {}
-        """Host memory of the last save, by file name."""
+        """Host memory of the last save, or reserved for the first, by file name."""
+        self._reserving: threading.Thread | None = None
         self._writing: Future[dict[Path, FileDigest]] | None = None
         self._needed_bytes = 0
         """Bytes of all ranks' tensors in the last save."""
+
+    def reserve(self, sets: Sequence[TensorSet]) -> None:
+        """Allocate the memory of a save in a thread, so that the first `begin` only copies.
+
+        A new page of memory costs several times as much as a copy into a used page.
+        """
+        sizes = {
+            path.name: sum(tensor_set.specs[name].size_bytes for name in names)
+            for tensor_set in sets
+            for path, names in list(_plan(tensor_set, self._num_ranks)[0].items())[self._rank :: self._num_ranks]
+        }
+        self._reserving = threading.Thread(target=self._touch, args=(sizes,), name="checkpoint-memory", daemon=True)
+        self._reserving.start()
+
+    def _touch(self, sizes: Mapping[str, int]) -> None:
+        _lower_priority()
+        for name, size_bytes in sizes.items():
+            self._memory[name] = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
+            self._memory[name].numpy().fill(0)  # not by torch, whose threads train
 
     @torch.no_grad()
     def begin(self, sets: Sequence[TensorSet], small_files: Mapping[Path, bytes]) -> int:
@@ -85,6 +105,9 @@ class CheckpointWriter:
             CheckpointError: if the disk has too little space (nothing is written then), or if the previous save failed.
         """
         agreed(self.finish, self._group)
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
         plans = [_plan(tensor_set, self._num_ranks) for tensor_set in sets]
         contents: dict[Path, bytes] = {}
         if self._rank == 0:
@@ -183,12 +206,17 @@ def _fill(files: Sequence[TensorFile], tensor_set: TensorSet) -> None:
     assert not places, f"the gathered tensors lack {sorted(places)}"
 
 
+def _lower_priority() -> None:
+    """Give this thread a low priority, on Linux; elsewhere threads have the priority of their process."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()  # Linux would refuse to raise its priority if the process runs under `nice`
+        os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+
+
 def _write_all(
     writing: Future[dict[Path, FileDigest]], files: Mapping[Path, TensorFile], contents: Mapping[Path, bytes]
 ) -> None:
-    if sys.platform == "linux":  # only there, a thread has a separate priority
-        thread = threading.get_native_id()  # Linux would refuse to raise its priority if the process runs under `nice`
-        os.setpriority(os.PRIO_PROCESS, thread, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+    _lower_priority()
     digests: dict[Path, FileDigest] = {}
     path = Path()
     try:

@@ -57,19 +57,27 @@ class PolicyCheckpoints:
     def begin(self, weights: str, optimizer: str | None = None, tokenizer: str | None = None) -> int:
         """Copy tensors and write them to new folders in the background; see `CheckpointWriter.begin`."""
         self._offload.check_weights("saving")
-        dtype = DTYPES[self._precision]
-        specs = {name: TensorSpec(dtype, tuple(shape)) for name, shape in self._sharding.shapes.items()}
-        sets = [TensorSet(Path(weights), WEIGHTS_STEM, specs, self._sharding.full_weights)]
-        small_files: dict[Path, bytes] = {}
-        if optimizer is not None:
-            saved = self._offload.optimizer_for("saving with an optimizer_path", _WITHOUT_OPTIMIZER)
-            tensors, small_files = full_state_files(Path(optimizer), self._sharding, saved)
-            sets.append(tensors)
+        sets, small_files = self._contents(weights, optimizer)
         if self._rank == 0:
             small_files |= {Path(weights, name): content for name, content in self._config_files.items()}
             if tokenizer is not None:
                 small_files |= {Path(tokenizer, name): content for name, content in self._tokenizer_files.items()}
         return self.writer.begin(sets, small_files)
+
+    def reserve(self, weights: str, optimizer: str | None = None) -> None:
+        """Allocate the memory of `begin` in the background; needs no communication."""
+        self.writer.reserve(self._contents(weights, optimizer)[0])
+
+    def _contents(self, weights: str, optimizer: str | None) -> tuple[list[TensorSet], dict[Path, bytes]]:
+        """Return the tensors of a save, and the rest of the optimizer's state."""
+        dtype = DTYPES[self._precision]
+        specs = {name: TensorSpec(dtype, tuple(shape)) for name, shape in self._sharding.shapes.items()}
+        sets = [TensorSet(Path(weights), WEIGHTS_STEM, specs, self._sharding.full_weights)]
+        if optimizer is None:
+            return sets, {}
+        saved = self._offload.optimizer_for("saving with an optimizer_path", _WITHOUT_OPTIMIZER)
+        tensors, small_files = full_state_files(Path(optimizer), self._sharding, saved)
+        return [*sets, tensors], small_files
 
     @span("save")
     def finish(self) -> dict[Path, FileDigest]:

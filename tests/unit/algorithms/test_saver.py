@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from lucidrl.algorithms.saver import Saver, checkpoint_size_bytes
+from lucidrl.checkpoint import writer
 from lucidrl.checkpoint.config import CheckpointConfig
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.checkpoint.tensors import TensorFile
@@ -18,6 +19,11 @@ from lucidrl.models.loading import model_facts
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from tests.tiers import slow_except
+
+
+def one_example():
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    return collate([supervised_example(embedded_tokenizer(), messages)], pad_id=0, supervised=True)
 
 
 class HeldBack:
@@ -84,6 +90,23 @@ def test_the_next_save_commits_the_one_before(held):
     assert held.folders() == ["step_1", "step_2"]
 
 
+def test_the_first_save_uses_memory_that_was_allocated_after_the_first_step(tmp_path, monkeypatch):
+    reused = []
+
+    class Recorded(TensorFile):
+        def __init__(self, specs, memory=None, *, pin_memory=False):
+            super().__init__(specs, memory, pin_memory=pin_memory)
+            reused.append(self.memory is memory)
+
+    monkeypatch.setattr(writer, "TensorFile", Recorded)
+    policy = Policy(PolicyConfig(), embedded_tokenizer(), init_reference_model=False)
+    policy.train(one_example(), NLLLoss())
+    saver = Saver(CheckpointManager(tmp_path), CheckpointConfig(every=3), policy, lambda line: None)
+    for step in (1, 2, 3):
+        saver.end_step(step, dict, {}, is_last=step == 3, is_stopped=False)
+    assert reused == [True, True]  # weights and optimizer
+
+
 def test_without_background_a_save_is_committed_at_once(tmp_path, monkeypatch):
     held = HeldBack(tmp_path, monkeypatch, background=False)
     held.allowed.set()
@@ -121,10 +144,7 @@ def test_a_save_that_cannot_begin_leaves_nothing(held, monkeypatch):
 def test_the_size_of_a_checkpoint_is_known_before_there_is_one(tmp_path, precision, weights_only):
     config = PolicyConfig(precision=precision)
     policy = Policy(config, embedded_tokenizer(), init_reference_model=False)
-    batch = collate([supervised_example(embedded_tokenizer(), [
-        {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
-    ])], pad_id=0, supervised=True)  # fmt: skip
-    policy.train(batch, NLLLoss())
+    policy.train(one_example(), NLLLoss())
     settings = CheckpointConfig(weights_only=weights_only, background=False)
     Saver(CheckpointManager(tmp_path), settings, policy, lambda message: None).save(1, {}, {})
     on_disk = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
