@@ -1,21 +1,16 @@
 """A whole GRPO step compared with TRL's GRPOTrainer: same model, prompts, rewards, learning rate and reference.
 
-The model is a Llama of 0.8 million parameters with random weights, in float32. A step samples 8 prompts x 8 completions
-at temperature 1, rewards them, computes reference log-probabilities (beta 0.04), and makes one AdamW step on all 64
-rows. The end-of-sequence id is outside the model's vocabulary, so every completion has 32 tokens on both sides; the
-benchmark checks the counts. TRL pads rows and runs without gradient checkpointing, which would slow it down. Lucid RL
-packs rows, which saves little here: prompts differ by few tokens.
+Two models: a Llama of 0.8 million parameters with random weights in float32, with 8 prompts x 8 completions; and
+SmolLM2-135M-Instruct in bfloat16, with 4 prompts x 8 completions. A step samples the completions at temperature 1,
+rewards them, computes reference log-probabilities (beta 0.04), and makes one AdamW step on all rows. The
+end-of-sequence id is outside the model's vocabulary, so every completion has 32 tokens on both sides; the benchmark
+checks the counts. TRL pads rows and runs without gradient checkpointing, which would slow it down. With bfloat16, TRL
+trains bfloat16 weights, while Lucid RL also updates float32 master weights. Lucid RL computes the tokens of a prompt
+once for its 8 completions.
 
 TRL's trainer owns its loop, so the steps of Lucid RL run in its callback, in turn with TRL's steps. The time of a TRL
 step is from `on_step_begin` to `on_step_end`, without its data loader and its logging. The time of a Lucid RL step
 covers collect, prepare, train and the weight update.
-
-Known limit: 1.06 measured on two quiet cores. A model of this size leaves little to gain. Scoring and training are six
-tenths of the step and take as long as bare PyTorch takes for the same tokens, on both sides. In generation, matrix
-products take a third of the time; calls of small operations inside the transformers model, which both sides run, take
-two thirds. Generation took 0.107 s of 0.277 s; a ratio of 1.3 would need 0.06 s. Two approaches: contiguous cache
-buffers (a fifth less CPU time) and inference mode (a tenth less time). With larger models or longer prompts, sharing
-each prompt's cache among its samples matters most: see group_sampling.py.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,15 +45,33 @@ from lucidrl.losses.config import ClippedPGConfig
 from lucidrl.losses.policy_gradient import ClippedPGLoss
 from lucidrl.models.embedded import embedded_model, embedded_tokenizer
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.policy.config import OptimizerConfig, PolicyConfig
+from lucidrl.models.loading import load_tokenizer
+from lucidrl.models.policy.config import OptimizerConfig, PolicyConfig, Precision
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import recorder
 from lucidrl.utils.logger import Logger
 
-PROMPTS, SAMPLES, NEW_TOKENS = 8, 8, 32
+SAMPLES, NEW_TOKENS = 8, 32
 BETA, LEARNING_RATE = 0.04, 1e-5
-WARMUPS, STEPS = 3, 15
+WARMUPS = 3
 PHASES = ("generate", "reference", "train")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the size of a step."""
+
+    label: str
+    source: str | None
+    """Folder of the model; None is the embedded architecture with random weights."""
+    precision: Precision
+    num_prompts: int
+    num_steps: int
+    target: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.precision)
 
 
 def digit_share(text: str) -> float:
@@ -75,9 +89,10 @@ class DigitEnv:
 class LucidSide:
     """The components of a GRPO run of Lucid RL, and the time of each step."""
 
-    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]):
+    def __init__(self, case: Case, folder: Path, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]):
         config = PolicyConfig(
             model_name=str(folder),
+            precision=case.precision,
             optimizer=OptimizerConfig(kwargs={"lr": LEARNING_RATE, "weight_decay": 0.0}),
             generation=GenerationConfig(max_new_tokens=NEW_TOKENS),
         )
@@ -87,7 +102,7 @@ class LucidSide:
             EnvRunner(DigitEnv(), timeout_s=60, max_concurrency=8, on_error="fail"),
             tokenizer,
             prompts,
-            TextCollectorConfig(prompts_per_step=PROMPTS, samples_per_prompt=SAMPLES),
+            TextCollectorConfig(prompts_per_step=case.num_prompts, samples_per_prompt=SAMPLES),
             context_length=512,
         )
         self.grpo = GRPO(
@@ -171,11 +186,16 @@ class TRLReward:
 
 
 def trl_trainer(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], reward: TRLReward, turns: TakeTurns
+    case: Case,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    reward: TRLReward,
+    turns: TakeTurns,
 ) -> GRPOTrainer:
     config = TRLConfig(
         output_dir=str(folder / "trl"),
-        per_device_train_batch_size=PROMPTS * SAMPLES,
+        per_device_train_batch_size=case.num_prompts * SAMPLES,
         gradient_accumulation_steps=1,
         steps_per_generation=1,
         num_generations=SAMPLES,
@@ -185,7 +205,7 @@ def trl_trainer(
         lr_scheduler_type="constant",
         weight_decay=0.0,
         optim="adamw_torch_fused",
-        max_steps=WARMUPS + STEPS,
+        max_steps=WARMUPS + case.num_steps,
         temperature=1.0,
         top_k=0,
         top_p=1.0,
@@ -199,7 +219,7 @@ def trl_trainer(
         disable_tqdm=True,
     )
     return GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=case.dtype),
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list([{"prompt": list(prompt.messages)} for prompt in prompts]),
@@ -208,9 +228,9 @@ def trl_trainer(
     )
 
 
-def bare_phases(folder: Path, batch: Any) -> Times:
+def bare_phases(case: Case, folder: Path, batch: Any) -> Times:
     """The reference and training phases in bare PyTorch, on the same padded tokens."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=case.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     ids, mask = batch["input_ids"], batch["token_mask"][:, 1:]
 
@@ -224,13 +244,16 @@ def bare_phases(folder: Path, batch: Any) -> Times:
         optimizer.step()
         optimizer.zero_grad()
 
-    return take_turns({"reference": torch.no_grad()(logprobs), "train": train}, warmups=2)
+    return take_turns({"reference": torch.no_grad()(logprobs), "train": train}, rounds=3)
 
 
-def save_model(folder: Path) -> PreTrainedTokenizerBase:
-    """Save the embedded architecture with random weights, and a tokenizer whose end token has no logit."""
-    model = embedded_model(warm=False, seed=0, attn_implementation="sdpa")
-    tokenizer = embedded_tokenizer()
+def save_model(case: Case, folder: Path) -> PreTrainedTokenizerBase:
+    """Save the model with a tokenizer whose end token has no logit."""
+    if case.source is None:
+        model, tokenizer = embedded_model(warm=False, seed=0, attn_implementation="sdpa"), embedded_tokenizer()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(case.source, dtype=case.dtype)
+        tokenizer = load_tokenizer(case.source)
     tokenizer.add_special_tokens({"eos_token": "<|never|>"})
     assert int(tokenizer.eos_token_id) >= model.config.vocab_size  # type: ignore[arg-type]
     model.config.eos_token_id = tokenizer.eos_token_id
@@ -241,31 +264,40 @@ def save_model(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def main() -> None:
-    options = arguments(__doc__)
-    torch.set_num_threads(options.threads)
+def measure(case: Case) -> Claim:
     prompts = [
-        Prompt(f"{n}+{n + 7}", ({"role": "user", "content": f"{n}+{n + 7}="},)) for n in range(10, 10 + 8 * PROMPTS)
+        Prompt(f"{n}+{n + 7}", ({"role": "user", "content": f"{n}+{n + 7}="},))
+        for n in range(10, 10 + 8 * case.num_prompts)
     ]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tokenizer = save_model(folder)
-        lucid = LucidSide(folder, tokenizer, prompts)
+        tokenizer = save_model(case, folder)
+        lucid = LucidSide(case, folder, tokenizer, prompts)
         turns, reward = TakeTurns(lucid), TRLReward()
-        trl_trainer(folder, tokenizer, prompts, reward, turns).train()
+        trl_trainer(case, folder, tokenizer, prompts, reward, turns).train()
         lucid.close()
-        bare = bare_phases(folder, lucid.last_batch)
+        bare = bare_phases(case, folder, lucid.last_batch)
 
-    expected = (WARMUPS + STEPS) * PROMPTS * SAMPLES * NEW_TOKENS
+    expected = (WARMUPS + case.num_steps) * case.num_prompts * SAMPLES * NEW_TOKENS
     print(f"sampled tokens: Lucid RL {lucid.sampled_tokens}, TRL {reward.sampled_tokens}, expected {expected}")
     assert lucid.sampled_tokens == reward.sampled_tokens == expected
     times = Times({"lucidrl": lucid.seconds[WARMUPS:], "trl": turns.seconds[WARMUPS:]})
-    rows = [("whole step", f"{times.median('lucidrl'):.3f} s", f"TRL: {times.median('trl'):.3f} s")]
+    rows = [(f"{case.label}, whole step", f"{times.median('lucidrl'):.3f} s", f"TRL: {times.median('trl'):.3f} s")]
     for phase in PHASES:
         compared = f"bare PyTorch: {bare.median(phase):.3f} s" if phase in bare.seconds else ""
         rows.append((phase, f"{median(lucid.phases[phase][WARMUPS:]):.3f} s", compared))
     print_table(rows, header=("phase", "Lucid RL", "compared with"))
-    report([Claim("GRPO step vs TRL", 1.3, times.speedup("lucidrl", "trl"))], options.json)
+    return Claim(f"GRPO step vs TRL, {case.label}", case.target, times.speedup("lucidrl", "trl"))
+
+
+def main() -> None:
+    options = arguments(__doc__, model=(str, ".cache/smollm2", "folder of SmolLM2"))
+    torch.set_num_threads(options.threads)
+    cases = [
+        Case("0.8 million parameters, float32", None, "float32", num_prompts=8, num_steps=15, target=1.3),
+        Case("SmolLM2, bfloat16", options.model, "bfloat16", num_prompts=4, num_steps=5, target=3.3),
+    ]
+    report([measure(case) for case in cases], options.json)
 
 
 if __name__ == "__main__":

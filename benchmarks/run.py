@@ -26,6 +26,7 @@ BENCHMARKS = (
     "timeline_memory",
     "logprob_head",
     "train_vs_bare_loop",
+    "prefix_sharing",
     "dynamic_batching",
     "ranks",
     "ray_step",
@@ -39,7 +40,17 @@ BENCHMARKS = (
     "verifiers",
     "smollm2_grpo",
 )
-WITH_MODEL = ("train_vs_bare_loop", "ranks", "ray_step", "checkpoint_stall", "refit", "group_sampling", "smollm2_grpo")
+WITH_MODEL = (
+    "train_vs_bare_loop",
+    "prefix_sharing",
+    "ranks",
+    "ray_step",
+    "checkpoint_stall",
+    "refit",
+    "group_sampling",
+    "grpo_step_vs_trl",
+    "smollm2_grpo",
+)
 RECORDED_VERSIONS = ("torch", "transformers", "trl", "torchrl", "tensordict", "gymnasium", "stable-baselines3")
 
 

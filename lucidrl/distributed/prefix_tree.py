@@ -92,9 +92,9 @@ def _descendants(segments: Iterable[Segment]) -> Iterator[Segment]:
 
 @dataclass(frozen=True, eq=False)
 class Siblings:
-    """Segments that start at the same position, with equally many children per parent, next to each other in the stream.
+    """Segments that attention processes in one call.
 
-    Attention processes them in one call.
+    They start at the same position, their parents have equally many children, and they are consecutive in the stream.
     """
 
     segments: tuple[Segment, ...]

@@ -10,6 +10,7 @@ Shapes: B rows, R rows of a packed stream, T tokens, S packed tokens, Hq/Hkv que
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -130,8 +131,8 @@ class TreeLayout:
         for siblings, *parts in zip(self.tree.siblings, *streams, strict=True):
             query, key, value = (siblings.packed.unpack(part) for part in parts)
             if parents := siblings.parents:
-                above = zip(*(paths[parent] for parent in parents), strict=True)
-                key, value = (_with_prefixes(torch.stack(prefixes), own) for prefixes, own in zip(above, (key, value)))
+                keys_above, values_above = zip(*(paths[parent] for parent in parents), strict=True)
+                key, value = _with_prefixes(keys_above, key), _with_prefixes(values_above, value)
             rows = replace(call, query=query.transpose(1, 2), key=key.transpose(1, 2), value=value.transpose(1, 2))
             outputs.append(siblings.packed.pack(_attend_after(rows, siblings.start).transpose(1, 2)))
             if any(segment.children for segment in siblings.segments):
@@ -141,10 +142,11 @@ class TreeLayout:
         return torch.cat(outputs).unsqueeze(0)
 
 
-def _with_prefixes(prefixes: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Put the prefix of each parent [P, prefix, H, D] before each of its children in `own` [P * children, T, H, D]."""
-    children = len(own) // len(prefixes)
-    return torch.cat((prefixes.unsqueeze(1).expand(-1, children, -1, -1, -1).flatten(0, 1), own), dim=1)
+def _with_prefixes(prefixes: Sequence[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
+    """Put the prefix of each parent, [prefix, H, D], before its children in `own`, [parents * children, T, H, D]."""
+    own_families = own.unflatten(0, (len(prefixes), -1))
+    repeated = torch.stack(tuple(prefixes)).unsqueeze(1).expand(-1, own_families.shape[1], -1, -1, -1)
+    return torch.cat((repeated, own_families), dim=2).flatten(0, 1)
 
 
 def _attend_after(call: AttentionCall, start: int) -> torch.Tensor:
