@@ -2,9 +2,9 @@ r"""Write the data of the calculator recipe: arithmetic problems, and conversati
 
     python examples/calculator_problems.py calculator-data
 
-`problems.jsonl` has plain arithmetic and word problems with their answers, for `lucidrl grpo` and `lucidrl eval`.
-`conversations.jsonl` has plain arithmetic only, each problem solved with a call of the tool, for `lucidrl sft`. Equal
-arguments write equal files.
+`problems.jsonl` has plain arithmetic and five kinds of word problems with their answers, for `lucidrl grpo` and
+`lucidrl eval`. `conversations.jsonl` has plain arithmetic and two of these kinds, each problem solved with a call of the
+tool, for `lucidrl sft`. Equal arguments write equal files.
 """
 
 import argparse
@@ -16,16 +16,18 @@ TEMPLATES = [
     ("What is {a} * {b}?", "{a} * {b}"),
     ("What is {a} * {b} + {c}?", "{a} * {b} + {c}"),
     ("Compute {a} times {b}, minus {c}.", "{a} * {b} - {c}"),
+    ("What is {a} + {b} + {c}?", "{a} + {b} + {c}"),
+    ("Compute {a} minus {b}, plus {c}.", "{a} - {b} + {c}"),
     ("A crate holds {a} screws. How many screws do {b} crates hold?", "{a} * {b}"),
+    ("A library buys {a} books in May, {b} in June and {c} in July. How many is that?", "{a} + {b} + {c}"),
     ("A ticket costs {a} dollars. What do {b} tickets cost, plus a fee of {c} dollars?", "{a} * {b} + {c}"),
     ("A farm has {a} rows of {b} trees. {c} trees are cut down. How many are left?", "{a} * {b} - {c}"),
-    ("A library buys {a} books in May, {b} in June and {c} in July. How many is that?", "{a} + {b} + {c}"),
     ("A tank holds {a} liters. {b} liters are taken out and {c} are added. How much is in it?", "{a} - {b} + {c}"),
 ]
 
 
-NUM_PLAIN = 3
-"""The first templates are plain arithmetic. Conversations have only these; the model must learn the others itself."""
+NUM_SOLVED = 7
+"""The first templates occur in conversations. The model must learn the others from rewards."""
 
 
 def problem(draw: random.Random, templates: list[tuple[str, str]]) -> dict[str, str]:
@@ -58,7 +60,7 @@ def main() -> None:
     draw = random.Random(0)
     rows = [problem(draw, TEMPLATES) for _ in range(args.problems)]
     problems = [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]
-    conversations = [conversation(problem(draw, TEMPLATES[:NUM_PLAIN])) for _ in range(args.conversations)]
+    conversations = [conversation(problem(draw, TEMPLATES[:NUM_SOLVED])) for _ in range(args.conversations)]
     args.folder.mkdir(parents=True, exist_ok=True)
     for name, content in (("problems.jsonl", problems), ("conversations.jsonl", conversations)):
         (args.folder / name).write_text("".join(json.dumps(row) + "\n" for row in content))
