@@ -247,6 +247,13 @@ def start(
     )
 
 
+def report_of(run: Path) -> str:
+    """The page of a run, with what it lacks."""
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "Recorded spans of traces/timeline.json.gz" in page
+    return page
+
+
 def wait_for_step(folder: Path, process: subprocess.Popen[str], step: int) -> None:
     metrics = folder / "run" / "metrics.jsonl"
     until = time.monotonic() + 300
@@ -266,6 +273,7 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path):
     assert [path.name.endswith(".spans.json") for path in traces.glob("*.json")] == [True]
     (missing,) = valid_timeline(traces / "timeline.json.gz")["lucidrl"]["missing"]
     assert "is missing, with the operators of policy-0" in missing
+    assert missing in report_of(tmp_path / "run")
     (tmp_path / "plain").mkdir()
     train(load_config(PPORunConfig, tmp_path / "settings.yaml"), tmp_path / "plain", Watcher())
     assert digests(tmp_path / "run") == digests(tmp_path / "plain")
@@ -307,6 +315,9 @@ def test_the_timeline_of_a_run_with_a_killed_rank_names_what_is_missing(tmp_path
     assert "is missing, with the operators of policy-1" in operators
     assert "30 are not recorded completely" in steps
     assert "missing in the timeline: the spans of policy-1" in " ".join(output.split())
+    page = report_of(tmp_path / "run")
+    assert all(sentence in page for sentence in (early, operators, steps))
+    assert "was killed by SIGKILL" in page  # what ended the run
 
 
 @pytest.mark.slow
@@ -317,6 +328,7 @@ def test_a_resumed_run_merges_both_recordings(tmp_path):
     path = tmp_path / "run" / "traces" / "timeline.json.gz"
     (missing,) = valid_timeline(path)["lucidrl"]["missing"]
     assert missing == "steps 3:4 are not recorded completely: the run ended after step 2"
+    assert missing in report_of(tmp_path / "run")
     with start(tmp_path, "ppo.max_steps=4", resume="run") as process:
         output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
@@ -324,6 +336,7 @@ def test_a_resumed_run_merges_both_recordings(tmp_path):
     assert sum(event["name"] == "train" for event in content["traceEvents"]) == 2
     assert len({event["pid"] for event in content["traceEvents"] if event["name"] == "train"}) == 2
     assert content["lucidrl"]["missing"] == []
+    assert "not recorded completely" not in report_of(tmp_path / "run")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
