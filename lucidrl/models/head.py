@@ -43,10 +43,14 @@ class LogitTransform:
     softcap: float | None = None
     temperature: float = 1.0
 
+    @property
+    def is_identity(self) -> bool:
+        return (self.scale, self.softcap, self.temperature) == (1.0, None, 1.0)
+
     def __call__(self, raw: torch.Tensor) -> torch.Tensor:
         """Return logits in at least float32, differentiable in `raw`; `raw` itself if nothing changes."""
         accurate = torch.promote_types(raw.dtype, torch.float32)
-        if raw.dtype == accurate and (self.scale, self.softcap, self.temperature) == (1.0, None, 1.0):
+        if raw.dtype == accurate and self.is_identity:
             return raw
         logits = raw.to(accurate, copy=True)
         if self.scale != 1.0:
@@ -205,11 +209,17 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_target = grad_logprobs if shard is None else grad_logprobs * shard.owns(targets)
         chunks = _chunks(hidden.shape[0], weight.shape[0])
         together = CHUNKS_PER_SUM if hidden.dtype != accurate else 1
+        # In half precision, a softmax of raw logits is the cheapest gradient; the rows' factors are applied later.
+        of_softmax = hidden.dtype != accurate and transform.is_identity and not ctx.with_entropy and shard is None
         for first in range(0, len(chunks), together):
             group = slice(chunks[first].start, chunks[min(first + together, len(chunks)) - 1].stop)
             grad = hidden.new_empty(group.stop - group.start, weight.shape[0])
             for chunk, raw in list(zip(chunks, kept, strict=True))[first : first + together]:
                 raw = F.linear(hidden[chunk], weight, bias) if raw is None else raw
+                place = grad[chunk.start - group.start : chunk.stop - group.start]
+                if of_softmax:
+                    _softmax_minus_target(raw, targets[chunk, None], normalizer[chunk, None], place)
+                    continue
                 logits = transform(raw)
                 # A second backward pass may need the raw logits again.
                 log_p = torch.sub(logits, normalizer[chunk, None], out=None if logits is raw else logits)
@@ -217,13 +227,18 @@ class _TokenLogprobs(torch.autograd.Function):
                 of_entropy = grad_entropy[column] if ctx.with_entropy else None
                 grad_chunk = _grad_logits(log_p, grad_logprobs[column], of_entropy, entropy[column])
                 grad_chunk.scatter_add_(1, target_index[column], grad_target[column].to(grad_chunk.dtype))
-                grad[chunk.start - group.start : chunk.stop - group.start] = transform.chain(grad_chunk, raw)
+                place.copy_(transform.chain(grad_chunk, raw))
+            # Gradients are `factor * grad`; where factors are 1, they are left out.
+            factor = -grad_logprobs[group, None] if of_softmax else None
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[group])
+                if factor is not None:
+                    grad_hidden[group].mul_(factor)
             if grad_weight is not None:
-                _add_product(grad_weight, grad, hidden[group])
+                rows = hidden[group] if factor is None else (hidden[group] * factor).to(hidden.dtype)
+                _add_product(grad_weight, grad, rows)
             if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=accurate)
+                grad_bias += (grad if factor is None else grad * factor).sum(0, dtype=accurate)
         if shard is not None and grad_hidden is not None:
             with span(COMMUNICATION):
                 dist.all_reduce(grad_hidden, group=shard.group)
@@ -233,6 +248,18 @@ class _TokenLogprobs(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(weight.dtype),
             *(None,) * 5,
         )
+
+
+def _softmax_minus_target(
+    raw: torch.Tensor, targets: torch.Tensor, normalizer: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write the softmax of raw logits [C, V], minus 1 at the targets [C, 1], to `out` in half precision.
+
+    The target's entry is calculated in float32: near a probability of 1, half precision would round it to 0.
+    """
+    torch.softmax(raw, dim=-1, out=out)
+    probability = torch.exp(raw.gather(1, targets).to(normalizer.dtype) - normalizer)
+    out.scatter_(1, targets, (probability - 1).to(out.dtype))
 
 
 def _grad_logits(

@@ -158,3 +158,19 @@ def kept_logits(hidden: torch.Tensor, head: nn.Linear, targets: torch.Tensor, re
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         token_logprobs(hidden, head, targets, LogitTransform(), with_entropy=True, recompute=recompute)
     return [tensor for tensor in saved if tensor.dim() == 2 and tensor.shape[1] == VOCABULARY]
+
+
+def test_half_precision_gradients_of_confident_tokens_do_not_vanish():
+    """1 - p is 4e-4 here. The probability in bfloat16 is 1."""
+    torch.manual_seed(0)
+    head = nn.Linear(16, 50, bias=False).bfloat16()
+    hidden = torch.randn(8, 16).bfloat16().requires_grad_()
+    targets = torch.arange(8)
+    with torch.no_grad():
+        head.weight[:8] = (hidden * 0.75).bfloat16()
+    token_logprobs(hidden, head, targets, LogitTransform()).logprobs.sum().backward()
+    exact = hidden.detach().double().requires_grad_()
+    logprobs = torch.log_softmax(exact @ head.weight.detach().double().T, dim=-1)[range(8), targets]
+    logprobs.sum().backward()
+    assert (1 - logprobs.exp()).median() < 2e-3
+    assert (hidden.grad.double() - exact.grad).norm() < 0.05 * exact.grad.norm()
