@@ -2,9 +2,9 @@ r"""Write the data of the calculator recipe: arithmetic problems, and conversati
 
     python examples/calculator_problems.py calculator-data
 
-`problems.jsonl` has plain arithmetic and five kinds of word problems with their answers, for `lucidrl grpo` and
-`lucidrl eval`. `conversations.jsonl` has plain arithmetic and two of these kinds, each problem solved with a call of the
-tool, for `lucidrl sft`. Equal arguments write equal files.
+`problems.jsonl` has plain arithmetic and six kinds of word problems with their answers, for `lucidrl grpo` and
+`lucidrl eval`. `conversations.jsonl` has plain arithmetic and the three kinds with a single operation, each problem solved
+with a call of the tool, for `lucidrl sft`. Equal arguments write equal files.
 """
 
 import argparse
@@ -20,13 +20,14 @@ TEMPLATES = [
     ("Compute {a} minus {b}, plus {c}.", "{a} - {b} + {c}"),
     ("A crate holds {a} screws. How many screws do {b} crates hold?", "{a} * {b}"),
     ("A library buys {a} books in May, {b} in June and {c} in July. How many is that?", "{a} + {b} + {c}"),
+    ("A shop has {a} apples and sells {b} of them. How many are left?", "{a} - {b}"),
     ("A ticket costs {a} dollars. What do {b} tickets cost, plus a fee of {c} dollars?", "{a} * {b} + {c}"),
     ("A farm has {a} rows of {b} trees. {c} trees are cut down. How many are left?", "{a} * {b} - {c}"),
     ("A tank holds {a} liters. {b} liters are taken out and {c} are added. How much is in it?", "{a} - {b} + {c}"),
 ]
 
 
-NUM_SOLVED = 7
+NUM_SOLVED = 8
 """The first templates occur in conversations. The model must learn the others from rewards."""
 
 
