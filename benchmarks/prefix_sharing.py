@@ -58,7 +58,7 @@ def batch_of(rows: list[torch.Tensor], num_prompt_tokens: int) -> BatchedDataDic
     )
 
 
-def worker(model: str, share: bool, rows_per_micro_batch: int | None = None) -> DTensorPolicyWorker:
+def worker(model: str, share: bool) -> DTensorPolicyWorker:
     config = PolicyConfig(
         model_name=model,
         precision="bfloat16",

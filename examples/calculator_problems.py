@@ -3,8 +3,8 @@ r"""Write the data of the calculator recipe: arithmetic problems, and conversati
     python examples/calculator_problems.py calculator-data
 
 `problems.jsonl` has plain arithmetic and six kinds of word problems with their answers, for `lucidrl grpo` and
-`lucidrl eval`. `conversations.jsonl` has plain arithmetic and the three kinds with a single operation, each problem solved
-with a call of the tool, for `lucidrl sft`. Equal arguments write equal files.
+`lucidrl eval`. `conversations.jsonl` has plain arithmetic and the three kinds with a single operation, each problem
+solved with a call of the tool, for `lucidrl sft`. Equal arguments write equal files.
 """
 
 import argparse

@@ -31,8 +31,8 @@ class TrainedPolicy(Stateful, ProfilablePolicy, Protocol):
     state of a rank that runs in a worker process has `num_threads` and `random` under `process`.
     """
 
-    def reserve_save(self, folder: Path, *, weights_only: bool = False) -> None:
-        """Allocate the memory of `begin_save` in the background; called after the first training step."""
+    def reserve_save(self, folder: Path, *, weights_only: bool = False) -> bool:
+        """Allocate the memory of `begin_save` in the background; False if its size is not known yet."""
         ...
 
     def begin_save(self, folder: Path, *, weights_only: bool = False) -> None:

@@ -101,7 +101,7 @@ class TrainingLoop:
             self.step = step
             metrics = self._validate(stop)
             is_stopped = stop.is_set  # read once: a signal between two reads must not stop the run unsaved
-            self.saver.end_step(step, state_dict, metrics, is_last=step == self.max_steps, is_stopped=is_stopped)
+            self.saver.end_step(step, state_dict, metrics, last_step=self.max_steps, is_stopped=is_stopped)
             self.logger.log_metrics(self._clock.end(), step)
             if is_stopped:
                 return

@@ -63,7 +63,7 @@ class Saver:
         state_dict: Callable[[], Mapping[str, Any]],
         metrics: Mapping[str, float],
         *,
-        is_last: bool,
+        last_step: int,
         is_stopped: bool,
     ) -> None:
         """Commit the pending checkpoint if it is written; begin a new one if due; after the last step, wait for it.
@@ -71,25 +71,25 @@ class Saver:
         Args:
             state_dict: returns the state of the run, except the policy's; called only if a checkpoint is due.
             metrics: metrics of the validation after this step, if any.
-            is_last: the run is complete.
+            last_step: the last step of a complete run.
             is_stopped: the run stops early and must be resumable.
         """
         self.settle()
-        every = self._config.every
+        every, is_last = self._config.every, step == last_step
         if is_stopped or (is_last and self._config.final) or (every > 0 and step % every == 0):
-            self._has_memory = True
             with span("save"):
                 self.save(step, state_dict(), metrics)
-        elif every > 0 and not self._has_memory:
-            # A later save would stall for this allocation. The optimizer's state exists since the first step.
-            self._has_memory = True
-            self._policy.reserve_save(self.manager.root, weights_only=self._config.weights_only)
+        elif not self._has_memory and 0 < every <= last_step - step + step % every:
+            # The next save would stall for this allocation.
+            weights_only = self._config.weights_only
+            self._has_memory = self._policy.reserve_save(self.manager.root, weights_only=weights_only)
         if is_last or is_stopped:
             self.finish()
 
     def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Wait for the pending checkpoint and commit it; begin a new one."""
         self.finish()
+        self._has_memory = True
         with span("save"):
             weights_only = self._config.weights_only
             pending = self.manager.begin(step, state, metrics, weights_only=weights_only)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -30,6 +31,7 @@ from lucidrl.distributed.process_group import gather_over
 from lucidrl.errors import CheckpointError, LucidError
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 _NICENESS = 10
 """Nice level of the writing thread: it gets about a tenth of a busy core, so that training is not delayed."""
@@ -75,19 +77,29 @@ class CheckpointWriter:
 
         A new page of memory costs several times as much as a copy into a used page.
         """
-        sizes = {
-            path.name: sum(tensor_set.specs[name].size_bytes for name in names)
-            for tensor_set in sets
-            for path, names in list(_plan(tensor_set, self._num_ranks)[0].items())[self._rank :: self._num_ranks]
-        }
-        self._reserving = threading.Thread(target=self._touch, args=(sizes,), name="checkpoint-memory", daemon=True)
+        self._finish_reserving()
+        self._reserving = threading.Thread(target=self._touch, args=(sets,), name="checkpoint-memory", daemon=True)
         self._reserving.start()
 
-    def _touch(self, sizes: Mapping[str, int]) -> None:
+    def _touch(self, sets: Sequence[TensorSet]) -> None:
         _lower_priority()
-        for name, size_bytes in sizes.items():
-            self._memory[name] = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
-            self._memory[name].numpy().fill(0)  # not by torch, whose threads train
+        try:
+            for tensor_set in sets:
+                for path, names in self._own_files(_plan(tensor_set, self._num_ranks)[0]).items():
+                    memory = self._file(path.name, tensor_set, names).memory
+                    memory.numpy().fill(0)  # not by torch, whose threads train
+                    self._memory[path.name] = memory
+        except (RuntimeError, MemoryError) as error:
+            _log.warning("no memory could be reserved for checkpoints (%s); the first save will try again", error)
+
+    def _finish_reserving(self) -> None:
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+
+    def _own_files(self, names: Mapping[Path, list[str]]) -> dict[Path, list[str]]:
+        """The files that this rank writes, with the names of their tensors."""
+        return dict(list(names.items())[self._rank :: self._num_ranks])
 
     @torch.no_grad()
     def begin(self, sets: Sequence[TensorSet], small_files: Mapping[Path, bytes]) -> int:
@@ -105,9 +117,7 @@ class CheckpointWriter:
             CheckpointError: if the disk has too little space (nothing is written then), or if the previous save failed.
         """
         agreed(self.finish, self._group)
-        if self._reserving is not None:
-            self._reserving.join()
-            self._reserving = None
+        self._finish_reserving()
         plans = [_plan(tensor_set, self._num_ranks) for tensor_set in sets]
         contents: dict[Path, bytes] = {}
         if self._rank == 0:
@@ -116,8 +126,7 @@ class CheckpointWriter:
         agreed(lambda: self._make_folders([tensor_set.folder for tensor_set in sets]), self._group)
         files: dict[Path, TensorFile] = {}
         for tensor_set, (names, _) in zip(sets, plans, strict=True):
-            own_paths = list(names)[self._rank :: self._num_ranks]
-            own = {path: self._file(path.name, tensor_set, names[path]) for path in own_paths}
+            own = {path: self._file(path.name, tensor_set, listed) for path, listed in self._own_files(names).items()}
             _fill(list(own.values()), tensor_set)
             files |= own
         if self._pin_memory:

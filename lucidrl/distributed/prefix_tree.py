@@ -22,16 +22,19 @@ from lucidrl.distributed.packing import PackedRows, pack_rows
 MIN_SAVED_TOKENS = 16
 """A segment that saves fewer tokens is repeated in every branch: an extra call of the attention costs more."""
 
+MOST_COPIES = 8
+"""Most tokens of the rows of a micro-batch, as a multiple of its token budget."""
+
 
 @dataclass(eq=False)
 class Segment:
-    """Tokens `start` to `end` of all rows in `rows`."""
+    """Tokens `start` to `end` of the rows in `rows`; some rows may end before."""
 
     start: int
     """Position of the first token, equal to the number of tokens before the segment."""
     end: int
     rows: list[int]
-    """All rows that contain the segment, those with equal tokens side by side."""
+    """All rows with tokens of the segment; the last one has all of them."""
     parent: Segment | None = None
     children: list[Segment] = field(default_factory=list)
 
@@ -49,28 +52,28 @@ def find_segments(input_ids_RT: torch.Tensor, lengths_R: torch.Tensor) -> list[S
     keys = [ids[row, :length].astype(">i8").tobytes() for row, length in enumerate(lengths)]
     order = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: (keys[row], row))
     common = [0, *(_common_length(ids[a, : lengths[a]], ids[b, : lengths[b]]) for a, b in pairwise(order))]
+    # A row that ends needs no branch: it is the beginning of the next row.
+    diverging = [index for index in range(1, len(order)) if common[index] < lengths[order[index - 1]]]
 
     roots: list[Segment] = []
-    # (first and last index in `order`, position from which a segment must store tokens, parent)
-    pending: list[tuple[int, int, int, Segment | None]] = [(0, len(order), 0, None)]
+    # (first and last index in `order`, those at which rows diverge, position of the first token to store, parent)
+    pending: list[tuple[int, int, list[int], int, Segment | None]] = []
+    if order:
+        pending.append((0, len(order), diverging, 0, None))
     while pending:
-        first, last, start, parent = pending.pop()
-        if first == last:
-            continue
-        end = min(common[first + 1 : last], default=lengths[order[first]])
-        bounds = [first, *(index for index in range(first + 1, last) if common[index] == end), last]
-        # Rows that end here come first, and all of them are equal.
-        ended = next((index for index in range(first, last) if lengths[order[index]] > end), last)
-        parts = [(a, b) for a, b in pairwise(bounds) if b > ended]
-        num_branches = len(parts) + (ended > first)
-        if num_branches > 1 and (end - start) * (num_branches - 1) < MIN_SAVED_TOKENS:
-            pending += [(a, b, start, parent) for a, b in parts]
-            parts, last = [], ended
-        if first == last:
-            continue
-        segment = Segment(start, end, order[first:last], parent)
-        (roots if parent is None else parent.children).append(segment)
-        pending += [(a, b, end, segment) for a, b in parts]
+        first, last, diverging, start, parent = pending.pop()
+        end = min((common[index] for index in diverging), default=lengths[order[last - 1]])
+        splits = [index for index in diverging if common[index] == end]
+        is_worth_it = not splits or (end - start) * len(splits) >= MIN_SAVED_TOKENS
+        if is_worth_it:
+            segment = Segment(start, end, order[first:last], parent)
+            (roots if parent is None else parent.children).append(segment)
+            first = next((index for index in range(first, last) if lengths[order[index]] > end), last)
+            start, parent = end, segment
+        if splits:
+            for part_first, part_last in pairwise([first, *splits, last]):
+                inside = [index for index in diverging if part_first < index < part_last]
+                pending.append((part_first, part_last, inside, start, parent))
     for segments in (roots, *(segment.children for segment in _descendants(roots))):
         segments.sort(key=lambda segment: min(segment.rows))
     return roots
@@ -91,7 +94,7 @@ def _descendants(segments: Iterable[Segment]) -> Iterator[Segment]:
 
 
 @dataclass(frozen=True, eq=False)
-class Siblings:
+class SegmentBatch:
     """Segments that attention processes in one call.
 
     They start at the same position, their parents have equally many children, and they are consecutive in the stream.
@@ -127,7 +130,7 @@ class PrefixTree:
     """[R, T] index of each token in the stream; 0 on padding."""
     is_token: torch.Tensor
     """[R, T] False on padding."""
-    siblings: tuple[Siblings, ...]
+    batches: tuple[SegmentBatch, ...]
     """All segments in the order of the stream, parents before children."""
 
     def unpack(self, values_S: torch.Tensor) -> torch.Tensor:
@@ -146,32 +149,32 @@ def share_prefixes(input_ids_RT: torch.Tensor, lengths_R: torch.Tensor) -> Prefi
     slots_RT = np.zeros(tuple(input_ids_RT.shape), dtype=np.int64)
     is_token_RT = torch.arange(input_ids_RT.shape[1], device=device) < lengths_R.to(device)[:, None]
     previous = np.arange(-1, num_tokens - 1)
-    all_siblings = []
+    batches = []
     num_stored = 0
-    for segments in _sibling_groups(roots):
+    for segments in _batches(roots):
         start, longest = segments[0].start, max(segment.end - segment.start for segment in segments)
         own_lengths = torch.tensor([segment.end - segment.start for segment in segments], device=device)
-        rows = torch.tensor([segment.rows[0] for segment in segments], device=device)
-        all_siblings.append(
-            Siblings(tuple(segments), pack_rows(input_ids_RT[rows, start : start + longest], own_lengths))
+        rows = torch.tensor([segment.rows[-1] for segment in segments], device=device)
+        batches.append(
+            SegmentBatch(tuple(segments), pack_rows(input_ids_RT[rows, start : start + longest], own_lengths))
         )
         for segment in segments:
             length = segment.end - segment.start
             slots_RT[segment.rows, segment.start : segment.end] = np.arange(num_stored, num_stored + length)
-            previous[num_stored] = slots_RT[segment.rows[0], segment.start - 1] if segment.start else -1
+            previous[num_stored] = slots_RT[segment.rows[-1], segment.start - 1] if segment.start else -1
             num_stored += length
     return PrefixTree(
-        input_ids=torch.cat([siblings.packed.input_ids for siblings in all_siblings], dim=1),
-        position_ids=torch.cat([siblings.packed.position_ids + siblings.start for siblings in all_siblings], dim=1),
+        input_ids=torch.cat([batch.packed.input_ids for batch in batches], dim=1),
+        position_ids=torch.cat([batch.packed.position_ids + batch.start for batch in batches], dim=1),
         previous=torch.from_numpy(previous).to(device),
-        slots=torch.from_numpy(slots_RT).to(device),
+        slots=torch.from_numpy(slots_RT).to(device) * is_token_RT,
         is_token=is_token_RT,
-        siblings=tuple(all_siblings),
+        batches=tuple(batches),
     )
 
 
-def _sibling_groups(roots: list[Segment]) -> Iterator[list[Segment]]:
-    """Yield the segments of each `Siblings`, level by level."""
+def _batches(roots: list[Segment]) -> Iterator[list[Segment]]:
+    """Yield the segments of each `SegmentBatch`, level by level."""
     yield roots
     parents = [root for root in roots if root.children]
     while parents:
@@ -189,6 +192,9 @@ def _family_shape(parent: Segment) -> tuple[int, int]:
 def tree_plan(input_ids_RT: torch.Tensor, lengths_R: torch.Tensor, max_tokens: int) -> Plan | None:
     """Group rows so that rows with common tokens stay together, and a group stores at most `max_tokens` tokens.
 
+    Attention copies the keys and values of shared tokens for every row, so the rows of a group have at most
+    `MOST_COPIES` * `max_tokens` tokens in all.
+
     Returns:
         None if rows have nothing to share.
 
@@ -198,36 +204,56 @@ def tree_plan(input_ids_RT: torch.Tensor, lengths_R: torch.Tensor, max_tokens: i
     roots = find_segments(input_ids_RT, lengths_R)
     if sum(root.num_tokens for root in roots) == int(lengths_R.sum()):
         return None
-    packed_plan(lengths_R, max_tokens)  # names a row that is over the budget
-    bins = _bins(roots, 0, max_tokens)
-    empty = (lengths_R == 0).nonzero()[:, 0].tolist()
-    if bins:
-        bins[0].extend(empty)
-    plan = [fitting for rows in bins for fitting in _fitting(rows, input_ids_RT, lengths_R, max_tokens)]
-    return [sorted(rows) for rows in plan] or [empty]
+    lengths = lengths_R.tolist()
+    packed_plan(lengths, max_tokens)  # names a row that is over the budget
+    groups = [
+        fitting
+        for root in roots
+        for group in _consecutive_groups(root, lengths, max_tokens)
+        for fitting in _fitting(group, input_ids_RT, lengths_R, max_tokens)
+    ]
+    groups[0] += [row for row, length in enumerate(lengths) if not length]
+    # Merge groups as if they were rows; a group of many tokens counts as more than it stores.
+    sizes = [
+        max(_num_stored(group, input_ids_RT, lengths_R), -(-sum(lengths[row] for row in group) // MOST_COPIES))
+        for group in groups
+    ]
+    plan = packed_plan(sizes, max_tokens)
+    return [sorted(row for index in part for row in groups[index]) for part in plan]
 
 
-def _bins(segments: Sequence[Segment], num_before: int, max_tokens: int) -> list[list[int]]:
-    """Pack subtrees whose parents have `num_before` tokens into bins of rows; split those that are too large."""
-    capacity = max_tokens - num_before
-    small = [segment for segment in segments if segment.num_tokens <= capacity]
-    plan = packed_plan([segment.num_tokens for segment in small], capacity) if small else []
-    bins = [[row for index in group for row in small[index].rows] for group in plan]
-    for segment in segments:
-        if segment.num_tokens <= capacity:
-            continue
-        parts = _bins(segment.children, num_before + segment.end - segment.start, max_tokens)
-        below = {row for rows in parts for row in rows}
-        parts[0].extend(row for row in segment.rows if row not in below)
-        bins += parts
-    return bins
+def _consecutive_groups(root: Segment, lengths: Sequence[int], max_tokens: int) -> Plan:
+    """Split the rows of a tree, in the order of the tree, into groups that store at most `max_tokens` tokens."""
+    last_segment: dict[int, Segment] = {}  # of each row
+    for segment in _descendants([root]):
+        last_segment.update(dict.fromkeys(segment.rows, segment))
+    groups: Plan = []
+    stored: set[Segment] = set()
+    num_stored = num_copied = max_tokens + 1  # the first row begins a group
+    for row in root.rows:
+        path = [last_segment[row]]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        new = sum(segment.end - segment.start for segment in path if segment not in stored)
+        if num_stored + new > max_tokens or num_copied + lengths[row] > MOST_COPIES * max_tokens:
+            groups.append([])
+            stored, num_stored, num_copied = set(), 0, 0
+            new = path[0].end
+        groups[-1].append(row)
+        stored.update(path)
+        num_stored += new
+        num_copied += lengths[row]
+    return groups
 
 
 def _fitting(rows: list[int], input_ids_RT: torch.Tensor, lengths_R: torch.Tensor, max_tokens: int) -> Plan:
     """Halve a group until it fits: with fewer rows, a segment can fall below `MIN_SAVED_TOKENS`."""
-    num_tokens = sum(root.num_tokens for root in find_segments(input_ids_RT[rows], lengths_R[rows]))
-    if num_tokens <= max_tokens or len(rows) == 1:
+    if len(rows) == 1 or _num_stored(rows, input_ids_RT, lengths_R) <= max_tokens:
         return [rows]
     middle = len(rows) // 2
     halves = rows[:middle], rows[middle:]
     return [part for half in halves for part in _fitting(half, input_ids_RT, lengths_R, max_tokens)]
+
+
+def _num_stored(rows: list[int], input_ids_RT: torch.Tensor, lengths_R: torch.Tensor) -> int:
+    return sum(root.num_tokens for root in find_segments(input_ids_RT[rows], lengths_R[rows]))

@@ -124,19 +124,19 @@ class TreeLayout:
         self.tree = tree
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        sizes = [siblings.packed.input_ids.shape[1] for siblings in self.tree.siblings]
+        sizes = [batch.packed.input_ids.shape[1] for batch in self.tree.batches]
         streams = [stream[0].transpose(0, 1).split(sizes) for stream in (call.query, call.key, call.value)]
         paths: dict[Segment, tuple[torch.Tensor, torch.Tensor]] = {}
         outputs = []
-        for siblings, *parts in zip(self.tree.siblings, *streams, strict=True):
-            query, key, value = (siblings.packed.unpack(part) for part in parts)
-            if parents := siblings.parents:
+        for batch, *parts in zip(self.tree.batches, *streams, strict=True):
+            query, key, value = (batch.packed.unpack(part) for part in parts)
+            if parents := batch.parents:
                 keys_above, values_above = zip(*(paths[parent] for parent in parents), strict=True)
                 key, value = _with_prefixes(keys_above, key), _with_prefixes(values_above, value)
             rows = replace(call, query=query.transpose(1, 2), key=key.transpose(1, 2), value=value.transpose(1, 2))
-            outputs.append(siblings.packed.pack(_attend_after(rows, siblings.start).transpose(1, 2)))
-            if any(segment.children for segment in siblings.segments):
-                for segment, *whole in zip(siblings.segments, key.unbind(), value.unbind(), strict=True):
+            outputs.append(batch.packed.pack(_attend_after(rows, batch.start).transpose(1, 2)))
+            if any(segment.children for segment in batch.segments):
+                for segment, *whole in zip(batch.segments, key.unbind(), value.unbind(), strict=True):
                     if segment.children:
                         paths[segment] = whole[0][: segment.end], whole[1][: segment.end]
         return torch.cat(outputs).unsqueeze(0)
@@ -157,9 +157,8 @@ def _attend_after(call: AttentionCall, start: int) -> torch.Tensor:
     for first in range(0, call.query.shape[2], QUERIES_PER_CALL):
         query = call.query[:, :, first : first + QUERIES_PER_CALL]
         end = start + first + query.shape[2]
-        visible = slice(0 if call.window is None else max(0, start + first - call.window + 1), end)
         outputs.append(
-            attend_from_end(replace(call, query=query, key=call.key[:, :, visible], value=call.value[:, :, visible]))
+            attend_from_end(replace(call, query=query, key=call.key[:, :, :end], value=call.value[:, :, :end]))
         )
     return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
 
@@ -217,7 +216,11 @@ def capped_attention(call: AttentionCall) -> torch.Tensor:
 
 def attend_from_end(call: AttentionCall) -> torch.Tensor:
     """Compute causal attention of queries that are at the last positions of the keys."""
-    num_queries, num_keys = call.query.shape[2], call.key.shape[2]
+    num_queries = call.query.shape[2]
+    if call.window is not None:  # no query reaches earlier keys
+        reached = slice(max(0, call.key.shape[2] - num_queries - call.window + 1), None)
+        call = replace(call, key=call.key[:, :, reached], value=call.value[:, :, reached])
+    num_keys = call.key.shape[2]
     options: dict[str, Any] = {"dropout_p": call.dropout, "scale": call.scaling}
     if call.softcap is not None:
         return capped_attention(call)

@@ -71,11 +71,7 @@ class ContextParallel:
         outputs = []
         for chunk, query in zip(self.chunks, call.query.chunk(2, dim=2), strict=True):
             end = (chunk + 1) * tokens
-            start = 0 if call.window is None else max(0, end - tokens - call.window + 1)
-            visible = slice(start, end)
-            outputs.append(
-                attend_from_end(replace(call, query=query, key=key[:, :, visible], value=value[:, :, visible]))
-            )
+            outputs.append(attend_from_end(replace(call, query=query, key=key[:, :, :end], value=value[:, :, :end])))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:

@@ -210,7 +210,8 @@ class _TokenLogprobs(torch.autograd.Function):
         chunks = _chunks(hidden.shape[0], weight.shape[0])
         together = CHUNKS_PER_SUM if hidden.dtype != accurate else 1
         # In half precision, a softmax of raw logits is the cheapest gradient; the rows' factors are applied later.
-        of_softmax = hidden.dtype != accurate and transform.is_identity and not ctx.with_entropy and shard is None
+        is_plain = transform.is_identity and bias is None and shard is None and not ctx.with_entropy
+        of_softmax = is_plain and hidden.dtype != accurate
         for first in range(0, len(chunks), together):
             group = slice(chunks[first].start, chunks[min(first + together, len(chunks)) - 1].stop)
             grad = hidden.new_empty(group.stop - group.start, weight.shape[0])
@@ -238,7 +239,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 rows = hidden[group] if factor is None else (hidden[group] * factor).to(hidden.dtype)
                 _add_product(grad_weight, grad, rows)
             if grad_bias is not None:
-                grad_bias += (grad if factor is None else grad * factor).sum(0, dtype=accurate)
+                grad_bias += grad.sum(0, dtype=accurate)
         if shard is not None and grad_hidden is not None:
             with span(COMMUNICATION):
                 dist.all_reduce(grad_hidden, group=shard.group)

@@ -63,6 +63,8 @@ class PolicyOptimizer:
         """Multiply losses by this factor before the backward pass; `step` divides the gradients by it."""
         self._is_scaled = self.loss_scale != 1.0
         self._good_steps = 0
+        self.has_updated = False
+        """Whether an update was made, so that the optimizer has all of its state."""
         self._optimizer = _make_optimizer(self._trained, config, key)
         self._make_scheduler = partial(_make_scheduler, self._optimizer, config, key)
         self._scheduler = self._make_scheduler()
@@ -86,6 +88,7 @@ class PolicyOptimizer:
             if self._max_grad_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(self._trained, self._max_grad_norm, norm)
             self._optimizer.step()
+            self.has_updated = True
         self.zero_grad()
         if is_finite and self.has_masters:
             self._write_parameters()

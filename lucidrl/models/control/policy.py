@@ -172,8 +172,9 @@ class ControlPolicy(Recorded):
         small_files = {path: content for _, files in parts for path, content in files.items()}
         self._writer.begin([tensor_set for sets, _ in parts for tensor_set in sets], small_files)
 
-    def reserve_save(self, folder: Path, *, weights_only: bool = False) -> None:
-        """Do nothing: networks of control tasks are small."""
+    def reserve_save(self, folder: Path, *, weights_only: bool = False) -> bool:
+        """Allocate nothing: networks of control tasks are small."""
+        return True
 
     def is_save_written(self) -> bool:
         return self._writer.is_done()

@@ -64,9 +64,12 @@ class PolicyCheckpoints:
                 small_files |= {Path(tokenizer, name): content for name, content in self._tokenizer_files.items()}
         return self.writer.begin(sets, small_files)
 
-    def reserve(self, weights: str, optimizer: str | None = None) -> None:
-        """Allocate the memory of `begin` in the background; needs no communication."""
+    def reserve(self, weights: str, optimizer: str | None = None) -> bool:
+        """Allocate the memory of `begin` in the background; return False before the first optimizer update."""
+        if optimizer is not None and not (self._offload.optimizer and self._offload.optimizer.has_updated):
+            return False
         self.writer.reserve(self._contents(weights, optimizer)[0])
+        return True
 
     def _contents(self, weights: str, optimizer: str | None) -> tuple[list[TensorSet], dict[Path, bytes]]:
         """Return the tensors of a save, and the rest of the optimizer's state."""

@@ -160,10 +160,10 @@ class Policy:
         self.begin_save(folder)
         self.finish_save()
 
-    def reserve_save(self, folder: Path, *, weights_only: bool = False) -> None:
-        """Allocate the memory of `begin_save` in the background."""
+    def reserve_save(self, folder: Path, *, weights_only: bool = False) -> bool:
+        """Allocate the memory of `begin_save` in the background; False before the first optimizer update."""
         optimizer = None if weights_only else self._optimizer_path(folder)
-        self.group.run_all("checkpoints.reserve", str(folder / WEIGHTS), optimizer)
+        return all(self.group.run_all("checkpoints.reserve", str(folder / WEIGHTS), optimizer))
 
     def begin_save(self, folder: Path, *, weights_only: bool = False) -> None:
         """Copy the tensors of `save`, without the optimizer if `weights_only`, and write them in the background."""

@@ -103,8 +103,26 @@ def test_the_first_save_uses_memory_that_was_allocated_after_the_first_step(tmp_
     policy.train(one_example(), NLLLoss())
     saver = Saver(CheckpointManager(tmp_path), CheckpointConfig(every=3), policy, lambda line: None)
     for step in (1, 2, 3):
-        saver.end_step(step, dict, {}, is_last=step == 3, is_stopped=False)
-    assert reused == [True, True]  # weights and optimizer
+        saver.end_step(step, dict, {}, last_step=3, is_stopped=False)
+    # The recorder sees the reserved files first: their memory is new. Then weights and optimizer are saved.
+    assert reused == [False, False, True, True]
+
+
+def test_a_run_without_a_later_save_reserves_nothing(tmp_path, monkeypatch):
+    policy = Policy(PolicyConfig(), embedded_tokenizer(), init_reference_model=False)
+    monkeypatch.setattr(policy, "reserve_save", lambda *args, **kwargs: pytest.fail("no save is due"))
+    config = CheckpointConfig(every=4, final=False)
+    saver = Saver(CheckpointManager(tmp_path), config, policy, lambda line: None)
+    for step in (1, 2, 3):
+        saver.end_step(step, dict, {}, last_step=3, is_stopped=False)
+
+
+def test_memory_is_reserved_after_the_first_update(tmp_path):
+    policy = Policy(PolicyConfig(), embedded_tokenizer(), init_reference_model=False)
+    assert not policy.reserve_save(tmp_path)  # the size of the optimizer's state is not known
+    assert policy.reserve_save(tmp_path, weights_only=True)
+    policy.train(one_example(), NLLLoss())
+    assert policy.reserve_save(tmp_path)
 
 
 def test_without_background_a_save_is_committed_at_once(tmp_path, monkeypatch):

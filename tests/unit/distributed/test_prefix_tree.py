@@ -74,8 +74,9 @@ def test_one_changed_token_of_a_shared_prompt_is_no_longer_shared():
     assert num_stored(rows) == 18 + 3 * 3 + 3  # too few tokens are left that three rows have in common
 
 
-def test_equal_padding_is_not_shared():
-    assert share_prefixes(*padded([[7, 3], [8], [9, 3, 3]])) is None
+def test_equal_padding_is_not_shared(share_everything):
+    assert num_stored([[7, 8], [7], [7, 9, 3]]) == 4  # padding is 3
+    assert num_stored([[7, 3, 5], [7]]) == 3
 
 
 def test_rows_without_common_tokens_and_single_rows_have_no_tree():
@@ -118,8 +119,9 @@ def test_a_group_over_the_budget_is_split_and_equal_rows_stay_together():
 
 
 @settings(max_examples=100, deadline=None)
-@given(rows=branching_rows(), max_tokens=st.integers(30, 60), min_saved=st.sampled_from([1, 16]))
-def test_plans_have_every_row_once_and_keep_the_budget(rows, max_tokens, min_saved):
+@given(rows=branching_rows(), spare=st.integers(0, 20), min_saved=st.sampled_from([1, 5, 16]))
+def test_plans_have_every_row_once_and_keep_the_budget(rows, spare, min_saved):
+    max_tokens = max(1, *map(len, rows), 1) + spare
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefix_tree, "MIN_SAVED_TOKENS", min_saved)
         plan = tree_plan(*padded(rows), max_tokens)
@@ -128,6 +130,28 @@ def test_plans_have_every_row_once_and_keep_the_budget(rows, max_tokens, min_sav
             return
         assert sorted(row for part in plan for row in part) == list(range(len(rows)))
         assert all(num_stored([rows[row] for row in part]) <= max_tokens for part in plan)
+
+
+def test_leftovers_of_groups_over_the_budget_are_merged():
+    rows = [row for prompt in range(100, 900, 100) for row in group(prompt, samples=8, new=10)]
+    plan = tree_plan(*padded(rows), max_tokens=90)  # a group stores 20 + 8 x 10 tokens
+    assert len(plan) == 8 + 3  # 7 samples of each group, and three of the others at a time
+
+
+def test_rows_of_a_micro_batch_have_a_limited_number_of_tokens():
+    """Attention copies the keys and values of a prompt for every sample."""
+    rows = [[*range(100, 180), sample + 2] for sample in range(64)]
+    plan = tree_plan(*padded(rows), max_tokens=150)
+    assert max(sum(len(rows[row]) for row in part) for part in plan) <= 8 * 150
+    assert len(plan) == 5
+
+
+def test_long_conversations_with_replies_that_leave_the_history_share_it():
+    history = list(range(100, 100 + 39 * 100))
+    rows = [[*history[: 100 * turn], *[turn + 2] * 100] for turn in range(1, 39)]
+    plan = tree_plan(*padded(rows), max_tokens=4096)
+    assert len(plan) <= 11
+    assert sum(num_stored([rows[row] for row in part]) for part in plan) < 0.5 * sum(map(len, rows))
 
 
 def test_a_row_over_the_budget_is_named():
@@ -139,3 +163,11 @@ def test_a_row_over_the_budget_is_named():
 def test_a_long_chain_of_prefixes_is_no_deep_recursion(share_everything):
     rows = [[5] * length for length in range(1, 3000)]
     assert num_stored(rows) == 2999
+    comb = [[*[5] * length, 6] for length in range(1, 1500)]
+    assert num_stored(comb) == 2 * 1499
+    assert len(tree_plan(*padded(comb), max_tokens=1501)) > 1
+
+
+def test_a_row_that_ends_is_no_branch(share_everything):
+    [batch] = share_prefixes(*padded([[5] * length for length in range(1, 20)])).batches
+    assert len(batch.segments) == 1

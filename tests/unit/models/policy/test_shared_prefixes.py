@@ -151,8 +151,14 @@ def test_two_ranks(two_ranks, rows, case):
 
 def test_half_precision(rows):
     options = {"model_name": "embedded", "precision": "bfloat16", "sequence_packing": {"train_mb_tokens": 100}}
-    found = []
+    found, results = [], []
     for share in (False, True):
         worker = DTensorPolicyWorker(PolicyConfig(share_prefixes=share, **options), embedded_tokenizer())
-        found.append(worker.get_logprobs(BatchedDataDict(rows))["logprobs"])
+        data = BatchedDataDict(rows)
+        data["prev_logprobs"] = worker.get_logprobs(data)["logprobs"]
+        found.append(data["prev_logprobs"])
+        results.append(worker.train(data, ClippedPGLoss(ClippedPGConfig(), on_policy=False)))
     assert (found[0] - found[1]).abs().mean() < 0.02
+    alone, shared = results
+    assert shared["metrics"]["computed_tokens"] < 0.6 * alone["metrics"]["computed_tokens"]
+    assert float(shared["grad_norm"]) == pytest.approx(float(alone["grad_norm"]), rel=0.05)
