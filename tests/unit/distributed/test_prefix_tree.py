@@ -160,6 +160,7 @@ def test_a_row_over_the_budget_is_named():
         tree_plan(*padded(rows), max_tokens=40)
 
 
+@pytest.mark.slow
 def test_a_long_chain_of_prefixes_is_no_deep_recursion(share_everything):
     rows = [[5] * length for length in range(1, 3000)]
     assert num_stored(rows) == 2999

@@ -172,7 +172,11 @@ def test_a_failed_watch_ends_the_wait_and_the_workers():
         ("raise", r"cannot be made with kwargs .*: KeyError: 'no such reward'"),
         ("exit", r"cannot be made with kwargs .*: SystemExit: 3"),
         ("leave", r"cannot be made: environment worker 0 of 1 exited with code 0 in the start"),
-        ("block", r"cannot be made: .* did not finish the start within 3 s.*raise cluster\.start_timeout_s"),
+        pytest.param(
+            "block",
+            r"cannot be made: .* did not finish the start within 3 s.*raise cluster\.start_timeout_s",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_constructor_that_fails_exits_or_blocks_is_refused(start, complaint):

@@ -15,6 +15,7 @@ from lucidrl.models import attention
 from lucidrl.models.loading import load_model
 from lucidrl.models.logprobs import LogprobModel
 from tests.float64 import float64_throughout
+from tests.tiers import slow_except
 
 NEEDS = frozenset({"logprobs", "entropy", "logits"})
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
@@ -83,7 +84,7 @@ def assert_sharing_changes_nothing(model: LogprobModel, rows: list[list[int]]) -
     return num_alone - num_shared
 
 
-@pytest.mark.parametrize("queries_per_call", [512, 3])
+@pytest.mark.parametrize("queries_per_call", slow_except([512, 3], 3))
 def test_outputs_and_gradients_of_every_architecture(every_model, share_everything, monkeypatch, queries_per_call):
     monkeypatch.setattr(attention, "QUERIES_PER_CALL", queries_per_call)
     model = LogprobModel(load_model(every_model, torch.float64), 0.7)

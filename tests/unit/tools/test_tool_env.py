@@ -154,9 +154,10 @@ def test_every_turn_with_calls_gets_its_reward(tmp_path, monkeypatch):
     ("use", "completion"),
     [
         ({"on_bad_call": "{}"}, call("nope")),
-        pytest.param({"on_tool_error": "{}"}, call("broken", code=7), marks=pytest.mark.slow),
+        ({"on_tool_error": "{}"}, call("broken", code=7)),
     ],
 )
+@pytest.mark.slow
 def test_the_settings_say_what_becomes_of_a_failed_call(use, completion):
     replies = {}
     for chosen in ("end", "drop", "fail"):

@@ -73,7 +73,8 @@ def rows(make_rows) -> Rows:
     return make_rows().get_dict()
 
 
-@pytest.mark.parametrize("source", slow_except(KINDS, "tp2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("source", KINDS)
 def test_a_checkpoint_is_the_same_after_it_went_through_another_layout(two_ranks, rows, tmp_path, source):
     folder = tmp_path / "source"
     if source == "alone":

@@ -88,6 +88,7 @@ def test_rank_0_sends_the_shards_of_all_ranks(two_ranks, tiny_model, tmp_path, k
     assert results == [(checksum_of(sink.weights.items()), {precision})] * 2
 
 
+@pytest.mark.slow
 def test_generators_get_version_after_version_and_sample_from_it(tiny_model, make_rows, tokenizer):
     config = PolicyConfig(model_name=tiny_model("llama_untied"), generation={**COLLECTIVE, "num_workers": 2})
     with (

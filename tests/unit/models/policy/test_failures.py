@@ -177,7 +177,7 @@ def train_past_an_error(kind: type[PolicyWorker], precision: str, in_backward: b
     return numbers == expected_numbers and same(weights, expected)
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("in_backward", slow_except([False, True], True))
 @pytest.mark.parametrize("precision", slow_except(["float64", "bfloat16"], "bfloat16"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_that_raises_on_ranks_changes_nothing(two_ranks, named_rows, kind, precision, in_backward):

@@ -193,7 +193,7 @@ def test_half_precision_trains_float32_weights_and_learns_as_float32_does(two_ra
 ARCHITECTURES = ["llama_untied", "qwen2", "qwen3", "mistral_sliding", "gemma2_sliding_capped", "phi_head_bias"]
 
 
-@pytest.mark.parametrize("parallel", ["dp2", "tp2", "cp2"])
+@pytest.mark.parametrize("parallel", slow_except(["dp2", "tp2", "cp2"], "tp2"))
 @pytest.mark.parametrize("architecture", slow_except(ARCHITECTURES, "qwen3"))
 def test_architectures(two_ranks, one_rank, rows, tiny_model, architecture, parallel):
     layout = {"dp2": {}, **LAYOUTS}[parallel]
@@ -330,7 +330,7 @@ def train_with_a_nan(kind: type[PolicyWorker], options: dict[str, Any], rows: di
 
 
 @every_kind
-@pytest.mark.parametrize("precision", ["float64", "float16"])
+@pytest.mark.parametrize("precision", slow_except(["float64", "float16"], "float16"))
 def test_a_nan_on_one_rank_skips_the_step_and_all_ranks_name_its_sample(two_ranks, rows, kind, precision):
     for num_skipped, is_same, message in two_ranks(train_with_a_nan, kind, {"precision": precision}, rows):
         assert (num_skipped, is_same) == (1, True)

@@ -125,7 +125,6 @@ def test_one_rank(rows, name):
             for name in BATCHINGS
             if layout not in WITHOUT_SHARING or name == "fixed"
         ],
-        ("dp2", "packed"),
         ("tp2", "packed"),
         ("fsdp1", "packed"),
     ),
