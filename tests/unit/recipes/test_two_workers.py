@@ -43,10 +43,10 @@ class Unwatched:
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:
-    """Metrics of every step, without what depends on the clock."""
+    """Metrics of every step, without those of the clock, and without the tokens that were computed: ranks share less."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clock = ("time", "observe/", "logger/", "train/tokens_per_s")
-    kept = [{k: v for k, v in r.items() if not k.startswith(clock)} for r in records if "step" in r]
+    left_out = ("time", "observe/", "logger/", "train/tokens_per_s", "train/computed_tokens")
+    kept = [{k: v for k, v in r.items() if not k.startswith(left_out)} for r in records if "step" in r]
     return [record for record in kept if len(record) > 1]
 
 
