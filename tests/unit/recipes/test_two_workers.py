@@ -43,7 +43,7 @@ class Unwatched:
 
 
 def numbers(folder: Path) -> list[dict[str, float]]:
-    """Metrics of every step, without those of the clock, and without the tokens that were computed: ranks share less."""
+    """Metrics of every step, without those of the clock and without the computed tokens: ranks share fewer."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     left_out = ("time", "observe/", "logger/", "train/tokens_per_s", "train/computed_tokens")
     kept = [{k: v for k, v in r.items() if not k.startswith(left_out)} for r in records if "step" in r]
