@@ -118,8 +118,6 @@ class LucidSide:
             policy=policy,
             collector=collector,
             pad_id=int(tokenizer.pad_token_id),  # type: ignore[arg-type]
-            on_policy=True,
-            dump_samples_every=0,
         )
         self._loss_fn = ClippedPGLoss(self.grpo.config.loss, on_policy=True)
         self.seconds: list[float] = []
