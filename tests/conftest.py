@@ -14,7 +14,7 @@ import pytest
 
 from lucidrl.envs.processes import PRELOAD
 from tests.groups import ROOT, GroupScheduling, priority_of
-from tests.ranks import Ranks
+from tests.ranks import RankPools
 
 # A shell that starts the tests in the background makes them ignore Ctrl-C, and nohup makes them ignore SIGHUP.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -35,14 +35,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def two_ranks():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+def rank_pools():
+    pools = RankPools(2, 4)
+    yield pools
+    pools.close()
 
 
 @pytest.fixture(scope="session")
-def four_ranks():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+def two_ranks(rank_pools):
+    return rank_pools[2]
+
+
+@pytest.fixture(scope="session")
+def four_ranks(rank_pools):
+    return rank_pools[4]

@@ -1,11 +1,12 @@
 """Real ranks for tests: processes in one gloo group that run functions of a test and give back what these return.
 
 Importing torch and transformers takes seconds. So a group is kept for all tests of a session that want as many ranks,
-and its ranks are forks of one process that has imported them.
+and the ranks of all groups are forks of one process that has imported them.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,20 +26,38 @@ import cloudpickle
 TIMEOUT_S = 300
 
 
+class RankPools:
+    """A pool of ranks for each size, all forks of one process that has imported torch and transformers."""
+
+    def __init__(self, *sizes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="lucidrl-ranks-")
+        pairs = {size: [context.Pipe() for _ in range(size)] for size in sizes}
+        theirs = {size: [theirs for _, theirs in ends] for size, ends in pairs.items()}
+        self._parent = context.Process(target=_fork_ranks, args=(theirs, self._folder.name), daemon=True)
+        self._parent.start()
+        for connection in chain(*theirs.values()):
+            connection.close()
+        self._pools = {size: Ranks([ours for ours, _ in ends]) for size, ends in pairs.items()}
+
+    def __getitem__(self, size: int) -> Ranks:
+        return self._pools[size]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._parent.pid, signal.SIGKILL)
+        self._parent.join()
+        self._folder.cleanup()
+
+
 class Ranks:
     """`ranks(function, *args)` runs `function(*args)` on every rank and returns the results by rank."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory(prefix="lucidrl-ranks-")
-        pairs = [context.Pipe() for _ in range(size)]
-        self._connections: list[Connection] = [ours for ours, _ in pairs]
-        theirs = [theirs for _, theirs in pairs]
-        self._parent = context.Process(target=_fork_ranks, args=(theirs, f"{self._folder.name}/store"), daemon=True)
-        self._parent.start()
-        for connection in theirs:
-            connection.close()
+    def __init__(self, connections: list[Connection]) -> None:
+        self._connections = connections
+        self.size = len(connections)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
@@ -57,29 +77,28 @@ class Ranks:
     def close(self) -> None:
         for connection in self._connections:
             connection.close()
-        with suppress(ProcessLookupError):
-            os.killpg(self._parent.pid, signal.SIGKILL)
-        self._parent.join()
-        self._folder.cleanup()
 
 
-def _fork_ranks(connections: list[Connection], store: str) -> None:
+def _fork_ranks(pools: dict[int, list[Connection]], folder: str) -> None:
     """Import once what ranks need, then fork them into a separate process group, which `close` kills."""
     os.setsid()
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import lucidrl.models.policy.dtensor_policy_worker
     import lucidrl.models.policy.fsdp1_policy_worker  # noqa: F401
 
+    gc.freeze()  # what is imported stays, so collecting the rest is quick
+    everyone = [(connection, rank, size) for size, ends in pools.items() for rank, connection in enumerate(ends)]
     pids = []
-    for rank, connection in enumerate(connections):
+    for connection, rank, size in everyone:
         pid = os.fork()
         if pid == 0:
-            for other in connections[:rank] + connections[rank + 1 :]:
-                other.close()
-            _serve(connection, rank, len(connections), store)
+            for other, *_ in everyone:
+                if other is not connection:
+                    other.close()
+            _serve(connection, rank, size, f"{folder}/store_of_{size}")
             os._exit(0)
         pids.append(pid)
-    for connection in connections:
+    for connection, *_ in everyone:
         connection.close()
     for pid in pids:
         os.waitpid(pid, 0)
@@ -104,3 +123,8 @@ def _serve(connection: Connection, rank: int, size: int, store: str) -> None:
         except BaseException:
             reply = (True, traceback.format_exc())
         connection.send_bytes(cloudpickle.dumps(reply))
+        del function, args, reply
+        # A gloo group that is left over wakes its thread a hundred times per second, and tests make hundreds of groups.
+        for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+            dist.destroy_process_group(group)
+        gc.collect()  # meshes and parameters in reference cycles hold groups too

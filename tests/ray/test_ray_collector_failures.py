@@ -28,6 +28,7 @@ from tests.unit.profiling.reading import counts_of
 pytestmark = pytest.mark.usefixtures("ray_of_the_program")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("create_env_fn", "error", "message", "trace"),
     [
@@ -37,12 +38,11 @@ pytestmark = pytest.mark.usefixtures("ray_of_the_program")
             rf"worker 0 of 1 {NODE} failed in a rollout: ValueError: the wheel came off",
             r"in _raise\n",
         ),
-        pytest.param(
+        (
             one_faulty(2, 1, "leave"),
             WorkerError,
             rf"worker 1 of 2 {NODE} failed in a rollout: SystemExit: enough",
             r"sys\.exit",
-            marks=pytest.mark.slow,
         ),
     ],
 )

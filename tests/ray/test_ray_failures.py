@@ -39,6 +39,7 @@ def failure_of(group: WorkerGroup, method: str, *args: object, within_s: float, 
     return without_ids(str(caught.value))
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_found_at_once_while_another_node_waits_for_it(group, tmp_path):
     group.run_all("say", "about to wait")
     signal_soon(group.run_all("pid")[1])

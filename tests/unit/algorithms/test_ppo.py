@@ -255,6 +255,7 @@ def test_the_page_on_control_shows_a_program_that_plays_a_trained_policy(ppo, mo
     assert float(capsys.readouterr().out.removeprefix("reward ")) >= 1
 
 
+@pytest.mark.slow
 def test_cartpole_is_learned_in_seconds(tmp_path):
     found = learn(tmp_path, "ppo.max_steps=6", "validation.every=0")
     assert found[0] < 50

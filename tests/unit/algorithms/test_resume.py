@@ -108,7 +108,7 @@ def test_other_numbers_of_examples_a_step_skip_and_repeat_none(run, orders):
     assert len(names) == len(set(names)) == 10
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+@pytest.mark.parametrize("algorithm", slow_except(["grpo", "sft"], "grpo"))
 def test_the_same_seed_gives_the_same_metrics_and_weights(run, algorithm):
     first, _ = run(algorithm, "first")
     again, _ = run(algorithm, "again")
@@ -117,6 +117,7 @@ def test_the_same_seed_gives_the_same_metrics_and_weights(run, algorithm):
     assert metrics(first.path) != metrics(other.path)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_draws_of_environment_and_optimizer(run):
     first, again, other = (run("grpo", f"run {n}", *DRAWING, f"seed={seed}")[0] for n, seed in enumerate((1, 1, 2)))
     assert digests(first.path) == digests(again.path)
@@ -180,7 +181,7 @@ def saved_with(folder, step):
     return CheckpointManager(folder.path / "checkpoints").load(step).state
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+@pytest.mark.parametrize("algorithm", slow_except(["grpo", "sft"], "grpo"))
 def test_a_stop_skips_the_validation_that_is_due_and_a_resume_makes_up_for_it(run, algorithm):
     whole, _ = run(algorithm, "whole")
     stopped, last_step = run(algorithm, "run", interrupt_at=2)

@@ -200,6 +200,7 @@ def with_fresh(name: str, state: dict[str, Any], fresh: dict[str, Any]) -> dict[
     return {**state, name: fresh[name]}
 
 
+@pytest.mark.slow
 def test_without_the_weights_the_run_ends_elsewhere(scenario, monkeypatch):
     one = scenario("all goes well but for one step")
     monkeypatch.setattr(Policy, "load", lambda policy, folder: None)

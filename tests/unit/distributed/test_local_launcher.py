@@ -159,6 +159,7 @@ def test_a_stopped_rank_cannot_hold_the_driver_even_while_it_is_sent_to(group):
     assert time.monotonic() - started < 40
 
 
+@pytest.mark.slow
 def test_an_interrupted_call_ends_the_group(group):
     def interrupt(number, frame):
         raise KeyboardInterrupt

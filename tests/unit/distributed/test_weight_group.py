@@ -393,7 +393,7 @@ def send_part_of_it(port, after_tensors):
     group.send(weights(), INFOS, BUCKET_BYTES, 2, True)
 
 
-@pytest.mark.parametrize("after_tensors", [0, 3])
+@pytest.mark.parametrize("after_tensors", slow_except([0, 3], 3))
 def test_a_receiver_learns_at_once_that_its_sender_was_killed(after_tensors):
     port, sink = free_port(), Kept()
     context = multiprocessing.get_context("spawn")

@@ -37,6 +37,7 @@ def test_one_worker_lives_in_this_process_and_is_handed_the_objects_themselves()
         assert group.run_each("echo", [(value,)])[0] is value
 
 
+@pytest.mark.slow
 def test_one_worker_gets_its_own_process_on_request(tmp_path):
     with WorkerGroup(Plain, (10,), log_dir=tmp_path, own_processes=True) as group:
         (pid,) = group.run_all("pid")

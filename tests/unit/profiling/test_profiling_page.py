@@ -225,6 +225,7 @@ def of_one_process(folder):
 # ---- enabling profiling
 
 
+@pytest.mark.slow
 def test_disabled_as_it_is_by_default_every_site_is_a_true_no_op_and_the_variable_is_read_at_import(folder):
     assert run_program(UNARMED, folder) == "held\n"
 

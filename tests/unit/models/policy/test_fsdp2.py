@@ -71,6 +71,7 @@ def norm_of_repeated(times: int, rows: dict[str, Any]) -> float:
     return float(worker.train(own, NLLLoss())["grad_norm"])
 
 
+@pytest.mark.slow
 def test_half_precision_gradients_of_many_micro_batches_add_up_in_float32(two_ranks, make_rows):
     """A mean over the same row 32 times: small additions to a bfloat16 sum would be lost."""
     rows = make_rows().get_dict()

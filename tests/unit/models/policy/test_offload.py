@@ -94,7 +94,7 @@ def rows(make_rows) -> dict[str, Any]:
     return make_rows().get_dict()
 
 
-@pytest.mark.parametrize("profiled", [False, True])
+@pytest.mark.parametrize("profiled", slow_except([False, True], True))
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_round_trip_preserves_weights_optimizer_and_the_next_step(rows, precision, profiled):
     claims = round_trip(DTensorPolicyWorker, {"precision": precision}, rows, profiled)

@@ -209,6 +209,7 @@ class SteepLoss(NLLLoss):
         return loss * self.factor, metrics
 
 
+@pytest.mark.slow
 def test_the_search_for_a_loss_scale_does_not_end_the_training(make_worker, make_rows):
     worker = make_worker("embedded", precision="float16", max_nonfinite_steps=2)
     skipped = [worker.train(make_rows(), SteepLoss(2.0**14))["num_skipped_steps"] for _ in range(13)]

@@ -126,7 +126,6 @@ def test_one_rank(rows, name):
             if layout not in WITHOUT_SHARING or name == "fixed"
         ],
         ("tp2", "packed"),
-        ("fsdp1", "packed"),
     ),
     ids=lambda case: "-".join(case),
 )
