@@ -42,6 +42,7 @@ class BuiltinGenerator:
     """
 
     num_restarts = 0
+    refit_gb_per_s = None
 
     def __init__(
         self,

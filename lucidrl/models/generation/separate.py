@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
 from lucidrl.utils.nsys import GENERATION
+
+_BYTES_PER_GB = 10**9
 
 
 class SeparateGenerator:
@@ -52,6 +55,8 @@ class SeparateGenerator:
         seed: int = 0,
     ):
         self.policy_version = 0
+        self.refit_gb_per_s: float | None = None
+        """Size of the weights per second of the last `update_weights`, in GB of 10**9 bytes."""
         self._policy, self._seed = policy, seed
         self._num_calls = 0
         self._max_rows = config.generation.max_concurrent_rows
@@ -152,7 +157,9 @@ class SeparateGenerator:
         """
         with span("refit"):
             self._restart_lost()
+            started = time.perf_counter()
             self._run_refit(version, self.pool.workers)
+            self.refit_gb_per_s = self._refit.size_bytes / _BYTES_PER_GB / (time.perf_counter() - started)
         self._policy.update_weights(version)
         self.policy_version = self._refitted = version
 
