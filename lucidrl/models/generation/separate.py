@@ -21,13 +21,18 @@ from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.generation_worker import GenerationWorker
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.refit import GeneratorState, Refit, check_device
+from lucidrl.models.generation.replica import Replica
 from lucidrl.models.generation.sampling import prompts_of, with_draw_keys
+from lucidrl.models.generation.vllm_worker import VllmWorker
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
 from lucidrl.utils.nsys import GENERATION
 
 _BYTES_PER_GB = 10**9
+
+ENGINES: dict[str, type[Replica]] = {"builtin": GenerationWorker, "vllm": VllmWorker}
+"""`policy.generation.engine` → the worker of a replica."""
 
 
 class SeparateGenerator:
@@ -88,7 +93,7 @@ class SeparateGenerator:
             self._states[worker.number] = GeneratorState(place)
 
         self.pool = WorkerPool(
-            GenerationWorker,
+            ENGINES[generation.engine],
             arguments,
             cluster=cluster,
             hosting=hosting,
