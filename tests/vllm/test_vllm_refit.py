@@ -20,6 +20,7 @@ from lucidrl.models.policy.policy import Policy
 from tests.faults.mortal_generators import FOLDER_VARIABLE, MortalVllm, plan_death
 from tests.faults.processes import is_running
 from tests.vllm.vllm_cases import (
+    QUESTIONS,
     ROUNDING,
     batch_of,
     check_greedy_choices,
@@ -32,7 +33,8 @@ from tests.vllm.vllm_cases import (
 
 pytestmark = needs_vllm
 TOKENIZER = embedded_tokenizer()
-PROMPTS = prompts_of(TOKENIZER)
+PROMPTS = prompts_of(TOKENIZER, (*QUESTIONS, "12+3=" * 80))
+"""The last one fills blocks of the prefix cache."""
 NO_TRAINING = {"init_optimizer": False, "init_reference_model": False}
 HASTY = ClusterConfig(num_threads=1, start_timeout_s=120, call_timeout_s=25)
 

@@ -46,7 +46,7 @@ def write_untied_model(folder: Path) -> str:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=64,
+        max_position_embeddings=512,
         tie_word_embeddings=False,
         initializer_range=0.3,  # far from flat distributions
         pad_token_id=tokenizer.pad_token_id,

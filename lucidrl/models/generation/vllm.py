@@ -123,7 +123,7 @@ class VllmEngine:
         model = empty_model(config.model_name, DTYPES[config.precision], config.trust_remote_code)
         self.policy_version = 0
         self._config, self._seed, self._num_calls = config.generation, seed, 0
-        self._pad_id = int(tokenizer.pad_token_id)  # always set by `load_tokenizer`
+        self.tokenizer = tokenizer
         self._stop_ids = sorted(stop_token_ids(model, tokenizer) | set(config.generation.stop_token_ids))
         with _saved_model(config, seed) as folder:
             arguments = _engine_arguments(config, str(folder), context_length(model.config), gpu)
@@ -214,7 +214,7 @@ class VllmEngine:
         lengths = torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int64)
         totals = starts + lengths
         width = int(totals.max()) if len(totals) else 0
-        output_ids = torch.full((len(prompts), width), self._pad_id)
+        output_ids = torch.full((len(prompts), width), int(self.tokenizer.pad_token_id))
         logprobs = torch.zeros(len(prompts), width)
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             start, end = len(prompt), int(totals[row])
