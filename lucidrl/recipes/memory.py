@@ -34,5 +34,6 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
             # A generator holds the current and the next version; generators on the policy's node share their memory.
             is_far = policy.generation.refit == "collective" or policy.generation.nodes == "other"
             copies = policy.generation.num_workers if is_far else 1
-            size_bytes["generators"] = 2 * copies * parameters * width
+            num_engines = policy.generation.num_workers if policy.generation.engine == "vllm" else 0  # own layout
+            size_bytes["generators"] = (2 * copies + num_engines) * parameters * width
     return {what: size / GIB for what, size in size_bytes.items()}

@@ -27,6 +27,7 @@ from lucidrl.envs.text.workers import EnvWorkers, InProcessEnv, start_env
 from lucidrl.errors import ConfigError, DataError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.separate import check_nodes, generator_hostings, generator_nodes
+from lucidrl.models.generation.vllm import check_vllm, is_installed
 from lucidrl.models.loading import DTYPES, ModelFacts, empty_model, model_facts, policy_tokenizer
 from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.models.policy.policy import worker_class_of
@@ -280,6 +281,9 @@ def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = 
     inputs = inputs or TextInputs(config)
     policy = config.policy
     check_placement(policy.generation, config.env, config.cluster)
+    # Under Ray, the replicas may run on machines with other packages; they check vLLM when they start.
+    if policy.generation.engine == "vllm" and (is_installed() or not config.cluster.uses_ray):
+        check_vllm(policy)
     PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy.with_total_steps(config.max_steps))
     facts = inputs.facts
     layout = worker_class_of(policy).layout_of(policy, config.cluster.num_workers)

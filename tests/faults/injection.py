@@ -191,7 +191,7 @@ def use_fault_workers() -> None:
     from lucidrl.models.policy import policy
 
     policy.DTensorPolicyWorker = DTensorPolicyWorker  # type: ignore[misc]
-    separate.GenerationWorker = GenerationWorker  # type: ignore[misc]
+    separate.ENGINES["builtin"] = GenerationWorker
 
 
 def run_with_fault(

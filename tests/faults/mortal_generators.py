@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lucidrl.models.generation.generation_worker import GenerationWorker
+from lucidrl.models.generation.replica import Replica
+from lucidrl.models.generation.vllm_worker import VllmWorker
 
 FOLDER_VARIABLE = "LUCIDRL_TEST_DEATHS"
 """Where deaths are planned; a variable that processes on other nodes see too."""
@@ -28,8 +30,8 @@ def _plan(method: str, number: int) -> Path:
     return Path(os.environ[FOLDER_VARIABLE], f"{method}.{number}")
 
 
-class MortalGenerator(GenerationWorker):
-    """Otherwise as its base."""
+class Mortal(Replica):
+    """Otherwise as the worker class that comes after it."""
 
     def __init__(self, *args: Any, number: int = 0, **kwargs: Any):
         self._number = number
@@ -71,3 +73,23 @@ class MortalGenerator(GenerationWorker):
         else:
             plan.write_text(f"{number} {times - 1}")
         os.kill(os.getpid(), number)
+
+
+class MortalGenerator(Mortal, GenerationWorker):
+    """A replica of the built-in engine."""
+
+
+class MortalVllm(Mortal, VllmWorker):
+    """A replica of vLLM; its loader raises where a death is planned in `load`."""
+
+    def _load(self, weights: Any) -> None:
+        plan = _plan("load", self._number)
+        if plan.exists():
+            plan.unlink()
+            self._engine.load = _fail  # type: ignore[method-assign]
+        super()._load(weights)
+
+
+def _fail(weights: Any) -> None:
+    next(iter(weights))
+    raise RuntimeError("a planned failure of the loader")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from lucidrl.checkpoint.manager import CheckpointManager
 
-CLOCK = ("time", "observe/", "logger/", "ray/", "train/tokens_per_s", "train/frames_per_s")
+CLOCK = ("time", "observe/", "logger/", "ray/", "train/tokens_per_s", "train/frames_per_s", "train/refit_gb_per_s")
 """Metrics that depend on the clock begin with these."""
 
 

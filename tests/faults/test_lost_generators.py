@@ -88,7 +88,7 @@ def mortal(tmp_path_factory):
     """Generators that tests can kill at a call."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(FOLDER_VARIABLE, str(tmp_path_factory.mktemp("deaths")))
-        patched.setattr(separate, "GenerationWorker", MortalGenerator)
+        patched.setitem(separate.ENGINES, "builtin", MortalGenerator)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         yield

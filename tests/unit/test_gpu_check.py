@@ -37,7 +37,6 @@ def test_its_checks_pass_on_cpus(tmp_path, check):
     text = report.read_text(encoding="utf-8")
     assert done.returncode == 0, text
     assert f"## {check}: passed" in text
-    assert "vLLM is not part of Lucid RL yet" in text
     assert "a rehearsal on CPUs" in text
 
 
@@ -56,3 +55,10 @@ def test_a_check_that_needs_more_gpus_is_skipped(monkeypatch):
     module = importlib.import_module("gpu_check")
     outcome = module.run_check(module.Check("two", "nothing", 2, lambda: ""), num_gpus=1)
     assert (outcome.status, outcome.details) == ("skipped", "needs 2 GPUs, found 1")
+
+
+def test_a_check_that_needs_a_missing_package_is_skipped(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    module = importlib.import_module("gpu_check")
+    outcome = module.run_check(module.Check("one", "nothing", 1, lambda: "", package="no_such_package"), num_gpus=1)
+    assert (outcome.status, outcome.details) == ("skipped", "needs the package no_such_package, which is not installed")

@@ -17,11 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.packing import pack_rows
-from lucidrl.errors import DataError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.kv_cache import KVCache, PrefillLayout
-from lucidrl.models.generation.sampling import draw, prompts_of, uniforms, with_draw_keys
+from lucidrl.models.generation.sampling import check_prompt_lengths, draw, prompts_of, uniforms, with_draw_keys
 from lucidrl.models.loading import context_length, stop_token_ids
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.profiling.spans import span
@@ -43,6 +42,7 @@ class BuiltinGenerator:
     """
 
     num_restarts = 0
+    refit_gb_per_s = None
 
     def __init__(
         self,
@@ -180,12 +180,8 @@ class _Prompts:
         input_ids, lengths = data["input_ids"].cpu(), data["input_lengths"].cpu()
         contents = prompts_of(data)
         first_row: dict[bytes, int] = {}
-        for row, (content, length) in enumerate(zip(contents, lengths.tolist(), strict=True)):
-            if not 0 < length < context:
-                raise DataError(
-                    f"prompt in row {row} has {length} tokens; give it at least 1 and at most {context - 1} tokens, as "
-                    f"the model's context has {context}"
-                )
+        check_prompt_lengths(lengths.tolist(), context)
+        for row, content in enumerate(contents):
             first_row.setdefault(content, row)
         number_of = {content: number for number, content in enumerate(first_row)}
         rows = list(first_row.values())

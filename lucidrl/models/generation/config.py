@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from lucidrl.utils.config import Config
+
+VLLM_ARGUMENTS_SET_HERE = {
+    "model": "set policy.model_name",
+    "tokenizer": "set policy.tokenizer",
+    "skip_tokenizer_init": "the tokenizer is that of the policy; set policy.tokenizer",
+    "trust_remote_code": "set policy.trust_remote_code",
+    "dtype": "set policy.precision",
+    "seed": "set seed",
+    "max_num_seqs": "set policy.generation.max_concurrent_rows",
+    "logprobs_mode": "log-probabilities are those of the full distribution at policy.generation.temperature",
+    "generation_config": "set the sampling parameters below policy.generation, such as policy.generation.top_p",
+    "distributed_executor_backend": "the engine runs in the process of the replica; set policy.generation.num_workers",
+    "pipeline_parallel_size": "a replica runs on one device; set policy.generation.num_workers for more replicas",
+    "data_parallel_size": "set policy.generation.num_workers",
+    "device_ids": "a replica uses one GPU; set policy.generation.num_workers for more replicas",
+}
+"""Arguments of vLLM's engine that other settings determine → what to set instead."""
 
 
 class GenerationConfig(Config):
@@ -30,6 +47,11 @@ class GenerationConfig(Config):
     placement: Literal["policy", "separate"] = "policy"
     """policy: the policy's ranks generate; separate: other processes generate with a copy of the weights, which is
     refitted after every step."""
+    engine: Literal["builtin", "vllm"] = "builtin"
+    """builtin: the forward pass that is trained; vllm: vLLM, in separate processes."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of vLLM's engine (`EngineArgs`), such as `gpu_memory_utilization` or `enable_prefix_caching`. Settings
+    above set the arguments that they name."""
     num_workers: PositiveInt = 1
     """Number of separate processes; they split the prompts."""
     nodes: Literal["any", "policy", "other"] = "any"
@@ -57,5 +79,28 @@ class GenerationConfig(Config):
             raise ValueError(
                 "refit=ipc needs generators on the policy's nodes, which nodes=other excludes; set refit=auto, or "
                 "nodes=policy"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_the_engine(self) -> Self:
+        if self.engine == "builtin":
+            if self.vllm:
+                raise ValueError(
+                    f"vllm.{next(iter(self.vllm))} is for engine=vllm, but engine=builtin; set engine=vllm, or remove "
+                    "the argument"
+                )
+            return self
+        if self.placement == "policy":
+            raise ValueError(
+                "engine=vllm generates in separate processes, but placement=policy; set placement=separate"
+            )
+        for name, reason in VLLM_ARGUMENTS_SET_HERE.items():
+            if name in self.vllm:
+                raise ValueError(f"vllm.{name} is not passed on to vLLM: {reason}")
+        if self.vllm.get("tensor_parallel_size", 1) != 1:
+            raise ValueError(
+                f"vllm.tensor_parallel_size={self.vllm['tensor_parallel_size']}: a refit reaches engines on one device "
+                "only; remove it, and raise num_workers for more replicas"
             )
         return self

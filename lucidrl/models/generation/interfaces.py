@@ -51,6 +51,10 @@ class GenerationInterface(Protocol):
     def num_restarts(self) -> int:
         """Restarts of generator processes so far."""
 
+    @property
+    def refit_gb_per_s(self) -> float | None:
+        """Size of the weights, in GB of 10**9 bytes, per second of the last refit; None if nothing was copied."""
+
     def update_weights(self, version: int) -> None:
         """Use the policy's current weights from the next call on; `version` is their version."""
         ...

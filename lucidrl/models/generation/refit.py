@@ -6,6 +6,7 @@ problem as text, because a raised error would end their processes; so the refit 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
@@ -57,6 +58,8 @@ class Refit:
         self._policy_timeout_s = timeout_s + _POLICY_GRACE_S
         # If one member of the group hangs, the others stop waiting before their own calls time out.
         self._group_timeout_s = min(TIMEOUT_S, timeout_s / 2)
+        self.size_bytes = 0
+        """Size of the weights; 0 before the first refit."""
         self._members: list[tuple[int, int]] = []
         """Generators in the policy's weight group: (number, number of starts)."""
 
@@ -106,6 +109,7 @@ class Refit:
         if not free_bytes:
             return []
         prepared = self._policy.run_all("prepare_weights_for_ipc")
+        self.size_bytes = sum(size_bytes for _, size_bytes in prepared[0][0])
         buckets = buckets_of_names(prepared[0][0], self._config, min(*free_bytes, *(free for _, free in prepared)))
         calls: list[Future[str | None]] = []
         for names in buckets:
@@ -126,6 +130,7 @@ class Refit:
     def _form_group(self, receivers: Sequence[PoolWorker]) -> bool:
         """Connect the policy and all receivers; False if a receiver was lost."""
         forms = self._policy.run_all("prepare_info_for_collective")[0]
+        self.size_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms.values())
         self._pool.each(lambda worker: worker.run("prepare_collective", forms), receivers)
         if len(_alive(receivers)) < len(receivers):  # the others would wait for the lost one until their timeout
             return False

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.errors import DataError
 from lucidrl.models.generation.interfaces import GenerationDatumSpec
 
 BLOCK = 256
@@ -34,6 +36,16 @@ def prompts_of(data: BatchedDataDict[GenerationDatumSpec]) -> list[bytes]:
     """Return the prompt of each row as bytes, to compare prompts."""
     rows = zip(data["input_ids"].cpu().numpy(), data["input_lengths"].tolist(), strict=True)
     return [tokens[:length].tobytes() for tokens, length in rows]
+
+
+def check_prompt_lengths(lengths: Iterable[int], context: int) -> None:
+    """Raise DataError if a prompt is empty or leaves no space for a token in the model's context."""
+    for row, length in enumerate(lengths):
+        if not 0 < length < context:
+            raise DataError(
+                f"prompt in row {row} has {length} tokens; give it at least 1 and at most {context - 1} tokens, as the "
+                f"model's context has {context}"
+            )
 
 
 def with_draw_keys(

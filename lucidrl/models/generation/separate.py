@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +21,18 @@ from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.generation_worker import GenerationWorker
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.refit import GeneratorState, Refit, check_device
+from lucidrl.models.generation.replica import Replica
 from lucidrl.models.generation.sampling import prompts_of, with_draw_keys
+from lucidrl.models.generation.vllm_worker import VllmWorker
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
 from lucidrl.utils.nsys import GENERATION
+
+_BYTES_PER_GB = 10**9
+
+ENGINES: dict[str, type[Replica]] = {"builtin": GenerationWorker, "vllm": VllmWorker}
+"""`policy.generation.engine` → the worker of a replica."""
 
 
 class SeparateGenerator:
@@ -52,6 +60,8 @@ class SeparateGenerator:
         seed: int = 0,
     ):
         self.policy_version = 0
+        self.refit_gb_per_s: float | None = None
+        """Size of the weights per second of the last `update_weights`, in GB of 10**9 bytes."""
         self._policy, self._seed = policy, seed
         self._num_calls = 0
         self._max_rows = config.generation.max_concurrent_rows
@@ -83,7 +93,7 @@ class SeparateGenerator:
             self._states[worker.number] = GeneratorState(place)
 
         self.pool = WorkerPool(
-            GenerationWorker,
+            ENGINES[generation.engine],
             arguments,
             cluster=cluster,
             hosting=hosting,
@@ -152,7 +162,9 @@ class SeparateGenerator:
         """
         with span("refit"):
             self._restart_lost()
+            started = time.perf_counter()
             self._run_refit(version, self.pool.workers)
+            self.refit_gb_per_s = self._refit.size_bytes / _BYTES_PER_GB / (time.perf_counter() - started)
         self._policy.update_weights(version)
         self.policy_version = self._refitted = version
 

@@ -226,4 +226,6 @@ class PolicyConfig(OptimizationConfig):
                     f"dtensor_cfg.{name} splits rows over ranks, which sequence packing does not support; "
                     "set sequence_packing.enabled=false (and dynamic_batching.enabled=true)"
                 )
+        if self.precision == "float64" and self.generation.engine == "vllm":
+            raise ValueError("precision=float64 is not a precision of vLLM; set precision=float32")
         return self

@@ -51,6 +51,8 @@ class Policy:
 
     num_restarts = 0
     """Always 0, because a policy never restarts a worker; part of `GenerationInterface`."""
+    refit_gb_per_s = None
+    """Always None, because nothing is copied; part of `GenerationInterface`."""
 
     def __init__(
         self,

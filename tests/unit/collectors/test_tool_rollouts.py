@@ -26,7 +26,7 @@ PAD = 2
 class ScriptedGenerator:
     """Writes given completions, one per turn, and records the prompts that it gets."""
 
-    num_restarts, policy_version = 0, 0
+    num_restarts, policy_version, refit_gb_per_s = 0, 0, None
 
     def __init__(self, tokenizer, *completions):
         self._tokenizer, self._completions = tokenizer, list(completions)

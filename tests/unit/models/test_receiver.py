@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lucidrl.distributed.shared_memory import SharedMemory
-from lucidrl.distributed.weight_buckets import Bucket, BucketHandle, TensorInfo
+from lucidrl.distributed.weight_buckets import Bucket, BucketHandle, TensorInfo, checksum_of
 from lucidrl.errors import RefitError
-from lucidrl.models.generation.generation_worker import WeightReceiver
-from lucidrl.models.loading import load_model
+from lucidrl.models.generation.receiver import EngineReceiver, WeightReceiver
+from lucidrl.models.loading import empty_model, load_model
 
 DEVICE = "CPU-0"
 
@@ -94,3 +94,44 @@ def test_handles_of_another_device_or_version_are_refused(receiver):
     with pytest.raises(RefitError, match="a bucket has version 1, but version 2 is expected"):
         receiver.take({DEVICE: (True, handle)})
     memory.close()
+
+
+# Weights for the loader of an engine
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_untied"])
+def test_an_engine_loads_whole_versions_and_tied_weights_under_all_their_names(tiny_model, name):
+    model = load_model(tiny_model(name), torch.float32)
+    empty = empty_model(tiny_model(name), torch.float32)
+    loaded: list[dict[str, torch.Tensor]] = []
+    receiver = EngineReceiver(empty, torch.device("cpu"), DEVICE, lambda weights: loaded.append(dict(weights)))
+    weights = weights_of(model)
+    receiver.begin(1)
+    for number, (name_of_weight, weight) in enumerate(weights.items()):
+        if number == 1:
+            with pytest.raises(RefitError, match="version 1 is incomplete"):
+                receiver.commit(1)
+        receiver.put(name_of_weight, weight)
+    assert loaded == []
+    receiver.commit(1)
+    [version] = loaded
+    assert version.keys() == {*weights, "lm_head.weight"}
+    assert all(torch.equal(version[name_of_weight], weight) for name_of_weight, weight in weights.items())
+    assert torch.equal(version["lm_head.weight"], model.lm_head.weight)
+    assert receiver.checksum() == checksum_of(weights.items())
+
+
+def test_an_engine_copies_every_version_to_the_same_memory(model):
+    addresses = []
+    receiver = EngineReceiver(
+        model,
+        torch.device("cpu"),
+        DEVICE,
+        lambda weights: addresses.append(dict(weights)["model.norm.weight"].data_ptr()),
+    )
+    for version in (1, 2, 3):
+        receiver.begin(version)
+        for name, weight in weights_of(model).items():
+            receiver.put(name, weight)
+        receiver.commit(version)
+    assert len(set(addresses)) == 1

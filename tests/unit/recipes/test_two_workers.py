@@ -45,7 +45,7 @@ class Unwatched:
 def numbers(folder: Path) -> list[dict[str, float]]:
     """Metrics of every step, without those of the clock and without the computed tokens: ranks share fewer."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    left_out = ("time", "observe/", "logger/", "train/tokens_per_s", "train/computed_tokens")
+    left_out = ("time", "observe/", "logger/", "train/tokens_per_s", "train/refit_gb_per_s", "train/computed_tokens")
     kept = [{k: v for k, v in r.items() if not k.startswith(left_out)} for r in records if "step" in r]
     return [record for record in kept if len(record) > 1]
 

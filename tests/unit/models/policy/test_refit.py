@@ -21,7 +21,7 @@ from lucidrl.errors import LostWorkerError, RefitError, WorkerError
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.generation_worker import WeightReceiver
+from lucidrl.models.generation.receiver import WeightReceiver
 from lucidrl.models.generation.refit import Refit, buckets_of_names
 from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.loading import DTYPES, load_model
