@@ -17,6 +17,8 @@ from lucidrl.collectors.text import TextCollector
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import RefitError
 from lucidrl.losses.policy_gradient import ClippedPGLoss
+from lucidrl.losses.importance import importance_mask
+from lucidrl.losses.interfaces import IMPORTANCE_MASK
 from lucidrl.models.policy.interfaces import TrainResult
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
@@ -71,11 +73,12 @@ class GRPO:
             )
         batch = self._with_advantages(rollouts)
         needs = {
-            "prev_logprobs": not self.on_policy or is_plotted,
+            "prev_logprobs": not self.on_policy or is_plotted or masks_by_importance,
             "reference_policy_logprobs": self.config.loss.kl_coefficient > 0,
         }
         rows = batch["sample_mask"].nonzero()[:, 0]  # masked rows are not scored; their log-probabilities stay 0
         columns = {name: torch.zeros(batch["input_ids"].shape) for name, is_needed in needs.items() if is_needed}
+        masks_by_importance = self.config.loss.importance_correction == "mask"
         if columns and len(rows):
             previous, reference = needs.values()
             scored = self.policy.with_scores(batch.select_indices(rows), previous=previous, reference=reference)
@@ -88,6 +91,8 @@ class GRPO:
     def _with_advantages(self, rollouts: Rollouts) -> BatchedDataDict[Any]:
         """Return the rollouts as a batch with `advantages`; `sample_mask` is 0 for rows that the loss ignores.
 
+        if masks_by_importance:
+            batch[IMPORTANCE_MASK] = importance_mask(self.config.loss, batch)
         All rows of a sample have the sample's advantage.
         """
         config, rewards, groups, valid = self.config, rollouts.rewards, rollouts.group_ids, rollouts.is_valid

@@ -86,6 +86,29 @@ def test_several_updates_a_step_compare_with_the_policy_before_the_first(run):
     assert max(ratios("learning", 1e-2)) > 1.001
 
 
+def test_tokens_out_of_bounds_leave_the_loss_and_its_count(run):
+    # Rounding alone puts weights outside bounds this narrow.
+    bounds = ("grpo.loss.importance_cap=1.0000001", "grpo.loss.importance_floor=0.9999999", "grpo.max_steps=1")
+    free, _ = run("grpo", "free", *bounds)
+    masked, _ = run("grpo", "masked", *bounds, "grpo.loss.importance_correction=mask")
+    [outside] = [
+        over + under
+        for over, under in zip(
+            masked.train_metric("importance/over_cap_fraction"),
+            masked.train_metric("importance/under_floor_fraction"),
+            strict=True,
+        )
+    ]
+    [sampled] = free.train_metric("num_valid_tokens")
+    assert 0 < outside < 1
+    assert masked.train_metric("num_valid_tokens") == [round((1 - outside) * sampled)]
+    # The metrics before the correction see the excluded tokens too.
+    [before], [after] = (
+        masked.train_metric(f"generation_mismatch/{name}max_abs_logprob_difference") for name in ("", "corrected_")
+    )
+    assert after < 1e-7 < before
+
+
 def test_the_divergence_from_the_reference_starts_at_zero_and_grows(run):
     folder, _ = run("grpo", "run", "grpo.loss.kl_coefficient=0.1")
     kl = folder.train_metric("kl")
