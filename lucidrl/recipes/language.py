@@ -12,6 +12,7 @@ from lucidrl.algorithms.config import AdvantageEstimator
 from lucidrl.algorithms.grpo import GRPO
 from lucidrl.algorithms.health import HealthMonitor, HealthSettings
 from lucidrl.algorithms.loop import TrainingLoop
+from lucidrl.algorithms.mismatch import StepGuard
 from lucidrl.algorithms.sft import SFT
 from lucidrl.algorithms.validation import ExampleValidator, PromptValidator, Validator
 from lucidrl.collectors.config import TextCollectorConfig
@@ -22,6 +23,7 @@ from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import ConfigError
 from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.generation.interfaces import GenerationInterface
+from lucidrl.models.generation.refit_guard import RefitGuard
 from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.policy import Policy
 from lucidrl.models.sources import with_resolved_names
@@ -47,6 +49,8 @@ class TextRun(TrainingRun[C]):
         self._profiled: list[ProfilablePolicy] = []
         """Generators and environment workers."""
 
+        self._refit_guard: RefitGuard | None = None
+        """That of separate generators."""
     def preflight(self) -> Table:
         return preflight(self.config, self._inputs).table()
 
@@ -131,6 +135,7 @@ class TextRun(TrainingRun[C]):
         )
         self._profiled.append(parts.stack.enter_context(generator))
         return generator
+        self._refit_guard = generator.guard
 
     def _loop(
         self, parts: RunParts, policy: Policy, validator: Validator | None, health: HealthMonitor | None = None
@@ -156,6 +161,7 @@ class GRPORun(TextRun[GRPORunConfig]):
             dump_samples_every=config.tracking.dump_samples_every,
             plot_mismatch_every=config.tracking.plot_mismatch_every,
         )
+            guard=StepGuard(policy, config.policy, self._refit_guard),
 
 
 def _health_settings(config: GRPORunConfig) -> HealthSettings:

@@ -6,13 +6,14 @@ with weights of two versions. After an interrupted refit, the next refit drops t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.distributed.checksums import checksums_of
 from lucidrl.distributed.shared_memory import AttachedMemory, DeviceMemoryHandle, MemoryHandle, open_device_memory
 from lucidrl.distributed.weight_buckets import (
     BucketHandle,
@@ -26,7 +27,8 @@ from lucidrl.distributed.weight_group import WeightGroup, problem_of
 from lucidrl.distributed.workers.place import Place, place_with
 from lucidrl.errors import ConfigError, RefitError
 from lucidrl.models.generation.builtin import BuiltinGenerator
-from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
+from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec, RefitReport
+from lucidrl.models.generation.probe import probe_tokens
 from lucidrl.models.loading import DTYPES, load_model
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.policy.config import PolicyConfig
@@ -141,6 +143,10 @@ class WeightReceiver:
             memory.release()
         self._released, self._shared, self._incoming_shared = self._shared, self._incoming_shared, {}
         self.version, self._incoming, self._staged = version, None, {}
+
+    def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return names and tensors of the weights in use."""
+        return self._live.items()
 
     def checksum(self) -> str:
         """Return the SHA-256 of the weights in use; see `checksum_of`."""
@@ -260,6 +266,16 @@ class GenerationWorker(Recorded):
         """Use the new weights from the next `generate` on."""
         self.receiver.commit(version)
         self._generator.policy_version = version
+
+    @span("guard")
+    @torch.no_grad()
+    def report_refit(self) -> RefitReport:
+        """Return version and checksums of the weights in use, and the log-probabilities of the probe text."""
+        model = self._generator.model
+        probe = torch.tensor([probe_tokens(self._generator.tokenizer)], device=self._device)
+        outputs = model(probe, torch.tensor([probe.shape[1]], device=self._device))
+        weights = checksums_of(self.receiver.weights())
+        return RefitReport(self.receiver.version, weights, outputs.logprobs[0, 1:].float().cpu())
 
     def shutdown(self) -> None:
         """Stop profiling and leave the policy's weight group; may be called twice."""

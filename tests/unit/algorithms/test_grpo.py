@@ -6,7 +6,8 @@ import orjson
 import pytest
 import torch
 
-from lucidrl.errors import DataError, EnvironmentFailure
+from lucidrl.errors import DataError, EnvironmentFailure, TrainingError
+from lucidrl.models.generation import builtin
 from lucidrl.models.policy.policy import Policy
 
 
@@ -107,6 +108,19 @@ def test_tokens_out_of_bounds_leave_the_loss_and_its_count(run):
         masked.train_metric(f"generation_mismatch/{name}max_abs_logprob_difference") for name in ("", "corrected_")
     )
     assert after < 1e-7 < before
+
+
+def test_a_mismatch_of_generation_is_a_warning_with_its_fault_and_a_gross_one_stops_the_run(run, monkeypatch):
+    plain = builtin.draw
+    monkeypatch.setattr(builtin, "draw", lambda logits, *args, **kwargs: plain(2 * logits, *args, **kwargs))
+    limits = ("policy.generation.temperature=2.0", "grpo.loss.entropy_coefficient=0")
+    folder, last_step = run("grpo", "run", *limits, "policy.generation.mismatch.stop=null")
+    assert last_step == 4
+    warnings = [orjson.loads(line) for line in (folder.path / "warnings.jsonl").read_bytes().splitlines()]
+    [warning] = [warning for warning in warnings if "nats per token, limit 0.01" in str(warning)]
+    assert "those of temperature=1, but the settings are temperature=2" in str(warning)
+    with pytest.raises(TrainingError, match=r"step 1: generation: temperature .* was not trained on these samples"):
+        run("grpo", "stopped", *limits, "policy.generation.mismatch.stop=0.02")
 
 
 def test_the_divergence_from_the_reference_starts_at_zero_and_grows(run):
