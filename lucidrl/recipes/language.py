@@ -28,6 +28,7 @@ from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.policy import Policy
 from lucidrl.models.sources import with_resolved_names
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.generation_check import GenerationFindings, check_generation
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.preflight import TextInputs, check_placement, preflight
 from lucidrl.recipes.training_run import RunParts, TrainingRun
@@ -48,9 +49,9 @@ class TextRun(TrainingRun[C]):
         self._inputs = TextInputs(self.config, python)
         self._profiled: list[ProfilablePolicy] = []
         """Generators and environment workers."""
-
         self._refit_guard: RefitGuard | None = None
         """That of separate generators."""
+
     def preflight(self) -> Table:
         return preflight(self.config, self._inputs).table()
 
@@ -134,8 +135,8 @@ class TextRun(TrainingRun[C]):
             seed=config.seed,
         )
         self._profiled.append(parts.stack.enter_context(generator))
-        return generator
         self._refit_guard = generator.guard
+        return generator
 
     def _loop(
         self, parts: RunParts, policy: Policy, validator: Validator | None, health: HealthMonitor | None = None
@@ -145,6 +146,9 @@ class TextRun(TrainingRun[C]):
 
 class GRPORun(TextRun[GRPORunConfig]):
     """`lucidrl grpo`"""
+
+    def check_generation(self) -> GenerationFindings:
+        return check_generation(self.config, self._inputs)
 
     def _build(self, parts: RunParts) -> GRPO:
         config = self.config
@@ -157,11 +161,11 @@ class GRPORun(TextRun[GRPORunConfig]):
             policy=policy,
             collector=collector,
             pad_id=self._inputs.tokenizer.pad_token_id,
+            guard=StepGuard(policy, config.policy, self._refit_guard),
             updates_per_epoch=config.updates_per_step // config.num_epochs,
             dump_samples_every=config.tracking.dump_samples_every,
             plot_mismatch_every=config.tracking.plot_mismatch_every,
         )
-            guard=StepGuard(policy, config.policy, self._refit_guard),
 
 
 def _health_settings(config: GRPORunConfig) -> HealthSettings:
