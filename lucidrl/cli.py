@@ -250,21 +250,32 @@ def check(
     preset: Preset = None,
     algorithm: Annotated[str, typer.Option(help="Command to check: grpo, sft or ppo.")] = "grpo",
     explain: Explain = False,
+    generate: Annotated[
+        bool,
+        typer.Option("--generate", help="Also load the model, generate, and compare generation with the policy."),
+    ] = False,
 ) -> None:
     """Check the settings of a run without starting it.
 
     Examples:
 
         lucidrl check policy.model_name=FOLDER collector.samples_per_prompt=16
+        lucidrl check --generate policy.model_name=FOLDER policy.generation.placement=separate
         lucidrl check --algorithm ppo env.name=Acrobot-v1
         lucidrl check --explain policy.model_name=FOLDER lr=1e-5
 
     Reads the model's config, tokenizer, environment and prompts, but loads no weights and writes nothing. Prints all
     settings, the batch sizes, and estimates of memory and checkpoint size.
+
+    With --generate, it starts policy and generators of `lucidrl grpo`, refits twice without training in between, and
+    completes 8 prompts, greedily and sampled, with at most 32 tokens. It compares checksums of the weights, versions,
+    log-probabilities and tokens with the policy, prints a table, and names the fault if they differ. The exit status is
+    then 1. Use it before the first run with an engine, a model or a machine that is new to you.
     """
     from lucidrl.recipes.run import check_run
 
-    check_run(algorithm, config, preset, overrides or [], explain)
+    if not check_run(algorithm, config, preset, overrides or [], explain, generate):
+        raise typer.Exit(1)
 
 
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Look at a dataset before training.")

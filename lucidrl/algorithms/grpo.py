@@ -11,11 +11,14 @@ import torch
 from lucidrl.algorithms.advantages import compute_advantages, has_signal
 from lucidrl.algorithms.config import GRPOConfig
 from lucidrl.algorithms.loop import TrainingLoop, is_due
+from lucidrl.algorithms.mismatch import StepGuard
 from lucidrl.algorithms.step_clock import LOGGING
 from lucidrl.collectors.rollouts import Rollouts
 from lucidrl.collectors.text import TextCollector
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import RefitError
+from lucidrl.losses.importance import importance_mask
+from lucidrl.losses.interfaces import IMPORTANCE_MASK
 from lucidrl.losses.policy_gradient import ClippedPGLoss
 from lucidrl.models.policy.interfaces import TrainResult
 from lucidrl.models.policy.policy import Policy
@@ -31,6 +34,8 @@ class GRPO:
     policy: Policy
     collector: TextCollector
     pad_id: int
+    guard: StepGuard | None = None
+    """Compares generation and policy before every update."""
     updates_per_epoch: int = 1
     """Optimizer steps in one pass over the rows of a step."""
     dump_samples_every: int = 0
@@ -51,11 +56,14 @@ class GRPO:
                 rollouts = self.collector.collect()
                 self.loop.saver.settle()
                 batch = self.prepare(rollouts, is_plotted=is_due(self.plot_mismatch_every, step))
+                warning = self.guard.check(step, batch) if self.guard is not None else None
                 samples = self.samples_of(rollouts, batch) if self._writes_samples(step) else None
                 gbs = batch.size // self.updates_per_epoch
                 result = self.policy.train(batch, loss_fn, num_epochs=self.config.num_epochs, gbs=gbs)
                 self.collector.update_policy_weights_(version=step)
                 self.record(step, rollouts, batch, result, samples)
+                if warning is not None:
+                    self.loop.warn(step, warning)
         return self.loop.step
 
     def prepare(self, rollouts: Rollouts, is_plotted: bool = False) -> BatchedDataDict[Any]:
@@ -70,8 +78,9 @@ class GRPO:
                 f"{self.policy.policy_version}; call update_policy_weights_ of the collector after every step"
             )
         batch = self._with_advantages(rollouts)
+        masks_by_importance = self.config.loss.importance_correction == "mask"
         needs = {
-            "prev_logprobs": not self.on_policy or is_plotted,
+            "prev_logprobs": not self.on_policy or is_plotted or masks_by_importance,
             "reference_policy_logprobs": self.config.loss.kl_coefficient > 0,
         }
         rows = batch["sample_mask"].nonzero()[:, 0]  # masked rows are not scored; their log-probabilities stay 0
@@ -82,6 +91,8 @@ class GRPO:
             columns = {name: column.index_copy(0, rows, scored[name]) for name, column in columns.items()}
         for name, column in columns.items():
             batch[name] = column
+        if masks_by_importance:
+            batch[IMPORTANCE_MASK] = importance_mask(self.config.loss, batch)
         return batch
 
     @span("advantages")

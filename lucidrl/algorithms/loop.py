@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from lucidrl.algorithms.config import ValidationSchedule
-from lucidrl.algorithms.health import HealthMonitor
+from lucidrl.algorithms.health import HealthMonitor, RunWarning
 from lucidrl.algorithms.interfaces import TrainedPolicy
 from lucidrl.algorithms.saver import Saver, processes_state, restore_processes
 from lucidrl.algorithms.step_clock import LOGGING, StepClock
@@ -123,8 +123,12 @@ class TrainingLoop:
         self.logger.log_metrics({"train": {**metrics, **rates}, "time": timings}, step)
         self.watcher.on_step(step, {**metrics, **rates, **{f"time/{name}": value for name, value in timings.items()}})
         for warning in self.health.observe(step, metrics) if self.health is not None else ():
-            _log.warning("step %d: %s", step, warning.message)
-            self.logger.log_warning(warning.name, warning.message, step)
+            self.warn(step, warning)
+
+    def warn(self, step: int, warning: RunWarning) -> None:
+        """Log a warning, also to warnings.jsonl."""
+        _log.warning("step %d: %s", step, warning.message)
+        self.logger.log_warning(warning.name, warning.message, step)
 
     def _validate(self, stop: StopRequest) -> dict[str, float]:
         """Validate the last completed step if validation is due and no stop is requested; return the metrics."""

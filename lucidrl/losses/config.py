@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lucidrl.utils.config import Config
 
@@ -35,8 +35,22 @@ class ClippedPGConfig(Config):
     entropy_coefficient: Coefficient = 0.0
     """Weight of the entropy bonus; 0 skips the entropy."""
     importance_correction: Literal["none", "truncate", "mask"] = "none"
-    """Correct for the mismatch of generator and trainer: weight tokens by exp(prev - generation log-probability).
-    truncate: limit the weights to importance_cap; mask: set weights above importance_cap to 0. Masked tokens still
-    count in the mean."""
+    """Correct for the mismatch of generator and trainer: multiply the loss of each token by its importance weight.
+    truncate: limit the weights to importance_floor and importance_cap; mask: exclude tokens with weights outside these
+    bounds from the loss and its mean, at the cost of one more forward pass per step if there is one update per step."""
+    importance_level: Literal["token", "sequence", "sequence_mean"] = "token"
+    """token: the weight of a token is exp(prev - generation log-probability); sequence: all tokens of a sequence have
+    the product of these weights; sequence_mean: all have their geometric mean."""
     importance_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
     """Largest importance weight; see importance_correction."""
+    importance_floor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Smallest importance weight; 0 = no lower bound."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.importance_floor > self.importance_cap:
+            raise ValueError(
+                f"importance_floor={self.importance_floor:g} is above importance_cap={self.importance_cap:g}; set a "
+                "floor below 1 and a cap above 1"
+            )
+        return self

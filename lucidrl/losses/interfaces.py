@@ -61,8 +61,12 @@ class LossFunction(Protocol):
     ) -> tuple[torch.Tensor, Metrics]: ...
 
 
-def valid_token_mask(data: Mapping[str, Any]) -> torch.Tensor:
-    """Return the mask of the tokens that count in the loss, [B, T] bool.
+IMPORTANCE_MASK = "importance_mask"
+"""Optional column, [B, T]: 0 for tokens that the importance correction excludes; see `lucidrl.losses.importance`."""
+
+
+def sampled_token_mask(data: Mapping[str, Any]) -> torch.Tensor:
+    """Return the mask of the tokens that the policy sampled in valid rows, [B, T] bool.
 
     A token counts if its `token_mask` and its row's `sample_mask` are not 0. The token at position 0 never counts,
     because no position predicts it.
@@ -73,6 +77,27 @@ def valid_token_mask(data: Mapping[str, Any]) -> torch.Tensor:
     mask_BT = data["token_mask"].bool() & data["sample_mask"].bool()[:, None]
     mask_BT[:, 0] = False
     return mask_BT
+
+
+def valid_token_mask(data: Mapping[str, Any]) -> torch.Tensor:
+    """Return the mask of the tokens that count in the loss, [B, T] bool.
+
+    These are the tokens of `sampled_token_mask`, except those that `IMPORTANCE_MASK` excludes.
+    """
+    mask_BT = sampled_token_mask(data)
+    return mask_BT & data[IMPORTANCE_MASK].bool() if IMPORTANCE_MASK in data else mask_BT
+
+
+def valid_row_mask(data: Mapping[str, Any]) -> torch.Tensor:
+    """Return the mask of the rows that count in the loss, [B] bool.
+
+    These are the rows with a `sample_mask` other than 0, except rows of which `IMPORTANCE_MASK` excludes every token.
+    """
+    mask_B = data["sample_mask"].bool()
+    if IMPORTANCE_MASK not in data:
+        return mask_B
+    is_emptied_B = sampled_token_mask(data).any(dim=1) & ~valid_token_mask(data).any(dim=1)
+    return mask_B & ~is_emptied_B
 
 
 @dataclass(frozen=True)

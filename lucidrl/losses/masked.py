@@ -12,13 +12,14 @@ from typing import Any, Literal
 import torch
 
 from lucidrl.errors import DataError
-from lucidrl.losses.interfaces import LossType, TokenOutputs
+from lucidrl.losses.interfaces import IMPORTANCE_MASK, LossType, TokenOutputs
 from lucidrl.losses.reductions import Max, Mean, Min
 
 PROVIDERS: dict[str, str] = {
     "advantages": "compute_advantages returns it",
     "prev_logprobs": "the policy's get_logprobs returns it before the first update (not needed if on_policy=True)",
     "generation_logprobs": "the generator returns it as `logprobs` with its samples",
+    IMPORTANCE_MASK: "lucidrl.losses.importance.importance_mask returns it",
     "reference_policy_logprobs": "the policy's get_reference_policy_logprobs returns it (not needed if "
     "kl_coefficient=0)",
 }

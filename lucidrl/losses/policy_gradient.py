@@ -13,13 +13,16 @@ from typing import Any
 import torch
 
 from lucidrl.losses.config import ClippedPGConfig
+from lucidrl.losses.importance import MAX_LOG_RATIO, ImportanceWeights, bounded_exp, mismatch_metrics
 from lucidrl.losses.interfaces import (
+    IMPORTANCE_MASK,
     FrameLosses,
     FrameOutputs,
     Frames,
     LossType,
     Need,
     TokenOutputs,
+    sampled_token_mask,
     valid_token_mask,
 )
 from lucidrl.losses.masked import (
@@ -31,15 +34,7 @@ from lucidrl.losses.masked import (
     token_min,
     token_output,
 )
-from lucidrl.losses.reductions import Max, Mean, Metrics, Min, Sum
-
-MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to ± this before `exp`; exp(20) = 5e8 is far from the limits of float32."""
-
-
-def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp of a log ratio clamped to ± MAX_LOG_RATIO."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+from lucidrl.losses.reductions import Metric, Metrics, Sum
 
 
 def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -66,8 +61,8 @@ class ClippedPGLoss:
                     - entropy_coefficient * entropy)
 
     where, for A < 0, `dual_clip` bounds the maximum at -A dual_clip. The loss reads the columns `advantages` ([B, T],
-    or [B] for whole rows) and, if the config needs them, `prev_logprobs`, `reference_policy_logprobs` and
-    `generation_logprobs`. A batch with `generation_logprobs` always gets mismatch metrics.
+    or [B] for whole rows) and, if the config needs them, `prev_logprobs`, `reference_policy_logprobs`,
+    `generation_logprobs` and `importance_mask`. A batch with `generation_logprobs` always gets mismatch metrics.
     """
 
     def __init__(self, config: ClippedPGConfig, on_policy: bool = False) -> None:
@@ -98,8 +93,9 @@ class ClippedPGLoss:
         prev_BT = logprobs_BT.detach() if self.on_policy else token_column(data, "prev_logprobs", mask_BT)
 
         surrogate_BT, metrics = self._surrogate(logprobs_BT - prev_BT, data, mask_BT)
-        weight_BT, weight_metrics = self._importance_weight(prev_BT, data, mask_BT)
-        surrogate_BT = surrogate_BT * weight_BT
+        weight_BT, weight_metrics = self._importance_weight(logprobs_BT, data, mask_BT)
+        if weight_BT is not None:
+            surrogate_BT = surrogate_BT * weight_BT
         loss = mean(surrogate_BT)
         metrics |= weight_metrics
         metrics |= {"policy_loss": token_mean(surrogate_BT, mask_BT), "num_valid_tokens": Sum(mask_BT.sum())}
@@ -117,7 +113,7 @@ class ClippedPGLoss:
 
     def _surrogate(
         self, log_ratio_BT: torch.Tensor, data: Mapping[str, Any], mask_BT: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Sum | Mean | Min | Max]]:
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
         """Return the clipped loss of each token, with metrics."""
         config = self.config
         advantages_BT = token_column(data, "advantages", mask_BT, per_row_allowed=True)
@@ -126,7 +122,7 @@ class ClippedPGLoss:
         ratio_BT = bounded_exp(log_ratio_BT)
         low, high = 1 - config.clip_low, 1 + config.clip_high
         surrogate_BT = torch.maximum(-advantages_BT * ratio_BT, -advantages_BT * ratio_BT.clamp(low, high))
-        metrics: dict[str, Sum | Mean | Min | Max] = {
+        metrics: dict[str, Metric] = {
             "ratio/mean": token_mean(ratio_BT, mask_BT),
             "ratio/min": token_min(ratio_BT, mask_BT),
             "ratio/max": token_max(ratio_BT, mask_BT),
@@ -141,27 +137,27 @@ class ClippedPGLoss:
         return surrogate_BT, metrics
 
     def _importance_weight(
-        self, prev_BT: torch.Tensor, data: Mapping[str, Any], mask_BT: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Sum | Mean | Min | Max]]:
-        """Return the importance weight of each token (without gradient), and metrics of the generator's mismatch."""
-        correction, cap = self.config.importance_correction, self.config.importance_cap
+        self, now_BT: torch.Tensor, data: Mapping[str, Any], valid_BT: torch.Tensor
+    ) -> tuple[torch.Tensor | None, dict[str, Metric]]:
+        """Return the importance weight of each token (None without correction), and metrics of the mismatch.
+
+        Args:
+            now_BT: current log-probabilities.
+        """
+        correction, sampled_BT = self.config.importance_correction, sampled_token_mask(data)
         if correction == "none" and "generation_logprobs" not in data:
-            return torch.ones_like(prev_BT), {}
-        difference_BT = prev_BT - token_column(data, "generation_logprobs", mask_BT)
-        distance_BT = difference_BT.abs()
-        metrics: dict[str, Sum | Mean | Min | Max] = {
-            "generation_mismatch/mean_abs_logprob_difference": token_mean(distance_BT, mask_BT),
-            "generation_mismatch/max_abs_logprob_difference": token_max(distance_BT, mask_BT),
-            "generation_mismatch/token_mult_prob_error": token_mean(bounded_exp(distance_BT), mask_BT),
-        }
+            return None, {}
+        if correction == "mask" and IMPORTANCE_MASK not in data:
+            token_column(data, IMPORTANCE_MASK, sampled_BT)  # raises, and names the function that makes the column
+        # The excluded tokens have no current log-probabilities.
+        takes_now = self.on_policy and IMPORTANCE_MASK not in data
+        prev_BT = now_BT.detach() if takes_now else token_column(data, "prev_logprobs", sampled_BT)
+        difference_BT = prev_BT - token_column(data, "generation_logprobs", sampled_BT)
+        metrics = mismatch_metrics(difference_BT, sampled_BT)
         if correction == "none":
-            return torch.ones_like(prev_BT), metrics
-        weight_BT = bounded_exp(difference_BT)
-        over_BT = weight_BT > cap
-        metrics["importance/over_cap_fraction"] = token_mean(over_BT, mask_BT)
-        weight_BT = weight_BT.masked_fill(over_BT, cap if correction == "truncate" else 0.0)
-        metrics["importance/mean_weight"] = token_mean(weight_BT, mask_BT)
-        return weight_BT, metrics
+            return None, metrics
+        weights = ImportanceWeights.of(self.config, difference_BT, sampled_BT)
+        return weights.log_weight_BT.exp(), metrics | weights.metrics(sampled_BT, valid_BT)
 
 
 class ClippedFrameLoss:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,50 @@ class Max:
     value: float | torch.Tensor
 
 
+_LOWEST, _HIGHEST, _PER_DOUBLING = -30, 6, 8
+_NUM_BINS = (_HIGHEST - _LOWEST) * _PER_DOUBLING + 2
+"""One bin for values up to 2^-30, eight bins for each doubling up to 2^6, one bin for NaN."""
+
+
+@dataclass(frozen=True)
+class Quantile:
+    """A quantile of values that are not negative, reduced over all values of all micro-batches and ranks.
+
+    Values are counted in logarithmic bins, so the result lies within 5 % of the exact quantile. Values up to 1e-9 count
+    as 0, values above 64 as 64.
+
+    Example:
+        >>> round(Quantile.of(torch.arange(1, 101), 0.99).value)
+        99
+    """
+
+    counts: Sequence[int] | torch.Tensor
+    """Number of values in each bin."""
+    probability: float
+
+    @classmethod
+    def of(cls, values: torch.Tensor, probability: float) -> Quantile:
+        """Count the values, of any shape."""
+        values = values.detach().flatten().double()
+        bins = ((values.log2() - _LOWEST) * _PER_DOUBLING).floor() + 1
+        bins = bins.clamp(0, _NUM_BINS - 2).masked_fill(values.isnan(), _NUM_BINS - 1)
+        return cls(torch.bincount(bins.long(), minlength=_NUM_BINS), probability)
+
+    @property
+    def value(self) -> float:
+        """The quantile; NaN if there are no values, or if one is NaN."""
+        counts = torch.as_tensor(self.counts)
+        total = int(counts.sum())
+        if not total or counts[-1]:
+            return math.nan
+        reached = int((counts.cumsum(0) >= self.probability * total).nonzero()[0])
+        return 2 ** (_LOWEST + (reached - 0.5) / _PER_DOUBLING) if reached else 0.0
+
+
 EMPTY = {Min: math.inf, Max: -math.inf}
 """Value of a metric in a micro-batch without values."""
-Metrics = Mapping[str, float | torch.Tensor | Sum | Mean | Min | Max]
+Metric = Sum | Mean | Min | Max | Quantile
+Metrics = Mapping[str, float | torch.Tensor | Metric]
 
 
 def reduce_metrics(parts: Iterable[tuple[Metrics, float]]) -> dict[str, float]:
@@ -54,7 +95,7 @@ def reduce_metrics(parts: Iterable[tuple[Metrics, float]]) -> dict[str, float]:
     columns: dict[str, list[Any]] = {}
     for metrics, num_valid_samples in parts:
         for name, metric in metrics.items():
-            declared = metric if isinstance(metric, Sum | Mean | Min | Max) else Mean(metric, num_valid_samples)
+            declared = metric if isinstance(metric, Metric) else Mean(metric, num_valid_samples)
             columns.setdefault(name, []).append(declared)
     return {name: _reduce(name, column) for name, column in columns.items()}
 
@@ -63,6 +104,9 @@ def _reduce(name: str, column: list[Any]) -> float:
     kind = type(column[0])
     if any(type(metric) is not kind for metric in column):
         raise TypeError(f"metric {name!r} has different reductions in one step; always return the same reduction")
+    if kind is Quantile:
+        counts = torch.stack([torch.as_tensor(metric.counts).cpu() for metric in column]).sum(dim=0)
+        return Quantile(counts, column[0].probability).value
     values = [float(metric.value) for metric in column]
     if kind is Sum:
         return sum(values)

@@ -88,7 +88,7 @@ _UNUSED: list[tuple[tuple[str, ...], Reason]] = [
         ),
     ),
     (
-        ("grpo.loss.importance_cap",),
+        ("grpo.loss.importance_cap", "grpo.loss.importance_floor", "grpo.loss.importance_level"),
         _if(
             GRPORunConfig,
             lambda config: config.grpo.loss.importance_correction == "none",

@@ -12,6 +12,7 @@ from lucidrl.algorithms.config import AdvantageEstimator
 from lucidrl.algorithms.grpo import GRPO
 from lucidrl.algorithms.health import HealthMonitor, HealthSettings
 from lucidrl.algorithms.loop import TrainingLoop
+from lucidrl.algorithms.mismatch import StepGuard
 from lucidrl.algorithms.sft import SFT
 from lucidrl.algorithms.validation import ExampleValidator, PromptValidator, Validator
 from lucidrl.collectors.config import TextCollectorConfig
@@ -22,10 +23,12 @@ from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import ConfigError
 from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.generation.interfaces import GenerationInterface
+from lucidrl.models.generation.refit_guard import RefitGuard
 from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.policy import Policy
 from lucidrl.models.sources import with_resolved_names
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.generation_check import GenerationFindings, check_generation
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.preflight import TextInputs, check_placement, preflight
 from lucidrl.recipes.training_run import RunParts, TrainingRun
@@ -46,6 +49,8 @@ class TextRun(TrainingRun[C]):
         self._inputs = TextInputs(self.config, python)
         self._profiled: list[ProfilablePolicy] = []
         """Generators and environment workers."""
+        self._refit_guard: RefitGuard | None = None
+        """That of separate generators."""
 
     def preflight(self) -> Table:
         return preflight(self.config, self._inputs).table()
@@ -130,6 +135,7 @@ class TextRun(TrainingRun[C]):
             seed=config.seed,
         )
         self._profiled.append(parts.stack.enter_context(generator))
+        self._refit_guard = generator.guard
         return generator
 
     def _loop(
@@ -140,6 +146,9 @@ class TextRun(TrainingRun[C]):
 
 class GRPORun(TextRun[GRPORunConfig]):
     """`lucidrl grpo`"""
+
+    def check_generation(self) -> GenerationFindings:
+        return check_generation(self.config, self._inputs)
 
     def _build(self, parts: RunParts) -> GRPO:
         config = self.config
@@ -152,6 +161,7 @@ class GRPORun(TextRun[GRPORunConfig]):
             policy=policy,
             collector=collector,
             pad_id=self._inputs.tokenizer.pad_token_id,
+            guard=StepGuard(policy, config.policy, self._refit_guard),
             updates_per_epoch=config.updates_per_step // config.num_epochs,
             dump_samples_every=config.tracking.dump_samples_every,
             plot_mismatch_every=config.tracking.plot_mismatch_every,

@@ -173,16 +173,26 @@ def train(config: BaseRunConfig, folder: Path, watcher: Watcher, resume: bool = 
 
 
 def check_run(
-    algorithm: str, config_file: Path | None, preset: str | None, overrides: list[str], explain: bool = False
-) -> None:
+    algorithm: str,
+    config_file: Path | None,
+    preset: str | None,
+    overrides: list[str],
+    explain: bool = False,
+    generate: bool = False,
+) -> bool:
     """Print settings, batch sizes and findings of the preflight; raise LucidError if the run cannot start.
 
     Args:
         explain: print the settings as a table with their sources.
+        generate: also compare generation with the policy.
+
+    Returns:
+        Whether generation and policy agree; True without `generate`.
     """
     config = new_settings(algorithm, config_file, preset, overrides)
     with _ready(config) as run:
         found = run.preflight()
+        findings = run.check_generation() if generate else None
         config = run.resolve()
     console = Console()
     console.print(f"{algorithm}: {config.title} ({preset_of(config)})", markup=False, highlight=False, soft_wrap=True)
@@ -199,6 +209,14 @@ def check_run(
         console.print("this run can start, but it will not learn with these settings; see the warning", style="yellow")
     else:
         console.print("[green]ok[/]: this run can start")
+    if findings is None:
+        return True
+    console.print(findings.table())
+    for reason in findings.reasons:
+        console.print(reason, style="red", markup=False, highlight=False, soft_wrap=True)
+    agrees = "[green]ok[/]: generation and policy agree"
+    console.print(agrees if findings.is_ok else "[red]failed[/]: generation and policy do not agree; do not train yet")
+    return findings.is_ok
 
 
 @contextmanager

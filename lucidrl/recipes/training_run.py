@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from rich.table import Table
@@ -19,7 +19,7 @@ from lucidrl.algorithms.saver import Saver, checkpoint_size_bytes
 from lucidrl.algorithms.validation import Validator
 from lucidrl.checkpoint.config import CHECKPOINTS_NAME
 from lucidrl.checkpoint.manager import Checkpoint, CheckpointManager
-from lucidrl.errors import CheckpointError
+from lucidrl.errors import CheckpointError, ConfigError
 from lucidrl.models.policy.config import OptimizationConfig
 from lucidrl.recipes.advice import advice
 from lucidrl.recipes.callbacks import Callbacks, WatcherWithCallbacks
@@ -30,6 +30,9 @@ from lucidrl.utils.logger import Logger
 from lucidrl.utils.logger.backends import check_trackers
 from lucidrl.utils.nsys import ProfilablePolicy, profile_request
 from lucidrl.utils.random_state import seed_everything
+
+if TYPE_CHECKING:
+    from lucidrl.recipes.generation_check import GenerationFindings
 
 C = TypeVar("C", bound=BaseRunConfig)
 
@@ -82,6 +85,13 @@ class TrainingRun(ABC, Generic[C]):
     @abstractmethod
     def preflight(self) -> Table:
         """Describe the run; raise LucidError for the first problem that would stop it."""
+
+    def check_generation(self) -> GenerationFindings:
+        """Compare generation with the policy; raise ConfigError if the run does not generate with a language model."""
+        raise ConfigError(
+            f"--generate compares samples of a language model with its policy, but {self.config.algorithm} does not "
+            "train on such samples; remove it, or check --algorithm grpo"
+        )
 
     def resolve(self) -> C:
         """Fill in the settings that depend on the data, such as steps from epochs; may read the data."""

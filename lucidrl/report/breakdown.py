@@ -49,6 +49,7 @@ _ROLES_OF_PHASES: dict[str, Sequence[str]] = {
             "communication",
             "training",
             "refit",
+            "guard",
             "checkpoint",
         ),
         (POLICY,),

@@ -21,6 +21,8 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.models.embedded import embedded_config, embedded_tokenizer
+from lucidrl.models.generation import builtin
+from lucidrl.models.generation.sampling import draw
 from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.display import RunDisplay
 from lucidrl.recipes.run import _show_training
@@ -322,6 +324,40 @@ def test_check_says_the_preset_the_sources_and_what_is_wrong(lucidrl, workplace)
     assert "grpo.loss.clip_high=0.3 (as epsilon) have no effect" in output
     assert "this run can start, but it will not learn with these settings" in output
     assert "ok: this run can start" not in output
+
+
+def test_check_generate_compares_generation_with_the_policy(lucidrl, workplace):
+    code, output, errors = lucidrl("check", "--generate", *SMALL, "policy.generation.top_p=0.9")
+    assert (code, errors) == (0, "")
+    assert "ok: generation and policy agree" in output
+    rows = [line for line in output.splitlines() if line.rstrip().endswith(" ok")]
+    assert len(rows) == 8, output
+    assert "sampled tokens that" in rows[-1]
+    assert not (workplace / "runs").exists()
+
+
+def test_check_generate_names_the_fault_and_fails(lucidrl, workplace, monkeypatch):
+    monkeypatch.setattr(builtin, "draw", lambda logits, *args, **kwargs: draw(2 * logits, *args, **kwargs))
+    code, output, errors = lucidrl("check", "--generate", *SMALL, "policy.generation.temperature=1.0")
+    assert (code, errors) == (1, "")
+    assert "FAILED" in output
+    assert "temperature (mean absolute difference" in output
+    assert "those of temperature=0.5, but the settings are temperature=1" in output
+    assert "failed: generation and policy do not agree" in output
+
+
+def test_check_generate_of_a_control_run_is_refused(lucidrl, workplace):
+    code, _, errors = lucidrl("check", "--generate", "--algorithm", "ppo")
+    assert code == 2
+    assert "but ppo does not train on such samples" in errors
+
+
+@pytest.mark.slow
+def test_check_generate_compares_weights_of_separate_generators(lucidrl, workplace):
+    code, output, errors = lucidrl("check", "--generate", *SMALL, "policy.generation.placement=separate")
+    assert code == 0, errors
+    assert output.count("weights, probe text") == 2
+    assert "ok: generation and policy agree" in output
 
 
 @pytest.mark.slow

@@ -25,6 +25,22 @@ VLLM_ARGUMENTS_SET_HERE = {
 }
 """Arguments of vLLM's engine that other settings determine → what to set instead."""
 
+Nats = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class MismatchConfig(Config):
+    """Limits on the mean absolute difference between the log-probabilities of the same tokens in generation and policy,
+    in nats per token."""
+
+    warn: Nats | None = None
+    """Warn above this difference; null = 0.01 in float32, 0.05 in float16 and 0.25 in bfloat16."""
+    stop: Nats | None = 1.0
+    """Stop the run above this difference; null = never. Generators without the policy's weights always stop the run."""
+
+    def warn_above(self, precision: str) -> float:
+        """Return `warn`, or its default for this precision of the policy."""
+        return {"float32": 0.01, "float16": 0.05, "bfloat16": 0.25}[precision] if self.warn is None else self.warn
+
 
 class GenerationConfig(Config):
     """How completions are sampled during training, and where."""
@@ -66,7 +82,10 @@ class GenerationConfig(Config):
     refit_bucket_mb: PositiveInt = 256
     """Size of a bucket of weights; two buckets are in flight at a time."""
     verify_refit: bool = False
-    """Compare checksums of the weights in the policy and in each generator at every refit."""
+    """Verify the SHA-256 of every bucket before a generator uses its weights. Without it, checksums of all weights are
+    only compared after the refit."""
+    mismatch: MismatchConfig = MismatchConfig()
+    """Limits on the mismatch between generation and policy; see docs/mismatch.md."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

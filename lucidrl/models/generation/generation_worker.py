@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -39,7 +41,7 @@ class GenerationWorker(Replica):
         check_gpu(gpu)
         if torch.cuda.is_available():
             torch.cuda.set_device(gpu)
-        super().__init__(number)
+        super().__init__(number, tokenizer)
         model = load_model(
             config.model_name, DTYPES[config.precision], seed=seed, trust_remote_code=config.trust_remote_code
         )
@@ -52,6 +54,12 @@ class GenerationWorker(Replica):
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete the prompts with the weights of the last refit; see `BuiltinGenerator`."""
         return self._generator.generate(data, greedy)
+
+    @torch.no_grad()
+    def score(self, tokens: Sequence[int]) -> torch.Tensor:
+        row = torch.tensor([tokens], device=self._device)
+        outputs = self._generator.model(row, torch.tensor([len(tokens)], device=self._device))
+        return outputs.logprobs[0, 1:].float().cpu()
 
     def commit_refit(self, version: int) -> None:
         super().commit_refit(version)

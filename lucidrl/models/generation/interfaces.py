@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
 import torch
@@ -39,6 +41,20 @@ class GenerationOutputSpec(TypedDict):
     """[B] bool, True where the token limit ended the completion."""
     policy_versions: torch.Tensor
     """[B] int64 version of the weights that generated the completion."""
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """What an engine has after a refit, which the policy compares with its own."""
+
+    version: int
+    """Version of the weights in use."""
+    checksum: Mapping[str, str]
+    """`tensor_checksum` of every tensor that the engine's loader received, by Hugging Face name. Names that the policy
+    does not send, such as that of a tied head, are ignored."""
+    probe_logprobs: torch.Tensor
+    """[P - 1] float32 log-probabilities of the probe's tokens but the first, under the full distribution at the
+    configured temperature; see `probe_tokens`."""
 
 
 class GenerationInterface(Protocol):

@@ -21,6 +21,7 @@ from lucidrl.distributed.workers.place import LOOPBACK, Place
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
 from lucidrl.errors import ConfigError, LostWorkerError, LucidError, RefitError
 from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.models.generation.refit_guard import RefitGuard
 from lucidrl.models.policy.policy import Policy
 
 _BYTES_PER_MB = 1 << 20
@@ -43,6 +44,7 @@ class Refit:
     Args:
         states: states of the generators, by number.
         timeout_s: timeout of a generator's call.
+        guard: compares the generators with the policy after the refit.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class Refit:
         states: Mapping[int, GeneratorState],
         config: GenerationConfig,
         timeout_s: float,
+        guard: RefitGuard,
     ):
         self._policy, self._places = policy.group, policy.places
-        self._pool, self._states, self._config = pool, states, config
+        self._pool, self._states, self._config, self._guard = pool, states, config, guard
         self._policy_timeout_s = timeout_s + _POLICY_GRACE_S
         # If one member of the group hangs, the others stop waiting before their own calls time out.
         self._group_timeout_s = min(TIMEOUT_S, timeout_s / 2)
@@ -70,7 +73,7 @@ class Refit:
             Receivers without the new weights. If there are any, at least one of them was lost.
 
         Raises:
-            RefitError: a transfer failed although no generator was lost.
+            RefitError: a transfer failed although no generator was lost, or the guard found a gross mismatch.
             WorkerError: a rank of the policy exited. Each running generator still has complete weights of one version.
         """
         self._policy.run_all("export.set_header", version, self._config.verify_refit)
@@ -89,6 +92,7 @@ class Refit:
             self._states[worker.number].version = version
 
         self._pool.each(commit, ready)
+        self._guard.check(version, _alive(ready))
         done = _alive(ready)
         return [worker for worker in receivers if worker not in done]
 

@@ -7,34 +7,40 @@ failed refit the process can still generate with its current weights.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.distributed.checksums import checksums_of
 from lucidrl.distributed.weight_buckets import BucketHandle, TensorInfo, free_bytes
 from lucidrl.distributed.weight_group import WeightGroup, problem_of
 from lucidrl.distributed.workers.place import Place, place_with
 from lucidrl.errors import ConfigError, RefitError
-from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
+from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec, RefitReport
+from lucidrl.models.generation.probe import probe_tokens
 from lucidrl.models.generation.receiver import StagedWeights
 from lucidrl.models.policy.introspection import device_id
 from lucidrl.profiling.recording import Recording
+from lucidrl.profiling.spans import span
 from lucidrl.utils.device import default_device
 from lucidrl.utils.nsys import GENERATION, worker_name
 from lucidrl.utils.recorded import Recorded
 
 
 class Replica(Recorded, ABC):
-    """One generator replica; a subclass sets `receiver` and generates.
+    """One generator replica; a subclass sets `receiver`, generates and scores.
 
     Args:
         number: index of this replica.
+        tokenizer: chooses the tokens of the probe text.
     """
 
     receiver: StagedWeights
 
-    def __init__(self, number: int):
+    def __init__(self, number: int, tokenizer: PreTrainedTokenizerBase):
+        self._probe = probe_tokens(tokenizer)
         self._device = default_device()
         # On a CPU, the policy offers weights to all processes of a node under local rank 0.
         self._device_id = device_id(self._device, 0)
@@ -47,6 +53,10 @@ class Replica(Recorded, ABC):
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete the prompts with the weights of the last refit."""
+
+    @abstractmethod
+    def score(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return float32 log-probabilities of all tokens but the first, of the full distribution at the temperature."""
 
     def report_place(self) -> Place:
         """Return the node and device of this process."""
@@ -86,6 +96,11 @@ class Replica(Recorded, ABC):
     def commit_refit(self, version: int) -> None:
         """Use the new weights from the next `generate` on."""
         self.receiver.commit(version)
+
+    @span("guard")
+    def report_refit(self) -> RefitReport:
+        """Return version and checksums of the weights in use, and the log-probabilities of the probe text."""
+        return RefitReport(self.receiver.version, checksums_of(self.receiver.weights()), self.score(self._probe))
 
     def shutdown(self) -> None:
         """Stop profiling and leave the policy's weight group; may be called twice."""

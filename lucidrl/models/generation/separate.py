@@ -21,6 +21,7 @@ from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.generation_worker import GenerationWorker
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.refit import GeneratorState, Refit, check_device
+from lucidrl.models.generation.refit_guard import RefitGuard
 from lucidrl.models.generation.replica import Replica
 from lucidrl.models.generation.sampling import prompts_of, with_draw_keys
 from lucidrl.models.generation.vllm_worker import VllmWorker
@@ -101,7 +102,8 @@ class SeparateGenerator:
             setting="policy.generation.",
             on_start=note_place,
         )
-        self._refit = Refit(policy, self.pool, self._states, generation, cluster.call_timeout_s)
+        self.guard = guard = RefitGuard(policy, self.pool, config, tokenizer)
+        self._refit = Refit(policy, self.pool, self._states, generation, cluster.call_timeout_s, guard)
 
     @property
     def num_restarts(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -43,7 +43,7 @@ class VllmWorker(Replica):
         has_gpu = torch.cuda.is_available()
         if has_gpu:
             torch.cuda.set_device(gpu)
-        super().__init__(number)
+        super().__init__(number, tokenizer)
         self._engine = VllmEngine(config, tokenizer, seed, gpu if has_gpu else None)
         model = empty_model(config.model_name, DTYPES[config.precision], config.trust_remote_code)
         self.receiver: EngineReceiver = EngineReceiver(model, self._device, self._device_id, self._load)
@@ -53,6 +53,9 @@ class VllmWorker(Replica):
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete the prompts with the weights of the last refit; see `VllmEngine`."""
         return self._engine.generate(data, greedy)
+
+    def score(self, tokens: Sequence[int]) -> torch.Tensor:
+        return self._engine.score(tokens)
 
     def commit_refit(self, version: int) -> None:
         super().commit_refit(version)

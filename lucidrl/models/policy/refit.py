@@ -6,10 +6,11 @@ memory. Generators on other nodes receive a broadcast from rank 0; the other ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from lucidrl.distributed.checksums import checksums_of
 from lucidrl.distributed.rendezvous import free_port
 from lucidrl.distributed.shared_memory import pool_for
 from lucidrl.distributed.weight_buckets import Bucket, BucketHandle, TensorInfo, checksum_of, digest_of, free_bytes
@@ -49,6 +50,8 @@ class WeightExport:
         self._memory = pool_for(device)
         self._packed: set[str] = set()
         """Names packed in this refit."""
+        self._checksums: dict[str, str] = {}
+        """Checksums of the tensors that this rank sent in this refit, by name."""
         self._is_collective = False
         self._group: WeightGroup | None = None
         """Set on rank 0 only, which sends the weights."""
@@ -68,6 +71,11 @@ class WeightExport:
     def set_header(self, version: int, verify: bool) -> None:
         """Set the policy version of the next buckets, and whether they carry a digest."""
         self._version, self._verify = version, verify
+        self._checksums = {}
+
+    def sent_checksums(self) -> dict[str, str]:
+        """Return the checksums of the tensors that this rank sent since `set_header`; {} if another rank sent them."""
+        return self._checksums
 
     @span("refit")
     def prepare_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
@@ -100,6 +108,7 @@ class WeightExport:
         bucket.pack((tensor for _, tensor in stream), memory.tensor)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # other processes do not wait for this one's streams
+        self._note(bucket.unpack(memory.tensor[: bucket.size_bytes]))
         digest = digest_of(memory.tensor[: bucket.size_bytes]) if self._verify else None
         return {self.device_id: (True, BucketHandle(bucket, memory.handle, self._version, digest))}
 
@@ -142,10 +151,20 @@ class WeightExport:
         stream = self.stream()
         try:
             if self._group is not None:
-                self._group.send(stream, self.infos(), self._bucket_bytes, self._version, self._verify)
+                self._group.send(self._noted(stream), self.infos(), self._bucket_bytes, self._version, self._verify)
         finally:
             for _ in stream:  # all ranks must finish gathering, even if rank 0 fails to send
                 pass
+
+    @span("guard")
+    def _note(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Compute the checksums of tensors that are sent."""
+        self._checksums |= checksums_of(tensors)
+
+    def _noted(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in stream:
+            self._note([(name, tensor.to(self._dtype))])
+            yield name, tensor
 
     def close(self) -> None:
         """Free bucket memory and leave the weight group; may be called twice."""

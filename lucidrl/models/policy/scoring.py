@@ -14,6 +14,8 @@ import torch
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.batching import round_up
 from lucidrl.errors import ConfigError
+from lucidrl.losses.interfaces import Need
+from lucidrl.models.generation.mismatch import Sampling, logprobs_under, num_excluded
 from lucidrl.models.policy.interfaces import LogprobOutputSpec
 from lucidrl.models.policy.offload import Offload
 from lucidrl.models.policy.row_plans import RowPlans
@@ -55,6 +57,46 @@ class Scorer:
                     missing = unscored.shape[1] - outputs.logprobs.shape[1]
                     scored.append(torch.nn.functional.pad(outputs.logprobs.float().cpu(), (0, missing)))
             return BatchedDataDict({"logprobs": torch.cat(scored)[order] if scored else unscored})
+
+    @span("guard")
+    @torch.no_grad()
+    def probe(self, input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return [B, T], the log-probabilities of a few rows; call it on every rank, with the same rows."""
+        return self._outputs_of(input_ids, lengths, "logprobs").float().cpu()
+
+    @span("guard")
+    @torch.no_grad()
+    def explanations(
+        self,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        selected: torch.Tensor,
+        samplings: Sequence[Sampling],
+        setting: Sampling,
+        slack: float,
+    ) -> tuple[torch.Tensor, int]:
+        """Score tokens of a few rows under other samplings; call it on every rank, with the same rows.
+
+        Args:
+            selected: [B, T] bool, the N tokens to score.
+            setting: the configured sampling.
+
+        Returns:
+            `logprobs_under` [S, N], with the tokens in row order, and `num_excluded`.
+        """
+        logits_BTV = self._outputs_of(input_ids, lengths, "logits")
+        chosen, device = selected[:, 1:].to(logits_BTV.device), logits_BTV.device
+        logits_NV = logits_BTV[:, :-1][chosen] * self._sharding.model.transform.temperature
+        targets_N = input_ids[:, 1:].to(device)[chosen]
+        excluded = num_excluded(logits_NV, targets_N, setting, slack)
+        return logprobs_under(logits_NV, targets_N, samplings).cpu(), excluded
+
+    def _outputs_of(self, input_ids: torch.Tensor, lengths: torch.Tensor, need: Need) -> torch.Tensor:
+        self._offload.check_weights("get_logprobs")
+        device = self._sharding.mesh.device
+        outputs = self._sharding.root(input_ids.to(device), lengths.to(device), frozenset({need}))
+        value: torch.Tensor = getattr(outputs, need)
+        return value
 
     @contextmanager
     def reference_swapped_in(self) -> Iterator[None]:

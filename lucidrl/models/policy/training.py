@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.process_group import gather_over, sum_over
 from lucidrl.errors import TrainingError
-from lucidrl.losses.interfaces import LossFunction, TokenOutputs, valid_token_mask
-from lucidrl.losses.reductions import Max, Mean, Metrics, Min, Sum, reduce_metrics
+from lucidrl.losses.interfaces import LossFunction, TokenOutputs, valid_row_mask, valid_token_mask
+from lucidrl.losses.reductions import Metric, Metrics, Quantile, Sum, reduce_metrics
 from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.models.policy.row_plans import MicroBatch, RowPlans
 from lucidrl.models.policy.sharding import Sharding
@@ -94,7 +94,7 @@ class Training:
         plan, mesh = self._row_plans.for_training(batch, mbs), self._sharding.mesh
         batch = batch.to(mesh.device)
         result = StepResult(
-            global_valid_seqs=sum_over(batch["sample_mask"].sum(), mesh.dp_group),
+            global_valid_seqs=sum_over(valid_row_mask(batch).sum(), mesh.dp_group),
             global_valid_toks=sum_over(valid_token_mask(batch).sum(), mesh.dp_group),
         )
         scale = self._sharding.gradient_scale * (optimizer.loss_scale if optimizer is not None else 1.0)
@@ -193,8 +193,10 @@ def merged_results(results: Sequence[StepResult], rate: float, dp_group: Process
 
 
 def _as_floats(metric: Any) -> Any:
-    if not isinstance(metric, Sum | Mean | Min | Max):
+    if not isinstance(metric, Metric):
         return float(metric)
+    if isinstance(metric, Quantile):
+        return replace(metric, counts=torch.as_tensor(metric.counts).tolist())
     numbers: dict[str, Any] = {field.name: float(getattr(metric, field.name)) for field in fields(metric)}
     return replace(metric, **numbers)
 

@@ -6,7 +6,8 @@ import orjson
 import pytest
 import torch
 
-from lucidrl.errors import DataError, EnvironmentFailure
+from lucidrl.errors import DataError, EnvironmentFailure, TrainingError
+from lucidrl.models.generation import builtin
 from lucidrl.models.policy.policy import Policy
 
 
@@ -84,6 +85,42 @@ def test_several_updates_a_step_compare_with_the_policy_before_the_first(run):
     # Without learning every update is the first one; with it the later ones are off policy.
     assert ratios("still", 1e-30) == pytest.approx([1.0] * 8, abs=1e-4)
     assert max(ratios("learning", 1e-2)) > 1.001
+
+
+def test_tokens_out_of_bounds_leave_the_loss_and_its_count(run):
+    # Rounding alone puts weights outside bounds this narrow.
+    bounds = ("grpo.loss.importance_cap=1.0000001", "grpo.loss.importance_floor=0.9999999", "grpo.max_steps=1")
+    free, _ = run("grpo", "free", *bounds)
+    masked, _ = run("grpo", "masked", *bounds, "grpo.loss.importance_correction=mask")
+    [outside] = [
+        over + under
+        for over, under in zip(
+            masked.train_metric("importance/over_cap_fraction"),
+            masked.train_metric("importance/under_floor_fraction"),
+            strict=True,
+        )
+    ]
+    [sampled] = free.train_metric("num_valid_tokens")
+    assert 0 < outside < 1
+    assert masked.train_metric("num_valid_tokens") == [round((1 - outside) * sampled)]
+    # The metrics before the correction see the excluded tokens too.
+    [before], [after] = (
+        masked.train_metric(f"generation_mismatch/{name}max_abs_logprob_difference") for name in ("", "corrected_")
+    )
+    assert after < 1e-7 < before
+
+
+def test_a_mismatch_of_generation_is_a_warning_with_its_fault_and_a_gross_one_stops_the_run(run, monkeypatch):
+    plain = builtin.draw
+    monkeypatch.setattr(builtin, "draw", lambda logits, *args, **kwargs: plain(2 * logits, *args, **kwargs))
+    limits = ("policy.generation.temperature=2.0", "grpo.loss.entropy_coefficient=0")
+    folder, last_step = run("grpo", "run", *limits, "policy.generation.mismatch.stop=null")
+    assert last_step == 4
+    warnings = [orjson.loads(line) for line in (folder.path / "warnings.jsonl").read_bytes().splitlines()]
+    [warning] = [warning for warning in warnings if "nats per token, limit 0.01" in str(warning)]
+    assert "those of temperature=1, but the settings are temperature=2" in str(warning)
+    with pytest.raises(TrainingError, match=r"step 1: generation: temperature .* was not trained on these samples"):
+        run("grpo", "stopped", *limits, "policy.generation.mismatch.stop=0.02")
 
 
 def test_the_divergence_from_the_reference_starts_at_zero_and_grows(run):

@@ -12,7 +12,7 @@ from lucidrl.losses.config import ClippedPGConfig
 from lucidrl.losses.interfaces import LossFunction, valid_token_mask
 from lucidrl.losses.nll import NLLLoss
 from lucidrl.losses.policy_gradient import ClippedPGLoss
-from lucidrl.losses.reductions import Max, Mean, Min, Sum, reduce_metrics
+from lucidrl.losses.reductions import Max, Mean, Min, Quantile, Sum, reduce_metrics
 
 
 def test_each_metric_reduces_by_its_own_rule():
@@ -37,6 +37,24 @@ def test_an_empty_part_does_not_move_an_extreme():
 def test_what_no_part_measured_is_nan():
     reduced = reduce_metrics([({"mean": Mean(0.0, 0), "min": Min(math.inf), "max": Max(-math.inf)}, 0)])
     assert all(math.isnan(value) for value in reduced.values())
+
+
+@pytest.mark.parametrize("scale", [1e-7, 1.0, 10.0])
+@pytest.mark.parametrize("cuts", [[], [1], [500, 501, 900]])
+def test_a_quantile_is_the_same_however_the_values_were_cut_and_within_5_percent(scale, cuts):
+    values = scale * torch.rand(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    parts = values.tensor_split(cuts)
+    reduced = reduce_metrics([({"p99": Quantile.of(part, 0.99)}, 1) for part in parts])["p99"]
+    assert reduced == Quantile.of(values, 0.99).value
+    assert reduced == pytest.approx(values.quantile(0.99).item(), rel=0.05)
+
+
+def test_quantiles_at_the_ends():
+    assert math.isnan(Quantile.of(torch.tensor([]), 0.99).value)
+    assert math.isnan(Quantile.of(torch.tensor([1.0, math.nan]), 0.5).value)
+    assert Quantile.of(torch.zeros(5), 0.99).value == 0
+    assert Quantile.of(torch.tensor([math.inf, 1e9]), 0.5).value == pytest.approx(64, rel=0.05)
+    assert Quantile.of(torch.tensor([1.0, 3.0]), 1.0).value == pytest.approx(3, rel=0.05)
 
 
 @pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])

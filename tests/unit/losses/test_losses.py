@@ -16,7 +16,15 @@ from pydantic import ValidationError
 
 from lucidrl.errors import DataError
 from lucidrl.losses.config import ClippedPGConfig
-from lucidrl.losses.interfaces import LossType, TokenOutputs, valid_token_mask
+from lucidrl.losses.importance import importance_mask
+from lucidrl.losses.interfaces import (
+    IMPORTANCE_MASK,
+    LossType,
+    TokenOutputs,
+    sampled_token_mask,
+    valid_row_mask,
+    valid_token_mask,
+)
 from lucidrl.losses.nll import NLLLoss
 from lucidrl.losses.policy_gradient import KL_ESTIMATORS, ClippedPGLoss
 from lucidrl.losses.reductions import reduce_metrics
@@ -30,8 +38,29 @@ OPTIONS = {
     "k2": {"kl_coefficient": 0.3, "kl_estimator": "k2"},
     "k3": {"kl_coefficient": 0.3, "kl_estimator": "k3"},
     "truncate": {"importance_correction": "truncate", "importance_cap": 1.2},
+    "two_sided": {"importance_correction": "truncate", "importance_cap": 1.1, "importance_floor": 0.9},
     "mask": {"importance_correction": "mask", "importance_cap": 1.2},
+    "mask_two_sided": {"importance_correction": "mask", "importance_cap": 1.2, "importance_floor": 0.8},
+    "truncate_product": {
+        "importance_correction": "truncate",
+        "importance_level": "sequence",
+        "importance_cap": 1.2,
+        "importance_floor": 0.9,
+    },
+    "mask_product": {"importance_correction": "mask", "importance_level": "sequence", "importance_cap": 1.2},
+    "truncate_mean": {
+        "importance_correction": "truncate",
+        "importance_level": "sequence_mean",
+        "importance_cap": 1.05,
+    },
+    "mask_mean": {
+        "importance_correction": "mask",
+        "importance_level": "sequence_mean",
+        "importance_cap": 1.1,
+        "importance_floor": 0.85,
+    },
     "entropy": {"entropy_coefficient": 0.2},
+    "on_policy_mask": {"on_policy": True, "importance_correction": "mask", "importance_cap": 1.2},
     "on_policy": {"on_policy": True, "importance_correction": "truncate", "importance_cap": 1.2},
     "everything": {
         "dual_clip": 1.5,
@@ -77,7 +106,15 @@ def random_batch(seed: int = 0, rows: int = 6, tokens: int = 7) -> tuple[TokenOu
 
 
 def global_counts(data):
-    return data["sample_mask"].sum(), valid_token_mask(data).sum()
+    return valid_row_mask(data).sum(), valid_token_mask(data).sum()
+
+
+def batch_for(loss_fn, seed: int = 0) -> tuple[TokenOutputs, dict[str, torch.Tensor]]:
+    """`random_batch`, with the column of excluded tokens if the loss reads it."""
+    outputs, data = random_batch(seed)
+    if getattr(getattr(loss_fn, "config", None), "importance_correction", None) == "mask":
+        data[IMPORTANCE_MASK] = importance_mask(loss_fn.config, data)
+    return outputs, data
 
 
 def rows_of(outputs, data, start, end):
@@ -85,19 +122,40 @@ def rows_of(outputs, data, start, end):
     return TokenOutputs(logprobs=outputs.logprobs[start:end], entropy=outputs.entropy[start:end]), columns
 
 
+def reference_weights(config, log_ratios):
+    """Importance weights of one row's tokens; None for excluded tokens."""
+    if config.importance_correction == "none":
+        return [1.0] * len(log_ratios)
+    if config.importance_level != "token" and log_ratios:
+        total = sum(log_ratios)
+        log_ratios = [total if config.importance_level == "sequence" else total / len(log_ratios)] * len(log_ratios)
+    weights = [math.exp(log_ratio) for log_ratio in log_ratios]
+    if config.importance_correction == "truncate":
+        return [max(min(weight, config.importance_cap), config.importance_floor) for weight in weights]
+    return [weight if config.importance_floor <= weight <= config.importance_cap else None for weight in weights]
+
+
 def reference_loss(loss_fn, outputs, data):
-    """The objective written out token by token, in Python floats."""
+    """The objective written out token by token, in Python floats; it makes its own mask of excluded tokens."""
     config = loss_fn.config
-    valid = valid_token_mask(data).tolist()
+    valid = sampled_token_mask(data).tolist()
     columns = {name: column.tolist() for name, column in data.items()}
     logprobs, entropy = outputs.logprobs.tolist(), outputs.entropy.tolist()
-    row_losses = []
+    row_losses, num_rows = [], 0
     for row, row_valid in enumerate(valid):
         positions = [position for position, counts in enumerate(row_valid) if counts]
         previous = logprobs[row] if loss_fn.on_policy else columns["prev_logprobs"][row]
-        log_ratios = {position: logprobs[row][position] - previous[position] for position in positions}
+        # A mask is made before the update, so it compares the column even on policy.
+        scored = columns["prev_logprobs"][row] if config.importance_correction == "mask" else previous
+        generated = columns["generation_logprobs"][row]
+        weights = reference_weights(config, [scored[position] - generated[position] for position in positions])
+        weight_of = {
+            position: weight for position, weight in zip(positions, weights, strict=True) if weight is not None
+        }
+        num_rows += bool(data["sample_mask"][row]) and (bool(weight_of) or not positions)
+        log_ratios = {position: logprobs[row][position] - previous[position] for position in weight_of}
         losses = []
-        for position in positions:
+        for position, weight in weight_of.items():
             log_ratio = log_ratios[position]
             if config.ratio_level == "sequence":
                 log_ratio = sum(log_ratios.values()) / len(log_ratios)
@@ -106,18 +164,14 @@ def reference_loss(loss_fn, outputs, data):
             objective = min(ratio * advantage, clipped * advantage)
             if config.dual_clip is not None and advantage < 0:
                 objective = max(objective, config.dual_clip * advantage)
-            weight = math.exp(previous[position] - columns["generation_logprobs"][row][position])
-            if config.importance_correction == "truncate":
-                objective *= min(weight, config.importance_cap)
-            if config.importance_correction == "mask":
-                objective *= weight if weight <= config.importance_cap else 0.0
             d = logprobs[row][position] - columns["reference_policy_logprobs"][row][position]
             kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) + d - 1}[config.kl_estimator]
-            losses.append(-objective + config.kl_coefficient * kl - config.entropy_coefficient * entropy[row][position])
+            bonus = config.entropy_coefficient * entropy[row][position]
+            losses.append(-objective * weight + config.kl_coefficient * kl - bonus)
         row_losses.append(losses)
     if config.normalization == "token":
-        return sum(map(sum, row_losses)) / sum(map(len, row_losses))
-    return sum(sum(losses) / len(losses) for losses in row_losses if losses) / data["sample_mask"].sum().item()
+        return sum(map(sum, row_losses)) / max(1, sum(map(len, row_losses)))
+    return sum(sum(losses) / len(losses) for losses in row_losses if losses) / max(1, num_rows)
 
 
 @every_option
@@ -125,7 +179,7 @@ def reference_loss(loss_fn, outputs, data):
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loss_is_the_per_token_formula(options, normalization, seed):
     loss_fn = make_loss(normalization=normalization, **options)
-    outputs, data = random_batch(seed)
+    outputs, data = batch_for(loss_fn, seed)
     loss, _ = loss_fn(outputs, data, *global_counts(data))
     assert loss.item() == pytest.approx(reference_loss(loss_fn, outputs, data), abs=1e-12)
 
@@ -136,23 +190,23 @@ def test_the_loss_is_the_per_token_formula(options, normalization, seed):
 @given(seed=st.integers(0, 1000), cuts=st.sets(st.integers(1, 5)))
 def test_micro_batches_add_up_to_the_whole(options, normalization, seed, cuts):
     loss_fn = make_loss(normalization=normalization, **options)
-    outputs, data = random_batch(seed)
+    outputs, data = batch_for(loss_fn, seed)
     counts = global_counts(data)
     whole, whole_metrics = loss_fn(outputs, data, *counts)
     bounds = [0, *sorted(cuts), 6]
     parts = [loss_fn(*rows_of(outputs, data, *pair), *counts) for pair in itertools.pairwise(bounds)]
     assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole.item(), abs=1e-12)
     metrics = reduce_metrics([(metrics, 1) for _, metrics in parts])
-    assert metrics == pytest.approx(reduce_metrics([(whole_metrics, 1)]), abs=1e-12)
+    assert metrics == pytest.approx(reduce_metrics([(whole_metrics, 1)]), abs=1e-12, nan_ok=True)
 
 
 # On policy the ratio is 1 at every point, so finite differences do not apply: that gradient has a separate test below.
-@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"on_policy"}))
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"on_policy", "on_policy_mask"}))
 @every_normalization
 def test_gradients_match_finite_differences(name, normalization):
     options = OPTIONS[name]
     loss_fn = ClippedPGLoss(ClippedPGConfig(normalization=normalization, **options))
-    outputs, data = random_batch(1)
+    outputs, data = batch_for(loss_fn, 1)
     valid = valid_token_mask(data)
     # Finite differences need finite inputs.
     logprobs = outputs.logprobs.masked_fill(~valid, -1.0).requires_grad_()
@@ -183,7 +237,7 @@ def test_on_policy_is_the_first_update_with_the_same_gradient(ratio_level):
 
 @pytest.mark.parametrize("loss_fn", [NLLLoss(), *(make_loss(**options) for options in OPTIONS.values())])
 def test_masked_garbage_reaches_neither_gradients_nor_metrics(loss_fn):
-    outputs, data = random_batch(3)
+    outputs, data = batch_for(loss_fn, 3)
     logprobs, entropy = outputs.logprobs.requires_grad_(), outputs.entropy.requires_grad_()
     loss, metrics = loss_fn(outputs, data, *global_counts(data))
     loss.backward()
@@ -198,10 +252,11 @@ def test_masked_garbage_reaches_neither_gradients_nor_metrics(loss_fn):
 @every_normalization
 def test_a_batch_without_valid_tokens_has_loss_and_gradients_zero(normalization):
     options = {**OPTIONS["everything"], "normalization": normalization}
-    outputs, data = random_batch(4)
+    loss_fn = ClippedPGLoss(ClippedPGConfig(**options))
+    outputs, data = batch_for(loss_fn, 4)
     data["sample_mask"].zero_()
     logprobs = outputs.logprobs.requires_grad_()
-    loss, metrics = ClippedPGLoss(ClippedPGConfig(**options))(outputs, data, *global_counts(data))
+    loss, metrics = loss_fn(outputs, data, *global_counts(data))
     loss.backward()
     assert loss.item() == 0
     assert torch.equal(logprobs.grad, torch.zeros_like(logprobs))
@@ -276,9 +331,51 @@ def test_metrics_count_the_tokens_that_were_clipped():
             "clip_fraction/dual": 1 / 6,
             "generation_mismatch/mean_abs_logprob_difference": math.log(7) / 6,
             "generation_mismatch/max_abs_logprob_difference": math.log(7),
+            # One row, whose worst token is beyond the 99th percentile's bin only by the width of the bin.
+            "generation_mismatch/p99_abs_logprob_difference": pytest.approx(math.log(7), rel=0.05),
+            "generation_mismatch/worst_sequence_mean_abs_logprob_difference": math.log(7) / 6,
             "generation_mismatch/token_mult_prob_error": (5 + 7) / 6,
         }
     )
+
+
+def test_the_mismatch_after_the_correction_is_what_the_weights_leave():
+    data = {
+        "token_mask": torch.ones(1, 5),
+        "sample_mask": torch.ones(1),
+        "advantages": torch.ones(1),
+        "prev_logprobs": torch.tensor([[0.0, -1.0, -1.0, -1.0, -1.0]]),
+        "generation_logprobs": torch.tensor([[0.0, -1.0, -1.5, -4.0, -0.5]]),
+    }
+    outputs = TokenOutputs(logprobs=data["prev_logprobs"])
+
+    def remaining(**options):
+        loss_fn = make_loss(importance_cap=math.e, **options)
+        columns = dict(data)
+        if loss_fn.config.importance_correction == "mask":
+            columns[IMPORTANCE_MASK] = importance_mask(loss_fn.config, columns)
+        metrics = reduce_metrics([(loss_fn(outputs, columns, *global_counts(columns))[1], 1)])
+        prefix = "generation_mismatch/corrected_"
+        return [metrics[f"{prefix}{name}_abs_logprob_difference"] for name in ("mean", "max")]
+
+    # Differences are 0, 0.5, 3 and -0.5; the cap bounds log weights at 1.
+    assert remaining(importance_correction="truncate") == pytest.approx([2 / 4, 2])
+    assert remaining(importance_correction="truncate", importance_floor=1.0) == pytest.approx([2.5 / 4, 2])
+    assert remaining(importance_correction="mask") == pytest.approx([0, 0])
+    assert remaining(importance_correction="truncate", importance_level="sequence") == pytest.approx([2, 2])
+    assert remaining(importance_correction="truncate", importance_level="sequence_mean") == pytest.approx([0, 0])
+
+
+def test_a_row_without_a_token_in_bounds_leaves_the_mean_over_rows():
+    loss_fn = make_loss(normalization="sequence", importance_correction="mask", importance_level="sequence")
+    outputs, data = random_batch(7)
+    data["generation_logprobs"][1] = data["prev_logprobs"][1] - 9.0
+    data[IMPORTANCE_MASK] = importance_mask(loss_fn.config, data)
+    rest = {name: column[[0, 2, 3, 4, 5]] for name, column in data.items()}
+    kept = TokenOutputs(logprobs=outputs.logprobs[[0, 2, 3, 4, 5]])
+    loss, _ = loss_fn(outputs, data, *global_counts(data))
+    loss_of_rest, _ = loss_fn(kept, rest, *global_counts(rest))
+    assert loss.item() == pytest.approx(loss_of_rest.item(), abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -287,13 +384,14 @@ def test_metrics_count_the_tokens_that_were_clipped():
         ("advantages", {}, "compute_advantages"),
         ("prev_logprobs", {}, "get_logprobs"),
         ("reference_policy_logprobs", {"kl_coefficient": 0.1}, "get_reference_policy_logprobs"),
-        ("generation_logprobs", {"importance_correction": "mask"}, "generator"),
+        ("generation_logprobs", {"importance_correction": "truncate"}, "generator"),
+        (IMPORTANCE_MASK, {"importance_correction": "mask"}, "importance_mask"),
     ],
 )
 def test_a_missing_column_is_named_with_who_makes_it(column, options, provider):
     outputs, data = random_batch()
     counts = global_counts(data)
-    del data[column]
+    data.pop(column, None)
     with pytest.raises(DataError, match=f"'{column}'.*{provider}"):
         ClippedPGLoss(ClippedPGConfig(**options))(outputs, data, *counts)
 
@@ -330,7 +428,14 @@ def test_the_loss_type_follows_the_normalization():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"clip_low": 1.0}, {"clip_high": -0.1}, {"dual_clip": 1.0}, {"kl_coefficient": math.nan}, {"importance_cap": 0}],
+    [
+        {"clip_low": 1.0},
+        {"clip_high": -0.1},
+        {"dual_clip": 1.0},
+        {"kl_coefficient": math.nan},
+        {"importance_cap": 0},
+        {"importance_floor": 3.0},
+    ],
 )
 def test_values_without_meaning_are_refused(wrong):
     with pytest.raises(ValidationError, match=next(iter(wrong))):

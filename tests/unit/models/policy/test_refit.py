@@ -329,7 +329,7 @@ def test_a_weight_that_does_not_fit_twice_is_refused_with_the_numbers():
 def test_a_generator_that_raises_in_a_refit_ends_all_generators(first):
     killed = []
     pool = SimpleNamespace(kill=lambda: killed.append(True))
-    refit = Refit(SimpleNamespace(group=None, places=[]), pool, {}, GenerationConfig(), timeout_s=60)
+    refit = Refit(SimpleNamespace(group=None, places=[]), pool, {}, GenerationConfig(), timeout_s=60, guard=None)
     calls = [Future(), Future(), Future()]  # the last one never returns
     calls[0].set_result(None) if first is None else calls[0].set_exception(first)
     calls[1].set_exception(WorkerError("generator 1 failed in take_weights: out of memory"))

@@ -1,0 +1,116 @@
+"""RefitGuard: after every refit, compares what the generators report with what the policy has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
+from lucidrl.errors import RefitError
+from lucidrl.models.generation.interfaces import RefitReport
+from lucidrl.models.generation.mismatch import (
+    Diagnosis,
+    Evidence,
+    Sampling,
+    candidate_samplings,
+    diagnose,
+    mean_difference,
+)
+from lucidrl.models.generation.probe import probe_tokens
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.policy import Policy
+from lucidrl.profiling.spans import span
+
+_log = logging.getLogger(__name__)
+
+
+class RefitGuard:
+    """Compares versions, checksums of weights and log-probabilities of a probe text.
+
+    A generator without the policy's weights stops the run. If only the log-probabilities differ, the limits of
+    `policy.generation.mismatch` decide.
+    """
+
+    def __init__(self, policy: Policy, pool: WorkerPool, config: PolicyConfig, tokenizer: PreTrainedTokenizerBase):
+        self._policy, self._pool = policy.group, pool
+        self._precision, generation = config.precision, config.generation
+        self._limits = generation.mismatch
+        self._setting = Sampling(generation.temperature, generation.top_k, generation.top_p)
+        probe = probe_tokens(tokenizer)
+        self._probe = torch.tensor([probe]), torch.tensor([len(probe)])
+        self._usual: float | None = None
+        """Largest mean absolute difference after the first refit."""
+        self._version: int | None = None
+        self._checksum: dict[str, str] = {}
+        self._logprobs: torch.Tensor | None = None
+        """Of the policy at `_version`, the version of the last refit."""
+        self.diagnosis: Diagnosis | None = None
+        """A fault that the last refit warned of."""
+        self.difference = 0.0
+        """Largest mean absolute difference of the probe's log-probabilities after the last refit."""
+
+    @span("guard")
+    def check(self, version: int, receivers: Sequence[PoolWorker]) -> None:
+        """Compare the receivers of a refit with the policy, which still has `version`.
+
+        Raises:
+            RefitError: a generator has other weights, or its log-probabilities differ by more than the limit.
+        """
+        self.diagnosis = None
+        reports: dict[int, RefitReport] = {}
+
+        def ask(worker: PoolWorker) -> None:
+            reports[worker.number] = worker.run("report_refit")
+
+        self._pool.each(ask, receivers)
+        checksum = {
+            name: value for sent in self._policy.run_all("export.sent_checksums") for name, value in sent.items()
+        }
+        logprobs = self._policy.run_all("scorer.probe", *self._probe)[0][0, 1:]
+        for number, report in sorted(reports.items()):
+            self._act_on(self._evidence(number, version, report, checksum, logprobs))
+        differences = [mean_difference(report.probe_logprobs, logprobs) for report in reports.values()]
+        self.difference = max(differences, default=0.0)
+        if self._usual is None and differences:
+            self._usual = self.difference
+        if version != self._version:
+            self._version, self._checksum, self._logprobs = version, checksum, logprobs
+
+    def _evidence(
+        self, number: int, version: int, report: RefitReport, checksum: Mapping[str, str], logprobs: torch.Tensor
+    ) -> Evidence:
+        is_next = version != self._version  # else a restarted generator got the version of the last refit again
+        return Evidence(
+            subject=f"generator {number} after the refit to version {version}",
+            engine_N=report.probe_logprobs,
+            policy_N=logprobs,
+            warn_above=self._limits.warn_above(self._precision),
+            stop_above=self._limits.stop,
+            setting=self._setting,
+            before_N=self._logprobs if is_next else None,
+            usual=self._usual,
+            version=report.version,
+            expected_version=version,
+            checksum=report.checksum,
+            expected_checksum=checksum,
+            previous_checksum=self._checksum if is_next else {},
+        )
+
+    def _act_on(self, evidence: Evidence) -> None:
+        """Warn of a fault, or stop the run."""
+        if evidence.is_clean:
+            return
+        samplings = candidate_samplings(self._setting)
+        selected = torch.ones_like(self._probe[0], dtype=torch.bool)
+        arguments = (*self._probe, selected, samplings, self._setting, evidence.warn_above)
+        explained, _ = self._policy.run_all("scorer.explanations", *arguments)[0]
+        diagnosis = diagnose(replace(evidence, explanations=dict(zip(samplings, explained, strict=True))))
+        assert diagnosis is not None, "evidence that is not clean has a diagnosis"
+        if diagnosis.is_gross:
+            raise RefitError(diagnosis.message)
+        self.diagnosis = diagnosis
+        _log.warning("%s", diagnosis.message)

@@ -1,0 +1,130 @@
+"""The guard finds every injected fault of a generator within one step, names it, and is silent otherwise."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from lucidrl.algorithms.mismatch import StepGuard
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.errors import LucidError
+from lucidrl.models.embedded import embedded_tokenizer
+from lucidrl.models.generation import separate
+from lucidrl.models.generation.mismatch import Fault
+from lucidrl.models.generation.probe import probe_tokens
+from lucidrl.models.generation.separate import SeparateGenerator
+from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.policy import Policy
+from tests.unit.models.policy import faulty_generators as faulty
+from tests.unit.models.policy.test_refit import prompts
+
+NAMES = {
+    faulty.SKIPPED: Fault.STALE_VERSION,
+    faulty.PERMUTED: Fault.WRONG_TENSOR,
+    faulty.NOT_SENT: Fault.MISSING_TENSOR,
+    faulty.STALE_HEAD: Fault.MISSING_TENSOR,
+    faulty.TEMPERATURE: Fault.TEMPERATURE,
+    faulty.REPORTED_TRUNCATED: Fault.TRUNCATION,
+    faulty.TOP_P_FORGOTTEN: Fault.TRUNCATION,
+}
+
+
+class GuardedSteps:
+    """A policy and a generator with faults; `step` makes a refit and the rows of a training step."""
+
+    def __init__(self, policy: Policy, generator: SeparateGenerator, config: PolicyConfig, caplog) -> None:
+        self.policy, self.generator, self._caplog = policy, generator, caplog
+        self.guard = StepGuard(policy, config, generator.guard)
+        self.version = 0
+
+    def step(self, fault: str = "") -> list[str]:
+        """Change the weights, refit, sample and check; return what was found."""
+        for worker in self.generator.pool.workers:
+            worker.run("inject", fault)
+        self._caplog.clear()
+        self.guard._last = None
+        self.version += 1
+        self.policy.group.run_all("_add_noise_to_weights")
+        try:
+            self.generator.update_weights(self.version)
+            warning = self.guard.check(self.version, self.rows())
+        except LucidError as error:
+            return [str(error)]
+        found = [record.message for record in self._caplog.records]
+        return found + ([warning.message] if warning is not None else [])
+
+    def rows(self) -> BatchedDataDict:
+        data = prompts().select_indices(torch.arange(32) % 4)
+        output = self.generator.generate(data)
+        position = torch.arange(output["output_ids"].shape[1])
+        ends, counts = output["unpadded_sequence_lengths"][:, None], output["generation_lengths"][:, None]
+        return BatchedDataDict(
+            {
+                "input_ids": output["output_ids"],
+                "input_lengths": output["unpadded_sequence_lengths"],
+                "token_mask": ((position >= ends - counts) & (position < ends)).float(),
+                "sample_mask": torch.ones(32),
+                "generation_logprobs": output["logprobs"],
+            }
+        )
+
+
+@pytest.fixture
+def guarded(monkeypatch, caplog):
+    """Return a function of precision and sampling settings that starts a policy and a generator with faults."""
+    monkeypatch.setitem(separate.ENGINES, "builtin", faulty.FaultyGenerator)
+    caplog.set_level(logging.WARNING)
+    opened = []
+
+    def start(precision: str = "float32", **sampling: float) -> GuardedSteps:
+        generation = {"placement": "separate", "max_new_tokens": 8, **sampling}
+        config = PolicyConfig(model_name="embedded", precision=precision, generation=generation)
+        tokenizer = embedded_tokenizer()
+        policy = Policy(config, tokenizer, init_optimizer=False, init_reference_model=False)
+        opened.append(policy)
+        generator = SeparateGenerator(policy, config, tokenizer)
+        opened.append(generator)
+        generator.update_weights(0)
+        return GuardedSteps(policy, generator, config, caplog)
+
+    yield start
+    for part in reversed(opened):
+        part.shutdown()
+
+
+@pytest.mark.slow
+def test_each_fault_is_found_and_named_in_the_step_in_which_it_starts(guarded):
+    steps = guarded(temperature=0.7, top_p=0.8)
+    for _ in range(10):
+        for fault in faulty.FAULTS:
+            assert steps.step() == [], f"false alarm before {fault}"
+            found = steps.step(fault)
+            assert len(found) >= 1, f"{fault} was not found"
+            assert all(f": {NAMES[fault]} (" in message for message in found), (fault, found)
+
+
+def test_a_skipped_refit_and_a_permuted_tensor_stop_the_run_and_clean_refits_do_not(guarded):
+    steps = guarded()
+    assert steps.step() == []
+    [stale] = steps.step(faulty.SKIPPED)
+    assert "generator 0 after the refit to version 2: stale version" in stale
+    [wrong] = steps.step(faulty.PERMUTED)
+    assert "wrong or permuted tensor (mean absolute difference" in wrong
+    assert faulty.VICTIM in wrong
+    assert steps.step() == []
+    assert steps.generator.policy_version == 4
+
+
+@pytest.mark.slow
+def test_twenty_clean_steps_in_bfloat16_are_silent(guarded):
+    steps = guarded("bfloat16", temperature=0.7, top_p=0.8)
+    assert [steps.step() for _ in range(20)] == [[]] * 20
+
+
+def test_the_probe_has_known_tokens_of_any_tokenizer():
+    tokenizer = embedded_tokenizer()
+    tokens = probe_tokens(tokenizer)
+    assert len(tokens) >= 12
+    assert tokenizer.unk_token_id not in tokens
