@@ -19,6 +19,7 @@ from lucidrl.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from lucidrl.envs import ParallelEnv
 from lucidrl.errors import EnvironmentFailure, WorkerError
 from tests.faults.processes import wait_until_gone
+from tests.tiers import slow_except
 from tests.unit.collectors.failing import collect_until_it_fails
 from tests.unit.envs.faulty import Faulty, healthy, one_faulty
 from tests.unit.envs.toys import Walk
@@ -30,7 +31,7 @@ KILLED_OR_STOPPED = [
 TIMEOUT_S = 0.5
 REPETITIONS = 10
 KINDS = (MultiSyncCollector, MultiAsyncCollector)
-ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
+ALL_KINDS = pytest.mark.parametrize("kind", slow_except(KINDS, MultiSyncCollector))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,6 +119,7 @@ def test_workers_survive_ctrl_c():
         assert collector.next().numel() == 20
 
 
+@pytest.mark.slow
 def test_a_dead_worker_whose_child_process_lives_is_reported_at_once():
     def forking():
         if os.fork() == 0:
@@ -141,6 +143,7 @@ def test_a_large_argument_for_a_stopped_worker_does_not_block():
     assert time.monotonic() - begun < TIMEOUT_S + 30
 
 
+@pytest.mark.slow
 def test_an_interrupted_call_kills_the_workers():
     """Its replies would be mistaken for those of the next call."""
     collector = MultiSyncCollector([healthy] * 2, frames_per_batch=20, timeout_s=60)
@@ -186,6 +189,7 @@ def test_shutdown_does_not_wait_for_busy_workers(kind):
     assert time.monotonic() - begun < 30
 
 
+@pytest.mark.slow
 def test_a_garbage_collected_collector_ends_its_workers():
     collector = MultiAsyncCollector([healthy] * 2, frames_per_batch=20)
     collector.next()

@@ -72,7 +72,7 @@ def step_until_it_fails(env: ParallelEnv) -> tuple[EnvironmentFailure, float]:
     raise AssertionError("nothing failed")
 
 
-@pytest.mark.parametrize("fault", slow_except(FAULTS, "raise", "kill", "hang"))
+@pytest.mark.parametrize("fault", slow_except(FAULTS, "kill", "hang"))
 def test_a_faulty_env_is_named_in_time_and_everything_ends(fault):
     what, trace = FAULTS[fault]
     step_timeout_s = SHORT_S if fault == "hang" else LONG_S
@@ -94,8 +94,10 @@ def test_a_faulty_env_is_named_in_time_and_everything_ends(fault):
 
 @pytest.mark.parametrize(
     ("number", "step_timeout_s", "what"),
-    [(signal.SIGKILL, LONG_S, "killed by SIGKILL"), (signal.SIGSTOP, SHORT_S, "longer than step_timeout_s=0.7")],
-    ids=["killed", "stopped"],
+    [
+        pytest.param(signal.SIGKILL, LONG_S, "killed by SIGKILL", id="killed"),
+        pytest.param(signal.SIGSTOP, SHORT_S, "longer than step_timeout_s=0.7", id="stopped", marks=pytest.mark.slow),
+    ],
 )
 def test_a_process_that_is_killed_or_stopped_from_outside_is_reported(number, step_timeout_s, what):
     for _ in range(REPETITIONS):
@@ -107,8 +109,9 @@ def test_a_process_that_is_killed_or_stopped_from_outside_is_reported(number, st
         assert seconds < 30
 
 
-@pytest.mark.parametrize(("fault", "step_timeout_s"), [("raise", LONG_S), ("exit", LONG_S), ("hang", SHORT_S)])
-def test_a_reset_that_fails_is_reported(fault, step_timeout_s):
+@pytest.mark.parametrize("fault", slow_except(["raise", "exit", "hang"], "raise"))
+def test_a_reset_that_fails_is_reported(fault):
+    step_timeout_s = SHORT_S if fault == "hang" else LONG_S
     env = ParallelEnv(2, one_faulty(2, 1, fault, in_reset=True), num_processes=1, step_timeout_s=step_timeout_s)
     with pytest.raises(EnvironmentFailure, match=r"env 1 \(never seeded\) failed in its reset: "):
         env.reset()

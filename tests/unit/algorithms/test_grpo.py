@@ -76,6 +76,7 @@ def test_one_update_a_step_is_on_policy_at_every_step(run):
     assert max(folder.train_metric("generation_mismatch/max_abs_logprob_difference")) < 1e-4
 
 
+@pytest.mark.slow
 def test_several_updates_a_step_compare_with_the_policy_before_the_first(run):
     def ratios(name, rate):
         settings = ["policy.train_global_batch_size=4", f"policy.optimizer.kwargs.lr={rate}"]
@@ -130,6 +131,7 @@ def test_the_divergence_from_the_reference_starts_at_zero_and_grows(run):
     assert kl[-1] > 1e-6
 
 
+@pytest.mark.slow
 def test_the_reference_of_a_resumed_run_is_still_the_model_it_started_from(run):
     settings = ("grpo.loss.kl_coefficient=0.1",)
     whole, _ = run("grpo", "whole", *settings)

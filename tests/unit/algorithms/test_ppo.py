@@ -89,6 +89,7 @@ def test_a_stopped_and_resumed_run_is_bit_identical_to_an_uninterrupted_run(ppo,
     assert not [message for message in broken.watcher.messages if message.startswith("resuming")]
 
 
+@pytest.mark.slow
 def test_a_run_that_died_after_a_checkpoint_ends_as_an_uninterrupted_run(ppo):
     settings = ("env.name=Acrobot-v1", "checkpoint.every=1")
     whole, _ = ppo("whole", *settings)

@@ -124,6 +124,7 @@ def test_the_same_seed_gives_the_same_draws_of_environment_and_optimizer(run):
     assert first.train_metric("reward") != other.train_metric("reward")
 
 
+@pytest.mark.slow
 def test_a_longer_run_continues_a_finished_one(run):
     whole, _ = run("grpo", "whole", "grpo.max_steps=4")
     run("grpo", "short", "grpo.max_steps=2")

@@ -82,6 +82,7 @@ def test_a_checkpoint_is_as_readable_as_its_folder(tmp_path):
     assert (tmp_path / "step_1").stat().st_mode & 0o777 == 0o750
 
 
+@pytest.mark.slow
 def test_a_killed_save_is_cleaned_up_at_the_next_start(tmp_path):
     killed_child(tmp_path, "die()")
     assert [name for name in names(tmp_path) if name.startswith(".saving-step_1-")]

@@ -25,11 +25,12 @@ from lucidrl.errors import ConfigError, DataError, WorkerError
 from lucidrl.profiling.recording import Recording
 from lucidrl.profiling.settings import FOLDER_VARIABLE
 from lucidrl.report.timeline import write_timeline
+from tests.tiers import slow_except
 from tests.unit.collectors.toys import Chance, SlowWalk, Versioned, always_right, by_other_generators, without_action
 from tests.unit.envs.toys import Countdown, Walk
 from tests.unit.report.validation import valid_timeline
 
-BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+BOTH = pytest.mark.parametrize("kind", slow_except([MultiSyncCollector, MultiAsyncCollector], MultiSyncCollector))
 
 
 def batches_alone(index, *, batch_size=(), frames_per_batch, num_batches, seed):
@@ -430,6 +431,7 @@ def test_workers_use_num_threads():
         assert collector.rollout()["num_threads"].unique().tolist() == [3]
 
 
+@pytest.mark.slow
 def test_an_async_collector_continues_while_the_consumer_works():
     def stamp(batch):
         batch["at_s"] = torch.full(batch.batch_size, time.monotonic(), dtype=torch.float64)

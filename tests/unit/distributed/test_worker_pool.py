@@ -115,6 +115,7 @@ def test_an_error_ends_the_pool_and_what_others_are_busy_with(pool):
         pool.submit(0, "pid").result(60)
 
 
+@pytest.mark.slow
 def test_a_watch_that_fails_ends_the_pool(pool):
     def fail() -> None:
         raise LostWorkerError("rank 0 was killed")

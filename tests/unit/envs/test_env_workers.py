@@ -153,6 +153,7 @@ def test_state_and_random_draws_survive_a_restart_and_a_resume(counting):
     assert counting.num_restarts == 1
 
 
+@pytest.mark.slow
 def test_a_failed_watch_ends_the_wait_and_the_workers():
     def fail():
         raise WorkerError("a rank exited")

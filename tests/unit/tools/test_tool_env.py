@@ -257,6 +257,7 @@ def test_text_that_tokenizers_refuse_does_not_reach_the_model(env):
             (message["name"] + message["content"]).encode()
 
 
+@pytest.mark.slow
 def test_a_tool_that_raises_a_timeout_error_counts_as_a_timeout():
     env = ToolEnv([ToolConfig(name="python", timeout_s=2)], rewards="numeric")
     (reply,) = step(env, call("python", code="while True: pass"))

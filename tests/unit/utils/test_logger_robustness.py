@@ -98,6 +98,7 @@ def test_a_back_end_that_raises_or_hangs_does_not_affect_others_and_is_named(cfg
     assert "metrics.jsonl lost" not in caplog.text
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_does_not_wait_for_a_back_end_that_hung_long_ago(cfg):
     logger = Logger({**cfg, "finish_timeout_s": 2.0}, extra_backends=[Hanging()])
     logger.log_metrics({"x": 1}, 1)
@@ -271,6 +272,7 @@ logger.log_metrics({"x": 2}, 2)
     assert result.stderr.count("the logger is finished and records nothing more") == 1
 
 
+@pytest.mark.slow
 def test_a_short_program_that_forgets_to_finish_loses_nothing_of_any_tracker(tmp_path):
     code = """
 import sys
@@ -315,6 +317,7 @@ def test_a_step_that_repeats_or_goes_back_is_kept_with_one_warning(cfg, tmp_path
     assert warning in caplog.text
 
 
+@pytest.mark.slow
 def test_a_tight_loop_loses_no_line(cfg, tmp_path):
     with Logger(cfg) as logger:
         for step in range(20_000):
@@ -452,6 +455,7 @@ def test_a_full_disk_leaves_whole_lines_and_the_loss_is_named(tmp_path):
     assert "File too large" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_process_with_a_hanging_back_end_ends_at_its_normal_time(tmp_path):
     code = """
 import sys, time

@@ -179,7 +179,7 @@ def train_past_an_error(kind: type[PolicyWorker], precision: str, in_backward: b
 
 @pytest.mark.parametrize("in_backward", slow_except([False, True], True))
 @pytest.mark.parametrize("precision", slow_except(["float64", "bfloat16"], "bfloat16"))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, KINDS[0]))
 def test_a_loss_that_raises_on_ranks_changes_nothing(two_ranks, named_rows, kind, precision, in_backward):
     assert two_ranks(train_past_an_error, kind, precision, in_backward, named_rows.get_dict()) == [True, True]
 
@@ -190,7 +190,7 @@ def train_with_all_rows_on_rank_0(kind: type[PolicyWorker], precision: str, rows
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, KINDS[0]))
 def test_a_rank_without_rows_joins_the_collectives(two_ranks, named_rows, kind, precision):
     rows, tolerance = named_rows.get_dict(), 1e-9 if precision == "float64" else 5e-5
     loss, grad_norm, weights = train_with_all_rows_on_rank_0(kind, precision, rows)

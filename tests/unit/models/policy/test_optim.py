@@ -218,6 +218,7 @@ def test_the_search_for_a_loss_scale_does_not_end_the_training(make_worker, make
     assert skipped[-1] == 0
 
 
+@pytest.mark.slow
 def test_gradients_that_overflow_at_a_loss_scale_of_1_end_the_training(make_worker, make_rows):
     worker = make_worker("embedded", precision="float16", max_nonfinite_steps=2)
     for _ in range(12 + 1):
