@@ -1,0 +1,121 @@
+"""Sampled tokens per second of the built-in engine, vLLM and transformers' `generate`, side by side.
+
+The engines take turns on the same prompts; sampled tokens are counted, up to each completion's end. vLLM is not in the
+environment of `make bench`: run this with the environment of `make vllm`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import arguments, print_table, take_turns
+
+from lucidrl.data.messages import render_prompt
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.models import embedded
+from lucidrl.models.generation.builtin import BuiltinGenerator
+from lucidrl.models.generation.vllm import VllmEngine
+from lucidrl.models.loading import DTYPES, load_model, load_tokenizer
+from lucidrl.models.logprobs import LogprobModel
+from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
+
+QUESTIONS = ("What is 12+30?", "What is 7+8?", "What is 40+41?", "What is 3+3?")
+PAD = 0
+
+
+def peer(name: str, dtype: torch.dtype) -> Any:
+    """The model with transformers' own attention."""
+    from transformers import AutoModelForCausalLM
+
+    if name in EMBEDDED_MODELS:
+        warm = name == EMBEDDED_MODELS[0]
+        return embedded.embedded_model(warm=warm, seed=0, attn_implementation="sdpa").to(dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, local_files_only=True).eval()
+
+
+def rows_of(tokenizer: Any, samples: int) -> BatchedDataDict[Any]:
+    prompts = [render_prompt(tokenizer, [{"role": "user", "content": question}]) for question in QUESTIONS]
+    rows = [torch.tensor(prompt) for prompt in prompts for _ in range(samples)]
+    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
+
+
+def candidates(name: str, precision: str, new_tokens: int, samples: int) -> dict[str, Callable[[], int]]:
+    """Engine → a function that completes the prompts once and returns the number of sampled tokens."""
+    tokenizer = load_tokenizer(name)
+    generation = {"engine": "vllm", "placement": "separate", "max_new_tokens": new_tokens}
+    config = PolicyConfig(model_name=name, precision=precision, generation=generation)
+    rows, calls = rows_of(tokenizer, samples), itertools.count()
+    builtin = BuiltinGenerator(
+        LogprobModel(load_model(name, DTYPES[precision]).requires_grad_(False), 1.0), tokenizer, config.generation
+    )
+    engine = VllmEngine(config, tokenizer, 0, None)
+    theirs = peer(name, DTYPES[precision])
+    # Rows of transformers are padded on the left.
+    width = int(rows["input_lengths"].max())
+    pairs = list(zip(rows["input_ids"], rows["input_lengths"].tolist(), strict=True))
+    padded = torch.stack([torch.cat([row.new_full((width - length,), PAD), row[:length]]) for row, length in pairs])
+    mask = torch.stack([(torch.arange(width) >= width - length).long() for _, length in pairs])
+    end = tokenizer.eos_token_id
+
+    def ours(generator: Any) -> int:
+        return int(generator.generate(rows)["generation_lengths"].sum())
+
+    def transformers() -> int:
+        torch.manual_seed(next(calls))
+        output = theirs.generate(
+            padded,
+            attention_mask=mask,
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=new_tokens,
+            eos_token_id=end,
+            pad_token_id=end,
+        )[:, width:]
+        is_after_end = (output == end).cumsum(dim=1) > 1
+        return int((~is_after_end).sum())
+
+    return {"built-in": lambda: ours(builtin), "vLLM": lambda: ours(engine), "transformers": transformers}
+
+
+def measure(name: str, precision: str, new_tokens: int, samples: int, rounds: int) -> list[str]:
+    """Median of sampled tokens per second of each engine, over the rounds."""
+    tokens: dict[str, list[int]] = {}
+
+    def counted(engine: str, run: Callable[[], int]) -> Callable[[], None]:
+        tokens[engine] = []
+        return lambda: tokens[engine].append(run())
+
+    runs = {engine: counted(engine, run) for engine, run in candidates(name, precision, new_tokens, samples).items()}
+    times = take_turns(runs, rounds)
+    rates = []
+    for engine in runs:
+        of_rounds = zip(tokens[engine][-rounds:], times.seconds[engine], strict=True)
+        rates.append(sorted(count / seconds for count, seconds in of_rounds)[rounds // 2])
+    return [f"{rate:,.0f}" for rate in rates]
+
+
+def main() -> None:
+    options = arguments(
+        __doc__,
+        models=(str, "embedded-untrained", "embedded models or model folders, separated by commas"),
+        lengths=(str, "32,128", "most new tokens, separated by commas"),
+        rounds=(int, 3, "timed rounds"),
+    )
+    torch.set_num_threads(options.threads)
+    header = ("model", "precision", "rows", "new tokens at most", "built-in", "vLLM", "transformers")
+    table = []
+    for name, new_tokens in itertools.product(options.models.split(","), map(int, options.lengths.split(","))):
+        precision, samples = ("float32", 16) if name in EMBEDDED_MODELS else ("bfloat16", 4)
+        rates = measure(name, precision, new_tokens, samples, options.rounds)
+        table.append((Path(name).name, precision, str(len(QUESTIONS) * samples), str(new_tokens), *rates))
+    print_table(table, header)
+
+
+if __name__ == "__main__":
+    main()
