@@ -33,13 +33,13 @@ class MismatchConfig(Config):
     in nats per token."""
 
     warn: Nats | None = None
-    """Warn above this difference; null = 0.01 in float32, 0.05 in float16 and 0.25 in bfloat16."""
+    """Warn above this difference; null = 0.05 in float16, 0.25 in bfloat16, else 0.01."""
     stop: Nats | None = 1.0
     """Stop the run above this difference; null = never. Generators without the policy's weights always stop the run."""
 
     def warn_above(self, precision: str) -> float:
         """Return `warn`, or its default for this precision of the policy."""
-        return {"float32": 0.01, "float16": 0.05, "bfloat16": 0.25}[precision] if self.warn is None else self.warn
+        return {"float16": 0.05, "bfloat16": 0.25}.get(precision, 0.01) if self.warn is None else self.warn
 
 
 class GenerationConfig(Config):

@@ -182,5 +182,5 @@ def test_values_that_are_not_finite_are_never_clean(logits, tokens, value):
 
 def test_the_limit_of_warnings_follows_the_precision():
     limits = GenerationConfig().mismatch
-    assert limits.warn_above("float32") < limits.warn_above("bfloat16") < limits.stop
+    assert limits.warn_above("float64") == limits.warn_above("float32") < limits.warn_above("bfloat16") < limits.stop
     assert MismatchConfig(warn=0.5).warn_above("float32") == 0.5
