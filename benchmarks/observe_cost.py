@@ -1,21 +1,25 @@
 """The cost of observing: runs of the demo with everything that observes on and off take turns in one process.
 
 On: metrics.jsonl, TensorBoard, samples, monitor, spans and the breakdown of every step. Off: none of these. Both runs
-do the same work, with the same seed.
+of a pair do the same work, with the same seed, so each step is compared with the same step of the other run. The result
+is the median of these ratios: a pause of the machine changes one of them. The interval resamples whole pairs. Rare
+costs, such as writing samples, hardly move a median; the accounted share includes them.
 """
 
 from __future__ import annotations
 
+import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 from unittest import mock
 
-from harness import Claim, arguments, interval_of_median, read_metrics, report, without_spans
+from harness import BOOTSTRAPS, Claim, arguments, read_metrics, report, without_spans
 
 NOT_MEASURED = ["validation.num_prompts=0", "checkpoint.every=0", "checkpoint.final=false"]
 ON = ["tracking.tensorboard=true", "tracking.monitor=true", "tracking.monitor_interval_s=1"]
@@ -53,8 +57,8 @@ def without_observing() -> Iterator[None]:
         yield
 
 
-def seconds_of_run(folder: Path, steps: int, threads: int, is_observed: bool) -> float:
-    """Seconds per step of a run, without its first step."""
+def seconds_of_steps(folder: Path, steps: int, threads: int, is_observed: bool) -> list[float]:
+    """Seconds of each step of a run, without its first step."""
     from lucidrl.recipes.configs import GRPORunConfig
     from lucidrl.recipes.run import train
     from lucidrl.recipes.settings import preset_path
@@ -67,14 +71,21 @@ def seconds_of_run(folder: Path, steps: int, threads: int, is_observed: bool) ->
     watcher = StepTimes()
     with nullcontext() if is_observed else without_observing():
         train(config, folder, watcher)
-    return (watcher.ends[-1] - watcher.ends[0]) / (steps - 1)
+    return [end - start for start, end in pairwise(watcher.ends)]
 
 
-def claims_of(ratios: Sequence[float], observed: Sequence[Path]) -> list[Claim]:
-    low, high = interval_of_median(ratios)
+def interval_over_pairs(ratios: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The 95% bootstrap interval of the median of all steps' ratios, for ratios by pair."""
+    draw = random.Random(0)
+    medians = sorted(median(chain(*draw.choices(ratios, k=len(ratios)))) for _ in range(BOOTSTRAPS))
+    return medians[int(0.025 * BOOTSTRAPS)], medians[int(0.975 * BOOTSTRAPS)]
+
+
+def claims_of(ratios: Sequence[Sequence[float]], observed: Sequence[Path]) -> list[Claim]:
+    low, high = interval_over_pairs(ratios)
     print(
-        f"demo step with everything observed vs nothing, {len(ratios)} pairs: {median(ratios):.4f}, "
-        f"95% interval [{low:.4f}, {high:.4f}]"
+        f"demo step with everything observed vs nothing, {len(ratios)} pairs of {len(ratios[0])} steps: "
+        f"{median(chain(*ratios)):.4f}, 95% interval [{low:.4f}, {high:.4f}]"
     )
     overhead_pct = fmean(value for folder in observed for value in read_metrics(folder, "observe/overhead_pct"))
     whole_s = sum(value for folder in observed for value in read_metrics(folder, "time/whole_step_s"))
@@ -88,18 +99,18 @@ def claims_of(ratios: Sequence[float], observed: Sequence[Path]) -> list[Claim]:
 
 def main() -> None:
     options = arguments(
-        __doc__, pairs=(int, 30, "pairs of runs"), steps=(int, 12, "steps per run, the first is not counted")
+        __doc__, pairs=(int, 12, "pairs of runs"), steps=(int, 40, "steps per run, the first is not counted")
     )
     ratios, observed = [], []
     with tempfile.TemporaryDirectory() as name:
-        seconds_of_run(Path(name, "warmup"), 2, options.threads, is_observed=True)
+        seconds_of_steps(Path(name, "warmup"), 2, options.threads, is_observed=True)
         for number in range(options.pairs):
             seconds = {}
             # The order alternates, so a machine that slows down favours neither.
             for is_observed in (True, False) if number % 2 else (False, True):
                 folder = Path(name, f"{number}-{is_observed}")
-                seconds[is_observed] = seconds_of_run(folder, options.steps, options.threads, is_observed)
-            ratios.append(seconds[True] / seconds[False])
+                seconds[is_observed] = seconds_of_steps(folder, options.steps, options.threads, is_observed)
+            ratios.append([on / off for on, off in zip(seconds[True], seconds[False], strict=True)])
             observed.append(Path(name, f"{number}-True"))
         claims = claims_of(ratios, observed)
     report(claims, options.json)

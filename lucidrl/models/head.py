@@ -29,7 +29,7 @@ CHUNK_ELEMENTS = 1 << 23
 """Logits per chunk: small enough for the CPU caches, large enough for efficient matrix products."""
 
 CHUNKS_PER_SUM = 4
-"""In half precision, chunks per matrix product of gradients; more chunks need fewer additions in float32."""
+"""Chunks per matrix product of gradients. More chunks add to the weight's gradient less often, and take more memory."""
 
 ROWS_PER_PRODUCT = 8192
 """In half precision, rows of the weight's gradient that are added at a time."""
@@ -208,22 +208,21 @@ class _TokenLogprobs(torch.autograd.Function):
         target_index = targets if shard is None else shard.index(targets)
         grad_target = grad_logprobs if shard is None else grad_logprobs * shard.owns(targets)
         chunks = _chunks(hidden.shape[0], weight.shape[0])
-        together = CHUNKS_PER_SUM if hidden.dtype != accurate else 1
-        # In half precision, a softmax of raw logits is the cheapest gradient; the rows' factors are applied later.
-        is_plain = transform.is_identity and bias is None and shard is None and not ctx.with_entropy
-        of_softmax = is_plain and hidden.dtype != accurate
-        for first in range(0, len(chunks), together):
-            group = slice(chunks[first].start, chunks[min(first + together, len(chunks)) - 1].stop)
+        # A softmax of raw logits is the cheapest gradient; the rows' factors are applied later.
+        of_softmax = transform.is_identity and bias is None and shard is None and not ctx.with_entropy
+        for first in range(0, len(chunks), CHUNKS_PER_SUM):
+            group = slice(chunks[first].start, chunks[min(first + CHUNKS_PER_SUM, len(chunks)) - 1].stop)
             grad = hidden.new_empty(group.stop - group.start, weight.shape[0])
-            for chunk, raw in list(zip(chunks, kept, strict=True))[first : first + together]:
+            for chunk, raw in list(zip(chunks, kept, strict=True))[first : first + CHUNKS_PER_SUM]:
                 raw = F.linear(hidden[chunk], weight, bias) if raw is None else raw
                 place = grad[chunk.start - group.start : chunk.stop - group.start]
                 if of_softmax:
                     _softmax_minus_target(raw, targets[chunk, None], normalizer[chunk, None], place)
                     continue
                 logits = transform(raw)
-                # A second backward pass may need the raw logits again.
-                log_p = torch.sub(logits, normalizer[chunk, None], out=None if logits is raw else logits)
+                # Not into `raw`, which a second backward pass may need again.
+                target = place if logits.dtype == place.dtype else logits
+                log_p = torch.sub(logits, normalizer[chunk, None], out=target)
                 column = chunk, None
                 of_entropy = grad_entropy[column] if ctx.with_entropy else None
                 grad_chunk = _grad_logits(log_p, grad_logprobs[column], of_entropy, entropy[column])
@@ -254,13 +253,13 @@ class _TokenLogprobs(torch.autograd.Function):
 def _softmax_minus_target(
     raw: torch.Tensor, targets: torch.Tensor, normalizer: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Write the softmax of raw logits [C, V], minus 1 at the targets [C, 1], to `out` in half precision.
+    """Write the softmax of raw logits [C, V], minus 1 at the targets [C, 1], to `out`.
 
-    The target's entry is calculated in float32: near a probability of 1, half precision would round it to 0.
+    The target's entry comes from its log-probability: near a probability of 1, the difference would be rounding.
     """
     torch.softmax(raw, dim=-1, out=out)
-    probability = torch.exp(raw.gather(1, targets).to(normalizer.dtype) - normalizer)
-    out.scatter_(1, targets, (probability - 1).to(out.dtype))
+    logprob = raw.gather(1, targets).to(normalizer.dtype) - normalizer
+    out.scatter_(1, targets, torch.expm1(logprob).to(out.dtype))
 
 
 def _grad_logits(
