@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.table import Column, Table
+from rich.table import Table
 
 from lucidrl.algorithms.mismatch import StepGuard
 from lucidrl.data.datasets import Prompt
@@ -46,7 +46,7 @@ class GenerationFindings:
         self.rows.append((name, value, limit, passed))
 
     def table(self) -> Table:
-        table = Table("generation", Column("value", justify="right"), "limit", "", box=None, pad_edge=False)
+        table = Table("generation, in nats per token", "value", "limit", "", box=None, pad_edge=False)
         for name, value, limit, passed in self.rows:
             table.add_row(name, value, limit, "[green]ok[/]" if passed else "[red]FAILED[/]")
         return table
@@ -90,9 +90,9 @@ def check_generation(config: GRPORunConfig, inputs: TextInputs) -> GenerationFin
 
 def _refits(generator: GenerationInterface, config: PolicyConfig, findings: GenerationFindings) -> bool:
     """Refit twice; return whether the generators have the weights."""
-    limit = f"{config.generation.mismatch.warn_above(config.precision):g} nats"
+    limit = f"mean {config.generation.mismatch.warn_above(config.precision):g}"
     for version in REFITS:
-        name = f"refit to version {version}: weights, probe text"
+        name = f"refit {version}: weights and probe"
         try:
             generator.update_weights(version)
         except RefitError as error:
@@ -100,10 +100,10 @@ def _refits(generator: GenerationInterface, config: PolicyConfig, findings: Gene
             findings.reasons.append(str(error))
             return False
         if not isinstance(generator, SeparateGenerator):
-            findings.add(f"refit to version {version}", "none", "shared weights", True)
+            findings.add(f"refit {version}", "none needed", "", True)
             continue
         guard = generator.guard
-        findings.add(name, f"{guard.difference:.2g} nats", limit, guard.diagnosis is None)
+        findings.add(name, f"mean {guard.difference:.2g}", limit, guard.diagnosis is None)
         if guard.diagnosis is not None:
             findings.reasons.append(guard.diagnosis.message)
     return True
@@ -122,12 +122,12 @@ class _Comparison:
     def run(self) -> None:
         guard, generation = StepGuard(self.policy, self.config), self.config.generation
         greedy, sampled = self._rows(1, greedy=True), self._rows(SAMPLES_PER_PROMPT, greedy=False)
-        self._logprobs(guard, greedy, "greedy completions")
-        self._tokens(guard, greedy, "greedy tokens that are not the policy's likeliest", Sampling(1.0, top_k=1))
-        self._logprobs(guard, sampled, "sampled completions")
+        self._logprobs(guard, greedy, "greedy")
+        self._tokens(guard, greedy, "greedy tokens not likeliest", Sampling(1.0, top_k=1))
+        self._logprobs(guard, sampled, "sampled")
         setting = Sampling(generation.temperature, generation.top_k, generation.top_p)
         if setting.is_truncated:
-            self._tokens(guard, sampled, f"sampled tokens that {setting} excludes", setting)
+            self._tokens(guard, sampled, "sampled tokens cut by top-k, top-p", setting)
 
     def _rows(self, samples_per_prompt: int, *, greedy: bool) -> BatchedDataDict[Any]:
         """Return completions of the prompts, as rows of a training batch."""
@@ -142,7 +142,7 @@ class _Comparison:
         versions = set(output["policy_versions"].tolist())
         kind = "greedy" if greedy else "sampled"
         shown = ", ".join(map(str, sorted(versions)))
-        self.findings.add(f"policy version of {kind} completions", shown, str(REFITS[-1]), versions == {REFITS[-1]})
+        self.findings.add(f"version of {kind} samples", shown, str(REFITS[-1]), versions == {REFITS[-1]})
         position = torch.arange(output["output_ids"].shape[1])
         ends, counts = output["unpadded_sequence_lengths"][:, None], output["generation_lengths"][:, None]
         return BatchedDataDict(
@@ -160,9 +160,9 @@ class _Comparison:
         evidence: Evidence = guard.evidence(rows)
         largest = float((evidence.engine_N - evidence.policy_N).abs().max()) if len(evidence.engine_N) else 0.0
         passed = evidence.difference <= evidence.warn_above
-        limit = f"mean {evidence.warn_above:g} nats"
-        value = f"mean {evidence.difference:.2g}, max {largest:.2g} nats"
-        self.findings.add(f"log-probabilities of {len(evidence.engine_N)} tokens of {name}", value, limit, passed)
+        limit = f"mean {evidence.warn_above:g}"
+        value = f"mean {evidence.difference:.2g}, max {largest:.2g}"
+        self.findings.add(f"difference, {len(evidence.engine_N)} {name} tokens", value, limit, passed)
         if not passed:
             self.findings.reasons.append(guard.diagnosis(evidence, rows).message)
 

@@ -332,7 +332,7 @@ def test_check_generate_compares_generation_with_the_policy(lucidrl, workplace):
     assert "ok: generation and policy agree" in output
     rows = [line for line in output.splitlines() if line.rstrip().endswith(" ok")]
     assert len(rows) == 8, output
-    assert "sampled tokens that" in rows[-1]
+    assert "sampled tokens cut by top-k, top-p" in rows[-1]
     assert not (workplace / "runs").exists()
 
 
@@ -356,7 +356,7 @@ def test_check_generate_of_a_control_run_is_refused(lucidrl, workplace):
 def test_check_generate_compares_weights_of_separate_generators(lucidrl, workplace):
     code, output, errors = lucidrl("check", "--generate", *SMALL, "policy.generation.placement=separate")
     assert code == 0, errors
-    assert output.count("weights, probe text") == 2
+    assert output.count(": weights and probe") == 2
     assert "ok: generation and policy agree" in output
 
 
