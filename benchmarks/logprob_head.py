@@ -4,12 +4,13 @@ Hidden size 576, vocabulary 49,152 (the head of SmolLM2), in float32 and bfloat1
 log-probabilities; training adds the gradients of hidden states and head. Times are for 2048 tokens. Memory is for 8192
 tokens, a usual micro-batch: with few tokens the head's gradient (108 MiB in float32, on both sides) dominates.
 
-At 2048 tokens float32 training takes 0.38 of the full head's memory, because that gradient is a third of it.
+At 2048 tokens float32 training takes more of the full head's memory, because that gradient is a third of it.
 
-Known limit: float32 scoring was 0.90 times as fast as the full head in this benchmark. Without one copy of the logits
-it reached 0.95 to 0.96, timed alone, in five rounds. Matrix products of a chunk's 170 rows are less efficient than one
-of 2048 rows, and float32 needs no conversion that chunks could save. Chunks two or four times as large are no faster.
-In bfloat16 the full head converts all logits, and the chunked head scores nearly twice as fast.
+Known limit: on one machine without bfloat16 instructions, float32 scoring was 1.05 times as fast as the full head, and
+training 0.94 times, where it was 0.79 times with one product of gradients per chunk. On another machine float32 scoring
+was 0.90 to 0.96 times as fast: matrix products of a chunk's 170 rows are less efficient than one of 2048 rows, and
+float32 needs no conversion that chunks could save. Training evaluates the head again for every second chunk, which the
+full head does not; with fewer logits kept than that, memory would be the limit instead.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from lucidrl.profiling.worker_times import COMMUNICATION
 CHUNK_ELEMENTS = 1 << 23
 """Logits per chunk: small enough for the CPU caches, large enough for efficient matrix products."""
 
-CHUNKS_PER_SUM = 4
+CHUNKS_PER_SUM = 3
 """Chunks per matrix product of gradients. More chunks add to the weight's gradient less often, and take more memory."""
 
 ROWS_PER_PRODUCT = 8192
