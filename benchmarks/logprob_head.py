@@ -10,7 +10,7 @@ Known limit: on one machine without bfloat16 instructions, float32 scoring was 1
 training 0.94 times, where it was 0.79 times with one product of gradients per chunk. On another machine float32 scoring
 was 0.90 to 0.96 times as fast: matrix products of a chunk's 170 rows are less efficient than one of 2048 rows, and
 float32 needs no conversion that chunks could save. Training evaluates the head again for every second chunk, which the
-full head does not; with fewer logits kept than that, memory would be the limit instead.
+full head does not. Logits of all chunks would take more than a quarter of the full head's memory.
 """
 
 from __future__ import annotations

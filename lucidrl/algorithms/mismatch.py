@@ -21,6 +21,9 @@ NUM_ROWS = 2
 """Rows per step that the guard scores."""
 NUM_ROWS_TRUNCATED = 16
 """The same with top-k or top-p, where it also looks for tokens that these exclude."""
+EXCLUSION_FACTOR = 4.0
+"""A sampled token counts as excluded by top-k or top-p only if it were excluded with more log-probability, by this
+multiple of the warning limit: rounding moves tokens at the edge to the other side."""
 MOST_TOKENS = 2048
 """Tokens of a row that are scored under other samplings."""
 
@@ -131,7 +134,7 @@ class StepGuard:
     ) -> tuple[torch.Tensor, int]:
         arguments = rows["input_ids"], rows["input_lengths"], sampled_token_mask(rows), samplings
         result: tuple[torch.Tensor, int] = self._policy.run_all(
-            "scorer.explanations", *arguments, setting or self._setting, self._warn_above
+            "scorer.explanations", *arguments, setting or self._setting, EXCLUSION_FACTOR * self._warn_above
         )[0]
         return result
 
