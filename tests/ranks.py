@@ -6,7 +6,6 @@ and the ranks of all groups are forks of one process that has imported them.
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -86,7 +85,6 @@ def _fork_ranks(pools: dict[int, list[Connection]], folder: str) -> None:
     import lucidrl.models.policy.dtensor_policy_worker
     import lucidrl.models.policy.fsdp1_policy_worker  # noqa: F401
 
-    gc.freeze()  # what is imported stays, so collecting the rest is quick
     everyone = [(connection, rank, size) for size, ends in pools.items() for rank, connection in enumerate(ends)]
     pids = []
     for connection, rank, size in everyone:
@@ -123,8 +121,3 @@ def _serve(connection: Connection, rank: int, size: int, store: str) -> None:
         except BaseException:
             reply = (True, traceback.format_exc())
         connection.send_bytes(cloudpickle.dumps(reply))
-        del function, args, reply
-        # A gloo group that is left over wakes its thread a hundred times per second, and tests make hundreds of groups.
-        for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
-            dist.destroy_process_group(group)
-        gc.collect()  # meshes and parameters in reference cycles hold groups too
