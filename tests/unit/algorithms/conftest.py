@@ -70,7 +70,7 @@ class RunFolder:
             {
                 name: value
                 for name, value in record.items()
-                if name not in ("time", "train/tokens_per_s") and not name.startswith(("time/", "observe/", "logger/"))
+                if not name.startswith(("time", "observe/", "logger/")) and not name.endswith("_per_s")
             }
             for record in records
             if "step" in record and "time/whole_step_s" not in record
