@@ -56,14 +56,13 @@ class GRPO:
                 rollouts = self.collector.collect()
                 self.loop.saver.settle()
                 batch = self.prepare(rollouts, is_plotted=is_due(self.plot_mismatch_every, step))
-                warning = self.guard.check(step, batch) if self.guard is not None else None
+                if self.guard is not None and (warning := self.guard.check(step, batch)) is not None:
+                    self.loop.warn(step, warning)
                 samples = self.samples_of(rollouts, batch) if self._writes_samples(step) else None
                 gbs = batch.size // self.updates_per_epoch
                 result = self.policy.train(batch, loss_fn, num_epochs=self.config.num_epochs, gbs=gbs)
                 self.collector.update_policy_weights_(version=step)
                 self.record(step, rollouts, batch, result, samples)
-                if warning is not None:
-                    self.loop.warn(step, warning)
         return self.loop.step
 
     def prepare(self, rollouts: Rollouts, is_plotted: bool = False) -> BatchedDataDict[Any]:

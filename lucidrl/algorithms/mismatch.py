@@ -56,22 +56,19 @@ class StepGuard:
         if not rows.size:
             return None
         evidence = self.evidence(rows)
-        if evidence.is_clean:
+        of_refit = self._refit_guard.diagnosis if self._refit_guard is not None else None
+        diagnosis = of_refit if evidence.is_clean else self.diagnosis(evidence, rows)
+        if diagnosis is None:
             return None
-        is_due = self._last is None or step - self._last[1] >= FIRST_SILENCE_STEPS
-        if not is_due and not self._is_beyond(evidence):
-            return None
-        diagnosis = self.diagnosis(evidence, rows)
         if diagnosis.is_gross:
             raise TrainingError(
                 f"step {step}: {diagnosis.message}. The policy was not trained on these samples; raise "
                 "policy.generation.mismatch.stop to train on them nevertheless"
             )
+        if self._last is not None and self._last[0] is diagnosis.fault and step - self._last[1] < FIRST_SILENCE_STEPS:
+            return None
         self._last = diagnosis.fault, step
         return RunWarning("mismatch", diagnosis.message)
-
-    def _is_beyond(self, evidence: Evidence) -> bool:
-        return self._limits.stop is not None and evidence.difference > self._limits.stop
 
     def _rows(self, step: int, batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         """Return some rows with sampled tokens, without the padding that they share."""
@@ -113,10 +110,13 @@ class StepGuard:
         return self._scored(rows, [sampling], sampling)[1]
 
     def _explained(self, evidence: Evidence, rows: BatchedDataDict[Any]) -> Evidence:
-        """Add the log-probabilities under other samplings, for the first tokens of the first rows."""
+        """Add the log-probabilities under other samplings, for the first tokens of the rows that differ most."""
         if evidence.difference <= evidence.warn_above:
             return evidence
-        few = _cut(rows.select_indices(torch.arange(min(rows.size, NUM_ROWS))), MOST_TOKENS)
+        distances = (evidence.engine_N - evidence.policy_N).abs().nan_to_num(posinf=torch.inf)
+        of_rows = [part.mean() for part in distances.split(sampled_token_mask(rows).sum(dim=1).tolist())]
+        worst = torch.stack(of_rows).nan_to_num().argsort(descending=True)[:NUM_ROWS]
+        few = _cut(rows.select_indices(worst), MOST_TOKENS)
         mask_BT = sampled_token_mask(few)
         if not mask_BT.any():
             return evidence
@@ -124,8 +124,8 @@ class StepGuard:
         (own_N, *explained), _ = self._scored(few, samplings)
         return replace(
             evidence,
-            engine_N=few["generation_logprobs"][mask_BT],
-            policy_N=own_N,
+            explained_engine_N=few["generation_logprobs"][mask_BT],
+            explained_policy_N=own_N,
             explanations=dict(zip(samplings[1:], explained, strict=True)),
         )
 

@@ -108,7 +108,7 @@ class TextRun(TrainingRun[C]):
             self._inputs.chat_tokenizer,
             self._inputs.prompts,
             config,
-            context_length=self._inputs.facts.context_length,
+            context_length=self._inputs.context_length,
             seed=self.config.seed,
         )
         parts.stack.callback(collector.shutdown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,6 +132,11 @@ class TextInputs:
     def facts(self) -> ModelFacts:
         return model_facts(self._config.policy.model_name, self._config.policy.trust_remote_code)
 
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and completion: those of the model, or fewer if the engine holds fewer."""
+        return min(self.facts.context_length, self._config.policy.generation.vllm.get("max_model_len", math.inf))
+
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return policy_tokenizer(self._config.policy)
@@ -201,10 +207,10 @@ class TextInputs:
 
     def check_fits(self, num_tokens: int, label: str, room: int = 0) -> None:
         """Raise DataError if a prompt or example, plus `room` new tokens, does not fit the model's context."""
-        limit = self.facts.context_length
+        limit = self.context_length
         if num_tokens + room > limit:
             raise DataError(
-                f"{label} has {num_tokens} tokens and does not fit the model's context of {limit} tokens; shorten or "
+                f"{label} has {num_tokens} tokens and does not fit the context of {limit} tokens; shorten or "
                 f"remove it, or skip such rows of a file with data.max_prompt_tokens={limit - room}"
             )
 
@@ -301,7 +307,7 @@ def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = 
     room = 0 if isinstance(config, SFTRunConfig) else 1
     inputs.check_fits(survey.longest, survey.longest_label, room)
     longest_row = survey.longest + room * config.max_turns * policy.generation.max_new_tokens
-    _check_budgets(config, min(facts.context_length, longest_row))
+    _check_budgets(config, min(inputs.context_length, longest_row))
     memory = estimate_memory_gib(config, facts, survey.longest)
     checkpoint = checkpoint_on_disk(config, (facts.num_parameters, policy))
     unit = "examples" if isinstance(config, SFTRunConfig) else "prompts"

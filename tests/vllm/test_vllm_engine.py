@@ -144,8 +144,8 @@ def test_completions_end_where_those_of_the_builtin_engine_end(warm_engine, engi
 
 
 def test_the_limit_of_tokens_and_the_context_truncate_completions(start):
-    engine = start(config_of(max_new_tokens=2, vllm={"max_model_len": 16}))
-    long = [PROMPTS[0], [6] * 15]
+    engine = start(config_of(max_new_tokens=2, vllm={"max_model_len": 64}))
+    long = [PROMPTS[0], [6] * 63]
     output = engine.generate(batch_of(long), greedy=True)
     assert output["generation_lengths"].tolist() == [2, 1]
     assert output["truncated"].tolist() == [True, True]

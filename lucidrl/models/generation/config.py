@@ -25,6 +25,8 @@ VLLM_ARGUMENTS_SET_HERE = {
 }
 """Arguments of vLLM's engine that other settings determine → what to set instead."""
 
+SHORTEST_CONTEXT = 64
+"""Fewest tokens that an engine must hold; the probe of a refit has up to 32."""
 Nats = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -38,8 +40,9 @@ class MismatchConfig(Config):
     """Stop the run above this difference; null = never. Generators without the policy's weights always stop the run."""
 
     def warn_above(self, precision: str) -> float:
-        """Return `warn`, or its default for this precision of the policy."""
-        return {"float16": 0.05, "bfloat16": 0.25}.get(precision, 0.01) if self.warn is None else self.warn
+        """Return `warn`, or its default for this precision of the policy, but at most `stop`."""
+        warn = {"float16": 0.05, "bfloat16": 0.25}.get(precision, 0.01) if self.warn is None else self.warn
+        return warn if self.stop is None else min(warn, self.stop)
 
 
 class GenerationConfig(Config):
@@ -117,6 +120,12 @@ class GenerationConfig(Config):
         for name, reason in VLLM_ARGUMENTS_SET_HERE.items():
             if name in self.vllm:
                 raise ValueError(f"vllm.{name} is not passed on to vLLM: {reason}")
+        length = self.vllm.get("max_model_len", SHORTEST_CONTEXT)
+        if not isinstance(length, int) or length < SHORTEST_CONTEXT:
+            raise ValueError(
+                f"vllm.max_model_len={length} is not a whole number of at least {SHORTEST_CONTEXT} tokens; set one, or "
+                "remove it to use the model's context"
+            )
         if self.vllm.get("tensor_parallel_size", 1) != 1:
             raise ValueError(
                 f"vllm.tensor_parallel_size={self.vllm['tensor_parallel_size']}: a refit reaches engines on one device "

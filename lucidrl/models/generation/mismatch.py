@@ -126,6 +126,10 @@ class Evidence:
     """Mean absolute difference that must stop the run; None: never."""
     setting: Sampling = Sampling(1.0)
     """The configured sampling."""
+    explained_engine_N: torch.Tensor | None = None
+    """Log-probabilities of the engine for the tokens of `explanations`; None: these are the tokens of `engine_N`."""
+    explained_policy_N: torch.Tensor | None = None
+    """The same of the policy."""
     explanations: Mapping[Sampling, torch.Tensor] = field(default_factory=dict)
     """[N] log-probabilities of the policy under other samplings."""
     num_excluded: int = 0
@@ -184,7 +188,13 @@ def diagnose(evidence: Evidence) -> Diagnosis | None:
     """
     if evidence.is_clean:
         return None
-    found = _of_weights(evidence) or _of_samplings(evidence) or _of_truncated_samples(evidence) or _of_size(evidence)
+    found = (
+        _of_weights(evidence)
+        or _of_numbers(evidence)
+        or _of_samplings(evidence)
+        or _of_truncated_samples(evidence)
+        or _of_size(evidence)
+    )
     fault, reason, remedy, names = found
     value = f"mean absolute difference {evidence.difference:.3g} nats per token, limit {evidence.warn_above:g}"
     limit = evidence.stop_above
@@ -223,18 +233,26 @@ def _of_weights(evidence: Evidence) -> _Finding | None:
     return Fault.WRONG_TENSOR, reason, remedy, wrong
 
 
+def _of_numbers(evidence: Evidence) -> _Finding | None:
+    for side, logprobs_N in (("the policy", evidence.policy_N), ("the engine", evidence.engine_N)):
+        if not bool(logprobs_N.isfinite().all()):
+            reason = f"{side} has log-probabilities that are not finite"
+            return Fault.UNEXPLAINED, reason, "look for NaN in weights and gradients; lower the learning rate", ()
+    return None
+
+
 def _of_samplings(evidence: Evidence) -> _Finding | None:
     if evidence.difference <= evidence.warn_above:
         return None
-    left = {
-        sampling: mean_difference(evidence.engine_N, policy_N) for sampling, policy_N in evidence.explanations.items()
-    }
+    engine_N = evidence.engine_N if evidence.explained_engine_N is None else evidence.explained_engine_N
+    policy_N = evidence.policy_N if evidence.explained_policy_N is None else evidence.explained_policy_N
+    left = {sampling: mean_difference(engine_N, other_N) for sampling, other_N in evidence.explanations.items()}
     # Candidates that leave rounding alone are equal; the first one is the simplest.
     best = min(left, key=lambda sampling: max(left[sampling], ROUNDING_SHARE * evidence.warn_above), default=None)
     stale = (
         mean_difference(evidence.engine_N, evidence.before_N) if evidence.before_N is not None else evidence.difference
     )
-    limit = EXPLAINS_BELOW * evidence.difference
+    limit = EXPLAINS_BELOW * mean_difference(engine_N, policy_N)
     if stale < limit and (best is None or stale <= left[best]):
         reason = "its log-probabilities are those of the previous version of the weights"
         return Fault.STALE_VERSION, reason, "the refit was skipped: check the engine's weight loader", ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.refit_guard import RefitGuard
 from lucidrl.models.policy.policy import Policy
 
-_BYTES_PER_MB = 1 << 20
+_BYTES_PER_MB, _BYTES_PER_GB = 1 << 20, 10**9
 _POLICY_GRACE_S = 5.0
 """Added to the policy's timeout: if the policy waits for a generator that hangs, the generator times out first."""
 
@@ -61,8 +62,9 @@ class Refit:
         self._policy_timeout_s = timeout_s + _POLICY_GRACE_S
         # If one member of the group hangs, the others stop waiting before their own calls time out.
         self._group_timeout_s = min(TIMEOUT_S, timeout_s / 2)
-        self.size_bytes = 0
-        """Size of the weights; 0 before the first refit."""
+        self.gb_per_s: float | None = None
+        """Size of the weights / duration of the last refit without the guard; None before the first refit."""
+        self._size_bytes = 0
         self._members: list[tuple[int, int]] = []
         """Generators in the policy's weight group: (number, number of starts)."""
 
@@ -76,6 +78,7 @@ class Refit:
             RefitError: a transfer failed although no generator was lost, or the guard found a gross mismatch.
             WorkerError: a rank of the policy exited. Each running generator still has complete weights of one version.
         """
+        started = time.perf_counter()
         self._policy.run_all("export.set_header", version, self._config.verify_refit)
         near = [worker for worker in receivers if self.shares_memory(worker)]
         far = [worker for worker in receivers if worker not in near]
@@ -92,6 +95,8 @@ class Refit:
             self._states[worker.number].version = version
 
         self._pool.each(commit, ready)
+        if ready:
+            self.gb_per_s = self._size_bytes / _BYTES_PER_GB / (time.perf_counter() - started)
         self._guard.check(version, _alive(ready))
         done = _alive(ready)
         return [worker for worker in receivers if worker not in done]
@@ -113,7 +118,7 @@ class Refit:
         if not free_bytes:
             return []
         prepared = self._policy.run_all("prepare_weights_for_ipc")
-        self.size_bytes = sum(size_bytes for _, size_bytes in prepared[0][0])
+        self._size_bytes = sum(size_bytes for _, size_bytes in prepared[0][0])
         buckets = buckets_of_names(prepared[0][0], self._config, min(*free_bytes, *(free for _, free in prepared)))
         calls: list[Future[str | None]] = []
         for names in buckets:
@@ -134,7 +139,7 @@ class Refit:
     def _form_group(self, receivers: Sequence[PoolWorker]) -> bool:
         """Connect the policy and all receivers; False if a receiver was lost."""
         forms = self._policy.run_all("prepare_info_for_collective")[0]
-        self.size_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms.values())
+        self._size_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in forms.values())
         self._pool.each(lambda worker: worker.run("prepare_collective", forms), receivers)
         if len(_alive(receivers)) < len(receivers):  # the others would wait for the lost one until their timeout
             return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -25,8 +24,6 @@ from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
 
-_log = logging.getLogger(__name__)
-
 
 class RefitGuard:
     """Compares versions, checksums of weights and log-probabilities of a probe text.
@@ -43,13 +40,13 @@ class RefitGuard:
         probe = probe_tokens(tokenizer)
         self._probe = torch.tensor([probe]), torch.tensor([len(probe)])
         self._usual: float | None = None
-        """Largest mean absolute difference after the first refit."""
+        """Largest mean absolute difference after the first refit without a fault."""
         self._version: int | None = None
         self._checksum: dict[str, str] = {}
         self._logprobs: torch.Tensor | None = None
         """Of the policy at `_version`, the version of the last refit."""
         self.diagnosis: Diagnosis | None = None
-        """A fault that the last refit warned of."""
+        """A fault in the last version, too small to stop the run; `StepGuard` warns of it."""
         self.difference = 0.0
         """Largest mean absolute difference of the probe's log-probabilities after the last refit."""
 
@@ -60,7 +57,10 @@ class RefitGuard:
         Raises:
             RefitError: a generator has other weights, or its log-probabilities differ by more than the limit.
         """
-        self.diagnosis = None
+        if not receivers:
+            return
+        if version != self._version:
+            self.diagnosis, self.difference = None, 0.0
         reports: dict[int, RefitReport] = {}
 
         def ask(worker: PoolWorker) -> None:
@@ -74,10 +74,10 @@ class RefitGuard:
         for number, report in sorted(reports.items()):
             self._act_on(self._evidence(number, version, report, checksum, logprobs))
         differences = [mean_difference(report.probe_logprobs, logprobs) for report in reports.values()]
-        self.difference = max(differences, default=0.0)
-        if self._usual is None and differences:
+        self.difference = max([self.difference, *differences])
+        if self._usual is None and differences and self.diagnosis is None:
             self._usual = self.difference
-        if version != self._version:
+        if reports and version != self._version:
             self._version, self._checksum, self._logprobs = version, checksum, logprobs
 
     def _evidence(
@@ -101,7 +101,7 @@ class RefitGuard:
         )
 
     def _act_on(self, evidence: Evidence) -> None:
-        """Warn of a fault, or stop the run."""
+        """Keep a fault for the warning of the next step, or stop the run."""
         if evidence.is_clean:
             return
         samplings = candidate_samplings(self._setting)
@@ -113,4 +113,3 @@ class RefitGuard:
         if diagnosis.is_gross:
             raise RefitError(diagnosis.message)
         self.diagnosis = diagnosis
-        _log.warning("%s", diagnosis.message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,8 +28,6 @@ from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
 from lucidrl.utils.nsys import GENERATION
-
-_BYTES_PER_GB = 10**9
 
 ENGINES: dict[str, type[Replica]] = {"builtin": GenerationWorker, "vllm": VllmWorker}
 """`policy.generation.engine` → the worker of a replica."""
@@ -61,8 +58,6 @@ class SeparateGenerator:
         seed: int = 0,
     ):
         self.policy_version = 0
-        self.refit_gb_per_s: float | None = None
-        """Size of the weights per second of the last `update_weights`, in GB of 10**9 bytes."""
         self._policy, self._seed = policy, seed
         self._num_calls = 0
         self._max_rows = config.generation.max_concurrent_rows
@@ -109,6 +104,11 @@ class SeparateGenerator:
     def num_restarts(self) -> int:
         """Restarts of generators so far."""
         return self.pool.num_restarts
+
+    @property
+    def refit_gb_per_s(self) -> float | None:
+        """Rate of the last refit, in GB of 10**9 bytes; None before the first refit."""
+        return self._refit.gb_per_s
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -164,9 +164,7 @@ class SeparateGenerator:
         """
         with span("refit"):
             self._restart_lost()
-            started = time.perf_counter()
             self._run_refit(version, self.pool.workers)
-            self.refit_gb_per_s = self._refit.size_bytes / _BYTES_PER_GB / (time.perf_counter() - started)
         self._policy.update_weights(version)
         self.policy_version = self._refitted = version
 

@@ -24,6 +24,8 @@ from lucidrl.profiling.spans import span
 
 _BUFFER_ELEMENTS = 1 << 22
 _COPIES_PER_PIECE = 3
+_EXPLAINED_TOKENS = 64
+"""Tokens whose logits are compared under other samplings at a time."""
 
 
 class Scorer:
@@ -84,12 +86,17 @@ class Scorer:
         Returns:
             `logprobs_under` [S, N], with the tokens in row order, and `num_excluded`.
         """
-        logits_BTV = self._outputs_of(input_ids, lengths, "logits")
-        chosen, device = selected[:, 1:].to(logits_BTV.device), logits_BTV.device
-        logits_NV = logits_BTV[:, :-1][chosen] * self._sharding.model.transform.temperature
-        targets_N = input_ids[:, 1:].to(device)[chosen]
-        excluded = num_excluded(logits_NV, targets_N, setting, slack)
-        return logprobs_under(logits_NV, targets_N, samplings).cpu(), excluded
+        found, excluded = [torch.zeros(len(samplings), 0)], 0
+        temperature = self._sharding.model.transform.temperature
+        for row, length in enumerate(lengths.tolist()):  # the logits of all rows may not fit into memory
+            tokens = input_ids[row : row + 1, :length]
+            logits_TV = self._outputs_of(tokens, lengths[row : row + 1], "logits")[0, :-1]
+            positions = selected[row, 1:length].nonzero()[:, 0].to(logits_TV.device)
+            for part in positions.split(_EXPLAINED_TOKENS):
+                logits_NV, targets_N = logits_TV[part] * temperature, tokens[0, 1:].to(part.device)[part]
+                excluded += num_excluded(logits_NV, targets_N, setting, slack)
+                found.append(logprobs_under(logits_NV, targets_N, samplings).cpu())
+        return torch.cat(found, dim=1), excluded
 
     def _outputs_of(self, input_ids: torch.Tensor, lengths: torch.Tensor, need: Need) -> torch.Tensor:
         self._offload.check_weights("get_logprobs")

@@ -184,3 +184,29 @@ def test_the_limit_of_warnings_follows_the_precision():
     limits = GenerationConfig().mismatch
     assert limits.warn_above("float64") == limits.warn_above("float32") < limits.warn_above("bfloat16") < limits.stop
     assert MismatchConfig(warn=0.5).warn_above("float32") == 0.5
+
+
+def test_the_difference_of_all_tokens_decides_although_only_some_are_explained(logits, tokens):
+    policy = under(logits, tokens, 0.7)
+    engine = policy.clone()
+    engine[100:] -= 3.0
+    few = {"explained_engine_N": engine[:50], "explained_policy_N": policy[:50]}
+    explanations = dict.fromkeys(candidate_samplings(SETTING), policy[:50])
+    diagnosis = diagnose(evidence_of(engine, logits, tokens, explanations=explanations, **few))
+    assert diagnosis.fault is Fault.UNEXPLAINED
+    assert diagnosis.is_gross
+    assert "mean absolute difference 1.5 nats" in diagnosis.message
+
+
+@pytest.mark.parametrize("side", ["the policy", "the engine"])
+def test_log_probabilities_that_are_not_finite_name_their_side(logits, tokens, side):
+    policy, engine = under(logits, tokens, 0.7), under(logits, tokens, 0.7)
+    {"the policy": policy, "the engine": engine}[side][7] = torch.nan
+    diagnosis = diagnose(evidence_of(engine, logits, tokens, policy_N=policy))
+    assert f"{side} has log-probabilities that are not finite" in diagnosis.message
+    assert diagnosis.is_gross
+
+
+def test_a_difference_that_stops_the_run_is_never_clean():
+    assert MismatchConfig(stop=0.1).warn_above("bfloat16") == 0.1
+    assert MismatchConfig(stop=None).warn_above("bfloat16") == 0.25

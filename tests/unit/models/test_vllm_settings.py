@@ -24,6 +24,8 @@ SEPARATE = {"engine": "vllm", "placement": "separate"}
         ({**SEPARATE, "vllm": {"dtype": "half"}}, "vllm.dtype is not passed on to vLLM: set policy.precision"),
         ({**SEPARATE, "vllm": {"seed": 1}}, "vllm.seed is not passed on to vLLM: set seed"),
         ({**SEPARATE, "vllm": {"tensor_parallel_size": 2}}, "tensor_parallel_size=2: a refit reaches engines on one"),
+        ({**SEPARATE, "vllm": {"max_model_len": None}}, "max_model_len=None is not a whole number of at least 64"),
+        ({**SEPARATE, "vllm": {"max_model_len": 16}}, "max_model_len=16 is not a whole number of at least 64 tokens"),
         ({"engine": "sglang"}, "'builtin' or 'vllm'"),
     ],
 )

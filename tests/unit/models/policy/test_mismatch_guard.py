@@ -39,12 +39,17 @@ class GuardedSteps:
         self.guard = StepGuard(policy, config, generator.guard)
         self.version = 0
 
-    def step(self, fault: str = "") -> list[str]:
-        """Change the weights, refit, sample and check; return what was found."""
+    def step(self, fault: str = "", *, is_repeated: bool = False) -> list[str]:
+        """Change the weights, refit, sample and check; return what was found.
+
+        Args:
+            is_repeated: the guard remembers its last warning.
+        """
         for worker in self.generator.pool.workers:
             worker.run("inject", fault)
         self._caplog.clear()
-        self.guard._last = None
+        if not is_repeated:
+            self.guard._last = None
         self.version += 1
         self.policy.group.run_all("_add_noise_to_weights")
         try:
@@ -105,6 +110,17 @@ def test_each_fault_is_found_and_named_in_the_step_in_which_it_starts(guarded):
             assert all(f": {NAMES[fault]} (" in message for message in found), (fault, found)
 
 
+@pytest.mark.slow
+def test_the_same_fault_is_reported_once_and_another_one_at_once(guarded):
+    steps = guarded(temperature=0.7, top_p=0.8)
+    assert steps.step() == []
+    assert len(steps.step(faulty.TOP_P_FORGOTTEN)) == 1
+    assert steps.step(faulty.TOP_P_FORGOTTEN, is_repeated=True) == []
+    [message] = steps.step(faulty.TEMPERATURE, is_repeated=True)
+    assert ": temperature (" in message
+
+
+@pytest.mark.slow
 def test_a_skipped_refit_and_a_permuted_tensor_stop_the_run_and_clean_refits_do_not(guarded):
     steps = guarded()
     assert steps.step() == []
