@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -32,6 +33,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: priority_of(item.path.relative_to(ROOT).as_posix()))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a full collection would visit the million objects of all imported modules each time
 
 
 @pytest.fixture(scope="session")

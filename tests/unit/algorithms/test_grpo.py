@@ -44,6 +44,7 @@ def test_written_samples_have_log_probabilities_of_generation_and_training_by_to
     assert all("training_logprobs" in completion for completion in off_policy)
 
 
+@pytest.mark.slow
 def test_plots_and_shown_samples_come_at_the_requested_steps_and_change_nothing(run):
     plain, _ = run("grpo", "plain", "tracking.plot_mismatch_every=0")
     folder, _ = run("grpo", "run", "tracking.plot_mismatch_every=2", "tracking.print_samples_every=4")

@@ -42,6 +42,7 @@ STATES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(STATES)
 def test_any_plain_state_survives_strict_json(state):

@@ -365,6 +365,7 @@ def test_workers_that_record_write_their_trace_when_another_one_fails(fault, tmp
     wait_until_gone(collector.workers.pids)
 
 
+@pytest.mark.slow
 def test_a_stuck_worker_loses_its_trace_and_is_named(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("lucidrl.collectors.workers._TRACE_TIMEOUT_S", 0.5)
     collector = MultiAsyncCollector([lambda: Faulty("hang"), healthy], frames_per_batch=2)

@@ -292,6 +292,7 @@ def test_a_thread_that_never_returns_does_not_keep_the_process_from_exiting(tmp_
     assert ended.stdout == "reported\n"
 
 
+@pytest.mark.slow
 def test_a_failed_watch_ends_the_wait():
     class Slow:
         async def step(self, batch):

@@ -227,6 +227,7 @@ def test_a_run_is_evaluated_with_another_reward(run, tmp_path):
     assert result.num_prompts == 1
 
 
+@pytest.mark.slow
 def test_a_run_of_sft_is_evaluated_with_a_reward(lucidrl, tmp_path):
     rows = [{"prompt": f"{a}+{a}=", "completion": str(2 * a)} for a in range(8)]
     (tmp_path / "learned.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

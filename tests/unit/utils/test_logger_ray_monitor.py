@@ -235,6 +235,7 @@ def client_sockets(ports):
     return [connection for connection in connections if connection.raddr and connection.raddr.port in ports]
 
 
+@pytest.mark.slow
 def test_nodes_that_hang_or_drip_delay_nothing_and_leave_no_socket_or_thread(serve, set_nodes, caplog):
     page = response(PAGE)
     body = page.index(b"# HELP")

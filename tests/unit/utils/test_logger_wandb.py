@@ -226,6 +226,7 @@ def test_a_run_that_is_rewound_or_forked_is_not_resumed_by_its_id_as_well():
     assert (forked["id"], forked["resume"]) == ("mine", None)
 
 
+@pytest.mark.slow
 def test_a_run_of_the_same_id_is_continued_also_with_another_config(make, folder):
     for value in (1, 2):
         logger = make(id="the-id")

@@ -122,6 +122,7 @@ def save_in_the_background(rows: Rows, folder: str) -> list[int]:
     return [size_bytes, sum(path.stat().st_size for path in digests)]
 
 
+@pytest.mark.slow
 def test_a_background_save_during_training_equals_a_blocking_save(two_ranks, rows, tmp_path):
     for announced, written in two_ranks(save_in_the_background, rows, str(tmp_path)):
         assert announced == written > 0

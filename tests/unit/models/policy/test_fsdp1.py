@@ -171,6 +171,7 @@ def test_two_ranks_resume_a_checkpoint_of_one_rank(two_ranks, rows, tmp_path):
         assert_close(resumed, expected)
 
 
+@pytest.mark.slow
 def test_two_ranks_in_half_precision_resume_bit_exactly(two_ranks, rows, tmp_path):
     """Weights in the checkpoint are rounded; master weights are not."""
     folder = str(tmp_path)

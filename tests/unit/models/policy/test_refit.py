@@ -205,6 +205,7 @@ def test_a_corrupt_bucket_is_refused_and_the_old_version_stays(generator, worker
     assert checksums(generator) == [worker.export.checksum()] != before
 
 
+@pytest.mark.slow
 def test_fifty_refits_leak_no_memory(generator, refit):
     processes = psutil.Process(), psutil.Process(generator.pool.workers[0].process.pids[0])
 
