@@ -7,6 +7,7 @@ Shapes: N tokens, B rows, T tokens of a row, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -91,7 +92,7 @@ def logprobs_under(logits_NV: torch.Tensor, targets_N: torch.Tensor, samplings: 
 
 
 def num_excluded(logits_NV: torch.Tensor, targets_N: torch.Tensor, sampling: Sampling, slack: float) -> int:
-    """Return how many tokens truncation excludes, even if they were more likely by `slack` nats.
+    """Return how many tokens truncation excludes, also if all log-probabilities were wrong by `slack` nats.
 
     Args:
         logits_NV: before the temperature.
@@ -106,7 +107,9 @@ def num_excluded(logits_NV: torch.Tensor, targets_N: torch.Tensor, sampling: Sam
         is_out_N = is_above_NV.sum(dim=-1) >= sampling.top_k
         total_N = logprobs_NV.topk(min(sampling.top_k, logprobs_NV.shape[1]), dim=-1).values.double().exp().sum(dim=-1)
     if sampling.top_p < 1:
-        is_out_N |= above_N >= sampling.top_p * total_N
+        # An error of `slack` nats multiplies the odds of the more likely tokens by up to exp(slack).
+        odds = sampling.top_p / (1 - sampling.top_p) * math.exp(slack)
+        is_out_N |= above_N >= odds / (1 + odds) * total_N
     return int(is_out_N.sum())
 
 
@@ -249,9 +252,7 @@ def _of_samplings(evidence: Evidence) -> _Finding | None:
     left = {sampling: mean_difference(engine_N, other_N) for sampling, other_N in evidence.explanations.items()}
     # Candidates that leave rounding alone are equal; the first one is the simplest.
     best = min(left, key=lambda sampling: max(left[sampling], ROUNDING_SHARE * evidence.warn_above), default=None)
-    stale = (
-        mean_difference(evidence.engine_N, evidence.before_N) if evidence.before_N is not None else evidence.difference
-    )
+    stale = torch.inf if evidence.before_N is None else mean_difference(evidence.engine_N, evidence.before_N)
     limit = EXPLAINS_BELOW * mean_difference(engine_N, policy_N)
     if stale < limit and (best is None or stale <= left[best]):
         reason = "its log-probabilities are those of the previous version of the weights"

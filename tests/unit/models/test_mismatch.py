@@ -210,3 +210,11 @@ def test_log_probabilities_that_are_not_finite_name_their_side(logits, tokens, s
 def test_a_difference_that_stops_the_run_is_never_clean():
     assert MismatchConfig(stop=0.1).warn_above("bfloat16") == 0.1
     assert MismatchConfig(stop=None).warn_above("bfloat16") == 0.25
+
+
+def test_rounding_at_the_edge_of_top_p_excludes_nothing():
+    probabilities = torch.tensor([[0.803, 0.15, 0.047]])
+    second = torch.tensor([1])
+    assert num_excluded(probabilities.log(), second, Sampling(1.0, top_p=0.8), slack=0.0) == 1
+    assert num_excluded(probabilities.log(), second, Sampling(1.0, top_p=0.8), slack=0.05) == 0
+    assert num_excluded(probabilities.log(), second, Sampling(1.0, top_p=0.7), slack=0.05) == 1

@@ -114,8 +114,8 @@ def test_each_fault_is_found_and_named_in_the_step_in_which_it_starts(guarded):
 def test_the_same_fault_is_reported_once_and_another_one_at_once(guarded):
     steps = guarded(temperature=0.7, top_p=0.8)
     assert steps.step() == []
-    assert len(steps.step(faulty.TOP_P_FORGOTTEN)) == 1
-    assert steps.step(faulty.TOP_P_FORGOTTEN, is_repeated=True) == []
+    assert len(steps.step(faulty.REPORTED_TRUNCATED)) == 1
+    assert steps.step(faulty.REPORTED_TRUNCATED, is_repeated=True) == []
     [message] = steps.step(faulty.TEMPERATURE, is_repeated=True)
     assert ": temperature (" in message
 
