@@ -66,7 +66,7 @@ $(INSTALLED_VLLM): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH)
 	$(VLLM_VENV)/bin/python -m pip install --quiet $(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes $(VLLM_UNUSED)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . pytest
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . pytest pytest-xdist
 	@touch $@
 
 test-vllm: $(INSTALLED_VLLM) $(SMOLLM2)/config.json

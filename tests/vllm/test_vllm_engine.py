@@ -149,8 +149,8 @@ def test_the_limit_of_tokens_and_the_context_truncate_completions(start):
     output = engine.generate(batch_of(long), greedy=True)
     assert output["generation_lengths"].tolist() == [2, 1]
     assert output["truncated"].tolist() == [True, True]
-    with pytest.raises(DataError, match="prompt in row 0 has 16 tokens; give it at least 1 and at most 15"):
-        engine.generate(batch_of([[6] * 16]))
+    with pytest.raises(DataError, match="prompt in row 0 has 64 tokens; give it at least 1 and at most 63"):
+        engine.generate(batch_of([[6] * 64]))
 
 
 def test_more_prompt_tokens_than_a_batch_of_vllm_do_not_split_a_prompt(engine):
