@@ -87,6 +87,10 @@ class GenerationConfig(Config):
     verify_refit: bool = False
     """Verify the SHA-256 of every bucket before a generator uses its weights. Without it, checksums of all weights are
     only compared after the refit."""
+    in_flight: Literal["keep", "recompute", "finish", "abort"] = "keep"
+    """Rows that are being completed when new weights arrive, which happens in asynchronous training only. keep: continue
+    with the cached keys and values of the earlier weights; recompute: continue, with keys and values of the new weights;
+    finish: refit after these rows are complete; abort: start these rows again."""
     mismatch: MismatchConfig = MismatchConfig()
     """Limits on the mismatch between generation and policy; see docs/mismatch.md."""
 

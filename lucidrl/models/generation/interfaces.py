@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
@@ -23,6 +23,8 @@ class GenerationDatumSpec(TypedDict):
     """Stop strings per row, in addition to the configured ones."""
     draw_keys: NotRequired[torch.Tensor]
     """[B] int64, the seed of each row's random stream; see `sampling.draw_key`."""
+    max_new_tokens: NotRequired[torch.Tensor]
+    """[B] int64, most new tokens of each row, at most the configured number."""
 
 
 class GenerationOutputSpec(TypedDict):
@@ -55,6 +57,72 @@ class RefitReport:
     probe_logprobs: torch.Tensor
     """[P - 1] float32 log-probabilities of the probe's tokens but the first, under the full distribution at the
     configured temperature; see `probe_tokens`."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One row that an engine completes."""
+
+    request_id: str
+    """Unique among the unfinished requests of an engine."""
+    prompt_ids: torch.Tensor
+    """[T] int64"""
+    draw_key: int
+    """Seed of the row's random stream; see `sampling.draw_key`."""
+    max_new_tokens: int | None = None
+    """Most new tokens, at most the configured number; None = the configured number."""
+    stop_strings: tuple[str, ...] = ()
+    """Stop strings, in addition to the configured ones."""
+    greedy: bool = False
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request: N sampled tokens."""
+
+    request_id: str
+    token_ids: torch.Tensor
+    """[N] int64"""
+    logprobs: torch.Tensor
+    """[N] float32 log-probabilities under the full distribution at the configured temperature."""
+    policy_versions: torch.Tensor
+    """[N] int64, the version of the weights that sampled each token."""
+    truncated: bool
+    """Whether the token limit ended the completion."""
+
+
+class Engine(Protocol):
+    """Completes requests that come and finish at any time, in the process of the caller.
+
+    Example:
+        >>> engine.submit(requests)
+        >>> while engine.num_unfinished:
+        ...     for completion in engine.step():
+        ...         print(completion.request_id, completion.token_ids)
+    """
+
+    policy_version: int
+    """Version of the weights in use; tokens sampled from now on have this version."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that are waiting or running."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests.
+
+        Raises:
+            DataError: a prompt is empty or does not fit the context; no request was queued.
+        """
+        ...
+
+    def step(self) -> list[Completion]:
+        """Admit waiting requests, add a token to the running rows, and return the requests that finished."""
+        ...
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests; unknown ids are ignored."""
+        ...
 
 
 class GenerationInterface(Protocol):

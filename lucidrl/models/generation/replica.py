@@ -7,6 +7,7 @@ failed refit the process can still generate with its current weights.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,7 +19,14 @@ from lucidrl.distributed.weight_buckets import BucketHandle, TensorInfo, free_by
 from lucidrl.distributed.weight_group import WeightGroup, problem_of
 from lucidrl.distributed.workers.place import Place, place_with
 from lucidrl.errors import ConfigError, RefitError
-from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec, RefitReport
+from lucidrl.models.generation.interfaces import (
+    Completion,
+    Engine,
+    GenerationDatumSpec,
+    GenerationOutputSpec,
+    GenerationRequest,
+    RefitReport,
+)
 from lucidrl.models.generation.probe import probe_tokens
 from lucidrl.models.generation.receiver import StagedWeights
 from lucidrl.models.policy.introspection import device_id
@@ -30,13 +38,14 @@ from lucidrl.utils.recorded import Recorded
 
 
 class Replica(Recorded, ABC):
-    """One generator replica; a subclass sets `receiver`, generates and scores.
+    """One generator replica; a subclass sets `engine` and `receiver`, generates and scores.
 
     Args:
         number: index of this replica.
         tokenizer: chooses the tokens of the probe text.
     """
 
+    engine: Engine
     receiver: StagedWeights
 
     def __init__(self, number: int, tokenizer: PreTrainedTokenizerBase):
@@ -53,6 +62,18 @@ class Replica(Recorded, ABC):
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete the prompts with the weights of the last refit."""
+
+    def advance(
+        self, requests: Sequence[GenerationRequest], aborted: Sequence[str], seconds: float
+    ) -> list[Completion]:
+        """Forget aborted requests, admit new ones, and decode until a request finishes or `seconds` have passed."""
+        self.engine.abort(aborted)
+        self.engine.submit(requests)
+        deadline = time.monotonic() + seconds
+        finished: list[Completion] = []
+        while self.engine.num_unfinished and not finished and time.monotonic() < deadline:
+            finished = self.engine.step()
+        return finished
 
     @abstractmethod
     def score(self, tokens: Sequence[int]) -> torch.Tensor:
