@@ -6,8 +6,8 @@ failed refit the process can still generate with its current weights.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
