@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
@@ -111,6 +111,7 @@ def _serve(connection: Connection, rank: int, size: int, store: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=240)
     )
+    _share_groups()
     while True:
         try:
             function, args = cloudpickle.loads(connection.recv_bytes())
@@ -121,3 +122,19 @@ def _serve(connection: Connection, rank: int, size: int, store: str) -> None:
         except BaseException:
             reply = (True, traceback.format_exc())
         connection.send_bytes(cloudpickle.dumps(reply))
+
+
+def _share_groups() -> None:
+    """Let meshes of all tests share the groups of equal ranks: every gloo group has a thread that often wakes."""
+    from torch.distributed import device_mesh
+
+    make = device_mesh.new_group
+    made: dict[tuple[int, ...], Any] = {}
+
+    def group_of(ranks: Sequence[int], **options: Any) -> Any:
+        key = tuple(ranks)
+        if key not in made:
+            made[key] = make(ranks=ranks, **options)
+        return made[key]
+
+    device_mesh.new_group = group_of
