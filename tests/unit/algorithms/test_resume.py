@@ -248,7 +248,7 @@ def test_the_checkpoint_at_the_end_can_be_left_out_but_not_that_of_a_stopped_run
     assert (checkpoints(stopped), last_step) == (["step_1"], 1)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+@pytest.mark.parametrize("algorithm", slow_except(["grpo", "sft"], "grpo"))
 def test_weights_can_be_saved_alone_and_then_a_resume_is_refused(run, algorithm):
     whole, _ = run(algorithm, "whole", f"{algorithm}.max_steps=2")
     alone, _ = run(algorithm, "alone", f"{algorithm}.max_steps=2", "checkpoint.weights_only=true")
@@ -265,7 +265,7 @@ def test_there_is_nothing_to_resume_before_the_first_checkpoint(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+@pytest.mark.parametrize("algorithm", slow_except(["grpo", "sft"], "grpo"))
 def test_a_run_on_a_filtered_mixture_resumes_bit_identical(run, tmp_path, algorithm):
     rows = [{"question": f"{n}+1=", "answer": n + 1, "completion": str(n + 1), "level": n % 3} for n in range(60)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -43,7 +43,7 @@ def named_rows(make_rows):
     return rows
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", slow_except(["float32", "bfloat16"], "bfloat16"))
 def test_a_step_with_nan_gradients_is_skipped_and_counted(make_worker, named_rows, weights_of, precision):
     worker = make_worker(precision=precision, optimizer=ADAMW)
     worker.train(named_rows, NaNLoss())
@@ -83,7 +83,7 @@ class FailingLoss(NLLLoss):
         return super().__call__(*args)
 
 
-@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
+@pytest.mark.parametrize("precision", slow_except(["float64", "bfloat16"], "bfloat16"))
 def test_a_loss_that_raises_changes_nothing(make_worker, make_rows, weights_of, precision):
     options = {
         "optimizer": ADAMW,
@@ -189,7 +189,7 @@ def train_with_all_rows_on_rank_0(kind: type[PolicyWorker], precision: str, rows
     return trained_on(worker, data if worker.rank == 0 else data.slice(0, 0))
 
 
-@pytest.mark.parametrize("precision", ["float32", "float64"])
+@pytest.mark.parametrize("precision", slow_except(["float32", "float64"], "float64"))
 @pytest.mark.parametrize("kind", slow_except(KINDS, KINDS[0]))
 def test_a_rank_without_rows_joins_the_collectives(two_ranks, named_rows, kind, precision):
     rows, tolerance = named_rows.get_dict(), 1e-9 if precision == "float64" else 5e-5

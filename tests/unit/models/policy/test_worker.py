@@ -19,6 +19,7 @@ from lucidrl.losses.reductions import Mean
 from lucidrl.models import logprobs as logprobs_module
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.head import token_logprobs
+from tests.tiers import slow_except
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1, "momentum": 0.9}},
@@ -60,7 +61,7 @@ def bare_loop(folder: str, optimizer_config: dict[str, Any], global_batches) -> 
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-@pytest.mark.parametrize("gbs", [8, 4], ids=["one_step", "two_steps"])
+@pytest.mark.parametrize("gbs", slow_except([8, 4], 4), ids=["one_step", "two_steps"])
 def test_training_equals_a_bare_loop(make_worker, make_rows, weights_of, batching, optimizer, gbs):
     rows = make_rows()
     rows["sample_mask"][5] = 0
@@ -170,7 +171,7 @@ def test_only_tokens_that_count_go_through_the_head(monkeypatch, make_worker, ma
     assert sum(scored) == valid_token_mask(rows).sum()
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize("temperature", slow_except([0.7, 1.3], 1.3))
 def test_the_ratio_of_training_to_scoring_is_one(make_worker, make_rows, batching, temperature):
     worker = make_worker("embedded", generation={"temperature": temperature}, **batching)
     rows = make_rows()
@@ -304,7 +305,7 @@ def test_the_repr_names_class_and_rank(make_worker):
     assert repr(make_worker()) == "DTensorPolicyWorker[rank=0]"
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize("temperature", slow_except([0.7, 1.3], 1.3))
 def test_the_ratio_is_one_to_a_millionth_for_completions_in_equal_micro_batches(make_worker, temperature):
     worker = make_worker(
         "embedded",
