@@ -6,13 +6,16 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from lucidrl.errors import ConfigError
-from lucidrl.models.policy.config import HALF_PRECISIONS, SCHEDULES, OptimizationConfig
+from lucidrl.models.muon import Muon
+from lucidrl.models.parameter_groups import ParameterGroup, WeightInfo, grouped
+from lucidrl.models.policy.config import HALF_PRECISIONS, MUON, SCHEDULES, OptimizationConfig
 from lucidrl.utils.imports import import_object
 from lucidrl.utils.suggestions import check_arguments
 
@@ -37,6 +40,7 @@ class PolicyOptimizer:
         local: returns the plain tensor behind a parameter or gradient.
         total_norm: returns the gradient norm of the full model, over all ranks.
         key: section of the settings that `config` comes from, such as `policy`; used in errors.
+        weights: the weight in each of `parameters`; by default they are unnamed, so that groups and Muon do not apply.
     """
 
     def __init__(
@@ -46,8 +50,12 @@ class PolicyOptimizer:
         local: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
         total_norm: Callable[[Sequence[torch.Tensor | None]], torch.Tensor] = plain_norm,
         key: str = "policy",
+        weights: Sequence[WeightInfo] | None = None,
     ):
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        parameters = list(parameters)
+        infos = [WeightInfo("")] * len(parameters) if weights is None else weights
+        trained = [(p, info) for p, info in zip(parameters, infos, strict=True) if p.requires_grad]
+        self._parameters = [parameter for parameter, _ in trained]
         self._local, self._total_norm = local, total_norm
         self._max_grad_norm = config.max_grad_norm
         self._trained = [local(parameter.detach()) for parameter in self._parameters]
@@ -65,13 +73,17 @@ class PolicyOptimizer:
         self._good_steps = 0
         self.has_updated = False
         """Whether an update was made, so that the optimizer has all of its state."""
-        self._optimizer = _make_optimizer(self._trained, config, key)
+        infos = [info for _, info in trained]
+        groups = () if weights is None else config.optimizer.groups
+        self._groups = grouped(infos, groups, f"{key}.optimizer.groups")
+        self._optimizer = _make_optimizer(self._trained, infos, self._groups, config, key)
         self._make_scheduler = partial(_make_scheduler, self._optimizer, config, key)
         self._scheduler = self._make_scheduler()
         self._key = key
 
     @property
     def learning_rate(self) -> float:
+        """The learning rate of the weights that belong to no configured group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def step(self) -> float:
@@ -120,7 +132,18 @@ class PolicyOptimizer:
         return [*held, *(self._trained if self.has_masters else ())]
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"kind": type(self._optimizer).__name__, "optimizer": self._optimizer.state_dict()}
+        """Return the state; torch's entries are keyed by the index of the parameter, whatever the groups are."""
+        own = self._optimizer.state_dict()
+        indices = list(chain.from_iterable(group.indices for group in self._groups))
+        saved_groups = [
+            {**saved, "params": group.indices, **({} if group.pattern is None else {"pattern": group.pattern})}
+            for saved, group in zip(own["param_groups"], self._groups, strict=True)
+        ]
+        by_parameter = {indices[position]: entry for position, entry in own["state"].items()}
+        state: dict[str, Any] = {
+            "kind": type(self._optimizer).__name__,
+            "optimizer": {"state": dict(sorted(by_parameter.items())), "param_groups": saved_groups},
+        }
         if self._scheduler is not None:
             state["scheduler"] = self._scheduler.state_dict()
         if self._keeps_masters:
@@ -130,12 +153,15 @@ class PolicyOptimizer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state, but keep the current settings: a changed learning rate or schedule applies as if it had been
-        set from the start of the run."""
-        self._optimizer.load_state_dict(state["optimizer"])
-        for group in self._optimizer.param_groups:
-            group.pop("initial_lr", None)
-            group.update(self._optimizer.defaults)
+        """Restore a state, but keep the current settings: a changed learning rate, group or schedule applies as if it
+        had been set from the start of the run."""
+        saved = {group.pop("pattern", None): group for group in map(dict, state["optimizer"]["param_groups"])}
+        groups = []
+        for group in self._groups:
+            settings = {**self._optimizer.defaults, **group.settings, "params": group.indices}
+            groups.append({**saved.get(group.pattern, saved[None]), **settings})
+            groups[-1].pop("initial_lr", None)
+        self._optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
         if self._scheduler is not None:
             self._scheduler = self._make_scheduler()
             self._advance_schedule(state["scheduler"]["last_epoch"])
@@ -185,15 +211,45 @@ def _accumulator_into(master: torch.Tensor) -> Any:
     return add
 
 
-def _make_optimizer(parameters: list[torch.Tensor], config: OptimizationConfig, key: str) -> torch.optim.Optimizer:
+def _make_optimizer(
+    parameters: list[torch.Tensor],
+    weights: Sequence[WeightInfo],
+    groups: Sequence[ParameterGroup],
+    config: OptimizationConfig,
+    key: str,
+) -> torch.optim.Optimizer:
     name, kwargs = config.optimizer.name, dict(config.optimizer.kwargs)
     if name in FUSED_BY_DEFAULT and not kwargs.keys() & {"foreach", "capturable", "differentiable"}:
         kwargs.setdefault("fused", True)
-    return _make(name, kwargs, f"{key}.optimizer", parameters)
+    params = [{"params": [parameters[index] for index in group.indices], **group.settings} for group in groups]
+    if name == MUON:
+        matrices = {
+            parameter: weight.on_full_matrix
+            for parameter, weight in zip(parameters, weights, strict=True)
+            if weight.on_full_matrix is not None
+        }
+        return _make(name, kwargs, f"{key}.optimizer", params, partial(Muon, matrices))
+    optimizer: torch.optim.Optimizer = _make(name, kwargs, f"{key}.optimizer", params)
+    for setting in chain.from_iterable(group.settings for group in groups):
+        if setting not in optimizer.defaults:
+            raise ConfigError(
+                f"{key}.optimizer.groups sets {setting}, which {name} does not have; remove it, or choose another "
+                "optimizer"
+            )
+    return optimizer
 
 
 def _make_scheduler(optimizer: torch.optim.Optimizer, config: OptimizationConfig, key: str) -> Any:
-    schedulers = [_make(entry.name, entry.kwargs, f"{key}.scheduler", optimizer) for entry in config.scheduler]
+    schedulers = [
+        _make(
+            entry.name,
+            entry.kwargs,
+            f"{key}.scheduler",
+            optimizer,
+            partial(_named_schedule, entry.name) if entry.name in SCHEDULES else None,
+        )
+        for entry in config.scheduler
+    ]
     if len(schedulers) <= 1:
         return schedulers[0] if schedulers else None
     return torch.optim.lr_scheduler.SequentialLR(optimizer, schedulers, list(config.scheduler_milestones))
@@ -231,9 +287,14 @@ def _named_schedule(
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def _make(name: str, kwargs: dict[str, Any], key: str, argument: Any) -> Any:
-    """Create an optimizer or scheduler; raise ConfigError if the import path or its arguments are invalid."""
-    factory = partial(_named_schedule, name) if name in SCHEDULES else import_object(name, f"{key}.name")
+def _make(name: str, kwargs: dict[str, Any], key: str, argument: Any, factory: Any = None) -> Any:
+    """Create an optimizer or scheduler; raise ConfigError if the import path or its arguments are invalid.
+
+    Args:
+        argument: first argument.
+        factory: what a name that is not an import path stands for.
+    """
+    factory = factory or import_object(name, f"{key}.name")
     if not callable(factory):
         raise ConfigError(
             f"{key}.name={name!r} is a {type(factory).__name__}; set the import path of a class, "

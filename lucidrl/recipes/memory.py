@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lucidrl.models.loading import DTYPES, ModelFacts
+from lucidrl.models.policy.config import MUON
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
 
 GIB = 2**30
@@ -17,10 +18,14 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
     tokens = policy.train_micro_batch_size * (longest + num_sampled)
     if config.token_batching is not None:
         tokens = config.token_batching[1].train_mb_tokens
+    optimizer, optimizer_bytes = "AdamW", parameters * {2: 12, 4: 8, 8: 16}[width]
+    if policy.optimizer.name == MUON:  # one moment per matrix instead of two; embedding and head may be one weight
+        matrices = max(0, parameters - 2 * facts.vocabulary * facts.hidden_size)
+        optimizer, optimizer_bytes = "Muon", optimizer_bytes - matrices * max(width, 4)
     size_bytes = {
         "weights": parameters * width,
         "gradients": parameters * max(width, 4),
-        "optimizer (AdamW)": parameters * {2: 12, 4: 8, 8: 16}[width],
+        f"optimizer ({optimizer})": optimizer_bytes,
         # About 16 activations of the hidden size per layer, and the logits kept for the backward pass.
         "activations": tokens * (facts.num_layers * 16 * facts.hidden_size * width + 2 * facts.vocabulary),
     }

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
@@ -30,8 +29,7 @@ from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.separate import check_nodes, generator_hostings, generator_nodes
 from lucidrl.models.generation.vllm import check_vllm, is_installed
 from lucidrl.models.loading import DTYPES, ModelFacts, empty_model, model_facts, policy_tokenizer
-from lucidrl.models.optim import PolicyOptimizer
-from lucidrl.models.policy.policy import worker_class_of
+from lucidrl.models.policy.policy import check_optimizer, worker_class_of
 from lucidrl.models.tensor_parallel import check_tensor_parallel
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig, TextRunConfig
 from lucidrl.recipes.inputs import PythonInputs
@@ -290,7 +288,7 @@ def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = 
     # Under Ray, the replicas may run on machines with other packages; they check vLLM when they start.
     if policy.generation.engine == "vllm" and (is_installed() or not config.cluster.uses_ray):
         check_vllm(policy)
-    PolicyOptimizer([torch.nn.Parameter(torch.zeros(1))], policy.with_total_steps(config.max_steps))
+    check_optimizer(policy.with_total_steps(config.max_steps))
     facts = inputs.facts
     layout = worker_class_of(policy).layout_of(policy, config.cluster.num_workers)
     if layout.tp > 1:

@@ -12,10 +12,10 @@ Activation = Literal["tanh", "relu", "silu"]
 
 
 class NetworkOptimizerConfig(OptimizerConfig):
-    """Any torch optimizer, by import path."""
+    """Any torch optimizer, by import path, or muon."""
 
     name: str = "torch.optim.Adam"
-    """Import path of the optimizer class."""
+    """Import path of the optimizer class, or `muon`: Muon for matrices, AdamW for the rest."""
     kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 3e-4, "eps": 1e-5})
     """Arguments of the optimizer class. AdamW and Adam default to `fused=true`."""
 

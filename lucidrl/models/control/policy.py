@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig, Net
 from lucidrl.models.control.interfaces import ActionSpace, ControlTrainResult, ObservationSpace
 from lucidrl.models.control.networks import CriticNetwork, GreedyPolicy, PolicyNetwork
 from lucidrl.models.control.own_network import check_share_nothing
+from lucidrl.models.muon import matrix_names
 from lucidrl.models.optim import PolicyOptimizer
+from lucidrl.models.parameter_groups import WeightInfo
 from lucidrl.profiling.recording import Recording
 from lucidrl.profiling.spans import span
 from lucidrl.utils.device import default_device
@@ -38,7 +40,11 @@ class Role:
 
     def __init__(self, name: str, network: nn.Module, config: NetworkConfig):
         self.name, self.network = name, network
-        self.optimizer = PolicyOptimizer(network.parameters(), config, key=name)
+        matrices = matrix_names(network)
+        weights = [
+            WeightInfo(weight, _on_one_rank if weight in matrices else None) for weight, _ in network.named_parameters()
+        ]
+        self.optimizer = PolicyOptimizer(network.parameters(), config, key=name, weights=weights)
         self.nonfinite_steps_in_a_row = 0
         self._max_nonfinite_steps = config.max_nonfinite_steps
 
@@ -208,6 +214,10 @@ class ControlPolicy(Recorded):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for role in self._roles:
             role.nonfinite_steps_in_a_row = state["ranks"][0]["nonfinite_steps_in_a_row"][role.name]
+
+
+def _on_one_rank(matrix: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return function(matrix)
 
 
 def _metric(role: Role, name: str) -> str:

@@ -25,13 +25,36 @@ HALF_PRECISIONS = ("bfloat16", "float16")
 """Precisions with float32 master weights in the optimizer."""
 
 
+MUON = "muon"
+"""The optimizer that has no import path; see `lucidrl.models.muon`."""
+
+
+class ParameterGroupConfig(Config):
+    """Weights with their own learning rate or weight decay."""
+
+    pattern: str
+    """Which weights, by name, with `*` for any characters: `*norm*`, `model.layers.0.*`."""
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Their learning rate; by default that of `kwargs`. Schedules scale it like that of `kwargs`."""
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Their weight decay; by default that of `kwargs`."""
+
+    @model_validator(mode="after")
+    def _sets_something(self) -> Self:
+        if self.lr is None and self.weight_decay is None:
+            raise ValueError(f"the group {self.pattern!r} sets nothing; set its lr or weight_decay, or remove it")
+        return self
+
+
 class OptimizerConfig(Config):
-    """Any torch optimizer, by import path."""
+    """Any torch optimizer, by import path, or muon."""
 
     name: str = "torch.optim.AdamW"
-    """Import path of the optimizer class."""
+    """Import path of the optimizer class, or `muon`: Muon for matrices of the layers, AdamW for the rest."""
     kwargs: dict[str, Any] = Field(default_factory=lambda: {"lr": 1e-6})
     """Arguments of the optimizer class. AdamW and Adam default to `fused=true`."""
+    groups: tuple[ParameterGroupConfig, ...] = ()
+    """Weights with their own learning rate or weight decay. A weight belongs to the first group that matches it."""
 
     @field_validator("kwargs")
     @classmethod

@@ -24,7 +24,7 @@ from lucidrl.errors import ConfigError
 from lucidrl.models.fsdp_internals import end_failed_pass, flat_parameter, gathered_unit, tensors_in
 from lucidrl.models.loading import decoder_layers
 from lucidrl.models.logprobs import LogprobModel
-from lucidrl.models.policy.config import HALF_PRECISIONS, PolicyConfig
+from lucidrl.models.policy.config import HALF_PRECISIONS, MUON, PolicyConfig
 from lucidrl.models.policy.sharding import FullTensors, Sharding, Unit, mixed_precision, with_logprobs
 from lucidrl.models.policy.worker import PolicyWorker
 
@@ -42,6 +42,13 @@ class FSDP1PolicyWorker(PolicyWorker):
                 raise ConfigError(
                     f"policy.dtensor_cfg.{name}={size} is not supported by FSDP1, which is data parallel only; "
                     "set it to 1, or set policy.dtensor_cfg.enabled=true to use DTensorPolicyWorker"
+                )
+        optimizer = config.optimizer
+        for setting, is_on in (("name=muon", optimizer.name == MUON), ("groups", bool(optimizer.groups))):
+            if is_on and world_size > 1:
+                raise ConfigError(
+                    f"policy.optimizer.{setting} needs separate weights, but FSDP1 flattens the weights of a layer "
+                    "into one parameter; set policy.dtensor_cfg.enabled=true to use DTensorPolicyWorker"
                 )
         return Layout(dp=world_size)
 

@@ -45,7 +45,9 @@ def full_state_files(
             full = torch.empty(shape, dtype=value.dtype, device="meta") if key in shards else value
             by_name.setdefault(name, {})[key] = full
     _check_can_be_gathered(sharding, by_name)
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in _groups(own)]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in own["optimizer"]["param_groups"]
+    ]
     tensors, structure = flatten_state(
         {
             "shapes": sharding.shapes,
@@ -57,7 +59,8 @@ def full_state_files(
 
     def gather() -> Iterator[tuple[str, torch.Tensor]]:
         for key, own_shards in shards.items():
-            for name, tensor in sharding.full_tensors(own_shards):
+            names = {name for name, entry in by_name.items() if key in entry}
+            for name, tensor in sharding.full_tensors(own_shards, names):
                 yield f"state/{name}/{key}", tensor
         yield from ((name, tensor) for name, tensor in tensors.items() if not tensor.is_meta)
 
@@ -104,11 +107,8 @@ def load_full_state(sharding: Sharding, optimizer: PolicyOptimizer, full: Mappin
                 own[key] = shard.to(weights.device, copy=True)
         if own:
             state[index] = own
-    own_groups, settings = _groups(optimizer.state_dict()), dict(full["settings"])
-    groups = [
-        {**group, "params": own_group["params"]}
-        for group, own_group in zip(settings.pop("param_groups"), own_groups, strict=True)
-    ]
+    settings = dict(full["settings"])
+    groups = settings.pop("param_groups")
     result = {**settings, "optimizer": {"state": state, "param_groups": groups}}
     if _MASTER in full["like_weights"]:
         result["masters"] = sharding.shards_of(partial(_full_tensor, sharding, saved, _MASTER))
@@ -169,8 +169,9 @@ def _check_settings(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         )
     if saved["kind"] != own["kind"]:
         raise ValueError(f"the file was saved with {saved['kind']}, but this policy uses {own['kind']}")
-    if len(saved["param_groups"]) != len(_groups(own)):
-        raise ValueError(f"the file has {len(saved['param_groups'])} param_groups instead of {len(_groups(own))}")
+    num_default = sum(group.get("pattern") is None for group in saved["param_groups"])
+    if num_default != 1:
+        raise ValueError(f"the file has {num_default} param_groups without pattern, not 1")
 
 
 def _check_state(sharding: Sharding, full: Mapping[str, Any], *, has_masters: bool) -> None:
@@ -191,7 +192,3 @@ def _check_state(sharding: Sharding, full: Mapping[str, Any], *, has_masters: bo
 def _settings(own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state that belongs to no parameter: kind (the optimizer's class name), schedule, loss scale."""
     return {key: value for key, value in own.items() if key not in ("optimizer", "masters")}
-
-
-def _groups(own: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return own["optimizer"]["param_groups"]

@@ -18,6 +18,9 @@ from lucidrl.distributed.workers.place import Place
 from lucidrl.losses.interfaces import LossFunction
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.sampling import with_draw_keys
+from lucidrl.models.loading import DTYPES, empty_model
+from lucidrl.models.optim import PolicyOptimizer
+from lucidrl.models.parameter_groups import WeightInfo
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
@@ -35,6 +38,16 @@ OPTIMIZER = "optimizer"
 def worker_class_of(config: PolicyConfig) -> type[PolicyWorker]:
     """Return the worker class that a config selects."""
     return DTensorPolicyWorker if config.dtensor_cfg.enabled else FSDP1PolicyWorker
+
+
+def check_optimizer(config: PolicyConfig) -> None:
+    """Raise ConfigError if the optimizer, its groups or the schedule do not fit the model; load no weights."""
+    names = [""]
+    if config.optimizer.groups:  # only they need the names
+        model = empty_model(config.model_name, DTYPES[config.precision], config.trust_remote_code)
+        names = [name for name, _ in model.named_parameters()]
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in names]
+    PolicyOptimizer(parameters, config, weights=[WeightInfo(name) for name in names])
 
 
 class Policy:

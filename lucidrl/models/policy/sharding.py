@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from transformers import PreTrainedModel
 from lucidrl.distributed.process_group import RankMesh, check_exchanges_cpu_tensors, sum_over
 from lucidrl.models.loading import DTYPES, checkpoint_activations, empty_model, load_model
 from lucidrl.models.logprobs import LogprobModel
+from lucidrl.models.muon import matrix_names
 from lucidrl.models.optim import plain_norm
+from lucidrl.models.parameter_groups import WeightInfo
 from lucidrl.models.policy.config import HALF_PRECISIONS, PolicyConfig
 
 FullTensors = Callable[[str], torch.Tensor]
@@ -57,6 +60,7 @@ class Sharding(ABC):
         self.model, self.mesh = model, mesh
         self.shapes = {name: list(parameter.shape) for name, parameter in self._trainable()}
         """Hugging Face name → shape of every full trainable tensor, in model order; tied tensors are listed once."""
+        self._matrices = matrix_names(model.model)
 
     @abstractmethod
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
@@ -77,6 +81,24 @@ class Sharding(ABC):
     def parameters(self) -> list[nn.Parameter]:
         """Return this rank's trainable parameters."""
         return [unit.parameter for unit in self.units]
+
+    def weight_infos(self) -> list[WeightInfo] | None:
+        """Describe the weights in `parameters`, for the optimizer; None if a parameter holds several weights."""
+        if any(len(unit.names) > 1 for unit in self.units):
+            return None
+        return [
+            WeightInfo(name, partial(self._on_full_matrix, unit) if name in self._matrices else None)
+            for unit in self.units
+            for name in unit.names
+        ]
+
+    def _on_full_matrix(
+        self, unit: Unit, shard: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Apply a function to a full matrix; return this rank's shard of the result. Every rank must call it."""
+        ((_, full),) = self._gather(unit, shard, unit.names)
+        result = function(full)
+        return self.shard_of(unit, lambda _: result)
 
     def local_weights(self) -> list[torch.Tensor]:
         """Return this rank's shards of the weights, in the order of `parameters`.

@@ -97,7 +97,13 @@ class PolicyWorker(Recorded, ABC):
         self.model = sharding.model
         self.optimizer: PolicyOptimizer | None = None
         if init_optimizer:
-            self.optimizer = PolicyOptimizer(sharding.parameters(), self.config, local_shard, sharding.total_norm)
+            self.optimizer = PolicyOptimizer(
+                sharding.parameters(),
+                self.config,
+                local_shard,
+                sharding.total_norm,
+                weights=sharding.weight_infos(),
+            )
         self.offload = Offload(sharding, self.optimizer)
         self.row_plans = RowPlans(self.config, self.mesh)
         self.training = Training(sharding, self.row_plans, self.config.max_nonfinite_steps)

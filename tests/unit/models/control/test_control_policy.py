@@ -145,18 +145,22 @@ def save(policy: ControlPolicy, root) -> CheckpointManager:
     return manager
 
 
-def test_a_loaded_policy_resumes_bit_exactly(tmp_path):
-    policy = make_policy(PENDULUM)
+MUON = {"name": "muon", "kwargs": {"lr": 1e-3}, "groups": [{"pattern": "*layers.0.*", "lr": 1e-4}]}
+
+
+@pytest.mark.parametrize("own", [{}, {"optimizer": MUON}], ids=["adam", "muon"])
+def test_a_loaded_policy_resumes_bit_exactly(tmp_path, own):
+    policy = make_policy(PENDULUM, policy=own)
     train(policy, make_frames(policy))
     saved, state = weights_of(policy), policy.state_dict()
     folder = save(policy, tmp_path).latest().path
     assert {path.parent.name for path in folder.rglob("*.safetensors")} == {"policy", "critic", "optimizer"}
 
-    loaded = make_policy(PENDULUM)
+    loaded = make_policy(PENDULUM, policy=own)
     loaded.load(folder)
     loaded.load_state_dict(state)
     assert all(value.equal(saved[name]) for name, value in weights_of(loaded).items())
-    again = make_policy(PENDULUM)
+    again = make_policy(PENDULUM, policy=own)
     train(again, make_frames(again))
     torch.manual_seed(5)
     frames = make_frames(loaded)

@@ -103,7 +103,10 @@ def edit(path: Path, change) -> None:
 HOSTILE = {
     "another optimizer": (lambda s: s["settings"].update(kind="SGD"), "saved with SGD, but this policy uses AdamW"),
     "no groups": (lambda s: s["settings"].pop("param_groups"), "the file has no param_groups"),
-    "many groups": (lambda s: s["settings"].update(param_groups=[{}, {}]), "2 param_groups instead of 1"),
+    "many groups": (
+        lambda s: s["settings"].update(param_groups=[{}, {}]),
+        "2 param_groups without pattern, not 1",
+    ),
     "another model": (lambda s: s["shapes"].update({"lm_head.weight": [7]}), r"from another model: lm_head\.weight"),
     "a tensor that is not there": (lambda s: s.update(state={"x": {"y": {"$tensor": "gone"}}}), "'gone'"),
     "a name that is a list": (lambda s: s.update(state={"$tensor": ["a"]}), "does not fit this policy's optimizer"),
