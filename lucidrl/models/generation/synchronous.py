@@ -41,21 +41,25 @@ def complete_batch(
     requests = requests_of(with_draw_keys(data, seed, call), greedy)
     engine.submit([requests[row] for row in admission_order(data)])
     completions: dict[str, Completion] = {}
-    while engine.num_unfinished:
-        completions |= {completion.request_id: completion for completion in engine.step()}
+    try:
+        while engine.num_unfinished:
+            completions |= {completion.request_id: completion for completion in engine.step()}
+    except BaseException:
+        engine.abort([request.request_id for request in requests])
+        raise
     return output_of(requests, completions, pad_id)
 
 
 def requests_of(data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False) -> list[GenerationRequest]:
-    """Return the rows of a batch with `draw_keys` as requests, whose ids are the numbers of the rows."""
+    """Return the rows of a batch with `draw_keys` as requests, whose ids name the rows."""
     ids, nothing = data["input_ids"].cpu(), [None] * data.size
     lengths, keys = data["input_lengths"].tolist(), data["draw_keys"].tolist()
     limits = data["max_new_tokens"].tolist() if "max_new_tokens" in data else nothing
-    stops = data["stop_strings"] if "stop_strings" in data else nothing
+    stops = data.get("stop_strings", nothing)
     may_continue = data["may_continue"].tolist() if "may_continue" in data else nothing
     return [
         GenerationRequest(
-            request_id=str(row),
+            request_id=f"row {row}",
             prompt_ids=ids[row, : lengths[row]],
             draw_key=keys[row],
             max_new_tokens=limits[row],
@@ -68,7 +72,7 @@ def requests_of(data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
 
 
 def admission_order(data: BatchedDataDict[GenerationDatumSpec]) -> list[int]:
-    """Return the rows, long prompts first, with rows of the same prompt together: the order depends on the data only."""
+    """Return the rows, long prompts first, rows of the same prompt together: the order depends on the data only."""
     prompts, lengths = prompts_of(data), data["input_lengths"].tolist()
     first_row: dict[bytes, int] = {}
     for row, prompt in enumerate(prompts):
