@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from lucidrl.distributed.packing import pack_rows
 from lucidrl.errors import ConfigError, LucidError
 from lucidrl.models import attention
-from lucidrl.models.generation.kv_cache import KVCache, PrefillLayout
+from lucidrl.models.generation.kv_cache import CachedRow, Chunk, DecodeLayout, PrefillBatch
+from lucidrl.models.generation.pages import PagedTokens, PagePool
 from lucidrl.models.logprobs import LogprobModel
 
 LIMITS = {
@@ -195,10 +196,18 @@ def _differences(model: PreTrainedModel) -> dict[str, float]:
     padded_BTV = wrapped(ids_BT, lengths_B, frozenset({"logits"})).logits
     # Pack the prompts: a model that mixes tokens outside of attention then mixes rows, and the logits differ.
     packed = pack_rows(ids_BT, prompt_lengths_B)
-    cache = KVCache(prompt_lengths_B, torch.arange(rows, device=device), max_new_tokens=1)
-    prompts = wrapped.hidden_states(packed.input_ids, packed.position_ids, PrefillLayout(packed, cache))
-    last_B1 = prompt_lengths_B[:, None]
-    decoded = wrapped.hidden_states(ids_BT.gather(1, last_B1), last_B1, cache)
+    pools = PagePool(width), PagePool(width)
+    cached = [CachedRow(*(PagedTokens(pool) for pool in pools)) for _ in range(rows)]
+    prefill = PrefillBatch.of(
+        [
+            Chunk(ids[:length].cpu().numpy(), row.prefix)
+            for ids, length, row in zip(ids_BT, prompt_lengths_B, cached, strict=True)
+        ],
+        device,
+    )
+    prompts = wrapped.hidden_states(prefill.input_ids, prefill.position_ids, prefill.layout)
+    decode = DecodeLayout(cached, device)
+    decoded = wrapped.hidden_states(ids_BT.gather(1, prompt_lengths_B[:, None]), decode.position_ids, decode)
 
     last = torch.arange(rows, device=device), prompt_lengths_B
 

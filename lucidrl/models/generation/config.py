@@ -61,8 +61,15 @@ class GenerationConfig(Config):
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """Tokens that end a completion, in addition to the end tokens of the model."""
     max_concurrent_rows: PositiveInt = 512
-    """Completions decoded at a time; limits the size of the key-value cache. The value changes results by rounding
-    only."""
+    """Completions decoded at a time; a waiting prompt starts when another completion ends. The value changes results by
+    rounding only."""
+    prefill_tokens: PositiveInt = 4096
+    """Prompt tokens computed between two decoding steps of the built-in engine; longer prompts are computed in chunks.
+    Limits the memory of activations."""
+    cache_tokens: PositiveInt | None = None
+    """Tokens whose keys and values the built-in engine keeps at most; prompts wait until those of others are dropped.
+    A completion counts with its largest possible length, a prompt once for all its completions, both rounded up to
+    whole pages. null = as many as `max_concurrent_rows` completions need."""
     placement: Literal["policy", "separate"] = "policy"
     """policy: the policy's ranks generate; separate: other processes generate with a copy of the weights, which is
     refitted after every step."""
@@ -88,9 +95,9 @@ class GenerationConfig(Config):
     """Verify the SHA-256 of every bucket before a generator uses its weights. Without it, checksums of all weights are
     only compared after the refit."""
     in_flight: Literal["keep", "recompute", "finish", "abort"] = "keep"
-    """Rows that are being completed when new weights arrive, which happens in asynchronous training only. keep: continue
-    with the cached keys and values of the earlier weights; recompute: continue, with keys and values of the new weights;
-    finish: refit after these rows are complete; abort: start these rows again."""
+    """Rows that are being completed when new weights arrive, which happens in asynchronous training only. keep:
+    continue with the cached keys and values of the earlier weights; recompute: continue, with keys and values of the
+    new weights; finish: refit after these rows are complete; abort: start these rows again."""
     mismatch: MismatchConfig = MismatchConfig()
     """Limits on the mismatch between generation and policy; see docs/mismatch.md."""
 

@@ -47,6 +47,7 @@ class GenerationWorker(Replica):
         )
         scorer = LogprobModel(model.requires_grad_(False), config.generation.temperature).to(self._device)
         self._generator = BuiltinGenerator(scorer, tokenizer, config.generation, seed)
+        self.engine = self._generator.engine
         self.receiver: WeightReceiver = WeightReceiver(model, self._device_id)
 
     def generate(
@@ -58,9 +59,5 @@ class GenerationWorker(Replica):
     @torch.no_grad()
     def score(self, tokens: Sequence[int]) -> torch.Tensor:
         row = torch.tensor([tokens], device=self._device)
-        outputs = self._generator.model(row, torch.tensor([len(tokens)], device=self._device))
+        outputs = self.engine.model(row, torch.tensor([len(tokens)], device=self._device))
         return outputs.logprobs[0, 1:].float().cpu()
-
-    def commit_refit(self, version: int) -> None:
-        super().commit_refit(version)
-        self._generator.policy_version = version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
@@ -25,6 +26,9 @@ class GenerationDatumSpec(TypedDict):
     """[B] int64, the seed of each row's random stream; see `sampling.draw_key`."""
     max_new_tokens: NotRequired[torch.Tensor]
     """[B] int64, most new tokens of each row, at most the configured number."""
+    may_continue: NotRequired[torch.Tensor]
+    """[B] bool, whether the prompt of a later call may begin with this row's prompt and completion; see
+    `GenerationRequest.may_continue`."""
 
 
 class GenerationOutputSpec(TypedDict):
@@ -74,6 +78,10 @@ class GenerationRequest:
     stop_strings: tuple[str, ...] = ()
     """Stop strings, in addition to the configured ones."""
     greedy: bool = False
+    may_continue: bool = False
+    """Whether the prompt of a later request may begin with this prompt and completion, as in a conversation. The engine
+    then keeps the keys and values of the row while it has space, and until the weights change (with `in_flight=keep`,
+    also after). Later requests are recognised by their tokens."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,15 @@ class Engine(Protocol):
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget requests; unknown ids are ignored."""
+        ...
+
+    def updating(self, version: int) -> AbstractContextManager[None]:
+        """Context inside which the caller replaces the weights; at its end they have this version.
+
+        `policy.generation.in_flight` says what happens to the running rows. With `finish`, the engine completes them
+        when the context is entered, and the next `step` returns them. An exception leaves version and rows as they
+        were: the caller has kept the earlier weights.
+        """
         ...
 
 

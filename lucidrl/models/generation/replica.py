@@ -115,8 +115,9 @@ class Replica(Recorded, ABC):
         return problem_of(lambda: group.receive(self._announced, self.receiver))
 
     def commit_refit(self, version: int) -> None:
-        """Use the new weights from the next `generate` on."""
-        self.receiver.commit(version)
+        """Use the new weights from the next token on; see `Engine.updating`."""
+        with self.engine.updating(version):
+            self.receiver.commit(version)
 
     @span("guard")
     def report_refit(self) -> RefitReport:

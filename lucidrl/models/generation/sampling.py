@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import DataError
-from lucidrl.models.generation.interfaces import GenerationDatumSpec
+from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationRequest
 
 BLOCK = 256
 
@@ -38,14 +38,18 @@ def prompts_of(data: BatchedDataDict[GenerationDatumSpec]) -> list[bytes]:
     return [tokens[:length].tobytes() for tokens, length in rows]
 
 
-def check_prompt_lengths(lengths: Iterable[int], context: int) -> None:
-    """Raise DataError if a prompt is empty or leaves no space for a token in the model's context."""
-    for row, length in enumerate(lengths):
+def check_requests(requests: Iterable[GenerationRequest], context: int) -> None:
+    """Raise DataError if a prompt is empty or leaves no space for a token in the model's context, or if a request asks
+    for no token."""
+    for request in requests:
+        length, limit = len(request.prompt_ids), request.max_new_tokens
         if not 0 < length < context:
             raise DataError(
-                f"prompt in row {row} has {length} tokens; give it at least 1 and at most {context - 1} tokens, as the "
-                f"model's context has {context}"
+                f"the prompt of {request.request_id} has {length} tokens; give it at least 1 and at most {context - 1} "
+                f"tokens, as the model's context has {context}"
             )
+        if limit is not None and limit < 1:
+            raise DataError(f"{request.request_id} has max_new_tokens={limit}; allow it at least 1 new token")
 
 
 def with_draw_keys(
@@ -70,15 +74,19 @@ def with_draw_keys(
 
 def uniforms(keys_B: torch.Tensor, count: int) -> torch.Tensor:
     """[B, count] float64 in [0, 1): the uniform numbers of the first `count` positions of each key."""
-    keys = keys_B.cpu().numpy().astype(np.int64).view(np.uint64)[:, None]
-    counters = np.arange(1, 1 + count, dtype=np.uint64)[None, :]
+    return torch.from_numpy(uniforms_at(keys_B.cpu().numpy()[:, None], np.arange(count)[None, :]))
+
+
+def uniforms_at(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return the uniform numbers of int64 keys at int64 positions, as float64 in [0, 1)."""
+    counters = (positions + 1).astype(np.uint64)
     with np.errstate(over="ignore"):
         # The splitmix64 generator.
-        bits = keys + counters * np.uint64(0x9E3779B97F4A7C15)
+        bits = keys.astype(np.int64).view(np.uint64) + counters * np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         bits = bits ^ (bits >> np.uint64(31))
-    return torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def draw(

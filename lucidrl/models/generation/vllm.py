@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import ConfigError, RefitError
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
-from lucidrl.models.generation.sampling import check_prompt_lengths, with_draw_keys
+from lucidrl.models.generation.sampling import check_requests, with_draw_keys
+from lucidrl.models.generation.synchronous import requests_of
 from lucidrl.models.loading import DTYPES, context_length, empty_model, load_model, stop_token_ids
 from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
 from lucidrl.models.sources import model_folder
@@ -144,8 +145,9 @@ class VllmEngine:
 
         with span("generate"):
             ids, lengths = data["input_ids"].cpu(), data["input_lengths"].tolist()
-            check_prompt_lengths(lengths, self._context)
-            keys = with_draw_keys(data, self._seed, self._num_calls)["draw_keys"].tolist()
+            data = with_draw_keys(data, self._seed, self._num_calls)
+            check_requests(requests_of(data), self._context)
+            keys = data["draw_keys"].tolist()
             self._num_calls += 1
             own_stops = data["stop_strings"] if "stop_strings" in data else [None] * data.size
             prompts = [row[:length] for row, length in zip(ids, lengths, strict=True)]

@@ -58,7 +58,7 @@ class VllmWorker(Replica):
         return self._engine.score(tokens)
 
     def commit_refit(self, version: int) -> None:
-        super().commit_refit(version)
+        self.receiver.commit(version)
         self._engine.policy_version = version
 
     def shutdown(self) -> None:

@@ -13,7 +13,7 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import DataError
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.kv_cache import KVCache, PrefillLayout
+from lucidrl.models.generation.kv_cache import DecodeLayout, PrefillLayout
 from lucidrl.models.generation.sampling import draw_key
 from lucidrl.models.loading import load_model
 from lucidrl.models.logprobs import LogprobModel
@@ -62,7 +62,7 @@ class CallSpy:
         def hidden_states(model, input_ids, position_ids, layout):
             if isinstance(layout, PrefillLayout):
                 self.prefilled_tokens.append(input_ids.numel())
-            if isinstance(layout, KVCache):
+            if isinstance(layout, DecodeLayout):
                 self.decoded_rows.append(len(input_ids))
             return own(model, input_ids, position_ids, layout)
 
@@ -129,7 +129,7 @@ def test_a_completion_depends_on_its_own_row_alone(tiny_model, generator_of, nam
     assert len(set(map(len, alone))) > 5  # rows end at different times, so the batch is compacted on the way
     shuffled = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
     for order, max_concurrent_rows in ((range(len(prompts)), 512), (shuffled, 512), (shuffled, 4), ([3, 0, 14, 8], 3)):
-        generator.config = GenerationConfig(**options, max_concurrent_rows=max_concurrent_rows)
+        generator = generator_of(tiny_model(name), **options, max_concurrent_rows=max_concurrent_rows)
         together = generator.generate(keyed_batch([prompts[row] for row in order], list(order)))
         assert completed(together) == [alone[row] for row in order]
 
@@ -253,7 +253,7 @@ def test_the_context_of_the_model_limits_a_completion(tiny_model, generator_of, 
     long, short = list(range(2, 90)) + list(range(2, 37)), [20, 30]
     assert len(long) == 123
     generator = generator_of(tiny_model(name), max_new_tokens=20)
-    generator._stop_ids = torch.tensor([], dtype=torch.int64)
+    generator.engine._stop_ids = set()
     output = generator.generate(as_batch([long, *[short] * 9]), greedy=True)
     assert output["generation_lengths"].tolist() == [5, *[20] * 9]
     assert output["truncated"].all()
@@ -261,7 +261,7 @@ def test_the_context_of_the_model_limits_a_completion(tiny_model, generator_of, 
 
 @pytest.mark.parametrize("length", [0, 128, 140])
 def test_an_empty_or_too_long_prompt_is_refused(tiny_model, generator_of, length):
-    with pytest.raises(DataError, match=rf"prompt in row 1 has {length} tokens; give it at least 1 and at most 127"):
+    with pytest.raises(DataError, match=rf"the prompt of row 1 has {length} tokens; give it at least 1 and at"):
         generator_of(tiny_model("llama")).generate(as_batch([[5], [7] * length]))
 
 

@@ -1,109 +1,157 @@
-"""The cache stores each prompt once and grows with its rows; attention over it is causal attention."""
+"""Attention over the pages of the cache is causal attention; pages are shared, reused and moved."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.packing import pack_rows
 from lucidrl.models.attention import AttentionCall, causal_attention
-from lucidrl.models.generation import kv_cache
-from lucidrl.models.generation.builtin import BuiltinGenerator
-from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.kv_cache import KVCache, PrefillLayout
-from lucidrl.models.loading import load_model
-from lucidrl.models.logprobs import LogprobModel
+from lucidrl.models.generation.kv_cache import CachedRow, Chunk, DecodeLayout, PrefillBatch
+from lucidrl.models.generation.pages import FEWEST_PAGES, PagedTokens, PagePool
 
 QUERY_HEADS, HEADS, SIZE = 4, 2, 6
-PROMPT_LENGTHS = torch.tensor([5, 2, 7])
-NEW = 6
+PREFIX_LENGTHS = [5, 2, 7]
+PREFIX_OF_ROW = [2, 0, 1, 2, 0, 2]
+NEW = 9
+CPU = torch.device("cpu")
 
 
 def call_of(query, key, value, window=None, softcap=None) -> AttentionCall:
     return AttentionCall(query, key, value, 0, scaling=0.5, dropout=0.0, window=window, softcap=softcap)
 
 
-def rows_of(generator: torch.Generator, prompt_of_row: list[int]) -> list[tuple[torch.Tensor, ...]]:
-    """Query, key and value [1, H, length, D] of each whole row; rows of a prompt begin with the same ones."""
+def whole_rows(value_size: int = SIZE) -> list[tuple[torch.Tensor, ...]]:
+    """Query, key and value [1, H, length, D] of each whole row; rows of a prefix begin with the same ones."""
+    generator = torch.Generator().manual_seed(0)
+    kinds = (QUERY_HEADS, SIZE), (HEADS, SIZE), (HEADS, value_size)
 
-    def normal(heads: int, length: int) -> torch.Tensor:
-        return torch.randn(1, heads, length, SIZE, generator=generator, dtype=torch.float64)
+    def normal(length: int) -> list[torch.Tensor]:
+        return [torch.randn(1, heads, length, size, generator=generator, dtype=torch.float64) for heads, size in kinds]
 
-    heads = (QUERY_HEADS, HEADS, HEADS)
-    prompts = [[normal(count, length) for count in heads] for length in PROMPT_LENGTHS.tolist()]
+    prefixes = [normal(length) for length in PREFIX_LENGTHS]
     return [
-        tuple(
-            torch.cat((start, normal(count, NEW)), dim=2) for start, count in zip(prompts[prompt], heads, strict=True)
-        )
-        for prompt in prompt_of_row
+        tuple(torch.cat(parts, dim=2) for parts in zip(prefixes[prefix], normal(NEW), strict=True))
+        for prefix in PREFIX_OF_ROW
     ]
 
 
-def prefilled(rows: list[tuple[torch.Tensor, ...]], prompt_of_row: list[int]) -> KVCache:
-    cache = KVCache(PROMPT_LENGTHS, torch.tensor(prompt_of_row), max_new_tokens=NEW)
-    width = int(PROMPT_LENGTHS.max())
-    packed = pack_rows(torch.zeros(len(PROMPT_LENGTHS), width, dtype=torch.int64), PROMPT_LENGTHS)
-    firsts = [rows[prompt_of_row.index(prompt)] for prompt in range(len(PROMPT_LENGTHS))]
-    streams = [
-        torch.cat(
-            [row[part][:, :, :length] for row, length in zip(firsts, PROMPT_LENGTHS.tolist(), strict=True)], dim=2
-        )
-        for part in range(3)
-    ]
-    PrefillLayout(packed, cache).attend(call_of(*streams))
-    return cache
+class Cache:
+    """Rows whose attention is compared with that of whole rows."""
+
+    def __init__(self, page_size: int, prefix_page_size: int, value_size: int = SIZE, **options):
+        self.own_pool, self.prefix_pool = PagePool(page_size), PagePool(prefix_page_size)
+        prefixes = [PagedTokens(self.prefix_pool) for _ in PREFIX_LENGTHS]
+        self.rows = [CachedRow(prefixes[prefix], PagedTokens(self.own_pool)) for prefix in PREFIX_OF_ROW]
+        self.options, self.whole = options, whole_rows(value_size)
+        self.expected = [causal_attention(call_of(*row, **options)).transpose(1, 2)[0] for row in self.whole]
+
+    def attend_and_compare(self, layout, places: list[tuple[int, slice]], is_packed: bool) -> None:
+        parts = [[self.whole[row][part][:, :, place] for row, place in places] for part in range(3)]
+        call = call_of(*(torch.cat(part, dim=2 if is_packed else 0) for part in parts), **self.options)
+        output = layout.attend(call).flatten(0, 1)
+        expected = torch.cat([self.expected[row][place] for row, place in places])
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+
+    def prefill(self, numbers: list[int], first: int = 0, last: int | None = None) -> None:
+        """Compute tokens of the prefixes of these rows."""
+        chosen = [(number, slice(first, last or PREFIX_LENGTHS[PREFIX_OF_ROW[number]])) for number in numbers]
+        chunks = [Chunk(np.zeros(place.stop - first, np.int64), self.rows[number].prefix) for number, place in chosen]
+        self.attend_and_compare(PrefillBatch.of(chunks, CPU).layout, chosen, is_packed=True)
+
+    def extend(self, counts: dict[int, int]) -> None:
+        """Compute further tokens of rows, a number of tokens each, as in a later turn."""
+        rows = [(self.rows[number], count) for number, count in counts.items()]
+        places = [
+            (number, slice(row.num_cached, row.num_cached + count))
+            for number, (row, count) in zip(counts, rows, strict=True)
+        ]
+        chunks = [Chunk(np.zeros(count, np.int64), row.own, row.prefix) for row, count in rows]
+        self.attend_and_compare(PrefillBatch.of(chunks, CPU).layout, places, is_packed=True)
+
+    def decode(self, numbers: list[int]) -> None:
+        """Compute the next token of each row."""
+        rows = [self.rows[number] for number in numbers]
+        places = [
+            (number, slice(row.num_cached, row.num_cached + 1)) for number, row in zip(numbers, rows, strict=True)
+        ]
+        self.attend_and_compare(DecodeLayout(rows, CPU), places, is_packed=False)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
+@pytest.mark.parametrize(("softcap", "value_size"), [(None, SIZE), (None, 4), (0.7, SIZE)])
+@pytest.mark.parametrize(("page_size", "prefix_page_size"), [(1, 2), (4, 3), (64, 64)])
+def test_decoding_with_pages_is_causal_attention(window, softcap, value_size, page_size, prefix_page_size):
+    """Rows of different ages, in chunks and later turns; some rows (among them all of one prompt) finish early."""
+    cache = Cache(page_size, prefix_page_size, value_size, window=window, softcap=softcap)
+    cache.prefill([0, 1])
+    cache.decode([0, 1, 3])
+    cache.decode([0, 1, 3])
+    cache.prefill([2])
+    cache.decode([2, 0, 5, 3, 4])
+    cache.rows[3].own.release()
+    cache.extend({5: 4, 2: 2})
+    cache.own_pool.defragment()
+    for _ in range(4):
+        cache.decode([0, 5, 2])
+    cache.decode([0])
+
+
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("softcap", [None, 0.7])
-@pytest.mark.parametrize("growth", [1, 4, 64])
-def test_decoding_with_the_cache_is_causal_attention(monkeypatch, window, softcap, growth):
-    """Rows of a prompt are not adjacent, and some rows (among them all rows of one prompt) finish early."""
-    monkeypatch.setattr(kv_cache, "GROWTH", growth)
-    prompt_of_row = [2, 0, 1, 2, 0, 2]
-    rows = rows_of(torch.Generator().manual_seed(0), prompt_of_row)
-    expected = [causal_attention(call_of(*row, window=window, softcap=softcap)).transpose(1, 2) for row in rows]
-    cache = prefilled(rows, prompt_of_row)
-    alive = list(range(len(rows)))
-    for step in range(NEW):
-        if step == 2:
-            cache.keep_rows(torch.tensor([0, 3, 4, 5]))
-            alive = [0, 3, 4, 5]
-        if step == 4:
-            cache.keep_rows(torch.tensor([1, 3]))
-            alive = [3, 5]
-        places = [int(PROMPT_LENGTHS[prompt_of_row[row]]) + step for row in alive]
-        newest = [
-            torch.cat([rows[row][part][:, :, place : place + 1] for row, place in zip(alive, places, strict=True)])
-            for part in range(3)
-        ]
-        output = cache.attend(call_of(*newest, window=window, softcap=softcap))
-        cache.step_done()
-        for number, (row, place) in enumerate(zip(alive, places, strict=True)):
-            torch.testing.assert_close(output[number, 0], expected[row][0, place], rtol=0, atol=1e-12)
+def test_a_prompt_may_be_computed_in_chunks(window, softcap):
+    cache = Cache(4, 3, window=window, softcap=softcap)
+    cache.prefill([0, 1], last=2)
+    cache.prefill([0, 1], first=2, last=3)
+    cache.prefill([1], first=3)
+    cache.prefill([0], first=3)
+    cache.decode([0, 1])
+    cache.decode([0, 4, 1])
 
 
-def test_prompts_are_stored_once_and_dropped_with_their_last_row():
-    prompt_of_row = [2, 0, 1, 2, 0, 2]
-    cache = prefilled(rows_of(torch.Generator().manual_seed(0), prompt_of_row), prompt_of_row)
-    assert cache.prompt_keys[0].shape == cache.prompt_values[0].shape == (3, HEADS, 7, SIZE)
-    cache.keep_rows(torch.tensor([0, 1]))
-    assert len(cache.prompt_keys[0]) == len(cache.prompt_values[0]) == 2
-    cache.keep_rows(torch.tensor([1]))
-    assert len(cache.prompt_keys[0]) == 1
+def test_rows_of_a_prompt_share_its_pages():
+    cache = Cache(4, 4)
+    cache.prefill([0, 1, 2])
+    cache.decode([*range(6)])
+    assert (cache.prefix_pool.num_used, cache.own_pool.num_used) == (5, 6)
 
 
-def test_completions_may_exceed_the_first_allocation(tiny_model, tokenizer):
-    model = LogprobModel(load_model(tiny_model("qwen2"), torch.float64), 1.0)
-    count = 110
-    assert count > 2 * kv_cache.GROWTH
-    generator = BuiltinGenerator(model, tokenizer, GenerationConfig(max_new_tokens=count))
-    generator._stop_ids = torch.tensor([], dtype=torch.int64)
-    prompts = BatchedDataDict({"input_ids": torch.tensor([[5, 6], [7, 8]]), "input_lengths": torch.tensor([2, 1])})
-    output = generator.generate(prompts)
-    assert output["generation_lengths"].tolist() == [count, count]
-    with torch.no_grad():
-        scored = model(output["output_ids"], output["unpadded_sequence_lengths"]).logprobs.float()
-    torch.testing.assert_close(output["logprobs"][0, 2:], scored[0, 2:], rtol=0, atol=1e-6)
-    torch.testing.assert_close(output["logprobs"][1, 1:], scored[1, 1:], rtol=0, atol=1e-6)
+def sequences(pool: PagePool, lengths: list[int]) -> list[PagedTokens]:
+    """Sequences whose keys are numbered by sequence and token."""
+    made = [PagedTokens(pool) for _ in lengths]
+    for number, (tokens, length) in enumerate(zip(made, lengths, strict=True)):
+        keys = (100.0 * number + torch.arange(length)).view(-1, 1, 1)
+        pool.write(0, torch.from_numpy(tokens.extend(length)), keys, -keys)
+    return made
+
+
+def content(tokens: PagedTokens) -> list[int]:
+    keys, values = tokens.pool.read(0, torch.from_numpy(tokens.places()))
+    assert torch.equal(keys, -values)
+    return keys.flatten().int().tolist()
+
+
+def test_pools_grow_reuse_free_pages_and_move_pages_together():
+    pool = PagePool(3)
+    made = sequences(pool, [30, 4, 20, 1, 9])
+    expected = [content(tokens) for tokens in made]
+    assert expected[2] == [*range(200, 220)]
+    assert (pool.num_used, pool.num_allocated) == (10 + 2 + 7 + 1 + 3, 2 * FEWEST_PAGES)
+    made[0].release()
+    made[3].release()
+    assert (pool.num_used, pool.extent) == (12, 23)
+    pool.defragment()
+    assert pool.extent == 12
+    assert [content(made[number]) for number in (1, 2, 4)] == [expected[number] for number in (1, 2, 4)]
+    pool.resize(0)
+    assert pool.num_allocated == 12
+    again = sequences(pool, [5])[0]
+    assert again.pages == [12, 13]
+    assert [content(made[number]) for number in (1, 2, 4)] == [expected[number] for number in (1, 2, 4)]
+
+
+def test_extending_by_one_is_extending():
+    pool = PagePool(3)
+    one, other = PagedTokens(pool), PagedTokens(PagePool(3))
+    assert [one.extend_by_one() for _ in range(8)] == other.extend(8).tolist()
+    assert one.pages == other.pages

@@ -1,0 +1,171 @@
+"""Which rows have space in the key-value cache: reservations of pages, and rows that are held for later turns."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lucidrl.distributed.batching import round_up
+from lucidrl.models.generation.pages import PagedTokens, PagePool
+from lucidrl.models.generation.rows import HeldRows, Prefix, Row
+
+PREFIX_PAGE = 32
+OWN_PAGE = 32
+"""Tokens per page. Larger pages need fewer operations, but compute more unused columns."""
+LARGEST_EXTENT = 5 / 4
+"""Move pages together when they extend over more than this multiple of the pages in use."""
+
+
+class CacheSpace:
+    """The pools of the cache, and the space that rows have in them.
+
+    A row reserves the pages that it may need at most when it starts, so that it can always go on. Shared prompts are
+    reserved once. Rows that are held, and prompts without a running row, give way to rows that start.
+
+    Args:
+        max_tokens: most tokens of both pools; None = no limit.
+    """
+
+    def __init__(self, max_rows: int, max_tokens: int | None):
+        self.max_rows, self.max_tokens = max_rows, max_tokens
+        self.prefix_pool, self.own_pool = PagePool(PREFIX_PAGE), PagePool(OWN_PAGE)
+        self.held = HeldRows()
+        self._num_reserved = {self.prefix_pool: 0, self.own_pool: 0}
+        self._prefixes: dict[bytes, Prefix] = {}
+        """Prompts that new rows may share, by their tokens."""
+
+    @property
+    def num_allocated(self) -> int:
+        """Tokens for which memory is allocated."""
+        return sum(pool.num_allocated * pool.page_size for pool in self._num_reserved)
+
+    def fits_alone(self, prompt_length: int, limit: int) -> bool:
+        """Whether a row fits the empty cache."""
+        return self.max_tokens is None or self.needed(prompt_length, limit) <= self.max_tokens
+
+    @staticmethod
+    def needed(prompt_length: int, limit: int) -> int:
+        return round_up(prompt_length, PREFIX_PAGE) + round_up(limit, OWN_PAGE)
+
+    def prefix_of(self, token_ids: np.ndarray) -> Prefix:
+        """Return the prompt with these tokens, and count one more row that waits for it."""
+        prefix = self._prefixes.setdefault(token_ids.tobytes(), Prefix(self.prefix_pool, token_ids))
+        prefix.num_rows += 1
+        return prefix
+
+    def new_own(self) -> PagedTokens:
+        return PagedTokens(self.own_pool)
+
+    def start(self, row: Row, num_running: int) -> bool:
+        """Reserve space for a row, continuing a held row if possible; return whether there is space."""
+        if num_running >= self.max_rows:
+            return False
+        earlier = self.held.take_longest(row.ids[: row.num_tokens])
+        while num_running + len(self.held) >= self.max_rows:
+            self.release(self.held.take_oldest())
+        if earlier is not None:
+            if self._continue(row, earlier):
+                return True
+            self.release(earlier)
+        row.prefix.num_active += 1
+        num_prefix = 0 if row.prefix.num_reserved else round_up(len(row.prefix.token_ids), PREFIX_PAGE)
+        num_own = round_up(row.limit, OWN_PAGE)
+        if not self._make_space(num_prefix + num_own):
+            row.prefix.num_active -= 1
+            return False
+        row.prefix.num_reserved += num_prefix
+        row.num_reserved = num_own
+        self._reserve(num_prefix, num_own)
+        return True
+
+    def hold(self, row: Row) -> None:
+        """Keep the keys and values of a finished row."""
+        unused = row.num_reserved - round_up(row.own.num_cached, OWN_PAGE)
+        row.num_reserved -= unused
+        self._reserve(0, -unused)
+        self.held.add(row)
+
+    def release(self, row: Row) -> None:
+        """Drop the keys and values of a row that runs or is held."""
+        row.own.release()
+        self._reserve(0, -row.num_reserved)
+        row.num_reserved = 0
+        row.prefix.num_active -= 1
+        self.leave(row.prefix)
+
+    def leave(self, prefix: Prefix) -> None:
+        """Count one row less that uses a prompt, or waits for it; drop the prompt after its last row."""
+        prefix.num_rows -= 1
+        if not prefix.num_rows:
+            self._drop(prefix)
+            self._forget(prefix)
+
+    def release_held(self) -> None:
+        while len(self.held):
+            self.release(self.held.take_oldest())
+
+    def renew_prefixes(self) -> None:
+        """Rows that start from now on share no keys and values of now."""
+        for prefix in list(self._prefixes.values()):
+            if prefix.num_cached:
+                self._forget(prefix)
+
+    def drop_idle(self) -> None:
+        """Drop prompts without a running or held row."""
+        for prefix in self._idle():
+            self._drop(prefix)
+
+    def tidy(self) -> None:
+        """Move pages together if there are many holes."""
+        for pool in self._num_reserved:
+            if pool.extent > LARGEST_EXTENT * pool.num_used + 1:
+                pool.defragment()
+
+    def _continue(self, row: Row, earlier: Row) -> bool:
+        """Give the keys and values of a held row to a row, if there is space for its tokens."""
+        num_own = round_up(row.num_tokens - len(earlier.prefix.token_ids) + row.limit, OWN_PAGE)
+        if not self._make_space(num_own - earlier.num_reserved):
+            return False
+        self._reserve(0, num_own - earlier.num_reserved)
+        self.leave(row.prefix)
+        row.prefix, row.own, row.num_reserved = earlier.prefix, earlier.own, num_own
+        return True
+
+    def _make_space(self, num_tokens: int) -> bool:
+        """Drop held rows and idle prompts until the tokens fit; return whether they fit."""
+        while self.max_tokens is not None and sum(self._num_reserved.values()) + num_tokens > self.max_tokens:
+            if len(self.held):
+                self.release(self.held.take_oldest())
+            elif idle := self._idle():
+                self._drop(idle[0])
+            else:
+                return False
+        return True
+
+    def _reserve(self, num_prefix: int, num_own: int) -> None:
+        """Change the reservations. With a limit, allocate what is reserved: pools then never grow later."""
+        self._num_reserved[self.prefix_pool] += num_prefix
+        self._num_reserved[self.own_pool] += num_own
+        if self.max_tokens is None:
+            return
+        for pool, other in ((self.prefix_pool, self.own_pool), (self.own_pool, self.prefix_pool)):
+            wanted = self._num_reserved[pool] // pool.page_size
+            if wanted <= pool.num_allocated:
+                continue
+            if (wanted * pool.page_size + other.num_allocated * other.page_size) > self.max_tokens:
+                other.defragment()
+                other.resize(self._num_reserved[other] // other.page_size)
+            room = (self.max_tokens - other.num_allocated * other.page_size) // pool.page_size
+            pool.resize(max(wanted, min(room, 2 * pool.num_allocated)))
+
+    def _idle(self) -> list[Prefix]:
+        return [prefix for prefix in self._prefixes.values() if prefix.num_reserved and not prefix.num_active]
+
+    def _drop(self, prefix: Prefix) -> None:
+        prefix.release()
+        self._reserve(-prefix.num_reserved, 0)
+        prefix.num_reserved = 0
+
+    def _forget(self, prefix: Prefix) -> None:
+        key = prefix.token_ids.tobytes()
+        if self._prefixes.get(key) is prefix:
+            del self._prefixes[key]

@@ -1,0 +1,154 @@
+"""Memory of cached keys and values, in pages of a fixed number of tokens.
+
+A sequence of tokens owns the pages that it needs, in any order. Free pages are reused, lowest first, so that the pages
+in use are the first ones of a pool and one matrix product reaches all of them.
+
+Shapes: X pages, C tokens per page, N tokens, H key heads, D head size.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+FEWEST_PAGES = 16
+"""Pages allocated first; each further allocation doubles them."""
+
+
+class PagePool:
+    """The pages of one size, in every layer.
+
+    Args:
+        page_size: tokens per page.
+    """
+
+    def __init__(self, page_size: int):
+        self.page_size = page_size
+        self.num_allocated = 0
+        """Pages that exist; each layer allocates them when it writes next."""
+        self.owners: list[PagedTokens | None] = []
+        """The sequence that owns each page; None for a free page."""
+        self._free: list[int] = []
+        self._stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Keys and values by layer, [X, C, H, D]."""
+
+    @property
+    def num_used(self) -> int:
+        """Pages that sequences own."""
+        return self.num_allocated - len(self._free)
+
+    @property
+    def extent(self) -> int:
+        """The highest page in use, plus one."""
+        while self.owners and self.owners[-1] is None:
+            self.owners.pop()
+        return len(self.owners)
+
+    def take(self, owner: PagedTokens) -> int:
+        """Give a free page to a sequence."""
+        if not self._free:
+            self.resize(max(FEWEST_PAGES, 2 * self.num_allocated))
+        page = heapq.heappop(self._free)
+        self.owners += [None] * (page + 1 - len(self.owners))
+        self.owners[page] = owner
+        return page
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self.owners[page] = None
+            heapq.heappush(self._free, page)
+
+    def resize(self, num_pages: int) -> None:
+        """Allocate this number of pages, at least those up to the highest page in use."""
+        num_pages = max(num_pages, self.extent)
+        self._free = [page for page in self._free if page < num_pages]
+        self._free += range(self.num_allocated, num_pages)
+        heapq.heapify(self._free)
+        self.num_allocated = num_pages
+        for layer, (keys, values) in self._stored.items():
+            self._stored[layer] = self._resized(keys), self._resized(values)
+
+    def defragment(self) -> None:
+        """Move the pages in use to the front."""
+        moved = [page for page in range(self.num_used, self.extent) if self.owners[page] is not None]
+        if not moved:
+            return
+        holes = [heapq.heappop(self._free) for _ in moved]
+        for tensors in self._stored.values():
+            for tensor in tensors:
+                tensor[holes] = tensor[moved]
+        for page, hole in zip(moved, holes, strict=True):
+            owner = self.owners[page]
+            assert owner is not None
+            owner.pages[owner.pages.index(page)] = hole
+            self.owners[hole], self.owners[page] = owner, None
+            heapq.heappush(self._free, page)
+
+    def write(self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values [N, H, D] at the places [N]; see `PagedTokens.places`."""
+        if layer not in self._stored:
+            # Zeros, since 0 (an attention weight) times uninitialized memory may be NaN.
+            self._stored[layer] = tuple(
+                new.new_zeros(self.num_allocated, self.page_size, *new.shape[1:]) for new in (keys, values)
+            )  # type: ignore[assignment]
+        for stored, new in zip(self._stored[layer], (keys, values), strict=True):
+            stored.flatten(0, 1)[places] = new
+
+    def read(self, layer: int, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values [N, H, D] at the places [N]."""
+        keys, values = self._stored[layer]
+        return keys.flatten(0, 1).index_select(0, places), values.flatten(0, 1).index_select(0, places)
+
+    def blocks(self, layer: int, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of the first `extent` pages, [X, H, C, D], without a copy."""
+        keys, values = self._stored[layer]
+        return keys[:extent].transpose(1, 2), values[:extent].transpose(1, 2)
+
+    def _resized(self, stored: torch.Tensor) -> torch.Tensor:
+        resized = stored.new_zeros(self.num_allocated, *stored.shape[1:])
+        kept = min(len(stored), len(resized))
+        resized[:kept] = stored[:kept]
+        return resized
+
+
+class PagedTokens:
+    """A sequence of tokens whose keys and values are in a pool."""
+
+    def __init__(self, pool: PagePool):
+        self.pool = pool
+        self.pages: list[int] = []
+        self.num_cached = 0
+        """Tokens whose keys and values are stored."""
+
+    def extend(self, num_tokens: int) -> np.ndarray:
+        """Count further tokens as cached; return the places where their keys and values belong."""
+        first, self.num_cached = self.num_cached, self.num_cached + num_tokens
+        while len(self.pages) * self.pool.page_size < self.num_cached:
+            self.pages.append(self.pool.take(self))
+        return self.places(first)
+
+    def extend_by_one(self) -> int:
+        """Count one more token as cached; return its place."""
+        size, token = self.pool.page_size, self.num_cached
+        if token == len(self.pages) * size:
+            self.pages.append(self.pool.take(self))
+        self.num_cached += 1
+        return self.pages[token // size] * size + token % size
+
+    def places(self, first: int = 0) -> np.ndarray:
+        """Return where the cached tokens are, from token `first` on: page times page size plus column."""
+        token, size = np.arange(first, self.num_cached), self.pool.page_size
+        return np.array(self.pages, dtype=np.int64)[token // size] * size + token % size
+
+    def rewind(self) -> None:
+        """Forget the keys and values; keep the pages."""
+        self.num_cached = 0
+
+    def release(self) -> None:
+        """Forget the keys and values; give back the pages."""
+        self.rewind()
+        self.pool.give_back(self.pages)
+        self.pages = []
