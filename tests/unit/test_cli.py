@@ -21,7 +21,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from lucidrl.checkpoint.manager import CheckpointManager
 from lucidrl.models.embedded import embedded_config, embedded_tokenizer
-from lucidrl.models.generation import builtin
+from lucidrl.models.generation import engine
 from lucidrl.models.generation.sampling import draw
 from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.display import RunDisplay
@@ -337,7 +337,7 @@ def test_check_generate_compares_generation_with_the_policy(lucidrl, workplace):
 
 
 def test_check_generate_names_the_fault_and_fails(lucidrl, workplace, monkeypatch):
-    monkeypatch.setattr(builtin, "draw", lambda logits, *args, **kwargs: draw(2 * logits, *args, **kwargs))
+    monkeypatch.setattr(engine, "draw", lambda logits, *args, **kwargs: draw(2 * logits, *args, **kwargs))
     code, output, errors = lucidrl("check", "--generate", *SMALL, "policy.generation.temperature=1.0")
     assert (code, errors) == (1, "")
     assert "FAILED" in output

@@ -1,6 +1,6 @@
 """Key-value cache: the layouts that fill it with prompts and that decode with it.
 
-A row consists of a prefix, whose keys and values rows with the same prompt share, and of its own tokens. Both are in
+A row consists of a prefix, whose keys and values rows with the same prompt share, and of tokens after it. Both are in
 pages. A decoding step attends to each page apart, with the queries of all rows that have the page, and merges the
 results of a row's pages: one product serves all rows, whatever their lengths, and reads a shared prefix once.
 

@@ -69,9 +69,9 @@ class Replica(Recorded, ABC):
         """Forget aborted requests, admit new ones, and decode until a request finishes or `seconds` have passed."""
         self.engine.abort(aborted)
         self.engine.submit(requests)
-        deadline = time.monotonic() + seconds
+        end = time.monotonic() + seconds
         finished: list[Completion] = []
-        while self.engine.num_unfinished and not finished and time.monotonic() < deadline:
+        while self.engine.num_unfinished and not finished and time.monotonic() < end:
             finished = self.engine.step()
         return finished
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lucidrl.errors import DataError, EnvironmentFailure, TrainingError
-from lucidrl.models.generation import builtin
+from lucidrl.models.generation import engine
 from lucidrl.models.policy.policy import Policy
 
 
@@ -113,8 +113,8 @@ def test_tokens_out_of_bounds_leave_the_loss_and_its_count(run):
 
 
 def test_a_mismatch_of_generation_is_a_warning_with_its_fault_and_a_gross_one_stops_the_run(run, monkeypatch):
-    plain = builtin.draw
-    monkeypatch.setattr(builtin, "draw", lambda logits, *args, **kwargs: plain(2 * logits, *args, **kwargs))
+    plain = engine.draw
+    monkeypatch.setattr(engine, "draw", lambda logits, *args, **kwargs: plain(2 * logits, *args, **kwargs))
     limits = ("policy.generation.temperature=2.0", "grpo.loss.entropy_coefficient=0")
     folder, last_step = run("grpo", "run", *limits, "policy.generation.mismatch.stop=null")
     assert last_step == 4
