@@ -59,5 +59,5 @@ class GenerationWorker(Replica):
     @torch.no_grad()
     def score(self, tokens: Sequence[int]) -> torch.Tensor:
         row = torch.tensor([tokens], device=self._device)
-        outputs = self.engine.model(row, torch.tensor([len(tokens)], device=self._device))
+        outputs = self._generator.model(row, torch.tensor([len(tokens)], device=self._device))
         return outputs.logprobs[0, 1:].float().cpu()

@@ -83,8 +83,8 @@ class PrefillBatch:
         lengths = [len(chunk.token_ids) for chunk in chunks]
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         if chunks[0].start == 0:
-            ids = [torch.from_numpy(chunk.token_ids) for chunk in chunks]
-            padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)
+            sequences = [torch.from_numpy(chunk.token_ids) for chunk in chunks]
+            padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(device)
             rows = pack_rows(padded, torch.tensor(lengths, device=device))
             places = np.concatenate([chunk.tokens.extend(len(chunk.token_ids)) for chunk in chunks])
             layout = PrefillLayout(rows, chunks[0].tokens, torch.from_numpy(places).to(device))
@@ -218,10 +218,10 @@ class DecodeLayout:
         self._prefix_BM = np.full((len(rows), most), -1)
         """Index of each page of a row in the flattened [X, G] grid."""
         for prefix, of_prefix in prefixes:
-            pages, number = np.array(prefix.pages), np.arange(len(prefix.pages))
+            pages, order = np.array(prefix.pages), np.arange(len(prefix.pages))
             self._row_of_prefix_XG[pages, : len(of_prefix)] = of_prefix
-            self._prefix_start_X[pages] = number * size
-            self._prefix_length_X[pages] = np.minimum(prefix.num_cached - number * size, size)
+            self._prefix_start_X[pages] = order * size
+            self._prefix_length_X[pages] = np.minimum(prefix.num_cached - order * size, size)
             self._prefix_BM[of_prefix, : len(pages)] = pages * shape[1] + np.arange(len(of_prefix))[:, None]
 
     def _view(self, window: int | None, dtype: torch.dtype) -> _View:
