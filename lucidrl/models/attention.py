@@ -27,6 +27,9 @@ from lucidrl.errors import ConfigError
 NAME = "lucidrl"
 QUERIES_PER_CALL = 512
 """Queries that attend to a shared prefix in one call; limits the size of masks."""
+MOST_FLOAT32_KEYS = 256
+"""On CPUs, half-precision attention to at most this many keys is computed in float32: the backward pass of torch's
+half-precision kernel takes two to five times as long there."""
 
 
 @dataclass(frozen=True)
@@ -170,16 +173,18 @@ def causal_attention(call: AttentionCall) -> torch.Tensor:
     if call.softcap is not None:
         return capped_attention(call)
     mask = causal_mask(length, length, call.window, call.query.device) if windowed else None
-    return F.scaled_dot_product_attention(
-        call.query,
-        call.key,
-        call.value,
-        attn_mask=mask,
-        dropout_p=call.dropout,
-        is_causal=mask is None,
-        scale=call.scaling,
-        enable_gqa=call.query.shape[1] != call.key.shape[1],
-    )
+    return _fused_attention(call, attn_mask=mask, is_causal=mask is None)
+
+
+def _fused_attention(call: AttentionCall, **masking: Any) -> torch.Tensor:
+    """Call torch's fused attention."""
+    query, key, value = call.query, call.key, call.value
+    dtype = query.dtype
+    if query.device.type == "cpu" and dtype.itemsize == 2 and key.shape[2] <= MOST_FLOAT32_KEYS:
+        query, key, value = query.float(), key.float(), value.float()
+    is_grouped = query.shape[1] != key.shape[1]
+    options = {"dropout_p": call.dropout, "scale": call.scaling, "enable_gqa": is_grouped, **masking}
+    return F.scaled_dot_product_attention(query, key, value, **options).to(dtype)
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -221,15 +226,12 @@ def attend_from_end(call: AttentionCall) -> torch.Tensor:
         reached = slice(max(0, call.key.shape[2] - num_queries - call.window + 1), None)
         call = replace(call, key=call.key[:, :, reached], value=call.value[:, :, reached])
     num_keys = call.key.shape[2]
-    options: dict[str, Any] = {"dropout_p": call.dropout, "scale": call.scaling}
     if call.softcap is not None:
         return capped_attention(call)
     if call.window is not None and call.window < num_keys:
         # No fused kernel takes both a mask and grouped heads on CUDA.
         mask = causal_mask(num_queries, num_keys, call.window, call.query.device)
-        return F.scaled_dot_product_attention(call.query, *repeated_heads(call), attn_mask=mask, **options)
-    mask = causal_lower_right(num_queries, num_keys)  # CUDA kernels support this mask without a tensor
-    is_grouped = call.query.shape[1] != call.key.shape[1]
-    return F.scaled_dot_product_attention(
-        call.query, call.key, call.value, attn_mask=mask, enable_gqa=is_grouped, **options
-    )
+        key, value = repeated_heads(call)
+        return _fused_attention(replace(call, key=key, value=value), attn_mask=mask)
+    # CUDA kernels support this mask without a tensor.
+    return _fused_attention(call, attn_mask=causal_lower_right(num_queries, num_keys))
