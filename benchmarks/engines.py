@@ -1,7 +1,8 @@
 """Sampled tokens per second of the built-in engine, vLLM and transformers' `generate`, side by side.
 
-The engines take turns on the same prompts; sampled tokens are counted, up to each completion's end. vLLM is not in the
-environment of `make bench`: run this with the environment of `make vllm`.
+The engines take turns on the same 4 prompts of 64 tokens, with 16 samples each (embedded models) or 8. Sampled tokens
+are counted, up to each completion's end. vLLM is not in the environment of `make bench`: run this with the environment
+of `make vllm`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from harness import arguments, print_table, take_turns
+from harness import Claim, arguments, print_table, report, take_turns
 
 from lucidrl.data.messages import render_prompt
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
@@ -24,7 +26,12 @@ from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
 
 QUESTIONS = ("What is 12+30?", "What is 7+8?", "What is 40+41?", "What is 3+3?")
-PAD = 0
+TEXT = (
+    "This conversation is about numbers, and how they are added, subtracted and compared. Answer each question in full "
+    "sentences. Explain every step of the computation, name the rule that you used, and check the result with another "
+    "method before you give the final answer to the user."
+)
+PROMPT_TOKENS, PAD = 64, 0
 
 
 def peer(name: str, dtype: torch.dtype) -> Any:
@@ -38,7 +45,9 @@ def peer(name: str, dtype: torch.dtype) -> Any:
 
 
 def rows_of(tokenizer: Any, samples: int) -> BatchedDataDict[Any]:
-    prompts = [render_prompt(tokenizer, [{"role": "user", "content": question}]) for question in QUESTIONS]
+    messages = [[{"role": "user", "content": f"{question} {TEXT}"}] for question in QUESTIONS]
+    prompts = [render_prompt(tokenizer, message)[:PROMPT_TOKENS] for message in messages]
+    assert all(len(prompt) == PROMPT_TOKENS for prompt in prompts)
     rows = [torch.tensor(prompt) for prompt in prompts for _ in range(samples)]
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -83,8 +92,8 @@ def candidates(name: str, precision: str, new_tokens: int, samples: int) -> dict
     return {"built-in": lambda: ours(builtin), "vLLM": lambda: ours(engine), "transformers": transformers}
 
 
-def measure(name: str, precision: str, new_tokens: int, samples: int, rounds: int) -> list[str]:
-    """Median of sampled tokens per second of each engine, over the rounds."""
+def measure(name: str, precision: str, new_tokens: int, samples: int, rounds: int) -> tuple[list[float], float]:
+    """Median of sampled tokens per second of each engine, over the rounds, and the speed of ours compared with vLLM."""
     tokens: dict[str, list[int]] = {}
 
     def counted(engine: str, run: Callable[[], int]) -> Callable[[], None]:
@@ -93,11 +102,12 @@ def measure(name: str, precision: str, new_tokens: int, samples: int, rounds: in
 
     runs = {engine: counted(engine, run) for engine, run in candidates(name, precision, new_tokens, samples).items()}
     times = take_turns(runs, rounds)
-    rates = []
-    for engine in runs:
-        of_rounds = zip(tokens[engine][-rounds:], times.seconds[engine], strict=True)
-        rates.append(sorted(count / seconds for count, seconds in of_rounds)[rounds // 2])
-    return [f"{rate:,.0f}" for rate in rates]
+    rates = {
+        engine: [count / seconds for count, seconds in zip(counts[-rounds:], times.seconds[engine], strict=True)]
+        for engine, counts in tokens.items()
+    }
+    ratios = [ours / theirs for ours, theirs in zip(rates["built-in"], rates["vLLM"], strict=True)]
+    return [median(of_engine) for of_engine in rates.values()], median(ratios)
 
 
 def main() -> None:
@@ -109,12 +119,15 @@ def main() -> None:
     )
     torch.set_num_threads(options.threads)
     header = ("model", "precision", "rows", "new tokens at most", "built-in", "vLLM", "transformers")
-    table = []
+    table, claims = [], []
     for name, new_tokens in itertools.product(options.models.split(","), map(int, options.lengths.split(","))):
-        precision, samples = ("float32", 16) if name in EMBEDDED_MODELS else ("bfloat16", 4)
-        rates = measure(name, precision, new_tokens, samples, options.rounds)
-        table.append((Path(name).name, precision, str(len(QUESTIONS) * samples), str(new_tokens), *rates))
+        precision, samples = ("float32", 16) if name in EMBEDDED_MODELS else ("bfloat16", 8)
+        rates, ratio = measure(name, precision, new_tokens, samples, options.rounds)
+        what = Path(name).name, precision, str(len(QUESTIONS) * samples), str(new_tokens)
+        table.append((*what, *(f"{rate:,.0f}" for rate in rates)))
+        claims.append(Claim(f"built-in engine vs vLLM on a CPU, {what[0]}, {new_tokens} new tokens", 1.2, ratio))
     print_table(table, header)
+    report(claims, options.json)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ BENCHMARKS = (
     "refit",
     "mismatch_guard",
     "group_sampling",
+    "continuous_batching",
     "grpo_step_vs_trl",
     "collectors",
     "large_dataset",
@@ -50,6 +51,7 @@ WITH_MODEL = (
     "refit",
     "mismatch_guard",
     "group_sampling",
+    "continuous_batching",
     "grpo_step_vs_trl",
     "smollm2_grpo",
 )

@@ -239,6 +239,8 @@ class TextCollector:
                 "input_lengths": torch.tensor([len(prompt) for prompt in prompts]),
                 "draw_keys": torch.tensor(keys, dtype=torch.int64),
                 "stop_strings": [list(sample.prompt.stop_strings) for sample in samples],
+                "may_continue": torch.full((len(samples),), turn < self._config.max_turns),
+                "continues": torch.full((len(samples),), turn > 1),
             }
         )
 

@@ -32,6 +32,7 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
     if isinstance(config, GRPORunConfig):
         rows = min(config.rows_per_step, policy.generation.max_concurrent_rows)
         cached = rows * num_sampled + config.collector.prompts_per_step * longest
+        cached = min(cached, policy.generation.cache_tokens or cached)
         size_bytes["key-value cache"] = cached * facts.kv_elements_per_token * width
         if config.grpo.loss.kl_coefficient > 0:
             size_bytes["reference weights"] = parameters * width

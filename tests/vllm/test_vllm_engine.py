@@ -130,8 +130,9 @@ def test_top_k_and_top_p_limit_the_samples(start):
     [
         {},
         {"stop_strings": [None, ["2"], [], ["0"], ["99"], ["7"]]},
+        {"max_new_tokens": torch.tensor([1, 3, 12, 50, 2, 5])},
     ],
-    ids=["configured", "per row"],
+    ids=["configured", "per row", "limits per row"],
 )
 def test_completions_end_where_those_of_the_builtin_engine_end(warm_engine, engine, stops):
     """At stop strings, stop tokens and the limit; the tokens that ended a completion are kept."""
@@ -149,7 +150,7 @@ def test_the_limit_of_tokens_and_the_context_truncate_completions(start):
     output = engine.generate(batch_of(long), greedy=True)
     assert output["generation_lengths"].tolist() == [2, 1]
     assert output["truncated"].tolist() == [True, True]
-    with pytest.raises(DataError, match="prompt in row 0 has 64 tokens; give it at least 1 and at most 63"):
+    with pytest.raises(DataError, match="the prompt of row 0 has 64 tokens; give it at least 1 and at most 63"):
         engine.generate(batch_of([[6] * 64]))
 
 

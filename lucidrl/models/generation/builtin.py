@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -65,13 +66,23 @@ class BuiltinGenerator:
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete every prompt; see `GenerationDatumSpec` and `GenerationOutputSpec`.
 
-        The cache is freed at the end, unless a row may be continued by a later call.
+        The memory of the cache is freed at the end, unless a row may be continued by the next call.
         """
-        with self._whole_weights(), span("generate"), evaluating(self.model):
-            output = complete_batch(
-                self.engine, data, pad_id=self._pad_id, seed=self._seed, call=self.calls, greedy=greedy
-            )
-            self.calls += 1
-        if "may_continue" not in data or not data["may_continue"].any():
+        if not _any(data, "continues"):
             self.engine.forget()
-        return output
+        is_kept = False
+        try:
+            with self._whole_weights(), span("generate"), evaluating(self.model):
+                output = complete_batch(
+                    self.engine, data, pad_id=self._pad_id, seed=self._seed, call=self.calls, greedy=greedy
+                )
+            self.calls += 1
+            is_kept = _any(data, "may_continue")
+            return output
+        finally:
+            if not is_kept:
+                self.engine.forget()
+
+
+def _any(data: BatchedDataDict[GenerationDatumSpec], column: Literal["continues", "may_continue"]) -> bool:
+    return column in data and bool(data[column].any())

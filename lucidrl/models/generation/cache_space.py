@@ -8,8 +8,8 @@ from lucidrl.distributed.batching import round_up
 from lucidrl.models.generation.pages import PagedTokens, PagePool
 from lucidrl.models.generation.rows import HeldRows, Prefix, Row
 
-PREFIX_PAGE = 32
-OWN_PAGE = 32
+PREFIX_PAGE = 64
+OWN_PAGE = 64
 """Tokens per page. Larger pages need fewer operations, but compute more unused columns."""
 LARGEST_EXTENT = 5 / 4
 """Move pages together when they extend over more than this multiple of the pages in use."""
@@ -19,10 +19,11 @@ class CacheSpace:
     """The pools of the cache, and the space that rows have in them.
 
     A row reserves the pages that it may need at most when it starts, so that it can always go on. Shared prompts are
-    reserved once. Rows that are held, and prompts without a running row, give way to rows that start.
+    reserved once. Rows that are held, and idle prompts (computed, but without a running or held row), give way to rows
+    that start. Rows that run or are held and idle prompts are at most `max_rows` together.
 
     Args:
-        max_tokens: most tokens of both pools; None = no limit.
+        max_tokens: most tokens of both pools; None = as many as these rows need.
     """
 
     def __init__(self, max_rows: int, max_tokens: int | None):
@@ -32,6 +33,8 @@ class CacheSpace:
         self._num_reserved = {self.prefix_pool: 0, self.own_pool: 0}
         self._prefixes: dict[bytes, Prefix] = {}
         """Prompts that new rows may share, by their tokens."""
+        self._idle: dict[Prefix, None] = {}
+        """Idle prompts, oldest first; rows wait for them."""
 
     @property
     def num_allocated(self) -> int:
@@ -67,10 +70,13 @@ class CacheSpace:
                 return True
             self.release(earlier)
         row.prefix.num_active += 1
+        self._idle.pop(row.prefix, None)
+        while self._idle and num_running + len(self.held) + len(self._idle) >= self.max_rows:
+            self._drop(next(iter(self._idle)))
         num_prefix = 0 if row.prefix.num_reserved else round_up(len(row.prefix.token_ids), PREFIX_PAGE)
         num_own = round_up(row.limit, OWN_PAGE)
         if not self._make_space(num_prefix + num_own):
-            row.prefix.num_active -= 1
+            self._deactivate(row.prefix)
             return False
         row.prefix.num_reserved += num_prefix
         row.num_reserved = num_own
@@ -89,7 +95,7 @@ class CacheSpace:
         row.own.release()
         self._reserve(0, -row.num_reserved)
         row.num_reserved = 0
-        row.prefix.num_active -= 1
+        self._deactivate(row.prefix)
         self.leave(row.prefix)
 
     def leave(self, prefix: Prefix) -> None:
@@ -110,8 +116,8 @@ class CacheSpace:
                 self._forget(prefix)
 
     def drop_idle(self) -> None:
-        """Drop prompts without a running or held row."""
-        for prefix in self._idle():
+        """Drop idle prompts."""
+        for prefix in list(self._idle):
             self._drop(prefix)
 
     def tidy(self) -> None:
@@ -135,8 +141,8 @@ class CacheSpace:
         while self.max_tokens is not None and sum(self._num_reserved.values()) + num_tokens > self.max_tokens:
             if len(self.held):
                 self.release(self.held.take_oldest())
-            elif idle := self._idle():
-                self._drop(idle[0])
+            elif self._idle:
+                self._drop(next(iter(self._idle)))
             else:
                 return False
         return True
@@ -157,10 +163,14 @@ class CacheSpace:
             room = (self.max_tokens - other.num_allocated * other.page_size) // pool.page_size
             pool.resize(max(wanted, min(room, 2 * pool.num_allocated)))
 
-    def _idle(self) -> list[Prefix]:
-        return [prefix for prefix in self._prefixes.values() if prefix.num_reserved and not prefix.num_active]
+    def _deactivate(self, prefix: Prefix) -> None:
+        """Count one running or held row less."""
+        prefix.num_active -= 1
+        if prefix.num_reserved and not prefix.num_active:
+            self._idle[prefix] = None
 
     def _drop(self, prefix: Prefix) -> None:
+        self._idle.pop(prefix, None)
         prefix.release()
         self._reserve(-prefix.num_reserved, 0)
         prefix.num_reserved = 0

@@ -69,7 +69,7 @@ class GenerationConfig(Config):
     cache_tokens: PositiveInt | None = None
     """Tokens whose keys and values the built-in engine keeps at most; prompts wait until those of others are dropped.
     A completion counts with its largest possible length, a prompt once for all its completions, both rounded up to
-    whole pages. null = as many as `max_concurrent_rows` completions need."""
+    whole pages of 64 tokens. null = as many as `max_concurrent_rows` completions need."""
     placement: Literal["policy", "separate"] = "policy"
     """policy: the policy's ranks generate; separate: other processes generate with a copy of the weights, which is
     refitted after every step."""

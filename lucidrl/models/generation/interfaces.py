@@ -27,8 +27,11 @@ class GenerationDatumSpec(TypedDict):
     max_new_tokens: NotRequired[torch.Tensor]
     """[B] int64, most new tokens of each row, at most the configured number."""
     may_continue: NotRequired[torch.Tensor]
-    """[B] bool, whether the prompt of a later call may begin with this row's prompt and completion; see
+    """[B] bool, whether the prompt of the next call may begin with this row's prompt and completion; see
     `GenerationRequest.may_continue`."""
+    continues: NotRequired[torch.Tensor]
+    """[B] bool, whether the prompt may begin with a prompt and completion of the call before. A call without such rows
+    uses nothing of earlier calls."""
 
 
 class GenerationOutputSpec(TypedDict):

@@ -28,7 +28,7 @@ from lucidrl.models.attention import (
     causal_attention,
     soft_cap,
 )
-from lucidrl.models.generation.pages import PagedTokens
+from lucidrl.models.generation.pages import PagedTokens, PagePool
 
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -87,7 +87,7 @@ class PrefillBatch:
             padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(device)
             rows = pack_rows(padded, torch.tensor(lengths, device=device))
             places = np.concatenate([chunk.tokens.extend(len(chunk.token_ids)) for chunk in chunks])
-            layout = PrefillLayout(rows, chunks[0].tokens, torch.from_numpy(places).to(device))
+            layout = PrefillLayout(rows, chunks[0].tokens.pool, places)
             return cls(rows.input_ids, rows.position_ids, last, layout)
         ids = np.concatenate([chunk.token_ids for chunk in chunks])
         positions = np.concatenate([chunk.start + np.arange(len(chunk.token_ids)) for chunk in chunks])
@@ -98,12 +98,12 @@ class PrefillBatch:
 class PrefillLayout(PackedLayout):
     """A packed batch of sequences from position 0 on; stores their keys and values."""
 
-    def __init__(self, rows: PackedRows, tokens: PagedTokens, places_S: torch.Tensor):
+    def __init__(self, rows: PackedRows, pool: PagePool, places_S: np.ndarray):
         super().__init__(rows)
-        self._pool, self._places_S = tokens.pool, places_S
+        self._pool, self._cells_S = pool, pool.cells(places_S, rows.input_ids.device)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        self._pool.write(call.layer, self._places_S, *(new[0].transpose(0, 1) for new in (call.key, call.value)))
+        self._pool.write(call.layer, self._cells_S, *(new[0].transpose(0, 1) for new in (call.key, call.value)))
         return self.repacked(causal_attention(self.padded(call)))
 
 
@@ -111,24 +111,23 @@ class ContinuationLayout:
     """A stream of chunks that continue cached sequences; each attends to its sequence, and is stored."""
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device):
-        def on_device(places: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(places).to(device)
-
         self._parts = []
         for chunk in chunks:
             earlier = [chunk.tokens] if chunk.prefix is None else [chunk.prefix, chunk.tokens]
-            reads = [(tokens.pool, on_device(tokens.places())) for tokens in earlier if tokens.num_cached]
-            new = on_device(chunk.tokens.extend(len(chunk.token_ids)))
-            self._parts.append((reads, chunk.tokens.pool, new))
+            reads = [
+                (tokens.pool, tokens.pool.cells(tokens.places(), device)) for tokens in earlier if tokens.num_cached
+            ]
+            num_new, pool = len(chunk.token_ids), chunk.tokens.pool
+            self._parts.append((reads, pool, pool.cells(chunk.tokens.extend(num_new), device), num_new))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         outputs, start = [], 0
-        for reads, pool, new in self._parts:
-            part = slice(start, start + len(new))
+        for reads, pool, new, num_new in self._parts:
+            part = slice(start, start + num_new)
             start = part.stop
             own = [tensor[0, :, part].transpose(0, 1) for tensor in (call.key, call.value)]
             pool.write(call.layer, new, *own)
-            earlier = [earlier_pool.read(call.layer, places) for earlier_pool, places in reads]
+            earlier = [earlier_pool.read(call.layer, cells) for earlier_pool, cells in reads]
             key, value = (
                 torch.cat((*parts, last)).transpose(0, 1)[None]
                 for *parts, last in zip(*earlier, own, strict=True)  # keys, then values
@@ -148,7 +147,7 @@ class DecodeLayout:
         self._device = device
         new_places = [row.own.extend_by_one() for row in rows]
         self._own_pool, self._prefix_pool = rows[0].own.pool, rows[0].prefix.pool
-        self._new_places_B = torch.tensor(new_places, device=device)
+        self._new_cells_B = self._own_pool.cells(new_places, device)
         self.position_B = _ints((row.num_cached - 1 for row in rows), len(rows))
         """Positions of the new tokens."""
         self._index_own(rows)
@@ -166,7 +165,7 @@ class DecodeLayout:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         rows, query_heads, _, size = call.query.shape
         heads = call.key.shape[1]
-        self._own_pool.write(call.layer, self._new_places_B, call.key[:, :, 0], call.value[:, :, 0])
+        self._own_pool.write(call.layer, self._new_cells_B, call.key[:, :, 0], call.value[:, :, 0])
         view = self._view(call.window, call.query.dtype)
         query = call.query.reshape(rows, heads, query_heads // heads, size)
 
@@ -192,7 +191,7 @@ class DecodeLayout:
         counts_B = _ints((len(row.own.pages) for row in rows), len(rows))
         pages = _ints(chain.from_iterable(row.own.pages for row in rows), int(counts_B.sum()))
         row_of_page = np.repeat(np.arange(len(rows)), counts_B)
-        number_in_row = np.arange(len(pages)) - np.repeat(counts_B.cumsum() - counts_B, counts_B)
+        number_in_row = _counted_up(counts_B)
         self._own_BM = np.full((len(rows), int(counts_B.max())), -1)
         self._own_BM[row_of_page, number_in_row] = pages
         self._newest_B = pages[counts_B.cumsum() - 1]
@@ -206,23 +205,28 @@ class DecodeLayout:
 
     def _index_prefixes(self, rows: Sequence[CachedRow]) -> None:
         """Find the rows and the length of each page of prefixes."""
-        users: dict[int, list[int]] = {}
-        for number, row in enumerate(rows):
-            users.setdefault(id(row.prefix), []).append(number)
-        size = self._prefix_pool.page_size
-        prefixes = [(rows[of_prefix[0]].prefix, of_prefix) for of_prefix in users.values()]
-        shape = self._prefix_pool.extent, max(map(len, users.values()))
-        self._row_of_prefix_XG = np.zeros(shape, dtype=np.int64)
-        self._prefix_start_X, self._prefix_length_X = np.zeros(shape[0], dtype=np.int64), np.zeros(shape[0], np.int64)
-        most = max(len(prefix.pages) for prefix, _ in prefixes)
-        self._prefix_BM = np.full((len(rows), most), -1)
+        number_of = {prefix: number for number, prefix in enumerate(dict.fromkeys(row.prefix for row in rows))}
+        prefix_of_B = _ints((number_of[row.prefix] for row in rows), len(rows))
+        rows_P, cell_B = np.bincount(prefix_of_B), np.empty(len(rows), np.int64)
+        cell_B[np.argsort(prefix_of_B, kind="stable")] = _counted_up(rows_P)
+        most_rows, size = int(rows_P.max()), self._prefix_pool.page_size
+
+        counts_P = _ints((len(prefix.pages) for prefix in number_of), len(number_of))
+        pages = _ints(chain.from_iterable(prefix.pages for prefix in number_of), int(counts_P.sum()))
+        prefix_of_page, number_in_prefix = np.repeat(np.arange(len(counts_P)), counts_P), _counted_up(counts_P)
+        rows_PG = np.zeros((len(rows_P), most_rows), dtype=np.int64)
+        rows_PG[prefix_of_B, cell_B] = np.arange(len(rows))
+        self._row_of_prefix_XG = np.zeros((self._prefix_pool.extent, most_rows), dtype=np.int64)
+        self._row_of_prefix_XG[pages] = rows_PG[prefix_of_page]
+        self._prefix_start_X, self._prefix_length_X = np.zeros((2, self._prefix_pool.extent), dtype=np.int64)
+        self._prefix_start_X[pages] = number_in_prefix * size
+        length_P = _ints((prefix.num_cached for prefix in number_of), len(number_of))
+        self._prefix_length_X[pages] = np.minimum(length_P[prefix_of_page] - number_in_prefix * size, size)
+        pages_PM = np.full((len(counts_P), int(counts_P.max())), -1)
+        pages_PM[prefix_of_page, number_in_prefix] = pages
+        pages_BM = pages_PM[prefix_of_B]
+        self._prefix_BM = np.where(pages_BM >= 0, pages_BM * most_rows + cell_B[:, None], -1)
         """Index of each page of a row in the flattened [X, G] grid."""
-        for prefix, of_prefix in prefixes:
-            pages, order = np.array(prefix.pages), np.arange(len(prefix.pages))
-            self._row_of_prefix_XG[pages, : len(of_prefix)] = of_prefix
-            self._prefix_start_X[pages] = order * size
-            self._prefix_length_X[pages] = np.minimum(prefix.num_cached - order * size, size)
-            self._prefix_BM[of_prefix, : len(pages)] = pages * shape[1] + np.arange(len(of_prefix))[:, None]
 
     def _view(self, window: int | None, dtype: torch.dtype) -> _View:
         """Return what rows see in layers with this window."""
@@ -295,12 +299,18 @@ def attend_to_block(call: AttentionCall, mask: torch.Tensor) -> tuple[torch.Tens
 
     Where the mask hides all keys, both are undefined.
     """
-    is_even = call.key.shape[-1] == call.value.shape[-1]
-    if call.query.device.type == "cpu" and call.softcap is None and is_even:
+    is_half, is_even = call.query.dtype.itemsize == 2, call.key.shape[-1] == call.value.shape[-1]
+    if call.query.device.type == "cpu" and is_half and call.softcap is None and is_even:
+        # Has float32 scores; in float32, the products below are faster.
         return _flash_on_cpu(call.query, call.key, call.value, attn_mask=mask, scale=call.scaling)
-    scores = soft_cap(call.query @ call.key.transpose(2, 3) * call.scaling, call.softcap) + mask
+    scores = soft_cap((call.query * call.scaling) @ call.key.transpose(2, 3), call.softcap) + mask
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     return torch.softmax(scores, dim=-1).to(call.value.dtype) @ call.value, torch.logsumexp(scores, dim=-1)
+
+
+def _counted_up(counts: np.ndarray) -> np.ndarray:
+    """Return 0 to n - 1 for each count n, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
 
 
 def _ints(values: Iterable[int], count: int) -> np.ndarray:

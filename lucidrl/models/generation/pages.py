@@ -16,6 +16,8 @@ import torch
 
 FEWEST_PAGES = 16
 """Pages allocated first; each further allocation doubles them."""
+Cells = tuple[torch.Tensor, slice, torch.Tensor]
+"""Index of N cells: page [N], all heads, column [N]."""
 
 
 class PagePool:
@@ -33,7 +35,7 @@ class PagePool:
         """The sequence that owns each page; None for a free page."""
         self._free: list[int] = []
         self._stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Keys and values by layer, [X, C, H, D]."""
+        """Keys and values by layer, [X, H, C, D]: products over the columns of a page read consecutive memory."""
 
     @property
     def num_used(self) -> int:
@@ -87,25 +89,30 @@ class PagePool:
             self.owners[hole], self.owners[page] = owner, None
             heapq.heappush(self._free, page)
 
-    def write(self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values [N, H, D] at the places [N]; see `PagedTokens.places`."""
+    def cells(self, places: np.ndarray | Sequence[int], device: torch.device) -> Cells:
+        """Return the cells of places [N] on the device; see `PagedTokens.places`."""
+        page, column = np.divmod(np.asarray(places, dtype=np.int64), self.page_size)
+        return torch.from_numpy(page).to(device), slice(None), torch.from_numpy(column).to(device)
+
+    def write(self, layer: int, cells: Cells, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values [N, H, D] in N cells."""
         if layer not in self._stored:
             # Zeros, since 0 (an attention weight) times uninitialized memory may be NaN.
             self._stored[layer] = tuple(
-                new.new_zeros(self.num_allocated, self.page_size, *new.shape[1:]) for new in (keys, values)
+                new.new_zeros(self.num_allocated, new.shape[1], self.page_size, new.shape[2]) for new in (keys, values)
             )  # type: ignore[assignment]
         for stored, new in zip(self._stored[layer], (keys, values), strict=True):
-            stored.flatten(0, 1)[places] = new
+            stored[cells] = new
 
-    def read(self, layer: int, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values [N, H, D] at the places [N]."""
+    def read(self, layer: int, cells: Cells) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values [N, H, D] of N cells."""
         keys, values = self._stored[layer]
-        return keys.flatten(0, 1).index_select(0, places), values.flatten(0, 1).index_select(0, places)
+        return keys[cells], values[cells]
 
     def blocks(self, layer: int, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of the first `extent` pages, [X, H, C, D], without a copy."""
         keys, values = self._stored[layer]
-        return keys[:extent].transpose(1, 2), values[:extent].transpose(1, 2)
+        return keys[:extent], values[:extent]
 
     def _resized(self, stored: torch.Tensor) -> torch.Tensor:
         resized = stored.new_zeros(self.num_allocated, *stored.shape[1:])

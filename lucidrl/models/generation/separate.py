@@ -121,7 +121,10 @@ class SeparateGenerator:
         Raises:
             WorkerError: a rank of the policy exited meanwhile, or a generator exceeded `max_restarts`.
         """
-        prompts, data = prompts_of(data), with_draw_keys(data, self._seed, self._num_calls)
+        prompts, data = prompts_of(data), with_draw_keys(data, self._seed, self._num_calls).copy()
+        for column in ("may_continue", "continues"):
+            # Which replica has the cache of a conversation depends on time; results must not, not even their rounding.
+            data.pop(column, None)
         self._num_calls += 1
         size = len(self.pool.workers)
         # A chunk is as large as a generator decodes at a time: smaller chunks cost more than they save.

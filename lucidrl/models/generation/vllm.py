@@ -144,22 +144,22 @@ class VllmEngine:
         from vllm.inputs import tokens_input
 
         with span("generate"):
-            ids, lengths = data["input_ids"].cpu(), data["input_lengths"].tolist()
-            data = with_draw_keys(data, self._seed, self._num_calls)
-            check_requests(requests_of(data), self._context)
-            keys = data["draw_keys"].tolist()
+            requests = requests_of(with_draw_keys(data, self._seed, self._num_calls), greedy)
+            check_requests(requests, self._context)
             self._num_calls += 1
-            own_stops = data["stop_strings"] if "stop_strings" in data else [None] * data.size
-            prompts = [row[:length] for row, length in zip(ids, lengths, strict=True)]
-            for row, (prompt, key, stops) in enumerate(zip(prompts, keys, own_stops, strict=True)):
-                stop_strings = [*self._config.stop_strings, *(stops or ())]
-                limit = min(self._config.max_new_tokens, self._context - len(prompt))
-                parameters = self._parameters(key, stop_strings, limit, greedy)
-                self._engine.add_request(str(row), tokens_input(prompt.tolist()), parameters)
+            for row, request in enumerate(requests):
+                stop_strings = [*self._config.stop_strings, *request.stop_strings]
+                context_left = self._context - len(request.prompt_ids)
+                limits = (self._config.max_new_tokens, context_left, request.max_new_tokens)
+                limit = min(limit for limit in limits if limit is not None)
+                parameters = self._parameters(request.draw_key, stop_strings, limit, greedy)
+                self._engine.add_request(str(row), tokens_input(request.prompt_ids.tolist()), parameters)
             finished: dict[int, Any] = {}
             while self._engine.has_unfinished_requests():
                 finished |= {int(out.request_id): out.outputs[0] for out in self._engine.step() if out.finished}
-            return self._output(prompts, [finished[row] for row in range(len(prompts))])
+            return self._output(
+                [request.prompt_ids for request in requests], [finished[row] for row in range(len(requests))]
+            )
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace all weights; names are those of the Hugging Face model. The prefix cache of the old ones is dropped.

@@ -106,6 +106,19 @@ def test_each_turn_continues_the_tokens_of_earlier_turns(make_collector):
         still_open = [sample for sample in still_open if sample.turns > turn]
 
 
+def test_later_turns_compute_only_their_new_tokens(make_collector):
+    env = GuessingEnv(GuessingConfig(max_number=50, max_turns=5))
+    collector = make_collector(env, env.prompts(), max_turns=3)
+    model = collector.generator.model
+    before = model.num_computed_tokens
+    samples = collector.collect().samples
+    assert max(sample.turns for sample in samples) == 3
+    prompts = {tuple(sample.log[0]["token_ids"].tolist()) for sample in samples}
+    # The last token of a sample is sampled, but nothing follows it.
+    after = [sum(len(message["token_ids"]) for message in sample.log[1:]) - 1 for sample in samples]
+    assert model.num_computed_tokens - before == sum(map(len, prompts)) + sum(after)
+
+
 def test_an_observation_that_does_not_fit_the_context_ends_the_sample(make_collector):
     env = GuessingEnv(GuessingConfig(max_number=50, max_turns=5))
     prompt_length = 1 + len(env.prompts()[0].messages[0]["content"]) + 1

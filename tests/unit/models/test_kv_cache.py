@@ -121,12 +121,12 @@ def sequences(pool: PagePool, lengths: list[int]) -> list[PagedTokens]:
     made = [PagedTokens(pool) for _ in lengths]
     for number, (tokens, length) in enumerate(zip(made, lengths, strict=True)):
         keys = (100.0 * number + torch.arange(length)).view(-1, 1, 1)
-        pool.write(0, torch.from_numpy(tokens.extend(length)), keys, -keys)
+        pool.write(0, pool.cells(tokens.extend(length), CPU), keys, -keys)
     return made
 
 
 def content(tokens: PagedTokens) -> list[int]:
-    keys, values = tokens.pool.read(0, torch.from_numpy(tokens.places()))
+    keys, values = tokens.pool.read(0, tokens.pool.cells(tokens.places(), CPU))
     assert torch.equal(keys, -values)
     return keys.flatten().int().tolist()
 
