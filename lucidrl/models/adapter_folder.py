@@ -27,6 +27,7 @@ from lucidrl.models.lora import FACTORS, adapted_layers, add_adapters
 from lucidrl.models.policy.config import EMBEDDED_MODELS, LoraConfig
 from lucidrl.models.sources import ADAPTER_CONFIG_NAME, model_folder
 from lucidrl.utils.config import validate
+from lucidrl.utils.hub import is_hub_id
 
 STEM, BASE_NAME = "adapter_model", "base.json"
 _PREFIX = "base_model.model."
@@ -65,6 +66,8 @@ def base_of(model_name: str, seed: int) -> Base:
         seed: seed of the weights, if the model is untrained.
     """
     lines = sorted(f"{name} {checksum}\n" for name, checksum in checksums_of(_weights_of(model_name, seed)).items())
+    if model_name not in EMBEDDED_MODELS and not is_hub_id(model_name):
+        model_name = str(Path(model_name).expanduser().absolute())  # the adapter may be used from another folder
     return Base(model_name, seed, hashlib.sha256("".join(lines).encode()).hexdigest())
 
 

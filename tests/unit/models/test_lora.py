@@ -32,9 +32,16 @@ TARGETS = {
 IDS = torch.arange(2, 32).view(3, 10)
 
 
+def plain(folder: str, dtype: torch.dtype = torch.float64) -> Any:
+    """The model with an attention function that takes whole rows."""
+    model = load_model(folder, dtype)
+    model.config._attn_implementation = "eager"
+    return model
+
+
 def with_adapters(folder: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
     """A model whose adapters change its output."""
-    model = load_model(folder, dtype)
+    model = plain(folder, dtype)
     add_adapters(model, LoraConfig(**settings), seed=3)
     generator = torch.Generator().manual_seed(5)
     for layer in adapted_layers(model).values():
@@ -95,7 +102,7 @@ def test_loss_and_gradients_equal_those_of_peft(tiny_model, architecture, target
 
 
 def test_new_adapters_change_nothing_and_depend_on_the_seed_alone(tiny_model):
-    model = load_model(tiny_model("llama"), torch.float32)
+    model = plain(tiny_model("llama"), torch.float32)
     names = [name for name, _ in model.named_parameters()]
     before = model(input_ids=IDS).logits
     other = copy.deepcopy(model)
@@ -111,7 +118,7 @@ def test_new_adapters_change_nothing_and_depend_on_the_seed_alone(tiny_model):
 
 
 def test_without_adapters_it_is_the_base_and_strength_scales_them(tiny_model):
-    base = load_model(tiny_model("llama"), torch.float64)
+    base = plain(tiny_model("llama"))
     model = with_adapters(tiny_model("llama"), rank=2, alpha=3.0)
     twice = with_adapters(tiny_model("llama"), rank=2, alpha=6.0)
     with adapters_at(model, 0):
