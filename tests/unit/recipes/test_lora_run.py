@@ -118,5 +118,5 @@ def test_a_moved_base_can_be_named_and_another_is_refused(lucidrl, tmp_path, mon
     assert code == 2
     assert f"holds an adapter of {base} (checksum" in errors
     assert "but this base is embedded-untrained (checksum" in errors
-    code, output, errors = lucidrl("merge", "runs/first", "merged", "--base", "moved")
+    code, _, errors = lucidrl("merge", "runs/first", "merged", "--base", "moved")
     assert code == 0, errors
