@@ -51,8 +51,10 @@ class LoraLinear(nn.Linear):
             return nn.functional.linear(input, self.merged(), self.bias)
         # Only passes that compute gradients train, so scoring and generation drop nothing.
         dropped = nn.functional.dropout(input, self.dropout) if self.dropout and torch.is_grad_enabled() else input
-        output = nn.functional.linear(nn.functional.linear(dropped, self.lora_A), self.lora_B)
-        return super().forward(input) + output * (self.scaling * self.strength)
+        low = nn.functional.linear(dropped.to(self.lora_A.dtype), self.lora_A)
+        added = nn.functional.linear(low, self.lora_B) * (self.scaling * self.strength)
+        output = super().forward(input)
+        return output + added.to(output.dtype)
 
     def merged(self) -> torch.Tensor:
         """Return the weight with the adapter added."""
