@@ -138,7 +138,7 @@ def test_optimizer_and_gradients_are_as_small_as_the_adapters(rows):
 
 @pytest.mark.parametrize("precision", slow_except(["float32", "bfloat16"], "float32"))
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_a_resumed_policy_continues_to_the_bit(rows, tmp_path, precision, dropout):
+def test_a_resumed_policy_continues_bit_identically(rows, tmp_path, precision, dropout):
     options = {"lora": {**LORA, "dropout": dropout}, "precision": precision}
     options["dtensor_cfg"] = {"activation_checkpointing": dropout > 0}
     data, loss_fn = BatchedDataDict(rows), NLLLoss()

@@ -97,7 +97,7 @@ def test_replicas_take_adapters_alone_and_a_wrong_scale_stops_the_run(rows, monk
         worker.run("rescale", 16.0)
         for _ in range(3):
             policy.train(rows, NLLLoss())
-        with pytest.raises(RefitError, match="adapter scale .*alpha = 16, not divided by the rank"):
+        with pytest.raises(RefitError, match=r"adapter scale .*alpha = 16, not divided by the rank"):
             generator.update_weights(4)
 
 
