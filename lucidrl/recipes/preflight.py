@@ -261,7 +261,7 @@ class Preflight:
         table.add_row("parameters", f"{self.facts.num_parameters / 1e6:,.1f} million")
         if self.num_trained is not None:
             share = self.num_trained / (self.facts.num_parameters + self.num_trained)
-            table.add_row("trained (LoRA)", f"{self.num_trained / 1e6:,.3g} million more, {share:.2%} of all")
+            table.add_row("trained (LoRA)", f"{self.num_trained / 1e6:,.3g} million in adapters, {share:.1%} of all")
         table.add_row("context", f"{self.facts.context_length:,} tokens")
         data = self.data
         if not data.is_complete:

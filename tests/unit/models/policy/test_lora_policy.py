@@ -113,6 +113,34 @@ def test_two_ranks_compute_what_one_rank_computes(two_ranks, one_rank, rows, lay
             torch.testing.assert_close(result[name], expected, rtol=1e-6, atol=1e-6)
 
 
+BATCHINGS: dict[str, dict[str, Any]] = {
+    "padded": {"share_prefixes": False, "sequence_packing": {"enabled": False}, "train_micro_batch_size": 3},
+    "packed": {"share_prefixes": False, "sequence_packing": {"train_mb_tokens": 40}},
+    "checkpointing": {"dtensor_cfg": {"activation_checkpointing": True}},
+}
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_micro_batches_packing_and_shared_prefixes_do_not_change_the_result(one_rank, rows, batching):
+    result = trained({"precision": "float64", **BATCHINGS[batching]}, rows)
+    for name in ("losses", "grad_norms"):
+        torch.testing.assert_close(result[name], one_rank[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_two_ranks_in_half_precision_with_dropout_agree(two_ranks, rows, tensor_parallel_size):
+    options = {
+        "precision": "bfloat16",
+        "lora": {**LORA, "dropout": 0.2},
+        "dtensor_cfg": {"tensor_parallel_size": tensor_parallel_size, "activation_checkpointing": True},
+    }
+    first, second = two_ranks(trained, options, rows)
+    assert torch.equal(first["losses"], second["losses"])
+    assert first["losses"].isfinite().all()
+    assert all(torch.equal(weight, second["merged"][name]) for name, weight in first["merged"].items())
+
+
 def test_only_adapters_learn_and_the_reference_is_the_model_without_them(rows, one_rank):
     base = DTensorPolicyWorker(PolicyConfig(precision="float64"), embedded_tokenizer())
     expected = base.get_logprobs(BatchedDataDict(rows))["logprobs"]
