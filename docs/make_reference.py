@@ -21,7 +21,7 @@ from lucidrl.cli import app
 from lucidrl.envs.text.arithmetic import ArithmeticConfig
 from lucidrl.envs.text.guessing import GuessingConfig
 from lucidrl.envs.text.word_problems import WordProblemsConfig
-from lucidrl.models.policy.config import ParameterGroupConfig, SchedulerConfig
+from lucidrl.models.policy.config import LoraConfig, ParameterGroupConfig, SchedulerConfig
 from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig, TextRunConfig
 from lucidrl.recipes.tracking import WandbTracking
 from lucidrl.tools.config import ToolConfig
@@ -61,6 +61,7 @@ SECTIONS = (
     Section("`lucidrl grpo`", GRPORunConfig, beside=TextRunConfig),
     Section("`lucidrl sft`", SFTRunConfig, beside=TextRunConfig),
     Section("`lucidrl ppo`", PPORunConfig, beside=BaseRunConfig),
+    Section("`policy.lora`", LoraConfig, prefix="policy.lora."),
     Section("Each entry of `policy.optimizer.groups`", ParameterGroupConfig),
     Section("Each entry of `policy.scheduler`", SchedulerConfig),
     Section("Each entry of `tools`", ToolConfig),

@@ -15,6 +15,7 @@ from lucidrl import __version__
 from lucidrl.errors import ConfigError, LucidError
 from lucidrl.recipes.clean_command import clean_command
 from lucidrl.recipes.eval_command import eval_command
+from lucidrl.recipes.merge_command import merge_command
 from lucidrl.report.report_command import report_command
 from lucidrl.report.runs_command import compare_command, runs_command
 from lucidrl.report.timeline_command import timeline_command
@@ -208,6 +209,7 @@ def generate(
 
 
 app.command("eval")(eval_command)
+app.command("merge")(merge_command)
 app.command("timeline")(timeline_command)
 
 

@@ -144,6 +144,7 @@ class GRPO:
             "reward_max": float(rewards.max()),
             "entropy_estimate": entropy_estimate(batch),
             **result.logged,
+            **(self.guard.metrics if self.guard is not None else {}),
             "policy_version": float(rollouts.policy_version),
             "staleness": float(step - 1 - rollouts.policy_version),
         }

@@ -12,7 +12,7 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import TrainingError
 from lucidrl.losses.interfaces import sampled_token_mask
 from lucidrl.models.generation.mismatch import Diagnosis, Evidence, Fault, Sampling, candidate_samplings, diagnose
-from lucidrl.models.generation.refit_guard import RefitGuard
+from lucidrl.models.generation.refit_guard import RefitGuard, adapter_explanations
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
@@ -39,11 +39,17 @@ class StepGuard:
 
     def __init__(self, policy: Policy, config: PolicyConfig, refit_guard: RefitGuard | None = None) -> None:
         self._policy, self._refit_guard = policy.group, refit_guard
-        generation = config.generation
+        generation, self._lora = config.generation, config.lora
         self._limits, self._warn_above = generation.mismatch, generation.mismatch.warn_above(config.precision)
         self._setting = Sampling(generation.temperature, generation.top_k, generation.top_p)
         self._last: tuple[Fault, int] | None = None
         """Fault and step of the last warning."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`merge_gap` of the last refit, if it sent merged adapters."""
+        gap = self._refit_guard.merge_gap if self._refit_guard is not None else None
+        return {} if gap is None else {"merge_gap": gap}
 
     @span("guard")
     def check(self, step: int, batch: BatchedDataDict[Any]) -> RunWarning | None:
@@ -127,6 +133,9 @@ class StepGuard:
             explained_engine_N=few["generation_logprobs"][mask_BT],
             explained_policy_N=own_N,
             explanations=dict(zip(samplings[1:], explained, strict=True)),
+            adapter_explanations=adapter_explanations(
+                self._policy, self._lora, few["input_ids"], few["input_lengths"], mask_BT
+            ),
         )
 
     def _scored(

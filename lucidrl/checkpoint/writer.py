@@ -47,6 +47,8 @@ class TensorSet:
     """Specs of all tensors; the same on every rank."""
     gather: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     """Iterates over the full tensors, in any dtype and on any device; every rank calls it."""
+    is_one_file: bool = False
+    """Write a single file whatever its size, and without an index, for readers that know no shards."""
 
 
 class CheckpointWriter:
@@ -190,7 +192,7 @@ def agreed(work: Callable[[], T], group: ProcessGroup | None) -> T:
 def _plan(tensor_set: TensorSet, num_ranks: int) -> tuple[dict[Path, list[str]], dict[Path, bytes]]:
     """The names of the tensors in each file and, for several files, the index."""
     sizes = {name: spec.size_bytes for name, spec in tensor_set.specs.items()}
-    shards = plan_shards(sizes, num_ranks)
+    shards = [list(sizes)] if tensor_set.is_one_file else plan_shards(sizes, num_ranks)
     by_file = dict(zip(shard_file_names(tensor_set.stem, len(shards)), shards, strict=True))
     index = {}
     if len(shards) > 1:

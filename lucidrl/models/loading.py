@@ -22,12 +22,15 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from lucidrl.checkpoint.manager import verify_part
 from lucidrl.data.chat_template import check_chat_template
 from lucidrl.errors import ConfigError
 from lucidrl.models import attention, embedded
+from lucidrl.models.adapter_folder import base_name, is_adapter, load_adapter
+from lucidrl.models.lora import merge_adapters
 from lucidrl.models.model_checks import (
     as_config_error,
     check_against_own_forward,
@@ -98,6 +101,8 @@ def _own_tokenizer(model_name: str, trust_remote_code: bool) -> PreTrainedTokeni
     if model_name in EMBEDDED_MODELS:
         return embedded.embedded_tokenizer()
     folder = model_folder(model_name)
+    if is_adapter(folder) and not (folder / TOKENIZER_CONFIG_FILE).is_file():
+        return _own_tokenizer(base_name(folder), trust_remote_code)
     with as_config_error(f"the tokenizer in {folder} cannot be loaded"):
         if get_tokenizer_config(folder, local_files_only=True).get("tokenizer_class") == "TokenizersBackend":
             # AutoTokenizer may choose another pre-tokenizer by model type; tokenizer.json alone is complete.
@@ -113,7 +118,7 @@ def _own_tokenizer(model_name: str, trust_remote_code: bool) -> PreTrainedTokeni
 def load_model(
     model_name: str, dtype: torch.dtype, *, seed: int = 0, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a causal language model with our attention function.
+    """Load a causal language model with our attention function; an adapter is merged into its base.
 
     Raises:
         ConfigError: the model cannot be loaded, or its logits differ from those of its original code.
@@ -122,11 +127,31 @@ def load_model(
         warm = model_name == EMBEDDED_MODELS[0]
         model: Any = embedded.embedded_model(warm=warm, seed=seed, attn_implementation=attention.NAME)
         model = model.to(dtype)
+    elif is_adapter(folder := model_folder(model_name)):
+        model = load_with_adapter(folder, dtype, trust_remote_code=trust_remote_code)
+        merge_adapters(model)
+        return model
     else:
-        model = _load_folder(model_folder(model_name), dtype, trust_remote_code)
+        model = _load_folder(folder, dtype, trust_remote_code)
     model.eval()
     check_against_own_forward(model)
     return model
+
+
+def load_with_adapter(
+    folder: Path, dtype: torch.dtype, *, base: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load the base of an adapter with the adapter, not merged.
+
+    Args:
+        base: name of the base, if it is no longer where the folder says.
+    """
+
+    def load_base(name: str, seed: int) -> PreTrainedModel:
+        return load_model(name, dtype, seed=seed, trust_remote_code=trust_remote_code)
+
+    model: PreTrainedModel = load_adapter(folder, load_base, dtype, base)
+    return model.eval()
 
 
 def _load_folder(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -206,6 +231,8 @@ def model_config(model_name: str, trust_remote_code: bool) -> Any:
     if model_name in EMBEDDED_MODELS:
         return embedded.embedded_config()
     folder = model_folder(model_name)
+    if is_adapter(folder) and not (folder / "config.json").is_file():
+        return model_config(base_name(folder), trust_remote_code)
     check_config_file(folder / "config.json")
     with as_config_error(f"{folder / 'config.json'} cannot be used"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -252,11 +279,14 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Make every decoder layer recompute its activations in the backward pass; call this before sharding."""
+def checkpoint_activations(model: PreTrainedModel, *, draws: bool = False) -> None:
+    """Make every decoder layer recompute its activations in the backward pass; call this before sharding.
+
+    Args:
+        draws: whether layers draw random numbers, which the recomputation must repeat: those of adapters with dropout.
+    """
     for layer in decoder_layers(model):
-        # The recomputation needs no random state, because policies run without dropout.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=draws)
 
 
 def context_length(config: Any) -> int:

@@ -4,6 +4,7 @@
 | --- | --- |
 | `embedded`, `embedded-untrained` | the model in the package |
 | a folder with config.json | the model in the folder |
+| a folder with adapter_config.json | the base of the adapter with the adapter merged in |
 | a run folder, or RUN@newest | the newest valid checkpoint of the run |
 | RUN@best | the checkpoint of the run with the best validation metric |
 | a checkpoint folder, such as RUN/checkpoints/step_20 | the model in the checkpoint |
@@ -24,6 +25,8 @@ from lucidrl.utils.hub import downloaded, is_hub_id, looks_like_an_id, parse_hub
 
 WEIGHTS = "policy"
 """Folder inside a checkpoint that has the model."""
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+"""File of a folder that holds an adapter instead of a model."""
 NEWEST, BEST = "newest", "best"
 MODEL_KEY = "policy.model_name"
 
@@ -42,7 +45,7 @@ def model_folder(name: str, key: str = MODEL_KEY) -> Path:
     if is_hub_id(name):
         return downloaded(name, "model") / parse_hub_id(name).path
     folder = Path(name).expanduser()
-    if (folder / "config.json").is_file():
+    if any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG_NAME)):
         return folder
     if (checkpoint := find_checkpoint(name)) is not None:
         return _weights(checkpoint, name)

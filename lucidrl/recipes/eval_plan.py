@@ -110,7 +110,9 @@ class EvalPlan:
         in_policy = {"placement": "policy", "nodes": "any", "engine": "builtin", "vllm": {}}
         generation = policy.generation.model_copy(update=in_policy)
         whole_rows = policy.dtensor_cfg.model_copy(update={"sequence_parallel": False})
-        update = {**kept, "model_name": candidate.model, "generation": generation, "dtensor_cfg": whole_rows}
+        # An adapter is merged into its base when the model is loaded.
+        model = {"model_name": candidate.model, "lora": None}
+        update = {**kept, **model, "generation": generation, "dtensor_cfg": whole_rows}
         return self.config.model_copy(update={"policy": policy.model_copy(update=update)})
 
     def _policy_of(self, candidate: Candidate) -> PolicyConfig:

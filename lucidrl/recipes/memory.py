@@ -9,22 +9,29 @@ from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
 GIB = 2**30
 
 
-def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts, longest: int) -> dict[str, float]:
-    """Estimate the memory of the main tensors; activations are a rule of thumb."""
+def estimate_memory_gib(
+    config: GRPORunConfig | SFTRunConfig, facts: ModelFacts, longest: int, num_trained: int | None = None
+) -> dict[str, float]:
+    """Estimate the memory of the main tensors; activations are a rule of thumb.
+
+    Args:
+        num_trained: parameters of the adapters; None without LoRA.
+    """
     policy = config.policy
     width = DTYPES[policy.precision].itemsize
-    parameters = facts.num_parameters
+    parameters, adapters = facts.num_parameters, num_trained or 0
+    trained = parameters if num_trained is None else num_trained
     num_sampled = config.max_turns * policy.generation.max_new_tokens
     tokens = policy.train_micro_batch_size * (longest + num_sampled)
     if config.token_batching is not None:
         tokens = config.token_batching[1].train_mb_tokens
-    optimizer, optimizer_bytes = "AdamW", parameters * {2: 12, 4: 8, 8: 16}[width]
+    optimizer, optimizer_bytes = "AdamW", trained * {2: 12, 4: 8, 8: 16}[width]
     if policy.optimizer.name == MUON:  # one moment per matrix instead of two; embedding and head may be one weight
-        matrices = max(0, parameters - 2 * facts.vocabulary * facts.hidden_size)
+        matrices = adapters or max(0, parameters - 2 * facts.vocabulary * facts.hidden_size)
         optimizer, optimizer_bytes = "Muon", optimizer_bytes - matrices * max(width, 4)
     size_bytes = {
-        "weights": parameters * width,
-        "gradients": parameters * max(width, 4),
+        "weights": (parameters + adapters) * width,
+        "gradients": trained * max(width, 4),
         f"optimizer ({optimizer})": optimizer_bytes,
         # About 16 activations of the hidden size per layer, and the logits kept for the backward pass.
         "activations": tokens * (facts.num_layers * 16 * facts.hidden_size * width + 2 * facts.vocabulary),
@@ -34,12 +41,15 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
         cached = rows * num_sampled + config.collector.prompts_per_step * longest
         cached = min(cached, policy.generation.cache_tokens or cached)
         size_bytes["key-value cache"] = cached * facts.kv_elements_per_token * width
-        if config.grpo.loss.kl_coefficient > 0:
+        if config.grpo.loss.kl_coefficient > 0 and num_trained is None:  # with LoRA it is the frozen model
             size_bytes["reference weights"] = parameters * width
         if policy.generation.placement == "separate":
             # A generator holds the current and the next version; generators on the policy's node share their memory.
             is_far = policy.generation.refit == "collective" or policy.generation.nodes == "other"
             copies = policy.generation.num_workers if is_far else 1
             num_engines = policy.generation.num_workers if policy.generation.engine == "vllm" else 0  # own layout
-            size_bytes["generators"] = (2 * copies + num_engines) * parameters * width
+            sent, kept = parameters, 0
+            if num_trained is not None and not policy.merges_for_generation:
+                sent, kept = num_trained, policy.generation.num_workers * parameters
+            size_bytes["generators"] = ((2 * copies + num_engines) * sent + kept) * width
     return {what: size / GIB for what, size in size_bytes.items()}

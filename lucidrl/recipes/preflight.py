@@ -29,7 +29,7 @@ from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.separate import check_nodes, generator_hostings, generator_nodes
 from lucidrl.models.generation.vllm import check_vllm, is_installed
 from lucidrl.models.loading import DTYPES, ModelFacts, empty_model, model_facts, policy_tokenizer
-from lucidrl.models.policy.policy import check_optimizer, worker_class_of
+from lucidrl.models.policy.policy import check_optimizer, trained_shapes, worker_class_of
 from lucidrl.models.tensor_parallel import check_tensor_parallel
 from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig, TextRunConfig
 from lucidrl.recipes.inputs import PythonInputs
@@ -244,6 +244,8 @@ class Preflight:
     """Findings of the preflight."""
 
     facts: ModelFacts
+    num_trained: int | None
+    """Parameters of the adapters; None without LoRA."""
     unit: str
     """What the data consists of: prompts or examples."""
     data: Survey
@@ -257,6 +259,9 @@ class Preflight:
         table = Table("model and data", "", box=None, pad_edge=False)
         table.add_row("architecture", self.facts.architecture)
         table.add_row("parameters", f"{self.facts.num_parameters / 1e6:,.1f} million")
+        if self.num_trained is not None:
+            share = self.num_trained / (self.facts.num_parameters + self.num_trained)
+            table.add_row("trained (LoRA)", f"{self.num_trained / 1e6:,.3g} million in adapters, {share:.1%} of all")
         table.add_row("context", f"{self.facts.context_length:,} tokens")
         data = self.data
         if not data.is_complete:
@@ -306,10 +311,12 @@ def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = 
     inputs.check_fits(survey.longest, survey.longest_label, room)
     longest_row = survey.longest + room * config.max_turns * policy.generation.max_new_tokens
     _check_budgets(config, min(inputs.context_length, longest_row))
-    memory = estimate_memory_gib(config, facts, survey.longest)
-    checkpoint = checkpoint_on_disk(config, (facts.num_parameters, policy))
+    num_trained = None if policy.lora is None else sum(shape.numel() for shape in trained_shapes(policy).values())
+    memory = estimate_memory_gib(config, facts, survey.longest, num_trained)
+    num_saved = facts.num_parameters if num_trained is None else num_trained
+    checkpoint = checkpoint_on_disk(config, (num_saved, policy))
     unit = "examples" if isinstance(config, SFTRunConfig) else "prompts"
-    return Preflight(facts, unit, survey, memory, checkpoint)
+    return Preflight(facts, num_trained, unit, survey, memory, checkpoint)
 
 
 def check_placement(generation: GenerationConfig, env: EnvConfig, cluster: ClusterConfig) -> None:

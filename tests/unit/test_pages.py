@@ -133,7 +133,7 @@ def _check_command(words: list[str]) -> None:
         has_prompts = [len(arguments) > 1, "--file" in values, "--chat" in values]
         assert has_prompts.count(True) == 1, f"lucidrl generate {arguments} needs prompts of one kind"
         return
-    if name in ("play", "clean", "show", "runs", "compare", "timeline", "report"):
+    if name in ("play", "clean", "show", "runs", "compare", "timeline", "report", "merge"):
         return
     if name == "eval":
         assert "=" not in arguments[0], "lucidrl eval needs a run or model"

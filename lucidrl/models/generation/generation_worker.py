@@ -14,13 +14,15 @@ from lucidrl.models.generation.receiver import WeightReceiver
 from lucidrl.models.generation.replica import Replica, check_gpu
 from lucidrl.models.loading import DTYPES, load_model
 from lucidrl.models.logprobs import LogprobModel
+from lucidrl.models.lora import add_adapters
 from lucidrl.models.policy.config import PolicyConfig
 
 
 class GenerationWorker(Replica):
     """A replica that computes with the forward pass that is trained.
 
-    The replica loads the model as the policy does: a refit sends no buffers, and the loaded weights are version 0.
+    The replica loads the model as the policy does: a refit sends only the trained weights, without buffers, and the
+    loaded weights are version 0.
 
     Args:
         config: config of the policy.
@@ -45,10 +47,13 @@ class GenerationWorker(Replica):
         model = load_model(
             config.model_name, DTYPES[config.precision], seed=seed, trust_remote_code=config.trust_remote_code
         )
+        if config.lora is not None:
+            add_adapters(model, config.lora, seed)
+        sent = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         scorer = LogprobModel(model.requires_grad_(False), config.generation.temperature).to(self._device)
         self._generator = BuiltinGenerator(scorer, tokenizer, config.generation, seed)
         self.engine = self._generator.engine
-        self.receiver: WeightReceiver = WeightReceiver(model, self._device_id)
+        self.receiver: WeightReceiver = WeightReceiver(model, self._device_id, sent)
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

@@ -31,6 +31,7 @@ class Fault(StrEnum):
     WRONG_TENSOR = "wrong or permuted tensor"
     TEMPERATURE = "temperature"
     TRUNCATION = "sampling truncation"
+    ADAPTER_SCALE = "adapter scale"
     PRECISION = "dtype noise"
     UNEXPLAINED = "unexplained"
 
@@ -66,6 +67,20 @@ def candidate_samplings(own: Sampling) -> list[Sampling]:
     truncated = [Sampling(temperature, *cut) for temperature in (own.temperature, 1.0) for cut in cuts]
     both = dict.fromkeys([*temperatures, *(sampling for sampling in truncated if sampling.is_truncated)])
     return [sampling for sampling in both if sampling != Sampling(own.temperature)]
+
+
+def candidate_scales(alpha: float, rank: int) -> dict[str, float]:
+    """Return the scales that an engine may give a LoRA adapter by mistake, as multiples of the right one, by name."""
+    own = alpha / rank
+    scales = {
+        "0, so without the adapter": 0.0,
+        "1, without alpha and rank": 1.0,
+        f"alpha = {alpha:g}, not divided by the rank": alpha,
+        "alpha / sqrt(rank)": alpha / math.sqrt(rank),
+        "1 / rank, without alpha": 1 / rank,
+        "2 * alpha / rank, so the adapter is applied twice": 2 * own,
+    }
+    return {name: scale / own for name, scale in scales.items() if scale != own}
 
 
 def logprobs_under(logits_NV: torch.Tensor, targets_N: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
@@ -135,6 +150,10 @@ class Evidence:
     """The same of the policy."""
     explanations: Mapping[Sampling, torch.Tensor] = field(default_factory=dict)
     """[N] log-probabilities of the policy under other samplings."""
+    adapter_explanations: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """[N] log-probabilities of the policy with its adapters at other scales; see `candidate_scales`."""
+    merge_gap: float | None = None
+    """Mean absolute difference of the policy with merged and separate adapters, if the engine has merged ones."""
     num_excluded: int = 0
     """Sampled tokens that the configured truncation excludes."""
     before_N: torch.Tensor | None = None
@@ -153,6 +172,13 @@ class Evidence:
     def difference(self) -> float:
         """Mean absolute difference of engine and policy; 0 without tokens."""
         return mean_difference(self.engine_N, self.policy_N)
+
+    @property
+    def explained(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of engine and policy for the tokens of the explanations."""
+        engine_N = self.engine_N if self.explained_engine_N is None else self.explained_engine_N
+        policy_N = self.policy_N if self.explained_policy_N is None else self.explained_policy_N
+        return engine_N, policy_N
 
     @property
     def different_names(self) -> list[str]:
@@ -194,6 +220,7 @@ def diagnose(evidence: Evidence) -> Diagnosis | None:
     found = (
         _of_weights(evidence)
         or _of_numbers(evidence)
+        or _of_adapter(evidence)
         or _of_samplings(evidence)
         or _of_truncated_samples(evidence)
         or _of_size(evidence)
@@ -244,11 +271,25 @@ def _of_numbers(evidence: Evidence) -> _Finding | None:
     return None
 
 
+def _of_adapter(evidence: Evidence) -> _Finding | None:
+    if evidence.difference <= evidence.warn_above or not evidence.adapter_explanations:
+        return None
+    engine_N, policy_N = evidence.explained
+    left = {name: mean_difference(engine_N, other_N) for name, other_N in evidence.adapter_explanations.items()}
+    best = min(left, key=lambda name: left[name])
+    others = [mean_difference(engine_N, other_N) for other_N in evidence.explanations.values()]
+    if evidence.before_N is not None:  # all adapters of the previous version are as similar as a smaller scale
+        others.append(mean_difference(evidence.engine_N, evidence.before_N))
+    if left[best] >= min([EXPLAINS_BELOW * mean_difference(engine_N, policy_N), *others]):
+        return None
+    reason = f"its log-probabilities are those of the adapter at the scale {best}, but the scale is alpha / rank"
+    return Fault.ADAPTER_SCALE, reason, "pass policy.lora.alpha and policy.lora.rank to the engine", ()
+
+
 def _of_samplings(evidence: Evidence) -> _Finding | None:
     if evidence.difference <= evidence.warn_above:
         return None
-    engine_N = evidence.engine_N if evidence.explained_engine_N is None else evidence.explained_engine_N
-    policy_N = evidence.policy_N if evidence.explained_policy_N is None else evidence.explained_policy_N
+    engine_N, policy_N = evidence.explained
     left = {sampling: mean_difference(engine_N, other_N) for sampling, other_N in evidence.explanations.items()}
     # Candidates that leave rounding alone are equal; the first one is the simplest.
     best = min(left, key=lambda sampling: max(left[sampling], ROUNDING_SHARE * evidence.warn_above), default=None)
@@ -285,6 +326,8 @@ def _of_size(evidence: Evidence) -> _Finding:
         reason = (
             "weights and sampling settings agree, so the engine computes in another precision or with other kernels"
         )
+        if evidence.merge_gap is not None:
+            reason += f"; merging the adapters into rounded weights alone makes {evidence.merge_gap:.2g}"
         remedy = (
             "use policy.precision=float32, correct the loss with grpo.loss.importance_correction, or accept it with "
             "policy.generation.mismatch.warn"

@@ -7,7 +7,7 @@ weights.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -163,10 +163,11 @@ class WeightReceiver(StagedWeights):
     Args:
         model: the model whose weights are replaced; its current weights are version 0.
         device_id: id of this process's device.
+        names: names of the weights that are replaced; all by default.
     """
 
-    def __init__(self, model: nn.Module, device_id: str):
-        self._live = dict(model.named_parameters())
+    def __init__(self, model: nn.Module, device_id: str, names: Collection[str] | None = None):
+        self._live = {name: p for name, p in model.named_parameters() if names is None or name in names}
         super().__init__(self._live, next(iter(self._live.values())).device, device_id)
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
 from lucidrl.errors import RefitError
 from lucidrl.models.generation.interfaces import RefitReport
@@ -16,13 +17,25 @@ from lucidrl.models.generation.mismatch import (
     Evidence,
     Sampling,
     candidate_samplings,
+    candidate_scales,
     diagnose,
     mean_difference,
 )
 from lucidrl.models.generation.probe import probe_tokens
-from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.config import LoraConfig, PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
+
+
+def adapter_explanations(
+    policy: WorkerGroup, lora: LoraConfig | None, input_ids: torch.Tensor, lengths: torch.Tensor, selected: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Score tokens of a few rows with the adapters at other scales; {} without LoRA. See `candidate_scales`."""
+    if lora is None:
+        return {}
+    scales = candidate_scales(lora.alpha, lora.rank)
+    scored = policy.run_all("scorer.probe_adapters", input_ids, lengths, list(scales.values()))[0]
+    return {name: logprobs_BT[selected] for name, logprobs_BT in zip(scales, scored, strict=True)}
 
 
 class RefitGuard:
@@ -35,6 +48,7 @@ class RefitGuard:
     def __init__(self, policy: Policy, pool: WorkerPool, config: PolicyConfig, tokenizer: PreTrainedTokenizerBase):
         self._policy, self._pool = policy.group, pool
         self._precision, generation = config.precision, config.generation
+        self._lora, self._merges = config.lora, config.merges_for_generation
         self._limits = generation.mismatch
         self._setting = Sampling(generation.temperature, generation.top_k, generation.top_p)
         probe = probe_tokens(tokenizer)
@@ -49,6 +63,8 @@ class RefitGuard:
         """A fault in the last version, too small to stop the run; `StepGuard` warns of it."""
         self.difference = 0.0
         """Largest mean absolute difference of the probe's log-probabilities after the last refit."""
+        self.merge_gap: float | None = None
+        """What merging adapters alone changes in them; None if the engine takes adapters, or there are none."""
 
     @span("guard")
     def check(self, version: int, receivers: Sequence[PoolWorker]) -> None:
@@ -71,6 +87,8 @@ class RefitGuard:
             name: value for sent in self._policy.run_all("export.sent_checksums") for name, value in sent.items()
         }
         logprobs = self._policy.run_all("scorer.probe", *self._probe)[0][0, 1:]
+        if self._merges:
+            self.merge_gap = self._policy.run_all("scorer.merge_gap", *self._probe)[0]
         for number, report in sorted(reports.items()):
             self._act_on(self._evidence(number, version, report, checksum, logprobs))
         differences = [mean_difference(report.probe_logprobs, logprobs) for report in reports.values()]
@@ -98,6 +116,7 @@ class RefitGuard:
             checksum=report.checksum,
             expected_checksum=checksum,
             previous_checksum=self._checksum if is_next else {},
+            merge_gap=self.merge_gap,
         )
 
     def _act_on(self, evidence: Evidence) -> None:
@@ -106,9 +125,15 @@ class RefitGuard:
             return
         samplings = candidate_samplings(self._setting)
         selected = torch.ones_like(self._probe[0], dtype=torch.bool)
+        selected[:, 0] = False  # the first token has no log-probability
         arguments = (*self._probe, selected, samplings, self._setting, evidence.warn_above)
         explained, _ = self._policy.run_all("scorer.explanations", *arguments)[0]
-        diagnosis = diagnose(replace(evidence, explanations=dict(zip(samplings, explained, strict=True))))
+        evidence = replace(
+            evidence,
+            explanations=dict(zip(samplings, explained, strict=True)),
+            adapter_explanations=adapter_explanations(self._policy, self._lora, *self._probe, selected),
+        )
+        diagnosis = diagnose(evidence)
         assert diagnosis is not None, "evidence that is not clean has a diagnosis"
         if diagnosis.is_gross:
             raise RefitError(diagnosis.message)

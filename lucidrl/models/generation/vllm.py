@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import ConfigError, RefitError
+from lucidrl.models.adapter_folder import is_adapter
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.sampling import check_requests, with_draw_keys
 from lucidrl.models.generation.synchronous import requests_of
@@ -270,12 +271,12 @@ def _engine_arguments(config: PolicyConfig, folder: str, context: int, gpu: int 
 @contextmanager
 def _saved_model(config: PolicyConfig, seed: int) -> Iterator[Path]:
     """Yield a folder with the model, which vLLM reads while it starts."""
-    if config.model_name not in EMBEDDED_MODELS:
-        yield model_folder(config.model_name)
+    if config.model_name not in EMBEDDED_MODELS and not is_adapter(folder := model_folder(config.model_name)):
+        yield folder
         return
-    with TemporaryDirectory(prefix="lucidrl-") as folder:
-        load_model(config.model_name, DTYPES[config.precision], seed=seed).save_pretrained(folder)
-        yield Path(folder)
+    with TemporaryDirectory(prefix="lucidrl-") as temporary:
+        load_model(config.model_name, DTYPES[config.precision], seed=seed).save_pretrained(temporary)
+        yield Path(temporary)
 
 
 @contextmanager

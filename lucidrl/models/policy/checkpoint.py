@@ -1,14 +1,14 @@
 """Saves and loads a policy's weights and optimizer; every rank must make these calls.
 
-The weights are a Hugging Face model folder. Files hold full tensors, so any number of ranks and any sharding can resume
-from them.
+The weights are a Hugging Face model folder, or with LoRA a folder of the adapter alone that PEFT reads. Files hold full
+tensors, so any number of ranks and any sharding can resume from them.
 """
 
 from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -26,8 +26,10 @@ from lucidrl.checkpoint.tensors import TensorSpec, open_tensors
 from lucidrl.checkpoint.writer import CheckpointWriter, TensorSet, agreed
 from lucidrl.distributed.process_group import gather_over
 from lucidrl.errors import CheckpointError
+from lucidrl.models.adapter_folder import STEM as ADAPTER_STEM
+from lucidrl.models.adapter_folder import Base, adapter_files, base_of, check_adapter, open_adapter, peft_name
 from lucidrl.models.loading import DTYPES
-from lucidrl.models.policy.config import Precision
+from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.offload import Offload
 from lucidrl.models.policy.optimizer_state import (
     check_same_shapes,
@@ -46,10 +48,20 @@ class PolicyCheckpoints:
     """Saves and loads a policy. Call `begin`, `save` and `load` on every rank."""
 
     def __init__(
-        self, sharding: Sharding, offload: Offload, tokenizer: PreTrainedTokenizerBase, precision: Precision
+        self,
+        sharding: Sharding,
+        offload: Offload,
+        tokenizer: PreTrainedTokenizerBase,
+        config: PolicyConfig,
+        seed: int,
     ) -> None:
-        self._sharding, self._offload, self._tokenizer, self._precision = sharding, offload, tokenizer, precision
+        self._sharding, self._offload, self._tokenizer = sharding, offload, tokenizer
+        self._precision, self._lora = config.precision, config.lora
         self._rank, self._group = sharding.mesh.rank, sharding.mesh.world
+        self._base: Base | None = None
+        """What the adapter belongs to; on rank 0 only, which writes and checks it."""
+        if self._lora is not None and self._rank == 0:
+            self._base = base_of(config.model_name, seed)
         pin_memory = sharding.mesh.device.type == "cuda"
         self.writer = CheckpointWriter(self._rank, sharding.mesh.layout.size, self._group, pin_memory=pin_memory)
 
@@ -73,14 +85,24 @@ class PolicyCheckpoints:
 
     def _contents(self, weights: str, optimizer: str | None) -> tuple[list[TensorSet], dict[Path, bytes]]:
         """Return the tensors of a save, and the rest of the optimizer's state."""
-        dtype = DTYPES[self._precision]
-        specs = {name: TensorSpec(dtype, tuple(shape)) for name, shape in self._sharding.shapes.items()}
-        sets = [TensorSet(Path(weights), WEIGHTS_STEM, specs, self._sharding.full_weights)]
+        sets = [self._weights_to(Path(weights))]
         if optimizer is None:
             return sets, {}
         saved = self._offload.optimizer_for("saving with an optimizer_path", _WITHOUT_OPTIMIZER)
         tensors, small_files = full_state_files(Path(optimizer), self._sharding, saved)
         return [*sets, tensors], small_files
+
+    def _weights_to(self, folder: Path) -> TensorSet:
+        sharding, dtype = self._sharding, DTYPES[self._precision]
+        specs = {name: TensorSpec(dtype, tuple(shape)) for name, shape in sharding.shapes.items()}
+        if self._lora is None:
+            return TensorSet(folder, WEIGHTS_STEM, specs, sharding.full_weights)
+
+        def gather() -> Iterator[tuple[str, torch.Tensor]]:
+            return ((peft_name(name), tensor) for name, tensor in sharding.full_weights())
+
+        specs = {peft_name(name): spec for name, spec in specs.items()}
+        return TensorSet(folder, ADAPTER_STEM, specs, gather, is_one_file=True)
 
     @span("save")
     def finish(self) -> dict[Path, FileDigest]:
@@ -123,6 +145,8 @@ class PolicyCheckpoints:
             folders = [Path(path) for path in (weights, optimizer) if path is not None]
             agreed(lambda: _verify(folders) if self._rank == 0 else None, self._group)
 
+        agreed(lambda: self._check_kind(Path(weights)) if self._rank == 0 else None, self._group)
+
         def open_both() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             saved = self._open_weights(Path(weights))
             return saved, read_full_state(Path(optimizer), self._sharding, known) if optimizer and known else {}
@@ -136,15 +160,28 @@ class PolicyCheckpoints:
 
     @cached_property
     def _config_files(self) -> dict[str, bytes]:
-        return _files_saved_by(lambda folder: _save_config(self._sharding.model.model, self._precision, folder))
+        model = self._sharding.model.model
+        files = _files_saved_by(lambda folder: _save_config(model, self._precision, folder))
+        if self._lora is not None and self._base is not None:
+            files |= adapter_files(model, self._lora, self._base)
+        return files
 
     @cached_property
     def _tokenizer_files(self) -> dict[str, bytes]:
         return _files_saved_by(self._tokenizer.save_pretrained)
 
+    def _check_kind(self, folder: Path) -> None:
+        """Refuse an adapter of another base, or an adapter in place of a model; called on rank 0."""
+
+        def base() -> Base:
+            assert self._base is not None, "rank 0 of a policy with adapters knows the base"
+            return self._base
+
+        check_adapter(folder, self._lora, base)
+
     def _open_weights(self, folder: Path) -> dict[str, torch.Tensor]:
         """Open weights lazily; raise CheckpointError if names or shapes differ from the model's."""
-        saved = open_tensors(folder, WEIGHTS_STEM)
+        saved = open_tensors(folder, WEIGHTS_STEM) if self._lora is None else open_adapter(folder)
         model: PreTrainedModel = self._sharding.model.model
         buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
         for name, tensor in saved.items():

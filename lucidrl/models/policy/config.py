@@ -194,6 +194,60 @@ class DTensorConfig(Config):
     """Import path of a tensor parallel plan, for a model for which transformers has no plan."""
 
 
+ALL_LINEAR = "all-linear"
+"""Target of adapters: every linear layer but the language model's head."""
+
+
+class LoraConfig(Config):
+    """Low-rank adapters: train two thin matrices beside each target layer and keep the model itself frozen."""
+
+    rank: int = 8
+    """Rows of A and columns of B; a target's output grows by alpha / rank * B @ A @ input."""
+    alpha: float = 16.0
+    """Scale of the adapters; alpha / rank multiplies their output."""
+    target_modules: str | tuple[str, ...] = ALL_LINEAR
+    """Linear layers with an adapter: `all-linear` (all but the head), or the last parts of their names, such as
+    `[q_proj, v_proj]` or `layers.0.mlp.up_proj`."""
+    dropout: float = 0.0
+    """Probability that an input of A is dropped, in training only. Scoring and generation drop nothing, so with
+    dropout the trained policy differs from the one that sampled."""
+
+    @field_validator("rank")
+    @classmethod
+    def _is_a_rank(cls, rank: int) -> int:
+        if rank < 1:
+            raise ValueError(f"{rank} is not a rank; set a positive integer such as 8, or policy.lora=null")
+        return rank
+
+    @field_validator("alpha")
+    @classmethod
+    def _is_a_scale(cls, alpha: float) -> float:
+        if not 0 < alpha < float("inf"):
+            raise ValueError(f"{alpha} is not a scale; set a positive number such as 16")
+        return alpha
+
+    @field_validator("dropout")
+    @classmethod
+    def _is_a_probability(cls, dropout: float) -> float:
+        if not 0 <= dropout < 1:
+            raise ValueError(f"{dropout} is not a dropout probability; set a number from 0 to below 1, such as 0.05")
+        return dropout
+
+    @field_validator("target_modules")
+    @classmethod
+    def _names_layers(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if isinstance(targets, str):
+            targets = targets if targets == ALL_LINEAR else (targets,)
+        if not all(targets):
+            raise ValueError(f"no layers are named; set {ALL_LINEAR}, or names such as [q_proj, v_proj]")
+        return targets
+
+    @property
+    def scaling(self) -> float:
+        """The factor of B @ A."""
+        return self.alpha / self.rank
+
+
 class PolicyConfig(OptimizationConfig):
     """A language model to train, score and sample from."""
 
@@ -206,6 +260,8 @@ class PolicyConfig(OptimizationConfig):
     """Padding token; by default the tokenizer's pad token or, if there is none, its end-of-sequence token."""
     trust_remote_code: bool = False
     """Run Python code from the model folder."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters and keep the model frozen; null trains all weights."""
     train_global_batch_size: PositiveInt | None = None
     """Rows per optimizer update, over all ranks; by default all rows of a `train` call, so one update per call."""
     train_micro_batch_size: PositiveInt = 32
@@ -226,6 +282,11 @@ class PolicyConfig(OptimizationConfig):
     """Recompute logits in the backward pass: uses the least memory, but evaluates the head twice."""
     generation: GenerationConfig = GenerationConfig()
     """How completions are sampled; its temperature applies to scoring and training too."""
+
+    @property
+    def merges_for_generation(self) -> bool:
+        """Whether a refit sends merged weights, because the engine takes no adapters."""
+        return self.lora is not None and self.generation.engine != "builtin"
 
     @model_validator(mode="after")
     def _is_consistent(self) -> PolicyConfig:

@@ -24,6 +24,7 @@ from lucidrl.models.fsdp_internals import (
 )
 from lucidrl.models.loading import decoder_layers
 from lucidrl.models.logprobs import LogprobModel
+from lucidrl.models.lora import add_adapters
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.sharding import (
     FullTensors,
@@ -58,6 +59,8 @@ class DTensorPolicyWorker(PolicyWorker):
                 sequence_parallel=parallel.sequence_parallel,
                 custom_plan=parallel.custom_parallel_plan,
             )
+        if self.config.lora is not None:
+            add_adapters(model, self.config.lora)
         scorer = with_logprobs(
             self.config,
             model,
@@ -142,7 +145,7 @@ class FSDP2Sharding(Sharding):
             module.set_force_sum_reduction_for_comms(True)
         time_collectives(self._modules)
         materialize(model.model, torch.device("cpu") if offloads else mesh.device, mesh.device)
-        self.units = self._unit_per_parameter()
+        self._set_unit_per_parameter()
 
     @contextmanager
     def accumulating(self, is_last: bool) -> Iterator[None]:

@@ -50,6 +50,11 @@ class FSDP1PolicyWorker(PolicyWorker):
                     f"policy.optimizer.{setting} needs separate weights, but FSDP1 flattens the weights of a layer "
                     "into one parameter; set policy.dtensor_cfg.enabled=true to use DTensorPolicyWorker"
                 )
+        if config.lora is not None and world_size > 1:
+            raise ConfigError(
+                "policy.lora trains some weights of a layer and freezes the others, but FSDP1 flattens the weights of "
+                "a layer into one parameter; set policy.dtensor_cfg.enabled=true to use DTensorPolicyWorker"
+            )
         return Layout(dp=world_size)
 
     def _shard(self, model: PreTrainedModel) -> Sharding:
@@ -90,7 +95,7 @@ class FSDP1Sharding(Sharding):
         # FSDP1 keeps the weights of its root gathered after a forward pass, and would miss weights that are swapped or
         # loaded into the shards: so the root is a second wrapper, without weights.
         self.root = FullyShardedDataParallel(sharded, **options)
-        self._modules, self.units = [], []
+        self._modules, self.units, self.frozen = [], [], []
         for module in FullyShardedDataParallel.fsdp_modules(self.root):
             if (flat := flat_parameter(module)) is not None:
                 names = [f"{name_of_module[owner]}.{name}".removeprefix(".") for owner, name, _ in tensors_in(flat)]

@@ -130,7 +130,8 @@ class Offload:
             )
 
     def _weights(self) -> list[torch.Tensor]:
-        return [*self._sharding.parameters(), *self._sharding.model.buffers()]
+        frozen = [unit.parameter for unit in self._sharding.frozen]
+        return [*self._sharding.parameters(), *frozen, *self._sharding.model.buffers()]
 
 
 def tensors_of(model: nn.Module) -> list[torch.Tensor]:

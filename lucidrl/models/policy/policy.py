@@ -19,6 +19,7 @@ from lucidrl.losses.interfaces import LossFunction
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.sampling import with_draw_keys
 from lucidrl.models.loading import DTYPES, empty_model
+from lucidrl.models.lora import add_adapters
 from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.models.parameter_groups import WeightInfo
 from lucidrl.models.policy.config import PolicyConfig
@@ -41,13 +42,20 @@ def worker_class_of(config: PolicyConfig) -> type[PolicyWorker]:
 
 
 def check_optimizer(config: PolicyConfig) -> None:
-    """Raise ConfigError if the optimizer, its groups or the schedule do not fit the model; load no weights."""
+    """Raise ConfigError if adapters, optimizer, its groups or the schedule do not fit the model; load no weights."""
     names = [""]
-    if config.optimizer.groups:  # only they need the names
-        model = empty_model(config.model_name, DTYPES[config.precision], config.trust_remote_code)
-        names = [name for name, _ in model.named_parameters()]
+    if config.optimizer.groups or config.lora is not None:  # only they need the names
+        names = list(trained_shapes(config))
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in names]
     PolicyOptimizer(parameters, config, weights=[WeightInfo(name) for name in names])
+
+
+def trained_shapes(config: PolicyConfig) -> dict[str, torch.Size]:
+    """Return name and shape of the weights that a policy trains; load no weights."""
+    model = empty_model(config.model_name, DTYPES[config.precision], config.trust_remote_code)
+    if config.lora is not None:
+        add_adapters(model, config.lora)
+    return {name: weight.shape for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 class Policy:

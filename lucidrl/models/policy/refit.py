@@ -27,6 +27,8 @@ from lucidrl.profiling.spans import span
 class WeightExport:
     """Sends weights under Hugging Face names, in the configured precision; tied weights are sent once.
 
+    With LoRA it sends the adapters alone, or to an engine that takes no adapters the model with the adapters merged in.
+
     `stream`, `ipc_handles`, `broadcast` and `checksum` gather tensors: call them on every rank.
 
     Args:
@@ -42,11 +44,15 @@ class WeightExport:
         self.device_id = device_id(device, local_rank)
         # CPU ranks of a node share its memory: one copy of the weights serves all receivers.
         self._is_writer = device.type == "cuda" or local_rank == 0
-        names = [name for unit in sharding.units for name in unit.names]
-        self._infos = {name: TensorInfo(name, tuple(sharding.shapes[name]), self._dtype) for name in names}
+        self._merges = config.merges_for_generation
+        units, shapes = sharding.units, sharding.shapes
+        if self._merges:
+            units, shapes = sharding.frozen, sharding.frozen_shapes
+        names = [name for unit in units for name in unit.names]
+        self._infos = {name: TensorInfo(name, tuple(shapes[name]), self._dtype) for name in names}
         self._version, self._verify = 0, False
-        self._shards: list[torch.Tensor] | None = None
-        """This rank's weights; set by `prepare_for_ipc`."""
+        self._is_prepared = False
+        """Whether `prepare_for_ipc` was called."""
         self._memory = pool_for(device)
         self._packed: set[str] = set()
         """Names packed in this refit."""
@@ -62,7 +68,13 @@ class WeightExport:
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and full tensors, one at a time."""
-        return self._sharding.full_weights(self._dtype)
+        return self._tensors(None)
+
+    def _tensors(self, names: set[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gather the named tensors of `stream`; all if None."""
+        if self._merges:
+            return self._sharding.merged_weights(names, self._dtype)
+        return self._sharding.full_tensors(self._sharding.local_weights(), names, self._dtype)
 
     def checksum(self) -> str:
         """Return a checksum that equals the checksum of a receiver with the same weights."""
@@ -81,7 +93,7 @@ class WeightExport:
     def prepare_for_ipc(self) -> tuple[list[tuple[str, int]], float]:
         """Start a refit; return name and size in bytes of each weight, and the bytes available for buckets."""
         self._offload.check_weights("prepare_weights_for_ipc")
-        self._shards = self._sharding.local_weights()
+        self._is_prepared = True
         self._begin_refit()
         free = free_bytes(self._device) + self._memory.spare_bytes()
         return [(info.name, info.size_bytes) for info in self.infos()], float(free)
@@ -90,13 +102,13 @@ class WeightExport:
     def ipc_handles(self, keys: Sequence[str]) -> dict[str, tuple[bool, BucketHandle]]:
         """Pack the named weights into one bucket; return device id → (True, handle), or {} if another rank packs it."""
         self._offload.check_weights("get_weights_ipc_handles")
-        if self._shards is None:
+        if not self._is_prepared:
             raise RefitError(
                 f"get_weights_ipc_handles was called for {len(keys)} weights before prepare_weights_for_ipc; call "
                 "prepare_weights_for_ipc first, on every rank"
             )
         bucket = self._bucket_of(keys)
-        stream = self._sharding.full_tensors(self._shards, set(keys), self._dtype)
+        stream = self._tensors(set(keys))
         if not self._is_writer:
             for _ in stream:  # takes part in the gathering
                 pass
@@ -169,7 +181,7 @@ class WeightExport:
     def close(self) -> None:
         """Free bucket memory and leave the weight group; may be called twice."""
         self._leave_collective()
-        self._shards = None
+        self._is_prepared = False
         self._memory.close()
 
     def _leave_collective(self) -> None:

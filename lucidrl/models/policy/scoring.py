@@ -1,12 +1,13 @@
 """Log-probabilities of rows under the current weights or the reference policy.
 
-The reference policy has the weights that the run started from; scoring swaps these weights in temporarily.
+The reference policy has the weights that the run started from; scoring swaps these weights in temporarily. With LoRA it
+is the model without its adapters, and needs no weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.batching import round_up
 from lucidrl.errors import ConfigError
 from lucidrl.losses.interfaces import Need
-from lucidrl.models.generation.mismatch import Sampling, logprobs_under, num_excluded
+from lucidrl.models.generation.mismatch import Sampling, logprobs_under, mean_difference, num_excluded
+from lucidrl.models.lora import adapted_layers, adapters_at, merged_in_forward
 from lucidrl.models.policy.interfaces import LogprobOutputSpec
 from lucidrl.models.policy.offload import Offload
 from lucidrl.models.policy.row_plans import RowPlans
@@ -32,12 +34,12 @@ class Scorer:
     """Scores this rank's rows, in lock-step with the other ranks.
 
     Args:
-        has_reference: keep a copy of the current weights as the reference policy.
+        has_reference: keep a copy of the current weights as the reference policy; not needed with LoRA.
     """
 
     def __init__(self, sharding: Sharding, row_plans: RowPlans, offload: Offload, *, has_reference: bool):
         self._sharding, self._row_plans, self._offload = sharding, row_plans, offload
-        self._reference = ReferencePolicy(sharding.local_weights()) if has_reference else None
+        self._reference = _reference(sharding) if has_reference else None
 
     @torch.no_grad()
     def logprobs(
@@ -98,6 +100,28 @@ class Scorer:
                 found.append(logprobs_under(logits_NV, targets_N, samplings).cpu())
         return torch.cat(found, dim=1), excluded
 
+    @span("guard")
+    @torch.no_grad()
+    def probe_adapters(
+        self, input_ids: torch.Tensor, lengths: torch.Tensor, strengths: Sequence[float]
+    ) -> list[torch.Tensor]:
+        """Return `probe` with adapters at each strength; see `adapters_at`."""
+        found = []
+        for strength in strengths:
+            with adapters_at(self._sharding.model, strength):
+                found.append(self.probe(input_ids, lengths))
+        return found
+
+    @span("guard")
+    @torch.no_grad()
+    def merge_gap(self, input_ids: torch.Tensor, lengths: torch.Tensor) -> float:
+        """Return the mean absolute difference of a row's log-probabilities between merged and separate adapters."""
+        separate_BT = self.probe(input_ids, lengths)
+        with merged_in_forward(self._sharding.model):
+            merged_BT = self.probe(input_ids, lengths)
+        is_token_BT = torch.arange(1, separate_BT.shape[1]) < lengths[:, None].cpu()
+        return mean_difference(merged_BT[:, 1:][is_token_BT], separate_BT[:, 1:][is_token_BT])
+
     def _outputs_of(self, input_ids: torch.Tensor, lengths: torch.Tensor, need: Need) -> torch.Tensor:
         self._offload.check_weights("get_logprobs")
         device = self._sharding.mesh.device
@@ -116,6 +140,23 @@ class Scorer:
             )
         with span("reference"), self._reference.swapped_in():
             yield
+
+
+class WithoutAdapters:
+    """The reference policy of a model with adapters: the same model without them."""
+
+    def __init__(self, model: torch.nn.Module):
+        self._model = model
+
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """Context in which the model has the reference weights."""
+        return adapters_at(self._model, 0)
+
+
+def _reference(sharding: Sharding) -> ReferencePolicy | WithoutAdapters:
+    if adapted_layers(sharding.model):
+        return WithoutAdapters(sharding.model)
+    return ReferencePolicy(sharding.local_weights())
 
 
 class ReferencePolicy:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from lucidrl.distributed.process_group import RankMesh, check_exchanges_cpu_tensors, sum_over
 from lucidrl.models.loading import DTYPES, checkpoint_activations, empty_model, load_model
 from lucidrl.models.logprobs import LogprobModel
+from lucidrl.models.lora import FACTORS, adapted_layers, add_adapters, merged_weight
 from lucidrl.models.muon import matrix_names
 from lucidrl.models.optim import plain_norm
 from lucidrl.models.parameter_groups import WeightInfo
@@ -52,14 +53,18 @@ class Sharding(ABC):
 
     root: nn.Module
     units: list[Unit]
-    """Units in the order in which they are gathered."""
+    """Trained units, in the order in which they are gathered."""
+    frozen: list[Unit]
+    """Units of weights that are not trained: all but the adapters with LoRA, else none."""
     gradient_scale: float = 1.0
     """Multiply losses by this factor, so that gradients are sums over ranks even if the back end averages them."""
 
     def __init__(self, model: LogprobModel, mesh: RankMesh):
         self.model, self.mesh = model, mesh
-        self.shapes = {name: list(parameter.shape) for name, parameter in self._trainable()}
+        self.shapes = self._shapes(is_trained=True)
         """Hugging Face name → shape of every full trainable tensor, in model order; tied tensors are listed once."""
+        self.frozen_shapes = self._shapes(is_trained=False)
+        """The same of tensors that are not trained."""
         self._matrices = matrix_names(model.model)
 
     @abstractmethod
@@ -134,10 +139,43 @@ class Sharding(ABC):
     def full_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         return self.full_tensors(self.local_weights(), dtype=dtype)
 
+    def merged_weights(
+        self, names: Collection[str] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gather the frozen weights one at a time, with adapters merged in. Every rank must exhaust the iterator.
+
+        Args:
+            names: names of the tensors to gather; all by default.
+            dtype: cast merged weights to this dtype.
+        """
+        factors = dict(zip(self.shapes, self.units, strict=True))
+        layers = {f"{name}.weight": (name, layer) for name, layer in adapted_layers(self.model.model).items()}
+        for unit in self.frozen:
+            [name] = unit.names
+            if names is not None and name not in names:
+                continue
+            full = self._full(unit)
+            if name in layers:
+                of_layer, layer = layers[name]
+                a_RI, b_OR = (self._full(factors[f"{of_layer}.{factor}"]) for factor in FACTORS)
+                full = merged_weight(full, a_RI, b_OR, layer.scaling)
+            yield name, full.to(dtype or full.dtype)
+
+    def _full(self, unit: Unit) -> torch.Tensor:
+        """Gather the only tensor of a unit."""
+        [(_, full)] = self._gather(unit, local_shard(unit.parameter.detach()), unit.names)
+        return full
+
     @torch.no_grad()
     def load_full_weights(self, full: FullTensors) -> None:
         for weights, shard in zip(self.local_weights(), self.shards_of(full), strict=True):
             weights.copy_(shard)
+
+    @torch.no_grad()
+    def load_frozen(self, full: FullTensors) -> None:
+        """Load the weights that are not trained."""
+        for unit in self.frozen:
+            local_shard(unit.parameter.detach()).copy_(self.shard_of(unit, full))
 
     def total_norm(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Return the gradient norm of the full model, from this rank's shards (in the order of `parameters`)."""
@@ -156,12 +194,16 @@ class Sharding(ABC):
         placements = parameter.placements if isinstance(parameter, DTensor) else ()
         return 1 if len(placements) == 2 and placements[1].is_shard() else self.mesh.layout.tp
 
-    def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _named(self, *, is_trained: bool) -> Iterator[tuple[str, nn.Parameter]]:
         named = self.model.model.named_parameters()
-        return ((name, parameter) for name, parameter in named if parameter.requires_grad)
+        return ((name, parameter) for name, parameter in named if parameter.requires_grad == is_trained)
 
-    def _unit_per_parameter(self) -> list[Unit]:
-        return [Unit(parameter, [name]) for name, parameter in self._trainable()]
+    def _shapes(self, *, is_trained: bool) -> dict[str, list[int]]:
+        return {name: list(parameter.shape) for name, parameter in self._named(is_trained=is_trained)}
+
+    def _set_unit_per_parameter(self) -> None:
+        self.units = [Unit(parameter, [name]) for name, parameter in self._named(is_trained=True)]
+        self.frozen = [Unit(parameter, [name]) for name, parameter in self._named(is_trained=False)]
 
 
 class Unsharded(Sharding):
@@ -170,7 +212,7 @@ class Unsharded(Sharding):
     def __init__(self, model: LogprobModel, mesh: RankMesh):
         super().__init__(model, mesh)
         self.root = model
-        self.units = self._unit_per_parameter()
+        self._set_unit_per_parameter()
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -197,12 +239,16 @@ def load_sharded(
     name, trust = config.model_name, config.trust_remote_code
     if mesh.layout.size == 1:
         model = load_model(name, DTYPES[config.precision], seed=seed, trust_remote_code=trust)
+        if config.lora is not None:
+            add_adapters(model, config.lora, seed)
         return Unsharded(with_logprobs(config, model).to(mesh.device), mesh)
     if config.dtensor_cfg.cpu_offload:
         check_exchanges_cpu_tensors("policy.dtensor_cfg.cpu_offload=true")
     # Sharded parameters are the optimizer's float32 weights; layers compute with a half-precision copy.
     dtype = torch.float32 if config.precision in HALF_PRECISIONS else DTYPES[config.precision]
     source = load_model(name, dtype, seed=seed, trust_remote_code=trust) if mesh.rank == 0 else None
+    if source is not None and config.lora is not None:
+        add_adapters(source, config.lora, seed)
     sharding = shard(empty_model(name, dtype, trust))
     _broadcast_from_rank_0(sharding, source)
     return sharding
@@ -212,13 +258,13 @@ def with_logprobs(config: PolicyConfig, model: PreTrainedModel, **parallel: Any)
     """Wrap a model to return log-probabilities.
 
     The model stays in evaluation mode during training: with dropout, the trained policy would differ from the policy
-    that sampled and scored.
+    that sampled and scored. Only adapters drop inputs if `policy.lora.dropout` says so.
 
     Args:
         **parallel: parallelism arguments of `LogprobModel`.
     """
     if config.dtensor_cfg.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(model, draws=config.lora is not None and config.lora.dropout > 0)
     return LogprobModel(model.eval(), config.generation.temperature, config.recompute_head, **parallel)
 
 
@@ -249,17 +295,18 @@ def _broadcast_from_rank_0(sharding: Sharding, source: PreTrainedModel | None) -
     """
     device = sharding.mesh.device
     weights = dict(source.named_parameters()) if source is not None else {}
-    dtype = sharding.parameters()[0].dtype
+    dtype, shapes = sharding.parameters()[0].dtype, sharding.shapes | sharding.frozen_shapes
 
     def broadcast(name: str) -> torch.Tensor:
         if weights:
             tensor = weights[name].detach().to(device).contiguous()
         else:
-            tensor = torch.empty(sharding.shapes[name], dtype=dtype, device=device)
+            tensor = torch.empty(shapes[name], dtype=dtype, device=device)
         dist.broadcast(tensor, src=0)
         return tensor
 
     sharding.load_full_weights(broadcast)
+    sharding.load_frozen(broadcast)
     # Match buffers by order: wrappers change names. Tensor parallelism may have made them replicated DTensors.
     buffers = [local_shard(buffer) for buffer in sharding.model.model.buffers()]
     for buffer, read in zip(buffers, source.buffers() if source is not None else buffers, strict=True):

@@ -110,7 +110,7 @@ class PolicyWorker(Recorded, ABC):
         self.scorer = Scorer(sharding, self.row_plans, self.offload, has_reference=init_reference_model)
         gathered_weights = partial(_gathered_weights, self.config, self.offload, sharding)
         self.generator = BuiltinGenerator(self.model, tokenizer, self.config.generation, options.seed, gathered_weights)
-        self.checkpoints = PolicyCheckpoints(sharding, self.offload, tokenizer, self.config.precision)
+        self.checkpoints = PolicyCheckpoints(sharding, self.offload, tokenizer, self.config, options.seed)
         self.export = WeightExport(sharding, self.offload, self.config, world.local_rank)
         self.memory = CudaMemory(self.device) if self.device.type == "cuda" else ProcessMemory()
         self._recording = Recording(worker_name(POLICY, self.rank))
