@@ -33,7 +33,7 @@ def estimate_memory_gib(config: GRPORunConfig | SFTRunConfig, facts: ModelFacts,
         rows = min(config.rows_per_step, policy.generation.max_concurrent_rows)
         cached = rows * num_sampled + config.collector.prompts_per_step * longest
         size_bytes["key-value cache"] = cached * facts.kv_elements_per_token * width
-        if config.grpo.loss.kl_coefficient > 0:
+        if config.grpo.needs_reference:
             size_bytes["reference weights"] = parameters * width
         if policy.generation.placement == "separate":
             # A generator holds the current and the next version; generators on the policy's node share their memory.
