@@ -8,12 +8,13 @@ Actions: B any batch dims (each row holds one trajectory after another), T time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lucidrl.algorithms.config import AdvantageConfig, AdvantageEstimator
+from lucidrl.collectors.rollouts import ComponentScores
 from lucidrl.errors import DataError
 
 STD_EPSILON = 1e-6
@@ -28,20 +29,62 @@ def compute_advantages(
     group_ids: torch.Tensor,
     valid: torch.Tensor,
     names: Sequence[str] | None = None,
+    components: Mapping[str, ComponentScores] | None = None,
 ) -> torch.Tensor:
     """Return the advantage of each row, [B] float32.
+
+    Standardisation over tokens and the KL divergence in the reward need the tokens: see `lucidrl.algorithms.credit`.
 
     Args:
         rewards: [B] one reward per valid row, from -MAX_REWARD to MAX_REWARD.
         group_ids: [B] int64, equal for samples of the same prompt.
         valid: [B] bool or 0/1, such as the batch's `sample_mask`.
         names: [B] names of the rows, for error messages; by default the row indices.
+        components: scores of each reward by its name, for `rewards=separate`.
 
     Raises:
         DataError: the reward of a valid row is NaN or too large (the message names the rows), or the shapes differ.
     """
     _check(rewards, group_ids, valid.bool(), names)
-    return ESTIMATORS[config.estimator](rewards, group_ids, valid)
+    if config.rewards == "separate":
+        advantages = _summed_separately(config, components or {}, group_ids, valid.bool(), names)
+    else:
+        advantages = ESTIMATORS[config.estimator](rewards, group_ids, valid)
+    return standardized(advantages, valid.bool()) if config.standardize == "sample" else advantages
+
+
+def _summed_separately(
+    config: AdvantageConfig,
+    components: Mapping[str, ComponentScores],
+    group_ids: torch.Tensor,
+    valid: torch.Tensor,
+    names: Sequence[str] | None,
+) -> torch.Tensor:
+    """The weighted sum of each component's advantages (GDPO); a component that a row lacks adds 0 to it."""
+    if not components:
+        raise DataError(
+            "grpo.advantages.rewards=separate needs rewards with names, but the environment returned only their sum; "
+            "set reward=[...] with several rewards, or return `components` in each EnvReply"
+        )
+    total = torch.zeros(len(group_ids), dtype=torch.float64)
+    for component in components.values():
+        has_score = valid & ~component.scores.isnan()
+        _check(component.scores, group_ids, has_score, names)
+        total += component.weight * ESTIMATORS[config.estimator](component.scores, group_ids, has_score)
+    return total.float()
+
+
+def standardized(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(value - mean) / (std + STD_EPSILON) over the values in the mask, float32; 0 elsewhere, and if all are equal.
+
+    The driver has all rows of a step, so mean and standard deviation do not depend on micro-batches or ranks. The
+    standard deviation divides by n, not n - 1.
+    """
+    chosen = values[mask].double()
+    if not len(chosen) or chosen.min() == chosen.max():
+        return torch.zeros_like(values, dtype=torch.float32)
+    scaled = (values.double() - chosen.mean()) / (chosen.std(correction=0) + STD_EPSILON)
+    return scaled.masked_fill(~mask, 0).float()
 
 
 def group_normalized(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -53,6 +96,12 @@ def group_normalized(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torc
     groups = _Groups.of(rewards, group_ids, valid)
     std_G = groups.mean(groups.centered.square()).sqrt()
     return groups.finished(groups.centered / (std_G[groups.index] + STD_EPSILON))
+
+
+def group_centered(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Reward minus group mean, not divided by a standard deviation (Dr. GRPO)."""
+    groups = _Groups.of(rewards, group_ids, valid)
+    return groups.finished(groups.centered)
 
 
 def leave_one_out(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -71,13 +120,14 @@ def plain(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -
 
 ESTIMATORS: dict[AdvantageEstimator, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     AdvantageEstimator.GROUP_NORMALIZED: group_normalized,
+    AdvantageEstimator.GROUP_CENTERED: group_centered,
     AdvantageEstimator.LEAVE_ONE_OUT: leave_one_out,
     AdvantageEstimator.PLAIN: plain,
 }
 
 
 def has_signal(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """[B] bool: the row is valid, and the valid rewards of its group differ."""
+    """[B] bool: the row is valid, and the valid rewards of its group differ. Rows that are not valid may be NaN."""
     _check(rewards, group_ids, valid.bool())
     groups = _Groups.of(rewards, group_ids, valid)
     return groups.valid & groups.differs[groups.index]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from lucidrl.algorithms.variants import Variant, with_bundle
 from lucidrl.losses.config import ClippedPGConfig, Coefficient
 from lucidrl.utils.config import Config
 
@@ -19,6 +21,7 @@ class AdvantageEstimator(StrEnum):
     """Baseline that a reward is compared with; see `lucidrl.algorithms.advantages` for the formulas."""
 
     GROUP_NORMALIZED = "group_normalized"
+    GROUP_CENTERED = "group_centered"
     LEAVE_ONE_OUT = "leave_one_out"
     PLAIN = "plain"
 
@@ -27,13 +30,62 @@ class AdvantageConfig(Config):
     """How rewards become advantages."""
 
     estimator: AdvantageEstimator = AdvantageEstimator.GROUP_NORMALIZED
-    """group_normalized: (reward - group mean) / group standard deviation (GRPO); leave_one_out: reward - mean of the
-    group's other samples (RLOO); plain: reward - batch mean."""
+    """group_normalized: (reward - group mean) / group standard deviation (GRPO); group_centered: reward - group mean
+    (Dr. GRPO); leave_one_out: reward - mean of the group's other samples (RLOO); plain: reward - batch mean."""
+    rewards: Literal["sum", "separate"] = "sum"
+    """sum: the estimator gets the sum of all rewards; separate: it gets each reward by itself, and the results are
+    summed with the weights of the rewards (GDPO), so that a reward with a small range is not lost beside one with a
+    large range."""
+    standardize: Literal["none", "sample", "token"] = "none"
+    """Standardise the advantages of a step to mean 0 and standard deviation 1: sample: over its samples (GDPO); token:
+    over its sampled tokens, so that a long completion counts more (REINFORCE++)."""
+    kl_coefficient: Coefficient = 0.0
+    """Subtract this times log(policy / reference) of each token from the reward; see kl_level. 0 = no KL in the reward.
+    The log-probabilities are those before the update, at the cost of one more forward pass per step if there is one
+    update per step."""
+    kl_level: Literal["sequence", "token"] = "sequence"
+    """sequence: the reward of a sample loses the sum over its tokens before the estimator compares it (RLOO); token:
+    the advantage of a token loses the sum over this token and those after it (REINFORCE++)."""
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> Self:
+        if self.rewards == "separate" and self.estimator is not AdvantageEstimator.GROUP_NORMALIZED:
+            raise ValueError(
+                f"rewards=separate and estimator={self.estimator} exclude each other, because only group_normalized "
+                "scales rewards, and without scaling the sum of separate rewards is the same; set "
+                "estimator=group_normalized, or rewards=sum"
+            )
+        if self.kl_coefficient > 0 and self.kl_level == "sequence" and self.rewards == "separate":
+            raise ValueError(
+                f"kl_coefficient={self.kl_coefficient:g} with kl_level=sequence and rewards=separate exclude each "
+                "other, because the penalty belongs to none of the rewards; set kl_level=token"
+            )
+        if self.kl_coefficient > 0 and self.kl_level == "token" and self.standardize == "sample":
+            raise ValueError(
+                "kl_level=token and standardize=sample exclude each other, because the tokens of a sample then have "
+                "different advantages; set standardize=token, or kl_level=sequence"
+            )
+        return self
+
+
+class EntropyControlConfig(Config):
+    """Adapts the coefficient of the entropy bonus to a target."""
+
+    target: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Entropy per token, in nats, below which the policy gets a bonus; null = the coefficient stays at
+    grpo.loss.entropy_coefficient, where it otherwise starts."""
+    step_size: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.005
+    """Change of the coefficient per training step: up below the target, down above it."""
+    max_coefficient: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    """Largest coefficient."""
 
 
 class GRPOConfig(Config):
     """Group-relative policy optimization."""
 
+    variant: Variant | None = None
+    """Published algorithm whose settings replace the defaults below: grpo, dapo, dr_grpo, gspo, cispo, rloo or
+    reinforce_pp; null = the defaults. Settings that you set override those of the variant."""
     max_steps: PositiveInt = 100
     """Steps of the run; each collects rollouts once and trains on them."""
     num_epochs: PositiveInt = 1
@@ -45,9 +97,50 @@ class GRPOConfig(Config):
     """How rewards become advantages."""
     drop_groups_without_signal: bool = False
     """Exclude groups with equal rewards from the loss and its mean. Their advantages are 0, so they only contribute to
-    a KL penalty or an entropy bonus."""
+    a KL penalty or an entropy bonus. With advantages.estimator=plain, the group is the whole batch."""
     mask_truncated: bool = False
     """Exclude completions that were truncated at the token limit from the loss."""
+    entropy_control: EntropyControlConfig = EntropyControlConfig()
+    """Adapts the coefficient of the entropy bonus."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_of_the_variant(cls, content: Any) -> Any:
+        """Add the settings of the variant, except those that are set."""
+        if not isinstance(content, Mapping) or content.get("variant") not in list(Variant):
+            return content
+        as_mappings = {
+            name: value.model_dump(exclude_unset=True) if isinstance(value, Config) else value
+            for name, value in content.items()
+        }
+        return with_bundle(as_mappings, Variant(content["variant"]))
+
+    @model_validator(mode="after")
+    def _penalises_once(self) -> Self:
+        if self.loss.kl_coefficient > 0 and self.advantages.kl_coefficient > 0:
+            raise ValueError(
+                f"loss.kl_coefficient={self.loss.kl_coefficient:g} and "
+                f"advantages.kl_coefficient={self.advantages.kl_coefficient:g} exclude each other, because both "
+                "penalise the divergence from the reference policy; set one of them to 0"
+            )
+        if self.entropy_control.target is not None:
+            initial, most = self.loss.entropy_coefficient, self.entropy_control.max_coefficient
+            if initial > most:
+                raise ValueError(
+                    f"loss.entropy_coefficient={initial:g} is above entropy_control.max_coefficient={most:g}; start "
+                    "with a smaller coefficient, or raise the largest one"
+                )
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL penalty, in the loss or in the reward, compares with the reference policy."""
+        return self.loss.kl_coefficient > 0 or self.advantages.kl_coefficient > 0
+
+    def with_constant_length(self, max_new_tokens: int) -> GRPOConfig:
+        """Return a copy whose loss.constant_length is set."""
+        length = self.loss.constant_length or max_new_tokens
+        return self.model_copy(update={"loss": self.loss.model_copy(update={"constant_length": length})})
 
 
 class SFTConfig(Config):

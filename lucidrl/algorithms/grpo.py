@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from lucidrl.algorithms.advantages import compute_advantages, has_signal
 from lucidrl.algorithms.config import GRPOConfig
+from lucidrl.algorithms.credit import kept_samples, mean_kl, token_advantages
+from lucidrl.algorithms.entropy import EntropyController
 from lucidrl.algorithms.loop import TrainingLoop, is_due
 from lucidrl.algorithms.mismatch import StepGuard
 from lucidrl.algorithms.step_clock import LOGGING
@@ -42,6 +43,11 @@ class GRPO:
     """Write the samples of the first step and of every n-th step; 0 = of the first step only."""
     plot_mismatch_every: int = 0
     """Plot the mismatch of generation and training at every n-th step; 0 = never."""
+    entropy: EntropyController = field(init=False)
+    """Sets the coefficient of the entropy bonus in every step."""
+
+    def __post_init__(self) -> None:
+        self.entropy = EntropyController(self.config.entropy_control, self.config.loss.entropy_coefficient)
 
     @property
     def on_policy(self) -> bool:
@@ -50,7 +56,6 @@ class GRPO:
 
     def run(self) -> int:
         """Train until `max_steps` or a stop request; return the last completed step."""
-        loss_fn = ClippedPGLoss(self.config.loss, on_policy=self.on_policy)
         with self.loop.steps(self.state_dict) as steps:
             for step in steps:
                 rollouts = self.collector.collect()
@@ -60,10 +65,16 @@ class GRPO:
                     self.loop.warn(step, warning)
                 samples = self.samples_of(rollouts, batch) if self._writes_samples(step) else None
                 gbs = batch.size // self.updates_per_epoch
-                result = self.policy.train(batch, loss_fn, num_epochs=self.config.num_epochs, gbs=gbs)
+                result = self.policy.train(batch, self.loss_fn(), num_epochs=self.config.num_epochs, gbs=gbs)
                 self.collector.update_policy_weights_(version=step)
                 self.record(step, rollouts, batch, result, samples)
+                self.entropy.observe(result.metrics.get("entropy", math.nan))
         return self.loop.step
+
+    def loss_fn(self) -> ClippedPGLoss:
+        """Return the loss of the next step."""
+        config = self.config.loss.model_copy(update={"entropy_coefficient": self.entropy.coefficient})
+        return ClippedPGLoss(config, on_policy=self.on_policy, measures_entropy=self.entropy.is_on)
 
     def prepare(self, rollouts: Rollouts, is_plotted: bool = False) -> BatchedDataDict[Any]:
         """Return the training batch with advantages, and with the log-probabilities that the loss and the plot need.
@@ -76,41 +87,37 @@ class GRPO:
                 f"the samples come from policy version {rollouts.policy_version}, but the policy has version "
                 f"{self.policy.policy_version}; call update_policy_weights_ of the collector after every step"
             )
-        batch = self._with_advantages(rollouts)
-        masks_by_importance = self.config.loss.importance_correction == "mask"
-        needs = {
-            "prev_logprobs": not self.on_policy or is_plotted or masks_by_importance,
-            "reference_policy_logprobs": self.config.loss.kl_coefficient > 0,
-        }
-        rows = batch["sample_mask"].nonzero()[:, 0]  # masked rows are not scored; their log-probabilities stay 0
-        columns = {name: torch.zeros(batch["input_ids"].shape) for name, is_needed in needs.items() if is_needed}
-        if columns and len(rows):
-            previous, reference = needs.values()
-            scored = self.policy.with_scores(batch.select_indices(rows), previous=previous, reference=reference)
-            columns = {name: column.index_copy(0, rows, scored[name]) for name, column in columns.items()}
-        for name, column in columns.items():
-            batch[name] = column
-        if masks_by_importance:
+        batch = rollouts.to_batch(self.pad_id, row_multiple=self.updates_per_epoch)
+        rows = rollouts.row_samples
+        samples = torch.cat([rows, rows[-1:].expand(batch.size - len(rows))])  # rows that fill up the last global batch
+        kept = batch["sample_mask"] * kept_samples(self.config, rollouts)[samples]
+        # A KL penalty in the reward concerns the rows too that only the loss ignores: others are compared with them.
+        has_kl_in_reward = self.config.advantages.kl_coefficient > 0
+        self._add_scores(batch, batch["sample_mask"] if has_kl_in_reward else kept, is_plotted)
+        with span("advantages"):
+            batch["advantages"] = token_advantages(self.config.advantages, rollouts, batch, samples, kept)
+        batch["sample_mask"] = kept
+        if self.config.loss.importance_correction == "mask":
             batch[IMPORTANCE_MASK] = importance_mask(self.config.loss, batch)
         return batch
 
-    @span("advantages")
-    def _with_advantages(self, rollouts: Rollouts) -> BatchedDataDict[Any]:
-        """Return the rollouts as a batch with `advantages`; `sample_mask` is 0 for rows that the loss ignores.
-
-        All rows of a sample have the sample's advantage.
-        """
-        config, rewards, groups, valid = self.config, rollouts.rewards, rollouts.group_ids, rollouts.is_valid
-        batch = rollouts.to_batch(self.pad_id, row_multiple=self.updates_per_epoch)
-        rows = rollouts.row_samples
-        rows = torch.cat([rows, rows[-1:].expand(batch.size - len(rows))])  # rows that fill up the last global batch
-        names = [sample.name for sample in rollouts.samples]
-        batch["advantages"] = compute_advantages(config.advantages, rewards, groups, valid, names)[rows]
-        if config.drop_groups_without_signal:
-            batch["sample_mask"] *= has_signal(rewards, groups, valid)[rows]
-        if config.mask_truncated:
-            batch["sample_mask"] *= ~rollouts.is_truncated[rows]
-        return batch
+    def _add_scores(self, batch: BatchedDataDict[Any], scored: torch.Tensor, is_plotted: bool) -> None:
+        """Add the columns of log-probabilities that loss, advantages and plot need; 0 for rows that are not scored."""
+        config = self.config
+        masks_by_importance = config.loss.importance_correction == "mask"
+        has_kl_in_reward = config.advantages.kl_coefficient > 0
+        needs = {
+            "prev_logprobs": not self.on_policy or is_plotted or masks_by_importance or has_kl_in_reward,
+            "reference_policy_logprobs": config.needs_reference,
+        }
+        rows = scored.nonzero()[:, 0]
+        columns = {name: torch.zeros(batch["input_ids"].shape) for name, is_needed in needs.items() if is_needed}
+        if columns and len(rows):
+            previous, reference = needs.values()
+            found = self.policy.with_scores(batch.select_indices(rows), previous=previous, reference=reference)
+            columns = {name: column.index_copy(0, rows, found[name]) for name, column in columns.items()}
+        for name, column in columns.items():
+            batch[name] = column
 
     def samples_of(self, rollouts: Rollouts, batch: BatchedDataDict[Any]) -> dict[str, list[Any]]:
         """Return the columns for samples/, with the log-probabilities of the policy before it trains on the batch."""
@@ -145,6 +152,7 @@ class GRPO:
             "entropy_estimate": entropy_estimate(batch),
             **result.logged,
             **(self.guard.metrics if self.guard is not None else {}),
+            **self._penalties(batch),
             "policy_version": float(rollouts.policy_version),
             "staleness": float(step - 1 - rollouts.policy_version),
         }
@@ -161,14 +169,21 @@ class GRPO:
             }
             logger.log_plot_token_mult_prob_error(curves, step, "train/token_mult_prob_error")
 
+    def _penalties(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
+        """Return the metrics of a KL penalty in the reward and of an adaptive entropy bonus."""
+        metrics = {"reward_kl": mean_kl(batch)} if self.config.advantages.kl_coefficient > 0 else {}
+        return metrics | ({"entropy_coefficient": self.entropy.coefficient} if self.entropy.is_on else {})
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run, except weights and optimizer, as plain values."""
-        return {"collector": self.collector.state_dict(), **self.loop.state_dict()}
+        state = {"collector": self.collector.state_dict(), **self.loop.state_dict()}
+        return state | ({"entropy": self.entropy.state_dict()} if self.entropy.is_on else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.collector.load_state_dict(state["collector"])
         self.collector.update_policy_weights_(version=state["step"])
         self.loop.load_state_dict(state)
+        self.entropy.load_state_dict(state.get("entropy", {}))
 
 
 def entropy_estimate(batch: BatchedDataDict[Any]) -> float:

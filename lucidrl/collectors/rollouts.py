@@ -17,6 +17,7 @@ from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.data.messages import collate
 from lucidrl.data.token_texts import TokenTexts
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.envs.text.interfaces import RewardComponent
 
 MOST_SAMPLES_WITH_TOKENS, MOST_TOKENS = 64, 65_536
 """Samples whose tokens are written to samples/: the first ones, while both limits hold."""
@@ -42,10 +43,19 @@ class Sample:
     """A completion was cut at the token limit."""
     is_dropped: bool = False
     """The environment could not score this sample; loss and reward statistics ignore it."""
+    components: dict[str, RewardComponent] = field(default_factory=dict)
+    """Rewards of which `reward` is the weighted sum, if the environment names them; scores are summed over turns."""
     metrics: dict[str, float] | None = None
     """Metrics of the environment's last step result."""
     answer: str | None = None
     """Answer of the environment's last step result, if it has one."""
+
+    def add_reward(self, reward: float, components: Mapping[str, RewardComponent]) -> None:
+        """Add the reward of a turn."""
+        self.reward += reward
+        for name, (score, weight) in components.items():
+            before = self.components.get(name, RewardComponent(0.0))
+            self.components[name] = RewardComponent(before.score + score, weight)
 
     @property
     def name(self) -> str:
@@ -72,6 +82,15 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class ComponentScores:
+    """One of several rewards, for all samples of a step."""
+
+    scores: torch.Tensor
+    """[B] float32, not multiplied by the weight; NaN for samples without this reward."""
+    weight: float
+
+
+@dataclass(frozen=True)
 class Rollouts:
     """The samples of one step, ordered by group."""
 
@@ -88,6 +107,19 @@ class Rollouts:
     def rewards(self) -> torch.Tensor:
         """[B] float32; 0 where dropped."""
         return torch.tensor([sample.reward for sample in self.samples], dtype=torch.float32)
+
+    @cached_property
+    def components(self) -> dict[str, ComponentScores]:
+        """The rewards that make up `rewards`, by name; empty if the environment does not name them."""
+        names = dict.fromkeys(name for sample in self.samples for name in sample.components)
+        found = {name: [sample.components.get(name) for sample in self.samples] for name in names}
+        return {
+            name: ComponentScores(
+                torch.tensor([math.nan if part is None else part.score for part in parts], dtype=torch.float32),
+                next(part.weight for part in parts if part is not None),
+            )
+            for name, parts in found.items()
+        }
 
     @cached_property
     def is_valid(self) -> torch.Tensor:

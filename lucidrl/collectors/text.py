@@ -267,10 +267,10 @@ class TextCollector:
         for sample, result in zip(samples, results, strict=True):
             if result is None or result.is_dropped:
                 sample.is_dropped = sample.is_done = True
-                sample.reward = 0.0
+                sample.reward, sample.components = 0.0, {}
                 sample.metrics = {} if result is None else result.metrics
                 continue
-            sample.reward += result.reward
+            sample.add_reward(result.reward, result.components)
             sample.metrics, sample.answer = result.metrics, result.answer
             sample.info = sample.info if result.info is None else result.info
             sample.is_done = result.done or turn == self._config.max_turns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from lucidrl.utils.config import Config
 
@@ -14,24 +14,32 @@ Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class ClippedPGConfig(Config):
     """Clipped policy gradient, the loss of PPO, GRPO and related algorithms for language models."""
 
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Tokens with negative advantage get no gradient once their ratio is below 1 - clip_low."""
+    objective: Literal["clip", "cispo"] = "clip"
+    """clip: the clipped ratio times the advantage (PPO, GRPO); cispo: the ratio, bounded by 1 - clip_low and
+    1 + clip_high and without gradient, times advantage times log-probability, so that every token keeps a gradient."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Tokens with negative advantage get no gradient once their ratio is below 1 - clip_low; 1 = no lower bound."""
     clip_high: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.2
     """Tokens with positive advantage get no gradient once their ratio is above 1 + clip_high. A value above clip_low
     keeps exploration up."""
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """Bound the loss of tokens with negative advantage at this ratio, commonly 3; null = no bound."""
-    ratio_level: Literal["token", "sequence"] = "token"
-    """token: one ratio per token; sequence: one ratio per sequence, the geometric mean of its token ratios (GSPO).
-    Sequence ratios need smaller values of clip_low and clip_high."""
-    normalization: Literal["token", "sequence"] = "token"
+    ratio_level: Literal["token", "sequence", "sequence_product"] = "token"
+    """token: one ratio per token; sequence: one ratio per sequence, the geometric mean of its token ratios (GSPO);
+    sequence_product: the product of its token ratios, so that a completion is one action (RLOO). sequence needs smaller
+    values of clip_low and clip_high."""
+    normalization: Literal["token", "sequence", "constant"] = "token"
     """token: mean over all valid tokens; sequence: mean over each sequence's tokens, then over sequences, so that long
-    and short completions have equal weight."""
+    and short completions have equal weight; constant: sum over each sequence's tokens divided by constant_length, then
+    mean over sequences (Dr. GRPO)."""
+    constant_length: PositiveInt | None = None
+    """Divisor of normalization=constant; null = policy.generation.max_new_tokens."""
     kl_coefficient: Coefficient = 0.0
     """Weight of the KL divergence from the reference policy; 0 needs no reference policy."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With d = log(policy / reference): k1 = d, k2 = d²/2, k3 = exp(-d) + d - 1. The expected gradient of k1 is zero on
-    policy, so k1 only shifts the loss; k2 and k3 pull towards the reference."""
+    """With d = log(policy / reference): k1 = d, k2 = d²/2, k3 = exp(-d) + d - 1. On policy, the expected gradient of k1
+    is zero, that of k2 is the gradient of KL(policy ‖ reference), that of k3 is the gradient of
+    KL(reference ‖ policy)."""
     entropy_coefficient: Coefficient = 0.0
     """Weight of the entropy bonus; 0 skips the entropy."""
     importance_correction: Literal["none", "truncate", "mask"] = "none"
@@ -45,6 +53,25 @@ class ClippedPGConfig(Config):
     """Largest importance weight; see importance_correction."""
     importance_floor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Smallest importance weight; 0 = no lower bound."""
+
+    @model_validator(mode="after")
+    def _settings_fit_together(self) -> Self:
+        if self.objective == "cispo" and self.dual_clip is not None:
+            raise ValueError(
+                f"objective=cispo and dual_clip={self.dual_clip:g} exclude each other, because cispo bounds the weight "
+                "of every token already; remove dual_clip, or set objective=clip"
+            )
+        if self.objective == "cispo" and self.ratio_level != "token":
+            raise ValueError(
+                f"objective=cispo and ratio_level={self.ratio_level} exclude each other, because cispo weights the "
+                "log-probability of each token by that token's ratio; set ratio_level=token, or objective=clip"
+            )
+        if self.ratio_level == "sequence_product" and self.normalization != "sequence":
+            raise ValueError(
+                f"ratio_level=sequence_product and normalization={self.normalization} exclude each other, because the "
+                "product of a sequence's ratios counts once per sequence; set normalization=sequence"
+            )
+        return self
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:

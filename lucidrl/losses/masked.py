@@ -69,16 +69,21 @@ def global_mean_share(
     loss_type: LossType,
     global_valid_seqs: torch.Tensor,
     global_valid_toks: torch.Tensor,
+    constant_length: int | None = None,
 ) -> torch.Tensor:
     """Return this micro-batch's summand of a mean over the global batch; the sum over all micro-batches is the mean.
 
     Token level: mean over valid tokens. Sequence level: mean over each sequence's valid tokens (0 for a sequence
     without valid tokens), then over valid sequences.
+
+    Args:
+        constant_length: divide the sum over each sequence's valid tokens by this, not by their number (sequence level).
     """
     values_BT = values_BT.masked_fill(~mask_BT, 0)
     if loss_type is LossType.TOKEN_LEVEL:
         return values_BT.sum() / global_valid_toks.clamp(min=1)
-    return row_means(values_BT, mask_BT).sum() / global_valid_seqs.clamp(min=1)
+    of_rows_B = row_means(values_BT, mask_BT) if constant_length is None else values_BT.sum(dim=1) / constant_length
+    return of_rows_B.sum() / global_valid_seqs.clamp(min=1)
 
 
 def row_means(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

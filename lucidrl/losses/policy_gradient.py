@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lucidrl.errors import ConfigError
 from lucidrl.losses.config import ClippedPGConfig
 from lucidrl.losses.importance import MAX_LOG_RATIO, ImportanceWeights, bounded_exp, mismatch_metrics
 from lucidrl.losses.interfaces import (
@@ -60,19 +61,28 @@ class ClippedPGLoss:
         loss = mean(w * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) + kl_coefficient * kl
                     - entropy_coefficient * entropy)
 
-    where, for A < 0, `dual_clip` bounds the maximum at -A dual_clip. The loss reads the columns `advantages` ([B, T],
+    where, for A < 0, `dual_clip` bounds the maximum at -A dual_clip. With `objective="cispo"`, the maximum is replaced
+    by -A c logprobs, where c is the clipped ratio without gradient. docs/algorithms.md has the formula of each variant.
+
+    The loss reads the columns `advantages` ([B, T],
     or [B] for whole rows) and, if the config needs them, `prev_logprobs`, `reference_policy_logprobs`,
     `generation_logprobs` and `importance_mask`. A batch with `generation_logprobs` always gets mismatch metrics.
     """
 
-    def __init__(self, config: ClippedPGConfig, on_policy: bool = False) -> None:
-        """`on_policy`: the batch serves one update only, so the current log-probabilities replace `prev_logprobs`."""
+    def __init__(self, config: ClippedPGConfig, on_policy: bool = False, measures_entropy: bool = False) -> None:
+        """Check that the config is complete.
+
+        Args:
+            on_policy: the batch serves one update only, so the current log-probabilities replace `prev_logprobs`.
+            measures_entropy: report the entropy even if its coefficient is 0.
+        """
+        if config.normalization == "constant" and config.constant_length is None:
+            raise ConfigError("normalization=constant needs a divisor; set constant_length to the most tokens per row")
         self.config = config
         self.on_policy = on_policy
-        self.loss_type = LossType.SEQUENCE_LEVEL if config.normalization == "sequence" else LossType.TOKEN_LEVEL
-        self.needs: frozenset[Need] = frozenset(
-            {"logprobs", "entropy"} if config.entropy_coefficient > 0 else {"logprobs"}
-        )
+        self.loss_type = LossType.TOKEN_LEVEL if config.normalization == "token" else LossType.SEQUENCE_LEVEL
+        self._has_entropy = config.entropy_coefficient > 0 or measures_entropy
+        self.needs: frozenset[Need] = frozenset({"logprobs", "entropy"} if self._has_entropy else {"logprobs"})
 
     def __call__(
         self,
@@ -88,11 +98,12 @@ class ClippedPGLoss:
             loss_type=self.loss_type,
             global_valid_seqs=global_valid_seqs,
             global_valid_toks=global_valid_toks,
+            constant_length=self.config.constant_length if self.config.normalization == "constant" else None,
         )
         logprobs_BT = token_output(outputs, "logprobs", mask_BT)
         prev_BT = logprobs_BT.detach() if self.on_policy else token_column(data, "prev_logprobs", mask_BT)
 
-        surrogate_BT, metrics = self._surrogate(logprobs_BT - prev_BT, data, mask_BT)
+        surrogate_BT, metrics = self._surrogate(logprobs_BT, logprobs_BT - prev_BT, data, mask_BT)
         weight_BT, weight_metrics = self._importance_weight(logprobs_BT, data, mask_BT)
         if weight_BT is not None:
             surrogate_BT = surrogate_BT * weight_BT
@@ -105,31 +116,38 @@ class ClippedPGLoss:
             kl_BT = KL_ESTIMATORS[self.config.kl_estimator](logprobs_BT - reference_BT)
             loss = loss + self.config.kl_coefficient * mean(kl_BT)
             metrics["kl"] = token_mean(kl_BT, mask_BT)
-        if self.config.entropy_coefficient > 0:
+        if self._has_entropy:
             entropy_BT = token_output(outputs, "entropy", mask_BT)
             loss = loss - self.config.entropy_coefficient * mean(entropy_BT)
             metrics["entropy"] = token_mean(entropy_BT, mask_BT)
         return loss, metrics
 
     def _surrogate(
-        self, log_ratio_BT: torch.Tensor, data: Mapping[str, Any], mask_BT: torch.Tensor
+        self, logprobs_BT: torch.Tensor, log_ratio_BT: torch.Tensor, data: Mapping[str, Any], mask_BT: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """Return the clipped loss of each token, with metrics."""
+        """Return the policy loss of each token, with metrics."""
         config = self.config
         advantages_BT = token_column(data, "advantages", mask_BT, per_row_allowed=True)
         if config.ratio_level == "sequence":
             log_ratio_BT = row_means(log_ratio_BT, mask_BT)[:, None].expand_as(mask_BT)
+        elif config.ratio_level == "sequence_product":
+            log_ratio_BT = log_ratio_BT.sum(dim=1, keepdim=True).expand_as(mask_BT)
         ratio_BT = bounded_exp(log_ratio_BT)
         low, high = 1 - config.clip_low, 1 + config.clip_high
-        surrogate_BT = torch.maximum(-advantages_BT * ratio_BT, -advantages_BT * ratio_BT.clamp(low, high))
+        clipped_BT = ratio_BT.clamp(low, high)
         metrics: dict[str, Metric] = {
             "ratio/mean": token_mean(ratio_BT, mask_BT),
             "ratio/min": token_min(ratio_BT, mask_BT),
             "ratio/max": token_max(ratio_BT, mask_BT),
-            # Counts only tokens without gradient: a token above `high` with negative advantage still has a gradient.
-            "clip_fraction/low": token_mean((advantages_BT < 0) & (ratio_BT < low), mask_BT),
-            "clip_fraction/high": token_mean((advantages_BT > 0) & (ratio_BT > high), mask_BT),
         }
+        if config.objective == "cispo":  # every token has a gradient; the fractions count bounded weights
+            metrics["clip_fraction/low"] = token_mean(ratio_BT < low, mask_BT)
+            metrics["clip_fraction/high"] = token_mean(ratio_BT > high, mask_BT)
+            return -advantages_BT * clipped_BT.detach() * logprobs_BT, metrics
+        surrogate_BT = torch.maximum(-advantages_BT * ratio_BT, -advantages_BT * clipped_BT)
+        # Counts only tokens without gradient: a token above `high` with negative advantage still has a gradient.
+        metrics["clip_fraction/low"] = token_mean((advantages_BT < 0) & (ratio_BT < low), mask_BT)
+        metrics["clip_fraction/high"] = token_mean((advantages_BT > 0) & (ratio_BT > high), mask_BT)
         if config.dual_clip is not None:
             most_BT = torch.where(advantages_BT < 0, -advantages_BT * config.dual_clip, torch.inf)
             metrics["clip_fraction/dual"] = token_mean(surrogate_BT > most_BT, mask_BT)

@@ -7,6 +7,7 @@ from typing import Any
 
 from lucidrl.algorithms.config import AdvantageEstimator
 from lucidrl.algorithms.health import RunWarning
+from lucidrl.algorithms.variants import VARIANTS
 from lucidrl.recipes.base_config import BaseRunConfig
 from lucidrl.recipes.configs import GRPORunConfig, PPORunConfig, SFTRunConfig, TextRunConfig
 
@@ -58,6 +59,7 @@ def _cannot_learn(config: BaseRunConfig) -> Iterator[str]:
 
 
 def _without_effect(config: BaseRunConfig) -> Iterator[str]:
+    yield from _beaten_by_a_file(config)
     defaults = type(config)()
     for keys, reason_of in _UNUSED:
         reason = reason_of(config)
@@ -65,6 +67,22 @@ def _without_effect(config: BaseRunConfig) -> Iterator[str]:
         if named:
             shown = " and ".join(_shown(config, key) for key in named)
             yield f"{shown} {'have' if len(named) > 1 else 'has'} no effect: {reason}"
+
+
+def _beaten_by_a_file(config: BaseRunConfig) -> Iterator[str]:
+    """Settings of the variant that a file replaces, such as the complete settings of another run."""
+    variant = config.grpo.variant if isinstance(config, GRPORunConfig) else None
+    source = config.origins.of("grpo.variant")
+    if variant is None or source is None or source.kind != "command line":
+        return
+    for name, value in VARIANTS[variant].items():
+        key = f"grpo.{name}"
+        other = config.origins.of(key)
+        if other is not None and other.kind == "file" and value_at(config, key) != value:
+            yield (
+                f"{key}={value} of grpo.variant={variant} has no effect: {other} sets {value_at(config, key)}; remove "
+                "it there, or set it on the command line"
+            )
 
 
 Reason = Callable[[Any], str | None]
@@ -85,6 +103,30 @@ _UNUSED: list[tuple[tuple[str, ...], Reason]] = [
             GRPORunConfig,
             lambda config: config.grpo.loss.kl_coefficient == 0,
             "grpo.loss.kl_coefficient is 0; raise it for a KL penalty",
+        ),
+    ),
+    (
+        ("grpo.loss.constant_length",),
+        _if(
+            GRPORunConfig,
+            lambda config: config.grpo.loss.normalization != "constant",
+            "grpo.loss.normalization is not constant; set grpo.loss.normalization=constant",
+        ),
+    ),
+    (
+        ("grpo.advantages.kl_level",),
+        _if(
+            GRPORunConfig,
+            lambda config: config.grpo.advantages.kl_coefficient == 0,
+            "grpo.advantages.kl_coefficient is 0; raise it for a KL penalty in the reward",
+        ),
+    ),
+    (
+        ("grpo.entropy_control.step_size", "grpo.entropy_control.max_coefficient"),
+        _if(
+            GRPORunConfig,
+            lambda config: config.grpo.entropy_control.target is None,
+            "grpo.entropy_control.target is null; set the entropy to keep",
         ),
     ),
     (
@@ -201,7 +243,7 @@ def _is_set(config: BaseRunConfig, defaults: BaseRunConfig, key: str) -> bool:
     """Whether the user set the key. A key of a file counts only if its value is not the default, because the file may
     be the complete settings of another run."""
     source = config.origins.of(key)
-    if source is None or source.kind in ("preset", "run"):
+    if source is None or source.kind in ("preset", "run", "variant"):
         return False
     return source.kind == "command line" or value_at(config, key) != value_at(defaults, key)
 

@@ -152,11 +152,11 @@ class GRPORun(TextRun[GRPORunConfig]):
 
     def _build(self, parts: RunParts) -> GRPO:
         config = self.config
-        policy = self._policy(parts, init_reference=config.grpo.loss.kl_coefficient > 0)
+        policy = self._policy(parts, init_reference=config.grpo.needs_reference)
         collector = self._collector(parts, policy, config.collector)
         validator = self._prompt_validator(collector)
         return GRPO(
-            config=config.grpo,
+            config=config.grpo.with_constant_length(config.policy.generation.max_new_tokens),
             loop=self._loop(parts, policy, validator, HealthMonitor(_health_settings(config))),
             policy=policy,
             collector=collector,

@@ -41,7 +41,7 @@ def estimate_memory_gib(
         cached = rows * num_sampled + config.collector.prompts_per_step * longest
         cached = min(cached, policy.generation.cache_tokens or cached)
         size_bytes["key-value cache"] = cached * facts.kv_elements_per_token * width
-        if config.grpo.loss.kl_coefficient > 0 and num_trained is None:  # with LoRA it is the frozen model
+        if config.grpo.needs_reference and num_trained is None:  # with LoRA it is the frozen model
             size_bytes["reference weights"] = parameters * width
         if policy.generation.placement == "separate":
             # A generator holds the current and the next version; generators on the policy's node share their memory.

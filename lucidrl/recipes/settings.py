@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lucidrl.algorithms.variants import Variant, bundle
 from lucidrl.errors import ConfigError
 from lucidrl.models.policy.config import EMBEDDED_MODELS
 from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig
@@ -56,7 +57,7 @@ def new_settings(
     if config_file is not None:
         is_file = isinstance(config_file, Path)
         layers.append((Source("file", str(config_file)) if is_file else Source("Python"), config_file))
-    return _validated(schema, merge_layers(layers, overrides, resolve=False, aliases=aliases))
+    return _validated(schema, _with_variant(layers, overrides, aliases, num_below=int(preset is not None)))
 
 
 def resumed_settings(
@@ -87,7 +88,29 @@ def resumed_settings(
     for section, _, key in (name.rpartition(".") for name in without):
         (content.get(section, {}) if section else content).pop(key, None)
         own = (own[0], content)
-    return _validated(schema, merge_layers([own], overrides, resolve=False, aliases=aliases_of(schema)))
+    return _validated(schema, _with_variant([own], overrides, aliases_of(schema), num_below=1))
+
+
+def _with_variant(
+    layers: Sequence[tuple[Source, Path | dict[str, Any]]],
+    overrides: Sequence[str],
+    aliases: Mapping[str, tuple[str, ...]],
+    num_below: int,
+) -> Merged:
+    """Merge the layers, with the settings of `grpo.variant` above the first `num_below` of them.
+
+    A preset and the settings of a resumed run hold choices of their authors or of every setting; a variant that the
+    user sets later replaces these. The other settings that the user sets override the variant.
+    """
+    merged = merge_layers(layers, overrides, resolve=False, aliases=aliases)
+    section = merged.content.get("grpo")
+    name = section.get("variant") if isinstance(section, dict) else None
+    source = merged.origins.of("grpo.variant")
+    if name not in list(Variant) or source is None or source.kind in ("preset", "run"):
+        return merged
+    of_variant: tuple[Source, Path | dict[str, Any]] = (Source("variant", name), {"grpo": bundle(Variant(name))})
+    layers = [*layers[:num_below], of_variant, *layers[num_below:]]
+    return merge_layers(layers, overrides, resolve=False, aliases=aliases)
 
 
 def default_preset(algorithm: str, given: Mapping[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from lucidrl.data.datasets import Prompt
-from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, SampleFailure
+from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, RewardComponent, SampleFailure
 from lucidrl.errors import ConfigError, EnvironmentFailure
 from lucidrl.rewards.config import RewardConfig, rewards_of, unique_names
 from lucidrl.rewards.functions import RewardFunction, import_reward, num_tokens
@@ -140,6 +140,7 @@ class RewardEnv:
     ) -> EnvReply | SampleFailure:
         total, num_applied, is_dropped = 0.0, 0, False
         metrics: dict[str, float] = {}
+        components: dict[str, RewardComponent] = {}
         for part in self._parts:
             key, score = f"reward/{part.name}", scores[part.name]
             if isinstance(score, SampleFailure):
@@ -156,6 +157,7 @@ class RewardEnv:
                 total += part.config.weight * value
                 num_applied += 1
                 metrics[key] = value
+                components[part.name] = RewardComponent(value, part.config.weight)
         if is_dropped:
             metrics = {key: value for key, value in metrics.items() if key.count("/") > 1}
             return EnvReply(0.0, metrics=metrics, is_dropped=True)
@@ -164,7 +166,7 @@ class RewardEnv:
             return SampleFailure(
                 f"no reward applies to the sample, because {names} returned None; return a number from one of them"
             )
-        return EnvReply(total, metrics=metrics)
+        return EnvReply(total, metrics=metrics, components=components)
 
     def _value_of(self, part: _Part, verified: Verified, request: EnvRequest) -> float | None:
         """The score of a verification, or the value of its `on_*` setting; None to drop the sample."""

@@ -196,8 +196,9 @@ class ToolEnv:
         chosen = {self._handled(call, request) for call in executed if call.failure}
         if "drop" in chosen:
             return EnvReply(0.0, metrics=metrics, is_dropped=True)
+        components = {f"turn/{name}": part for name, part in reward.components.items()}
         if "end" in chosen:
-            return EnvReply(reward.reward, metrics=metrics)
+            return EnvReply(reward.reward, metrics=metrics, components=components)
         messages = tuple(
             ChatMessage(
                 role="tool",
@@ -207,7 +208,7 @@ class ToolEnv:
             )
             for number, call in enumerate(executed, start=1)
         )
-        return EnvReply(reward.reward, done=False, messages=messages, info=info, metrics=metrics)
+        return EnvReply(reward.reward, done=False, messages=messages, info=info, metrics=metrics, components=components)
 
     def _handled(self, call: _Executed, request: EnvRequest) -> OnFailedCall:
         """Return what the settings say about a failed call; the first error of each tool is logged.

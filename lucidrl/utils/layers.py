@@ -35,9 +35,9 @@ template as a mapping."""
 class Source:
     """A layer of settings, and the alias by which it set a key."""
 
-    kind: Literal["preset", "file", "command line", "run", "Python"]
+    kind: Literal["preset", "file", "command line", "run", "Python", "variant"]
     name: str = ""
-    """Name of the preset or file."""
+    """Name of the preset, file or variant."""
     alias: str = ""
     """Name that the layer used instead of the key."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lucidrl.data.datasets import Prompt
 from lucidrl.data.interfaces import ChatMessage, LLMMessageLogType
@@ -32,6 +32,14 @@ class EnvRequest:
         return self.completion
 
 
+class RewardComponent(NamedTuple):
+    """One of several rewards of a completion."""
+
+    score: float
+    weight: float = 1.0
+    """The same in all replies."""
+
+
 @dataclass(frozen=True)
 class EnvReply:
     """The environment's step result for one completion."""
@@ -47,6 +55,9 @@ class EnvReply:
     answer: str | None = None
     """The answer that was read from the completion, normalised so that equal answers are equal strings. `maj@k`
     counts equal answers; if None, the text of the completion counts as the answer."""
+    components: Mapping[str, RewardComponent] = field(default_factory=dict)
+    """The rewards, by name, that `reward` is the sum of, each its score times its weight; needed only for
+    `grpo.advantages.rewards=separate`."""
     is_dropped: bool = False
     """Leave the sample out of training, as `env.on_error=drop` does; its metrics are logged."""
 

@@ -22,6 +22,7 @@ from lucidrl.envs.text.interfaces import (
     EnvRequest,
     PromptChecker,
     PromptSource,
+    RewardComponent,
     SampleFailure,
     StatefulEnv,
     TextEnv,
@@ -272,8 +273,13 @@ def _normalized(reply: Any) -> Outcome:
             "than assistant"
         )
         return Failure("bad_reply", what)
+    components = {name: RewardComponent(*map(_as_float, part)) for name, part in reply.components.items()}
+    total = sum(score * weight for score, weight in components.values())
+    if components and not math.isclose(total, reward, rel_tol=1e-6, abs_tol=1e-6):
+        parts = f"the components {', '.join(components)} add up to {total:g}; return their weighted sum as the reward"
+        return Failure("bad_reward", f"returned the reward {reward:g}, but {parts}")
     metrics = {name: _as_float(value) for name, value in reply.metrics.items()}
-    return replace(reply, reward=reward, done=bool(reply.done), metrics=metrics)
+    return replace(reply, reward=reward, done=bool(reply.done), metrics=metrics, components=components)
 
 
 def _as_float(number: Any) -> float:

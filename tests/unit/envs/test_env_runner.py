@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lucidrl.envs.text import workers
-from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
+from lucidrl.envs.text.interfaces import EnvReply, EnvRequest, RewardComponent
 from lucidrl.envs.text.runner import EnvRunner, _even_chunks, _spread
 from lucidrl.errors import CheckpointError, EnvironmentFailure, WorkerError
 
@@ -317,6 +317,27 @@ def test_metrics_that_are_no_numbers_are_a_bad_reply():
     with (
         EnvRunner(Wordy(), timeout_s=5, max_concurrency=1, on_error="fail") as runner,
         pytest.raises(EnvironmentFailure, match="metrics that are not numbers: kind"),
+    ):
+        runner.step([request])
+
+
+@pytest.mark.parametrize(
+    ("components", "problem"),
+    [
+        ({"right": RewardComponent(1.0, 0.5)}, "reward 1, but the components right add up to 0.5"),
+        ({"right": RewardComponent(float("nan"))}, "add up to nan"),
+        ({"right": 1.0}, "cannot be read"),
+    ],
+)
+def test_components_that_are_not_those_of_the_reward_are_refused(components, problem):
+    class Adding:
+        async def step(self, batch):
+            return [EnvReply(1.0, components=components) for _ in batch]
+
+    request = EnvRequest("s", [{"role": "assistant", "content": ""}], {}, 1)
+    with (
+        EnvRunner(Adding(), timeout_s=5, max_concurrency=1, on_error="fail") as runner,
+        pytest.raises(EnvironmentFailure, match=problem),
     ):
         runner.step([request])
 

@@ -34,6 +34,9 @@ OPTIONS = {
     "asymmetric_clip": {"clip_low": 0.1, "clip_high": 0.4},
     "dual_clip": {"dual_clip": 1.3},
     "sequence_ratio": {"ratio_level": "sequence", "clip_low": 0.05, "clip_high": 0.05},
+    "product_ratio": {"ratio_level": "sequence_product", "normalization": "sequence"},
+    "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.3},
+    "cispo_two_sided": {"objective": "cispo", "clip_low": 0.1, "clip_high": 0.1, "kl_coefficient": 0.1},
     "k1": {"kl_coefficient": 0.3, "kl_estimator": "k1"},
     "k2": {"kl_coefficient": 0.3, "kl_estimator": "k2"},
     "k3": {"kl_coefficient": 0.3, "kl_estimator": "k3"},
@@ -72,12 +75,16 @@ OPTIONS = {
 }
 
 
+LENGTH = 9
+"""Divisor of normalization=constant."""
+
+
 def make_loss(on_policy: bool = False, **options) -> ClippedPGLoss:
-    return ClippedPGLoss(ClippedPGConfig(**options), on_policy=on_policy)
+    return ClippedPGLoss(ClippedPGConfig(**{"constant_length": LENGTH, **options}), on_policy=on_policy)
 
 
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-every_normalization = pytest.mark.parametrize("normalization", ["token", "sequence"])
+every_normalization = pytest.mark.parametrize("normalization", ["token", "sequence", "constant"])
 
 
 def random_batch(seed: int = 0, rows: int = 6, tokens: int = 7) -> tuple[TokenOutputs, dict[str, torch.Tensor]]:
@@ -157,13 +164,16 @@ def reference_loss(loss_fn, outputs, data):
         losses = []
         for position, weight in weight_of.items():
             log_ratio = log_ratios[position]
-            if config.ratio_level == "sequence":
-                log_ratio = sum(log_ratios.values()) / len(log_ratios)
+            if config.ratio_level != "token":
+                total = sum(log_ratios.values())
+                log_ratio = total / len(log_ratios) if config.ratio_level == "sequence" else total
             ratio, advantage = math.exp(log_ratio), columns["advantages"][row][position]
             clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
             objective = min(ratio * advantage, clipped * advantage)
             if config.dual_clip is not None and advantage < 0:
                 objective = max(objective, config.dual_clip * advantage)
+            if config.objective == "cispo":
+                objective = clipped * advantage * logprobs[row][position]
             d = logprobs[row][position] - columns["reference_policy_logprobs"][row][position]
             kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) + d - 1}[config.kl_estimator]
             bonus = config.entropy_coefficient * entropy[row][position]
@@ -171,6 +181,8 @@ def reference_loss(loss_fn, outputs, data):
         row_losses.append(losses)
     if config.normalization == "token":
         return sum(map(sum, row_losses)) / max(1, sum(map(len, row_losses)))
+    if config.normalization == "constant":
+        return sum(map(sum, row_losses)) / LENGTH / max(1, num_rows)
     return sum(sum(losses) / len(losses) for losses in row_losses if losses) / max(1, num_rows)
 
 
@@ -178,7 +190,7 @@ def reference_loss(loss_fn, outputs, data):
 @every_normalization
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loss_is_the_per_token_formula(options, normalization, seed):
-    loss_fn = make_loss(normalization=normalization, **options)
+    loss_fn = make_loss(**{"normalization": normalization, **options})
     outputs, data = batch_for(loss_fn, seed)
     loss, _ = loss_fn(outputs, data, *global_counts(data))
     assert loss.item() == pytest.approx(reference_loss(loss_fn, outputs, data), abs=1e-12)
@@ -189,7 +201,7 @@ def test_the_loss_is_the_per_token_formula(options, normalization, seed):
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 1000), cuts=st.sets(st.integers(1, 5)))
 def test_micro_batches_add_up_to_the_whole(options, normalization, seed, cuts):
-    loss_fn = make_loss(normalization=normalization, **options)
+    loss_fn = make_loss(**{"normalization": normalization, **options})
     outputs, data = batch_for(loss_fn, seed)
     counts = global_counts(data)
     whole, whole_metrics = loss_fn(outputs, data, *counts)
@@ -200,12 +212,12 @@ def test_micro_batches_add_up_to_the_whole(options, normalization, seed, cuts):
     assert metrics == pytest.approx(reduce_metrics([(whole_metrics, 1)]), abs=1e-12, nan_ok=True)
 
 
-# On policy the ratio is 1 at every point, so finite differences do not apply: that gradient has a separate test below.
-@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"on_policy", "on_policy_mask"}))
+# Finite differences do not apply where a factor of the loss has no gradient: the ratio on policy, which is 1 at every
+# point, and the weight of cispo. Separate tests below have these gradients.
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"on_policy", "on_policy_mask", "cispo", "cispo_two_sided"}))
 @every_normalization
 def test_gradients_match_finite_differences(name, normalization):
-    options = OPTIONS[name]
-    loss_fn = ClippedPGLoss(ClippedPGConfig(normalization=normalization, **options))
+    loss_fn = make_loss(**{"normalization": normalization, **OPTIONS[name]})
     outputs, data = batch_for(loss_fn, 1)
     valid = valid_token_mask(data)
     # Finite differences need finite inputs.
@@ -251,8 +263,7 @@ def test_masked_garbage_reaches_neither_gradients_nor_metrics(loss_fn):
 
 @every_normalization
 def test_a_batch_without_valid_tokens_has_loss_and_gradients_zero(normalization):
-    options = {**OPTIONS["everything"], "normalization": normalization}
-    loss_fn = ClippedPGLoss(ClippedPGConfig(**options))
+    loss_fn = make_loss(**OPTIONS["everything"], normalization=normalization)
     outputs, data = batch_for(loss_fn, 4)
     data["sample_mask"].zero_()
     logprobs = outputs.logprobs.requires_grad_()
@@ -429,7 +440,7 @@ def test_the_loss_type_follows_the_normalization():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"clip_low": 1.0},
+        {"clip_low": 1.1},
         {"clip_high": -0.1},
         {"dual_clip": 1.0},
         {"kl_coefficient": math.nan},

@@ -51,7 +51,9 @@ def test_the_reward_is_the_weighted_sum_and_each_part_is_a_metric():
         "reward/short": 0.5,
         "reward/short/not_applicable": 0.0,
     }
+    assert right.components == {"exact": (1.0, 2), "inline": (2.0, 1), "short": (0.5, 1)}
     assert other.reward == 4
+    assert "short" not in other.components
     assert other.metrics["reward/short/not_applicable"] == 1.0
     assert "reward/short" not in other.metrics
 
