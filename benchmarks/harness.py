@@ -108,12 +108,12 @@ def peak_extra_bytes(run: Callable[[], object]) -> int:
     return peak
 
 
-def run_grpo(root: Path, overrides: Sequence[str]) -> Path:
-    """Run the command `lucidrl grpo` below `root`; returns the run folder."""
-    code = "from lucidrl.cli import main; main()"
-    command = [sys.executable, "-c", code, "grpo", *overrides, f"run.root={root}", "run.name=run"]
+def run_grpo(root: Path, overrides: Sequence[str], algorithm: str = "grpo") -> Path:
+    """Run the command `lucidrl grpo`, or another one, below `root`; returns the run folder."""
+    code, name = "from lucidrl.cli import main; main()", "run" if algorithm == "grpo" else algorithm
+    command = [sys.executable, "-c", code, algorithm, *overrides, f"run.root={root}", f"run.name={name}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return root / "run"
+    return root / name
 
 
 def read_metrics(folder: Path, name: str) -> list[float]:

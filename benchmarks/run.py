@@ -39,6 +39,7 @@ BENCHMARKS = (
     "collectors",
     "large_dataset",
     "demo",
+    "distillation",
     "verifiers",
     "smollm2_grpo",
 )

@@ -22,7 +22,15 @@ from lucidrl.envs.text.arithmetic import ArithmeticConfig
 from lucidrl.envs.text.guessing import GuessingConfig
 from lucidrl.envs.text.word_problems import WordProblemsConfig
 from lucidrl.models.policy.config import LoraConfig, ParameterGroupConfig, SchedulerConfig
-from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig, TextRunConfig
+from lucidrl.recipes.configs import (
+    BaseRunConfig,
+    DistillRunConfig,
+    GRPORunConfig,
+    PPORunConfig,
+    RolloutRunConfig,
+    SFTRunConfig,
+    TextRunConfig,
+)
 from lucidrl.recipes.tracking import WandbTracking
 from lucidrl.tools.config import ToolConfig
 from lucidrl.utils.logger.config import WandbConfig
@@ -57,8 +65,9 @@ class Section:
 
 SECTIONS = (
     Section("Every run", BaseRunConfig),
-    Section("Runs of language models: `lucidrl grpo` and `lucidrl sft`", TextRunConfig, beside=BaseRunConfig),
+    Section("Runs of language models: `lucidrl grpo`, `distill` and `sft`", TextRunConfig, beside=BaseRunConfig),
     Section("`lucidrl grpo`", GRPORunConfig, beside=TextRunConfig),
+    Section("`lucidrl distill`, which has `collector` too", DistillRunConfig, beside=RolloutRunConfig),
     Section("`lucidrl sft`", SFTRunConfig, beside=TextRunConfig),
     Section("`lucidrl ppo`", PPORunConfig, beside=BaseRunConfig),
     Section("`policy.lora`", LoraConfig, prefix="policy.lora."),

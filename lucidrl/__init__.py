@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Callback",
+    "DistillTrainer",
     "GRPOTrainer",
     "PPOTrainer",
     "SFTTrainer",
@@ -24,8 +25,24 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lucidrl.report.run_data import load_metrics
-    from lucidrl.trainers import Callback, GRPOTrainer, PPOTrainer, SFTTrainer, StopTraining, TrainingResult
+    from lucidrl.trainers import (
+        Callback,
+        DistillTrainer,
+        GRPOTrainer,
+        PPOTrainer,
+        SFTTrainer,
+        StopTraining,
+        TrainingResult,
+    )
 else:
-    _AT_USE = ("Callback", "GRPOTrainer", "PPOTrainer", "SFTTrainer", "StopTraining", "TrainingResult")
+    _AT_USE = (
+        "Callback",
+        "DistillTrainer",
+        "GRPOTrainer",
+        "PPOTrainer",
+        "SFTTrainer",
+        "StopTraining",
+        "TrainingResult",
+    )
     _HOMES = {**dict.fromkeys(_AT_USE, "lucidrl.trainers"), "load_metrics": "lucidrl.report.run_data"}
     __getattr__ = names_imported_at_use(__name__, _HOMES)

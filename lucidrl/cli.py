@@ -1,4 +1,4 @@
-"""The command line: `lucidrl grpo`, `sft`, `ppo`, `generate`, `eval`, `play`, `check`, `data show`, `runs` and more.
+"""The command line: `lucidrl grpo`, `distill`, `sft`, `ppo`, `generate`, `eval`, `play`, `check`, `runs` and more.
 
 Commands import what they need when they run, so `--help` prints at once.
 """
@@ -48,11 +48,7 @@ ConfigFile = Annotated[
 ]
 Preset = Annotated[
     str | None,
-    typer.Option(
-        "--preset",
-        help="Preset to start from: demo, chat or task (GRPO), cartpole or pendulum (PPO).",
-        show_default=False,
-    ),
+    typer.Option("--preset", help="Preset to start from, such as demo, task, distill or pendulum.", show_default=False),
 ]
 Resume = Annotated[
     Path | None, typer.Option("--resume", help="Run folder to continue, with its settings.", show_default=False)
@@ -89,6 +85,27 @@ def grpo(
     `profile.steps=3:5` records steps 3 and 4 in `traces/`.
     """
     _launch("grpo", overrides, config, preset, resume, explain)
+
+
+@app.command()
+def distill(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    preset: Preset = None,
+    resume: Resume = None,
+    explain: Explain = False,
+) -> None:
+    """Train a language model on its own samples with the token probabilities of a teacher (on-policy distillation).
+
+    Examples:
+
+        lucidrl distill teacher.model_name=runs/grpo/exp_001
+        lucidrl distill policy.model_name=FOLDER teacher.model_name=FOLDER data.file=prompts.jsonl reward=math
+        lucidrl distill --resume runs/distill/exp_001 distill.max_steps=400
+
+    The teacher is a model folder or a run with the same vocabulary; `distill.reward_coefficient` adds rewards.
+    """
+    _launch("distill", overrides, config, preset, resume, explain)
 
 
 @app.command()
@@ -250,7 +267,7 @@ def check(
     overrides: Overrides = None,
     config: ConfigFile = None,
     preset: Preset = None,
-    algorithm: Annotated[str, typer.Option(help="Command to check: grpo, sft or ppo.")] = "grpo",
+    algorithm: Annotated[str, typer.Option(help="Command to check: grpo, distill, sft or ppo.")] = "grpo",
     explain: Explain = False,
     generate: Annotated[
         bool,

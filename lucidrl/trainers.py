@@ -1,4 +1,4 @@
-"""Training from Python: `GRPOTrainer`, `SFTTrainer` and `PPOTrainer`.
+"""Training from Python: `GRPOTrainer`, `DistillTrainer`, `SFTTrainer` and `PPOTrainer`.
 
 A trainer starts the same run as its command: the same settings, checks, run folder, display and checkpoints.
 """
@@ -26,14 +26,21 @@ from lucidrl.recipes.arguments import (
     unknown_argument,
 )
 from lucidrl.recipes.callbacks import Callback, Callbacks, StopTraining, TrainingResult
-from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig
+from lucidrl.recipes.configs import (
+    BaseRunConfig,
+    DistillRunConfig,
+    GRPORunConfig,
+    PPORunConfig,
+    SFTRunConfig,
+    TextRunConfig,
+)
 from lucidrl.recipes.run import start
 from lucidrl.recipes.settings import new_settings, resumed_settings
 
 if TYPE_CHECKING:
     from lucidrl.recipes.evaluate import EvalReport
 
-__all__ = ["Callback", "GRPOTrainer", "PPOTrainer", "SFTTrainer", "StopTraining", "TrainingResult"]
+__all__ = ["Callback", "DistillTrainer", "GRPOTrainer", "PPOTrainer", "SFTTrainer", "StopTraining", "TrainingResult"]
 
 
 @dataclass(frozen=True)
@@ -247,7 +254,7 @@ class GRPOTrainer(TextTrainer):
         >>> trainer.save("out")
     """
 
-    _schema = GRPORunConfig
+    _schema: ClassVar[type[TextRunConfig]] = GRPORunConfig
     _settings: ClassVar = {
         **TEXT_SETTINGS,
         "rewards": ["reward"],
@@ -269,6 +276,16 @@ class GRPOTrainer(TextTrainer):
     ) -> None:
         arguments = {"model": model, "rewards": rewards, "dataset": dataset, **options}
         super().__init__(arguments, _Common(config, preset, callbacks, display))
+
+
+class DistillTrainer(GRPOTrainer):
+    """`lucidrl distill`: trains a model on its samples with a `teacher`; other arguments are those of `GRPOTrainer`."""
+
+    _schema = DistillRunConfig
+    _settings: ClassVar = GRPOTrainer._settings | {
+        "teacher": ["teacher.model_name"],
+        "max_steps": ["distill.max_steps"],
+    }
 
 
 class SFTTrainer(TextTrainer):

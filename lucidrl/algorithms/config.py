@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from lucidrl.algorithms.variants import Variant, with_bundle
-from lucidrl.losses.config import ClippedPGConfig, Coefficient
+from lucidrl.losses.config import ClippedPGConfig, Coefficient, Divergence
+from lucidrl.models.policy.config import DTensorConfig, PolicyConfig, Precision
 from lucidrl.utils.config import Config
 
-ALGORITHM_NAMES = ("grpo", "sft", "ppo")
+ALGORITHM_NAMES = ("grpo", "distill", "sft", "ppo")
 """The algorithms; each has a command and a section of settings with its name."""
 
 
@@ -137,10 +138,76 @@ class GRPOConfig(Config):
         """Whether a KL penalty, in the loss or in the reward, compares with the reference policy."""
         return self.loss.kl_coefficient > 0 or self.advantages.kl_coefficient > 0
 
-    def with_constant_length(self, max_new_tokens: int) -> GRPOConfig:
+    def with_constant_length(self, max_new_tokens: int) -> Self:
         """Return a copy whose loss.constant_length is set."""
         length = self.loss.constant_length or max_new_tokens
         return self.model_copy(update={"loss": self.loss.model_copy(update={"constant_length": length})})
+
+
+class DistillConfig(GRPOConfig):
+    """On-policy distillation: the student samples, and a teacher scores the samples."""
+
+    divergence: Divergence = "sampled"
+    """sampled: policy gradient with the advantage teacher - student log-probability of each sampled token; top_k: exact
+    divergence over the teacher's `top_k` likeliest tokens and all other tokens together, with a gradient through all
+    log-probabilities of the student. top_k has less variance and takes more memory."""
+    top_k: PositiveInt = 32
+    """Candidates per token, with divergence=top_k."""
+    teacher_coefficient: Coefficient = 1.0
+    """Weight of the reverse KL divergence KL(student || teacher)."""
+    reward_coefficient: Coefficient = 0.0
+    """Weight of the advantages that GRPO computes from rewards; 0 learns from the teacher only."""
+
+    @model_validator(mode="after")
+    def _learns_something(self) -> Self:
+        if self.teacher_coefficient == 0 and self.reward_coefficient == 0:
+            raise ValueError(
+                "teacher_coefficient=0 and reward_coefficient=0 leave nothing to learn; raise one of them, such as "
+                "teacher_coefficient=1"
+            )
+        return self
+
+
+class TeacherConfig(Config):
+    """The teacher of a distillation. It has the student's settings, except these."""
+
+    model_name: str | None = None
+    """Model with the student's vocabulary; the same names as `policy.model_name`, such as a folder or `RUN@best`."""
+    trust_remote_code: bool = False
+    """Run Python code from the model folder."""
+    precision: Precision | None = None
+    """Precision of the teacher's computations; by default `policy.precision`."""
+    temperature: PositiveFloat | None = None
+    """Temperature of the teacher's distribution; by default `policy.generation.temperature`, so that equal logits mean
+    no divergence."""
+    placement: Literal["driver", "separate"] = "driver"
+    """driver: in the process of the driver, as a policy of one rank; separate: in processes of its own."""
+    num_workers: PositiveInt = 1
+    """Ranks of a separate teacher; they split its weights and the samples."""
+
+    @model_validator(mode="after")
+    def _ranks_have_processes(self) -> Self:
+        if self.num_workers > 1 and self.placement == "driver":
+            raise ValueError(
+                f"num_workers={self.num_workers} needs as many processes, but placement=driver is one process; set "
+                "placement=separate"
+            )
+        return self
+
+    def policy(self, student: PolicyConfig) -> PolicyConfig:
+        """Return the teacher's settings as a policy."""
+        assert self.model_name is not None, "checked before the run starts"
+        temperature = self.temperature or student.generation.temperature
+        update = {
+            "model_name": self.model_name,
+            "tokenizer": None,
+            "trust_remote_code": self.trust_remote_code,
+            "precision": self.precision or student.precision,
+            "generation": student.generation.model_copy(update={"temperature": temperature}),
+            "dtensor_cfg": DTensorConfig(),
+            "lora": None,
+        }
+        return student.model_copy(update=update)
 
 
 class SFTConfig(Config):

@@ -18,8 +18,9 @@ from lucidrl.collectors.rollouts import Rollouts
 from lucidrl.collectors.text import TextCollector
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import RefitError
+from lucidrl.losses.config import ClippedPGConfig
 from lucidrl.losses.importance import importance_mask
-from lucidrl.losses.interfaces import IMPORTANCE_MASK
+from lucidrl.losses.interfaces import IMPORTANCE_MASK, LossFunction
 from lucidrl.losses.policy_gradient import ClippedPGLoss
 from lucidrl.models.policy.interfaces import TrainResult
 from lucidrl.models.policy.policy import Policy
@@ -71,10 +72,14 @@ class GRPO:
                 self.entropy.observe(result.metrics.get("entropy", math.nan))
         return self.loop.step
 
-    def loss_fn(self) -> ClippedPGLoss:
+    def loss_fn(self) -> LossFunction:
         """Return the loss of the next step."""
-        config = self.config.loss.model_copy(update={"entropy_coefficient": self.entropy.coefficient})
-        return ClippedPGLoss(config, on_policy=self.on_policy, measures_entropy=self.entropy.is_on)
+        return ClippedPGLoss(self.loss_config, on_policy=self.on_policy, measures_entropy=self.entropy.is_on)
+
+    @property
+    def loss_config(self) -> ClippedPGConfig:
+        """The settings of the next step's loss."""
+        return self.config.loss.model_copy(update={"entropy_coefficient": self.entropy.coefficient})
 
     def prepare(self, rollouts: Rollouts, is_plotted: bool = False) -> BatchedDataDict[Any]:
         """Return the training batch with advantages, and with the log-probabilities that the loss and the plot need.

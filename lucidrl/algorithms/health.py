@@ -51,6 +51,8 @@ class HealthSettings:
     entropy_coefficient: float = 0.0
     has_group_baseline: bool = True
     """Whether advantages compare samples of the same prompt, rather than all samples of the batch."""
+    has_teacher: bool = False
+    """Whether the policy learns from a teacher too: then equal rewards, or a falling entropy, are no fault."""
 
 
 def constant_reward(history: Sequence[Metrics], settings: HealthSettings) -> str | None:
@@ -129,6 +131,8 @@ RULES: dict[str, Rule] = {
     "entropy_collapse": entropy_collapse,
 }
 """Rules by name."""
+OF_REWARDS = ("constant_reward", "no_signal", "entropy_collapse")
+"""Rules for policies that learn from rewards alone."""
 IMPLIED = {"no_signal": "constant_reward"}
 """A rule is silent while the rule that implies it warns: constant rewards imply groups without signal."""
 
@@ -150,7 +154,8 @@ class HealthMonitor:
         else:
             self._last.append(metrics)
         history = [*self._first, *self._last]
-        found = {name: message for name, rule in RULES.items() if (message := rule(history, self._settings))}
+        rules = {name: rule for name, rule in RULES.items() if not (self._settings.has_teacher and name in OF_REWARDS)}
+        found = {name: message for name, rule in rules.items() if (message := rule(history, self._settings))}
         due = [name for name in found if IMPLIED.get(name) not in found and step >= self._silent_until.get(name, 0)]
         for name in due:
             self._silence[name] = 2 * self._silence.get(name, FIRST_SILENCE_STEPS // 2)

@@ -22,7 +22,7 @@ _PHASES_OF_SPANS = {
     "validate": "validation",
 }
 """Phases of spans whose name differs; all other spans are phases themselves."""
-_WHOLE = ("validate", "save")
+_WHOLE = ("validate", "save", "teacher")
 """Outermost spans that count as one phase, with everything inside them."""
 _NUM_CALIBRATION_SPANS = 200
 

@@ -9,6 +9,8 @@ from pydantic import Field, PositiveInt, model_validator
 from lucidrl.utils.config import Config
 
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Divergence = Literal["sampled", "top_k"]
+"""How a distillation measures the divergence from the teacher; see `lucidrl.losses.distillation`."""
 
 
 class ClippedPGConfig(Config):

@@ -1,7 +1,7 @@
 """The loss protocol between policy workers and loss functions.
 
-Shapes: B rows, T tokens, V vocabulary; N frames, each one step of one env in a control task. Position i of a [B, T]
-log-probability tensor belongs to token i of `input_ids`; position 0 has no prediction and holds 0.
+Shapes: B rows, T tokens, V vocabulary, K candidates; N frames, each one step of one env in a control task. Position i
+of a [B, T] log-probability tensor belongs to token i of `input_ids`; position 0 has no prediction and holds 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from lucidrl.errors import DataError
 from lucidrl.losses.reductions import Metrics
 
-Need = Literal["logprobs", "entropy", "values", "logits"]
+Need = Literal["logprobs", "entropy", "values", "logits", "candidates"]
 
 
 class LossType(StrEnum):
@@ -38,6 +38,11 @@ class TokenOutputs:
     """[B, T] value estimates (models with the critic role)."""
     logits: torch.Tensor | None = None
     """[B, T, V] next-token logits: position i predicts token i + 1."""
+    candidates: torch.Tensor | None = None
+    """[B, T, K + 1] log-probabilities of the column `CANDIDATE_IDS`, each in place of token i; the last is that of all
+    other tokens together."""
+    candidate_ids: torch.Tensor | None = None
+    """[B, T, K] ids of the likeliest tokens, if a teacher was asked for them."""
 
 
 @runtime_checkable
@@ -61,6 +66,8 @@ class LossFunction(Protocol):
     ) -> tuple[torch.Tensor, Metrics]: ...
 
 
+CANDIDATE_IDS = "candidate_ids"
+"""Column of losses that need `candidates`: [B, T, K], different token ids for every token that counts."""
 IMPORTANCE_MASK = "importance_mask"
 """Optional column, [B, T]: 0 for tokens that the importance correction excludes; see `lucidrl.losses.importance`."""
 

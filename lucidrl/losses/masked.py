@@ -20,6 +20,7 @@ PROVIDERS: dict[str, str] = {
     "prev_logprobs": "the policy's get_logprobs returns it before the first update (not needed if on_policy=True)",
     "generation_logprobs": "the generator returns it as `logprobs` with its samples",
     IMPORTANCE_MASK: "lucidrl.losses.importance.importance_mask returns it",
+    "teacher_logprobs": "the teacher's get_logprobs returns it",
     "reference_policy_logprobs": "the policy's get_reference_policy_logprobs returns it (not needed if "
     "kl_coefficient=0)",
 }

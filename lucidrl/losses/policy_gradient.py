@@ -92,14 +92,7 @@ class ClippedPGLoss:
         global_valid_toks: torch.Tensor,
     ) -> tuple[torch.Tensor, Metrics]:
         mask_BT = valid_token_mask(data)
-        mean = partial(
-            global_mean_share,
-            mask_BT=mask_BT,
-            loss_type=self.loss_type,
-            global_valid_seqs=global_valid_seqs,
-            global_valid_toks=global_valid_toks,
-            constant_length=self.config.constant_length if self.config.normalization == "constant" else None,
-        )
+        mean = self.mean(mask_BT, global_valid_seqs, global_valid_toks)
         logprobs_BT = token_output(outputs, "logprobs", mask_BT)
         prev_BT = logprobs_BT.detach() if self.on_policy else token_column(data, "prev_logprobs", mask_BT)
 
@@ -121,6 +114,19 @@ class ClippedPGLoss:
             loss = loss - self.config.entropy_coefficient * mean(entropy_BT)
             metrics["entropy"] = token_mean(entropy_BT, mask_BT)
         return loss, metrics
+
+    def mean(
+        self, mask_BT: torch.Tensor, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the function that turns values [B, T] into this micro-batch's summand of the normalised mean."""
+        return partial(
+            global_mean_share,
+            mask_BT=mask_BT,
+            loss_type=self.loss_type,
+            global_valid_seqs=global_valid_seqs,
+            global_valid_toks=global_valid_toks,
+            constant_length=self.config.constant_length if self.config.normalization == "constant" else None,
+        )
 
     def _surrogate(
         self, logprobs_BT: torch.Tensor, log_ratio_BT: torch.Tensor, data: Mapping[str, Any], mask_BT: torch.Tensor

@@ -91,8 +91,8 @@ def token_logprobs(
     bias: torch.Tensor | None = head.bias
     shard = None
     if group is not None:
-        weight, bias = _local(weight), None if bias is None else _local(bias)
-        shard = _VocabShard.of_head(head, group)
+        weight, bias = local_part(weight), None if bias is None else local_part(bias)
+        shard = VocabShard.of_head(head, group)
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, transform, with_entropy, keep_logits, shard)
     return TokenOutputs(logprobs=logprobs, entropy=entropy if with_entropy else None)
 
@@ -107,18 +107,18 @@ def gathered_logits(hidden: torch.Tensor, head: nn.Linear) -> torch.Tensor:
     return logits.full_tensor()
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a parameter. It is differentiable; the parameter's gradient is a DTensor."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:
+def chunks_of(num_tokens: int, vocabulary: int) -> list[slice]:
     size = max(16, CHUNK_ELEMENTS // vocabulary)
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
 
 @dataclass(frozen=True)
-class _VocabShard:
+class VocabShard:
     """The token ids whose logits this rank computes."""
 
     group: dist.ProcessGroup
@@ -127,7 +127,7 @@ class _VocabShard:
     size: int
 
     @classmethod
-    def of_head(cls, head: nn.Linear, group: dist.ProcessGroup) -> _VocabShard:
+    def of_head(cls, head: nn.Linear, group: dist.ProcessGroup) -> VocabShard:
         """Return this rank's shard of a head that DTensor splits along dim 0."""
         per_rank = -(-head.out_features // group.size())
         first = per_rank * group.rank()
@@ -173,13 +173,13 @@ class _TokenLogprobs(torch.autograd.Function):
         transform: LogitTransform,
         with_entropy: bool,
         keep_logits: bool,
-        shard: _VocabShard | None,
+        shard: VocabShard | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         accurate = torch.promote_types(hidden.dtype, torch.float32)
         normalizer, logprobs, entropy = (hidden.new_zeros(hidden.shape[0], dtype=accurate) for _ in range(3))
         index = targets if shard is None else shard.index(targets)
         kept: list[torch.Tensor | None] = []
-        for number, chunk in enumerate(_chunks(hidden.shape[0], weight.shape[0])):
+        for number, chunk in enumerate(chunks_of(hidden.shape[0], weight.shape[0])):
             raw = F.linear(hidden[chunk], weight, bias)
             logits = transform(raw)
             chosen = logits.gather(1, index[chunk, None])[:, 0]
@@ -204,10 +204,10 @@ class _TokenLogprobs(torch.autograd.Function):
         accurate = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=accurate) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=accurate) if bias is not None and ctx.needs_input_grad[2] else None
-        shard: _VocabShard | None = ctx.shard
+        shard: VocabShard | None = ctx.shard
         target_index = targets if shard is None else shard.index(targets)
         grad_target = grad_logprobs if shard is None else grad_logprobs * shard.owns(targets)
-        chunks = _chunks(hidden.shape[0], weight.shape[0])
+        chunks = chunks_of(hidden.shape[0], weight.shape[0])
         # A softmax of raw logits is the cheapest gradient; the rows' factors are applied later.
         of_softmax = transform.is_identity and bias is None and shard is None and not ctx.with_entropy
         for first in range(0, len(chunks), CHUNKS_PER_SUM):
@@ -236,7 +236,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     grad_hidden[group].mul_(factor)
             if grad_weight is not None:
                 rows = hidden[group] if factor is None else (hidden[group] * factor).to(hidden.dtype)
-                _add_product(grad_weight, grad, rows)
+                add_product(grad_weight, grad, rows)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=accurate)
         if shard is not None and grad_hidden is not None:
@@ -277,7 +277,7 @@ def _grad_logits(
     return torch.exp(log_p).mul_(log_p.add_(entropy).mul_(-grad_entropy).sub_(grad_logprobs))
 
 
-def _add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
     """total += gradᵀ · hidden"""
     if total.dtype == grad.dtype:
         total.addmm_(grad.T, hidden)

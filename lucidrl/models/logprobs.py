@@ -3,13 +3,15 @@
 `LogprobModel` wraps a Hugging Face model. It is the root module for sharding, so the head's weights are only gathered
 inside its `forward`. Temperature, logit scaling and soft-capping are applied here and nowhere else.
 
-Shapes: B rows, T tokens, N selected tokens, D hidden size, V vocabulary.
+Shapes: B rows, T tokens, N selected tokens, U selected tokens that are computed, D hidden size, V vocabulary,
+K candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -22,10 +24,11 @@ from lucidrl.distributed.prefix_tree import PrefixTree, share_prefixes
 from lucidrl.errors import ConfigError
 from lucidrl.losses.interfaces import Need, TokenOutputs
 from lucidrl.models.attention import AttentionLayout, PackedLayout, PaddedLayout, TreeLayout
+from lucidrl.models.candidates import candidate_logprobs, top_logprobs
 from lucidrl.models.context_parallel import ContextParallel
 from lucidrl.models.head import LogitTransform, gathered_logits, token_logprobs
 
-SUPPORTED_NEEDS = frozenset({"logprobs", "entropy", "logits"})
+SUPPORTED_NEEDS = frozenset({"logprobs", "entropy", "logits", "candidates"})
 
 
 class LogprobModel(nn.Module):
@@ -66,6 +69,8 @@ class LogprobModel(nn.Module):
         selected: torch.Tensor | None = None,
         packed: bool = False,
         shared: bool = False,
+        candidate_ids: torch.Tensor | None = None,
+        top: tuple[int, int] | None = None,
     ) -> TokenOutputs:
         """Compute outputs for right-padded rows.
 
@@ -78,6 +83,9 @@ class LogprobModel(nn.Module):
             packed: run the model on packed rows, without padding; outputs are padded rows nevertheless.
             shared: run the model once on tokens that rows have in common, if there are any, and on all others without
                 padding.
+            candidate_ids: [B, T, K], the candidates.
+            top: (K, number of ids); without `candidate_ids`, the K likeliest of these ids are the candidates, and
+                outputs have no gradient.
         """
         if not needs <= SUPPORTED_NEEDS:
             raise ConfigError(
@@ -89,9 +97,49 @@ class LogprobModel(nn.Module):
             rows = pack_rows(input_ids, input_lengths)
         hidden = self._hidden(input_ids, rows)
         logits = self._logits_of_rows(hidden, rows, input_ids.shape) if "logits" in needs else None
-        if not needs & {"logprobs", "entropy"}:
+        if not needs & {"logprobs", "entropy", "candidates"}:
             return TokenOutputs(logits=logits)
+        chosen = self._choose(hidden, input_ids, input_lengths, rows, selected)
+        found = TokenOutputs()
+        if "candidates" in needs:
+            found = self._candidates(chosen, candidate_ids, top)
+        if "entropy" in needs or "candidates" not in needs:
+            scored = token_logprobs(
+                chosen.predictors_U,
+                self.head,
+                chosen.targets_U,
+                self.transform,
+                with_entropy="entropy" in needs,
+                recompute=self.recompute_head,
+                group=self.tp_group,
+            )
+            logprobs, entropy = chosen.per_token(scored.logprobs), chosen.per_token(scored.entropy)
+            found = replace(found, logprobs=logprobs, entropy=entropy)
 
+        def laid_out(values_N: torch.Tensor | None) -> torch.Tensor | None:
+            if values_N is None:
+                return None
+            empty = values_N.new_zeros(*input_ids.shape, *values_N.shape[1:])
+            values_BT = empty.index_put((chosen.row_N, chosen.position_N), values_N)
+            return values_BT if self.context is None else self.context.sum(values_BT)
+
+        return TokenOutputs(
+            logprobs=laid_out(found.logprobs),
+            entropy=laid_out(found.entropy),
+            logits=logits,
+            candidates=laid_out(found.candidates),
+            candidate_ids=laid_out(found.candidate_ids),
+        )
+
+    def _choose(
+        self,
+        hidden: torch.Tensor,
+        input_ids: torch.Tensor,
+        input_lengths: torch.Tensor,
+        rows: PackedRows | PrefixTree | None,
+        selected: torch.Tensor | None,
+    ) -> _Chosen:
+        """Find the tokens to score among those whose predictor this rank has."""
         position = torch.arange(input_ids.shape[1], device=input_ids.device)
         wanted = (position > 0) & (position < input_lengths[:, None])
         if selected is not None:
@@ -100,36 +148,30 @@ class LogprobModel(nn.Module):
         slot_of_position = self._slots(input_ids.shape[1], input_ids.device)
         wanted[:, 1:] &= slot_of_position[:-1] >= 0
         row_N, position_N = wanted.nonzero(as_tuple=True)
-        slot_N = None  # index of the scored value of each wanted token, if rows share tokens
         if isinstance(rows, PrefixTree):
             token_U, slot_N = torch.unique(rows.slots[row_N, position_N], return_inverse=True)
             # Tokens that follow the same token have the same predictor, whose gradient is a sum.
-            predictors = hidden.index_select(0, rows.previous[token_U])
-            targets = rows.input_ids[0, token_U]
+            predictors_U = hidden.index_select(0, rows.previous[token_U])
+            return _Chosen(row_N, position_N, predictors_U, rows.input_ids[0, token_U], slot_N)
+        if rows is not None:
+            predictor_N = rows.cu_seqlens[row_N].to(torch.int64) + position_N - 1
         else:
-            if rows is not None:
-                predictor_N = rows.cu_seqlens[row_N].to(torch.int64) + position_N - 1
-            else:
-                predictor_N = row_N * (len(hidden) // len(input_ids)) + slot_of_position[position_N - 1]
-            predictors, targets = gather_rows(hidden, predictor_N), input_ids[row_N, position_N]
-        scored = token_logprobs(
-            predictors,
-            self.head,
-            targets,
-            self.transform,
-            with_entropy="entropy" in needs,
-            recompute=self.recompute_head,
-            group=self.tp_group,
-        )
+            predictor_N = row_N * (len(hidden) // len(input_ids)) + slot_of_position[position_N - 1]
+        return _Chosen(row_N, position_N, gather_rows(hidden, predictor_N), input_ids[row_N, position_N])
 
-        def laid_out(values: torch.Tensor | None) -> torch.Tensor | None:
-            if values is None:
-                return None
-            values_N = values if slot_N is None else values.index_select(0, slot_N)
-            values_BT = values_N.new_zeros(input_ids.shape).index_put((row_N, position_N), values_N)
-            return values_BT if self.context is None else self.context.sum(values_BT)
-
-        return TokenOutputs(logprobs=laid_out(scored.logprobs), entropy=laid_out(scored.entropy), logits=logits)
+    def _candidates(
+        self, chosen: _Chosen, candidate_ids: torch.Tensor | None, top: tuple[int, int] | None
+    ) -> TokenOutputs:
+        """Score the candidates of each chosen token, which may differ between rows that share the token."""
+        predictors_N = chosen.per_token(chosen.predictors_U)
+        if candidate_ids is not None:
+            ids_NK = candidate_ids[chosen.row_N, chosen.position_N].to(torch.int64)
+            targets_N = chosen.per_token(chosen.targets_U)
+            return candidate_logprobs(predictors_N, self.head, targets_N, ids_NK, self.transform, group=self.tp_group)
+        assert top is not None, "candidates are given, or counted"
+        assert self.tp_group is None, "a teacher is not tensor parallel"
+        ids_NK, candidates_NK = top_logprobs(predictors_N, self.head, *top, self.transform)
+        return TokenOutputs(candidates=candidates_NK, candidate_ids=ids_NK)
 
     @property
     def head(self) -> nn.Linear:
@@ -188,6 +230,27 @@ class LogprobModel(nn.Module):
         whole = logits.new_zeros(shape[0], round_up(shape[1], self.length_multiple), logits.shape[-1])
         own = self._own_positions(whole.shape[1], whole.device)
         return self.context.sum(whole.index_copy(1, own, logits))[:, : shape[1]]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The tokens to score."""
+
+    row_N: torch.Tensor
+    position_N: torch.Tensor
+    predictors_U: torch.Tensor
+    """[U, D]"""
+    targets_U: torch.Tensor
+    slot_N: torch.Tensor | None = None
+    """Which of the U computed tokens each token is, if rows share tokens; otherwise they are the same."""
+
+    @overload
+    def per_token(self, values_U: torch.Tensor) -> torch.Tensor: ...
+    @overload
+    def per_token(self, values_U: None) -> None: ...
+    def per_token(self, values_U: torch.Tensor | None) -> torch.Tensor | None:
+        """Return one value for each token to score."""
+        return values_U if values_U is None or self.slot_N is None else values_U.index_select(0, self.slot_N)
 
 
 def logit_transform(config: Any, temperature: float) -> LogitTransform:

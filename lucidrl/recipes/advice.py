@@ -9,7 +9,14 @@ from lucidrl.algorithms.config import AdvantageEstimator
 from lucidrl.algorithms.health import RunWarning
 from lucidrl.algorithms.variants import VARIANTS
 from lucidrl.recipes.base_config import BaseRunConfig
-from lucidrl.recipes.configs import GRPORunConfig, PPORunConfig, SFTRunConfig, TextRunConfig
+from lucidrl.recipes.configs import (
+    DistillRunConfig,
+    GRPORunConfig,
+    PPORunConfig,
+    RolloutRunConfig,
+    SFTRunConfig,
+    TextRunConfig,
+)
 
 CANNOT_LEARN, NO_EFFECT = "cannot_learn", "no_effect"
 
@@ -29,13 +36,15 @@ def advice(config: BaseRunConfig) -> list[RunWarning]:
 
 
 def _cannot_learn(config: BaseRunConfig) -> Iterator[str]:
-    if isinstance(config, GRPORunConfig):
-        estimator, count = config.grpo.advantages.estimator, config.collector.samples_per_prompt
+    learns_from_teacher = isinstance(config, DistillRunConfig) and config.distill.reward_coefficient == 0
+    if isinstance(config, RolloutRunConfig) and not learns_from_teacher:
+        estimator, count = config.update.advantages.estimator, config.collector.samples_per_prompt
+        key = f"{config.algorithm}.advantages.estimator"
         if count == 1 and estimator is not AdvantageEstimator.PLAIN:
             yield (
                 "this run cannot learn from rewards: with collector.samples_per_prompt=1, "
-                f"grpo.advantages.estimator={estimator} compares each sample with itself, and every advantage is 0; "
-                "set collector.samples_per_prompt=8, or grpo.advantages.estimator=plain"
+                f"{key}={estimator} compares each sample with itself, and every advantage is 0; "
+                f"set collector.samples_per_prompt=8, or {key}=plain"
             )
         elif config.rows_per_step == 1:
             yield (
@@ -138,6 +147,22 @@ _UNUSED: list[tuple[tuple[str, ...], Reason]] = [
         ),
     ),
     (
+        ("distill.top_k",),
+        _if(
+            DistillRunConfig,
+            lambda config: config.distill.divergence != "top_k",
+            "distill.divergence is sampled; set distill.divergence=top_k",
+        ),
+    ),
+    (
+        ("distill.advantages.estimator",),
+        _if(
+            DistillRunConfig,
+            lambda config: config.distill.reward_coefficient == 0,
+            "distill.reward_coefficient is 0; raise it to learn from rewards too",
+        ),
+    ),
+    (
         ("ppo.clip",),
         _if(
             PPORunConfig,
@@ -216,7 +241,7 @@ _UNUSED: list[tuple[tuple[str, ...], Reason]] = [
     (
         ("env.max_restarts",),
         _if(
-            GRPORunConfig,
+            RolloutRunConfig,
             lambda config: not config.env.is_isolated or "rewards" in config.python_inputs,
             "the environment runs in the driver, where it cannot be restarted",
         ),

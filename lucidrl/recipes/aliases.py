@@ -6,7 +6,7 @@ from lucidrl.utils.suggestions import OtherNames
 
 _RATE = ("policy.optimizer.kwargs.lr", "critic.optimizer.kwargs.lr")
 _TOKENS = ("policy.generation.max_new_tokens",)
-_STEPS = ("grpo.max_steps", "sft.max_steps", "ppo.max_steps")
+_STEPS = ("grpo.max_steps", "distill.max_steps", "sft.max_steps", "ppo.max_steps")
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "lr": _RATE,
@@ -22,7 +22,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "max_steps": _STEPS,
     "epochs": ("sft.epochs",),
     "num_train_epochs": ("sft.epochs",),
-    "num_iterations": ("grpo.num_epochs",),
+    "num_iterations": ("grpo.num_epochs", "distill.num_epochs"),
     "beta": ("grpo.loss.kl_coefficient",),
     "kl_coefficient": ("grpo.loss.kl_coefficient",),
     "epsilon": ("grpo.loss.clip_low", "grpo.loss.clip_high", "ppo.clip"),
@@ -53,6 +53,7 @@ _BATCH = {
 _FOLDER = {"run.root": "parent folder of all runs", "run.name": "folder of this run below run.root"}
 _EPOCHS = {
     "grpo.num_epochs": "optimizer epochs per batch",
+    "distill.num_epochs": "optimizer epochs per batch",
     "ppo.num_epochs": "optimizer epochs over the frames of a training step",
     **dict.fromkeys(_STEPS, "training steps of the run"),
 }

@@ -43,8 +43,10 @@ class RunOptions(TypedDict, total=False):
 
 
 class GRPOOptions(RunOptions, total=False):
-    """Arguments of `GRPOTrainer`."""
+    """Arguments of `GRPOTrainer` and `DistillTrainer`."""
 
+    teacher: str | Path
+    """The teacher of `DistillTrainer`: a model folder or a run (`teacher.model_name`)."""
     validation_dataset: Dataset
     """Validation prompts; default: `data.validation_fraction` of `dataset`."""
     prompt: str

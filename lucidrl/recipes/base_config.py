@@ -42,6 +42,8 @@ class BaseRunConfig(Config, ABC):
     """Name of the command and of the algorithm's section of settings."""
     run_class: ClassVar[str]
     """Dotted path of its `TrainingRun`; imported at use, because the imports take seconds."""
+    trainer: ClassVar[str]
+    """Name of its trainer class."""
     validated_on: ClassVar[str] = "held-out"
     """Label of validation results."""
     other_names = OTHER_NAMES

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from lucidrl.algorithms.config import ControlValidationConfig, GRPOConfig, PPOConfig, SFTConfig
+from lucidrl.algorithms.config import (
+    ControlValidationConfig,
+    DistillConfig,
+    GRPOConfig,
+    PPOConfig,
+    SFTConfig,
+    TeacherConfig,
+)
 from lucidrl.checkpoint.config import SFTCheckpointConfig
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
@@ -15,8 +23,18 @@ from lucidrl.recipes.base_config import Arithmetic, BaseRunConfig, NumThreads
 from lucidrl.recipes.text_config import TextRunConfig
 from lucidrl.tools.config import DEFAULT_MAX_TURNS, ToolUseConfig
 from lucidrl.utils.config import Config
+from lucidrl.utils.nsys import TEACHER, worker_name
 
-__all__ = ["BaseRunConfig", "EvaluatedSFTConfig", "GRPORunConfig", "PPORunConfig", "SFTRunConfig", "TextRunConfig"]
+__all__ = [
+    "BaseRunConfig",
+    "DistillRunConfig",
+    "EvaluatedSFTConfig",
+    "GRPORunConfig",
+    "PPORunConfig",
+    "RolloutRunConfig",
+    "SFTRunConfig",
+    "TextRunConfig",
+]
 
 
 def _has_tools(content: Mapping[str, Any]) -> bool:
@@ -24,15 +42,17 @@ def _has_tools(content: Mapping[str, Any]) -> bool:
     return bool(content.get("tools")) or (isinstance(python_inputs, Mapping) and "tools" in python_inputs)
 
 
-class GRPORunConfig(TextRunConfig):
-    """`lucidrl grpo`"""
+class RolloutRunConfig(TextRunConfig, ABC):
+    """Settings of runs that train on samples of the policy."""
 
-    algorithm = "grpo"
-    run_class = "lucidrl.recipes.language.GRPORun"
-    grpo: GRPOConfig = GRPOConfig()
-    """The algorithm."""
     collector: TextCollectorConfig = TextCollectorConfig()
     """Samples per step."""
+
+    @property
+    def update(self) -> GRPOConfig:
+        """The algorithm's section: how the policy is updated from its samples."""
+        section: GRPOConfig = getattr(self, self.algorithm)
+        return section
 
     @property
     def max_turns(self) -> int:
@@ -50,7 +70,7 @@ class GRPORunConfig(TextRunConfig):
         return {**content, "collector": {"max_turns": DEFAULT_MAX_TURNS, **collector}}
 
     @model_validator(mode="after")
-    def _tools_can_be_used(self) -> GRPORunConfig:
+    def _tools_can_be_used(self) -> Self:
         if not self.has_tools:
             return self
         if not self.reward and "rewards" not in self.python_inputs:
@@ -66,7 +86,7 @@ class GRPORunConfig(TextRunConfig):
         return self
 
     @model_validator(mode="after")
-    def _can_generate(self) -> GRPORunConfig:
+    def _can_generate(self) -> Self:
         if self.policy.dtensor_cfg.sequence_parallel and self.policy.generation.placement == "policy":
             raise ValueError(
                 "policy.dtensor_cfg.sequence_parallel=true splits rows by tokens, but generation adds one token at a "
@@ -75,17 +95,17 @@ class GRPORunConfig(TextRunConfig):
         return self
 
     @model_validator(mode="after")
-    def _reads_no_completions(self) -> GRPORunConfig:
+    def _reads_no_completions(self) -> Self:
         if unused := self._set_in_data("completion"):
             raise ValueError(
-                f"{unused} would have no effect, because GRPO samples its completions; remove the setting, or train "
-                "on the column with `lucidrl sft`"
+                f"{unused} would have no effect, because the policy samples its completions; remove the setting, or "
+                "train on the column with `lucidrl sft`"
             )
         return self
 
     @property
     def num_epochs(self) -> int:
-        return self.grpo.num_epochs
+        return self.update.num_epochs
 
     def _row_factors(self) -> Arithmetic:
         return [
@@ -94,11 +114,43 @@ class GRPORunConfig(TextRunConfig):
         ]
 
 
+class GRPORunConfig(RolloutRunConfig):
+    """`lucidrl grpo`"""
+
+    algorithm = "grpo"
+    run_class = "lucidrl.recipes.language.GRPORun"
+    trainer = "GRPOTrainer"
+    grpo: GRPOConfig = GRPOConfig()
+    """The algorithm."""
+
+
+class DistillRunConfig(RolloutRunConfig):
+    """`lucidrl distill`"""
+
+    algorithm = "distill"
+    run_class = "lucidrl.recipes.distill.DistillRun"
+    trainer = "DistillTrainer"
+    distill: DistillConfig = DistillConfig()
+    """The algorithm."""
+    teacher: TeacherConfig = TeacherConfig()
+    """The model that scores the samples of the policy, the student."""
+
+    @property
+    def title(self) -> str:
+        return f"{super().title}, teacher {self.teacher.model_name}"
+
+    @property
+    def worker_names(self) -> list[str]:
+        separate = self.teacher.num_workers if self.teacher.placement == "separate" else 0
+        return [*super().worker_names, *(worker_name(TEACHER, rank) for rank in range(separate))]
+
+
 class SFTRunConfig(TextRunConfig):
     """`lucidrl sft`"""
 
     algorithm = "sft"
     run_class = "lucidrl.recipes.language.SFTRun"
+    trainer = "SFTTrainer"
     checkpoint: SFTCheckpointConfig = SFTCheckpointConfig()
     """When checkpoints are written and which are kept."""
     sft: SFTConfig = SFTConfig()
@@ -174,6 +226,7 @@ class PPORunConfig(BaseRunConfig):
 
     algorithm = "ppo"
     run_class = "lucidrl.recipes.control.PPORun"
+    trainer = "PPOTrainer"
     validated_on = "greedy"
     num_threads: NumThreads | None = 1
     """CPU threads of torch; null lets torch decide. Small networks are fastest with one thread. The number changes

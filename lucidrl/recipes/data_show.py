@@ -15,7 +15,7 @@ from rich.text import Text
 from lucidrl.data.items import Skip
 from lucidrl.data.stream import MOST_SURVEYED, Dataset
 from lucidrl.errors import ConfigError
-from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.configs import GRPORunConfig, RolloutRunConfig, SFTRunConfig
 from lucidrl.recipes.preflight import TextInputs
 from lucidrl.utils.config import load_config
 
@@ -70,7 +70,7 @@ def _printable(text: str, longest: int = _LONGEST_SHOWN) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in cut)
 
 
-def _rows_table(inputs: TextInputs, config: GRPORunConfig | SFTRunConfig) -> Table:
+def _rows_table(inputs: TextInputs, config: RolloutRunConfig | SFTRunConfig) -> Table:
     """Table: how many rows are used, held out and dropped, and which setting causes each number."""
     survey = inputs.survey
     table = Table("rows", "", "", box=None, pad_edge=False)
@@ -84,14 +84,14 @@ def _rows_table(inputs: TextInputs, config: GRPORunConfig | SFTRunConfig) -> Tab
     for reason, number in survey.skipped.items():
         table.add_row(f"dropped by {reason}", survey.estimate(number), f"{reason}={reasons[reason]}")
     context = inputs.facts.context_length
-    room = int(isinstance(config, GRPORunConfig))
+    room = int(isinstance(config, RolloutRunConfig))
     if too_long := sum(length + room > context for length in survey.lengths):
         remedy = f"the run would stop: the context has {context:,} tokens; set data.max_prompt_tokens={context - room}"
         table.add_row("too long", survey.estimate(too_long), remedy)
     return table
 
 
-def _reason_of_split(config: GRPORunConfig | SFTRunConfig) -> str:
+def _reason_of_split(config: RolloutRunConfig | SFTRunConfig) -> str:
     if config.data.validation_file is not None:
         return f"data.validation_file={config.data.validation_file}"
     return f"data.validation_fraction={config.data.validation_fraction:g}"

@@ -16,14 +16,14 @@ from lucidrl.data.stream import Dataset
 from lucidrl.errors import CheckpointError, ConfigError, DataError
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.sources import BEST, NEWEST, WEIGHTS, find_checkpoint, resolved_name
-from lucidrl.recipes.configs import EvaluatedSFTConfig, GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.configs import EvaluatedSFTConfig, GRPORunConfig, RolloutRunConfig, SFTRunConfig
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.settings import ALGORITHMS, new_settings, resumed_settings
 from lucidrl.utils.config import aliases_of
 from lucidrl.utils.layers import Origins, merge_layers
 
 ALL = "all"
-TextConfig = GRPORunConfig | SFTRunConfig
+TextConfig = RolloutRunConfig | SFTRunConfig
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def settings_of_run(run: Path, settings: Sequence[str] = ()) -> TextConfig:
         without = [*without, "data.validation_file"]
     schema = EvaluatedSFTConfig if algorithm == SFTRunConfig.algorithm else None
     config = resumed_settings(algorithm, run, settings, without, schema)
-    if not isinstance(config, GRPORunConfig | SFTRunConfig):
+    if not isinstance(config, RolloutRunConfig | SFTRunConfig):
         raise ConfigError(f"{run} is a run of {algorithm}, not of a language model; try `lucidrl play {run}`")
     return config
 
@@ -234,10 +234,9 @@ def _with_task(config: TextConfig, run: Path | None, given: Origins, python: Pyt
     if config.python_inputs and given.of("data.file") is not None and is_scored_anew:
         config = config.model_copy(update={"python_inputs": {}})
     if missing := [name for name in config.python_inputs if name not in python.described()]:
-        trainer = f"{config.algorithm.upper()}Trainer"
         raise ConfigError(
             f"{run} uses objects of a Python program ({', '.join(missing)}), which its settings cannot hold; evaluate "
-            f"it with {trainer}(...).evaluate({str(run)!r}), or set data.file=... and reward=..."
+            f"it with {config.trainer}(...).evaluate({str(run)!r}), or set data.file=... and reward=..."
         )
     has_examples = config.data.file is not None or python.rows is not None
     if isinstance(config, SFTRunConfig) and has_examples and not (config.reward or is_scored_anew):

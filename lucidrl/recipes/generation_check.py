@@ -20,7 +20,7 @@ from lucidrl.models.generation.mismatch import Evidence, Sampling
 from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
-from lucidrl.recipes.configs import GRPORunConfig
+from lucidrl.recipes.configs import RolloutRunConfig
 from lucidrl.recipes.preflight import TextInputs
 from lucidrl.utils.random_state import seed_everything
 
@@ -52,7 +52,7 @@ class GenerationFindings:
         return table
 
 
-def check_generation(config: GRPORunConfig, inputs: TextInputs) -> GenerationFindings:
+def check_generation(config: RolloutRunConfig, inputs: TextInputs) -> GenerationFindings:
     """Load the model, refit twice, generate greedily and sampled, and compare the results with the policy.
 
     Raises:

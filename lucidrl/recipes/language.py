@@ -27,7 +27,7 @@ from lucidrl.models.generation.refit_guard import RefitGuard
 from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.policy import Policy
 from lucidrl.models.sources import with_resolved_names
-from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.configs import DistillRunConfig, GRPORunConfig, RolloutRunConfig, SFTRunConfig
 from lucidrl.recipes.generation_check import GenerationFindings, check_generation
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.preflight import TextInputs, check_placement, preflight
@@ -36,7 +36,8 @@ from lucidrl.rewards.verifiers.answers import answer_reader
 from lucidrl.utils.nsys import ProfilablePolicy
 from lucidrl.utils.run_folder import LOGS_NAME
 
-C = TypeVar("C", bound=GRPORunConfig | SFTRunConfig)
+C = TypeVar("C", bound=RolloutRunConfig | SFTRunConfig)
+R = TypeVar("R", bound=RolloutRunConfig)
 
 
 class TextRun(TrainingRun[C]):
@@ -144,39 +145,48 @@ class TextRun(TrainingRun[C]):
         return parts.loop(policy, validator, self._profiled, self.config.tracking.print_samples_every, health)
 
 
-class GRPORun(TextRun[GRPORunConfig]):
-    """`lucidrl grpo`"""
+class RolloutRun(TextRun[R]):
+    """A run that trains on samples of the policy."""
 
     def check_generation(self) -> GenerationFindings:
         return check_generation(self.config, self._inputs)
 
-    def _build(self, parts: RunParts) -> GRPO:
+    def _parts_of_grpo(self, parts: RunParts) -> dict[str, Any]:
+        """Create the parts that `GRPO` and its extensions share."""
         config = self.config
-        policy = self._policy(parts, init_reference=config.grpo.needs_reference)
+        policy = self._policy(parts, init_reference=config.update.needs_reference)
         collector = self._collector(parts, policy, config.collector)
         validator = self._prompt_validator(collector)
-        return GRPO(
-            config=config.grpo.with_constant_length(config.policy.generation.max_new_tokens),
-            loop=self._loop(parts, policy, validator, HealthMonitor(_health_settings(config))),
-            policy=policy,
-            collector=collector,
-            pad_id=self._inputs.tokenizer.pad_token_id,
-            guard=StepGuard(policy, config.policy, self._refit_guard),
-            updates_per_epoch=config.updates_per_step // config.num_epochs,
-            dump_samples_every=config.tracking.dump_samples_every,
-            plot_mismatch_every=config.tracking.plot_mismatch_every,
-        )
+        return {
+            "config": config.update.with_constant_length(config.policy.generation.max_new_tokens),
+            "loop": self._loop(parts, policy, validator, HealthMonitor(_health_settings(config))),
+            "policy": policy,
+            "collector": collector,
+            "pad_id": self._inputs.tokenizer.pad_token_id,
+            "guard": StepGuard(policy, config.policy, self._refit_guard),
+            "updates_per_epoch": config.updates_per_step // config.num_epochs,
+            "dump_samples_every": config.tracking.dump_samples_every,
+            "plot_mismatch_every": config.tracking.plot_mismatch_every,
+        }
 
 
-def _health_settings(config: GRPORunConfig) -> HealthSettings:
+class GRPORun(RolloutRun[GRPORunConfig]):
+    """`lucidrl grpo`"""
+
+    def _build(self, parts: RunParts) -> GRPO:
+        return GRPO(**self._parts_of_grpo(parts))
+
+
+def _health_settings(config: RolloutRunConfig) -> HealthSettings:
     generation = config.policy.generation
     return HealthSettings(
         max_new_tokens=generation.max_new_tokens,
         samples_per_prompt=config.collector.samples_per_prompt,
         rows_per_step=config.rows_per_step,
         temperature=generation.temperature,
-        entropy_coefficient=config.grpo.loss.entropy_coefficient,
-        has_group_baseline=config.grpo.advantages.estimator is not AdvantageEstimator.PLAIN,
+        entropy_coefficient=config.update.loss.entropy_coefficient,
+        has_group_baseline=config.update.advantages.estimator is not AdvantageEstimator.PLAIN,
+        has_teacher=isinstance(config, DistillRunConfig) and config.distill.teacher_coefficient > 0,
     )
 
 

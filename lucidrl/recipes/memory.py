@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from lucidrl.models.loading import DTYPES, ModelFacts
 from lucidrl.models.policy.config import MUON
-from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig
+from lucidrl.recipes.configs import RolloutRunConfig, SFTRunConfig
 
 GIB = 2**30
 
 
 def estimate_memory_gib(
-    config: GRPORunConfig | SFTRunConfig, facts: ModelFacts, longest: int, num_trained: int | None = None
+    config: RolloutRunConfig | SFTRunConfig, facts: ModelFacts, longest: int, num_trained: int | None = None
 ) -> dict[str, float]:
     """Estimate the memory of the main tensors; activations are a rule of thumb.
 
@@ -36,12 +36,12 @@ def estimate_memory_gib(
         # About 16 activations of the hidden size per layer, and the logits kept for the backward pass.
         "activations": tokens * (facts.num_layers * 16 * facts.hidden_size * width + 2 * facts.vocabulary),
     }
-    if isinstance(config, GRPORunConfig):
+    if isinstance(config, RolloutRunConfig):
         rows = min(config.rows_per_step, policy.generation.max_concurrent_rows)
         cached = rows * num_sampled + config.collector.prompts_per_step * longest
         cached = min(cached, policy.generation.cache_tokens or cached)
         size_bytes["key-value cache"] = cached * facts.kv_elements_per_token * width
-        if config.grpo.needs_reference and num_trained is None:  # with LoRA it is the frozen model
+        if config.update.needs_reference and num_trained is None:  # with LoRA it is the frozen model
             size_bytes["reference weights"] = parameters * width
         if policy.generation.placement == "separate":
             # A generator holds the current and the next version; generators on the policy's node share their memory.

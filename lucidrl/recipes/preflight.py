@@ -31,7 +31,7 @@ from lucidrl.models.generation.vllm import check_vllm, is_installed
 from lucidrl.models.loading import DTYPES, ModelFacts, empty_model, model_facts, policy_tokenizer
 from lucidrl.models.policy.policy import check_optimizer, trained_shapes, worker_class_of
 from lucidrl.models.tensor_parallel import check_tensor_parallel
-from lucidrl.recipes.configs import GRPORunConfig, SFTRunConfig, TextRunConfig
+from lucidrl.recipes.configs import RolloutRunConfig, SFTRunConfig, TextRunConfig
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.recipes.memory import estimate_memory_gib
 from lucidrl.recipes.training_run import check_run_can_start, checkpoint_on_disk
@@ -50,7 +50,7 @@ _MOST_SEARCHED = 1000
 class TextInputs:
     """Environment, prompts, tokenizer and facts of the model; each is created once, at its first use."""
 
-    def __init__(self, config: GRPORunConfig | SFTRunConfig, python: PythonInputs | None = None) -> None:
+    def __init__(self, config: RolloutRunConfig | SFTRunConfig, python: PythonInputs | None = None) -> None:
         silence_progress_bars()
         self._config = config
         self._python = python or PythonInputs()
@@ -278,7 +278,7 @@ class Preflight:
         return table
 
 
-def preflight(config: GRPORunConfig | SFTRunConfig, inputs: TextInputs | None = None) -> Preflight:
+def preflight(config: RolloutRunConfig | SFTRunConfig, inputs: TextInputs | None = None) -> Preflight:
     """Check run folder, trackers, Ray cluster, model folder, tokenizer, environment and prompts; load no weights.
 
     Of a dataset with more than `MOST_SURVEYED` rows it reads that many, evenly spread.

@@ -230,8 +230,7 @@ def _ready(
         EnvironmentFailure: user code raised SystemExit or another BaseException.
     """
     if isinstance(config, TextRunConfig):
-        trainer = f"{config.algorithm.upper()}Trainer"
-        (python or PythonInputs()).check(config.python_inputs, trainer, resume)
+        (python or PythonInputs()).check(config.python_inputs, config.trainer, resume)
     try:
         with profiling_as_configured(config.profile):
             check_patterns(config.worker_names)

@@ -15,7 +15,7 @@ from typing import Any
 from lucidrl.algorithms.variants import Variant, bundle
 from lucidrl.errors import ConfigError
 from lucidrl.models.policy.config import EMBEDDED_MODELS
-from lucidrl.recipes.configs import BaseRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig
+from lucidrl.recipes.configs import BaseRunConfig, DistillRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig
 from lucidrl.recipes.folder import run_config_path
 from lucidrl.utils.config import aliases_of, load_config
 from lucidrl.utils.layers import Merged, Source, merge_layers
@@ -24,7 +24,7 @@ from lucidrl.utils.logger.redact import secret_like_keys
 log = logging.getLogger(__name__)
 
 ALGORITHMS: dict[str, type[BaseRunConfig]] = {
-    schema.algorithm: schema for schema in (GRPORunConfig, SFTRunConfig, PPORunConfig)
+    schema.algorithm: schema for schema in (GRPORunConfig, DistillRunConfig, SFTRunConfig, PPORunConfig)
 }
 PRESETS = Path(__file__).with_name("presets")
 OWN_TASK = ("data", "reward", "python_inputs")
@@ -125,11 +125,14 @@ def default_preset(algorithm: str, given: Mapping[str, Any]) -> str | None:
     name = given.get("env.name")
     if algorithm == "ppo":
         return "cartpole" if name in (None, "CartPole-v1") else None
-    if algorithm != "grpo":
+    if algorithm not in ("grpo", "distill"):
         return None
     has_own_data = any(key == "env.prompts_file" or key.split(".")[0] in OWN_TASK for key in given)
     is_arithmetic = name in (None, "arithmetic") and not has_own_data
-    if given.get("policy.model_name", "embedded") in EMBEDDED_MODELS:
+    is_embedded = given.get("policy.model_name", "embedded") in EMBEDDED_MODELS
+    if algorithm == "distill":
+        return "distill-demo" if is_embedded and is_arithmetic else "distill"
+    if is_embedded:
         return "demo" if is_arithmetic else "task-embedded"
     return "chat" if is_arithmetic else "task"
 

@@ -113,7 +113,7 @@ class TextRunConfig(BaseRunConfig):
     def arithmetic(self) -> Arithmetic:
         policy, ranks = self.policy, self.cluster.num_workers
         rows = self.rows_per_step * self.num_epochs // self.updates_per_step
-        epochs = "grpo.num_epochs x " if self.num_epochs > 1 else ""
+        epochs = f"{self.algorithm}.num_epochs x " if self.num_epochs > 1 else ""
         table = [
             *self._row_factors(),
             ("rows per step", self.rows_per_step, "product of the above"),

@@ -21,7 +21,7 @@ import orjson
 
 from lucidrl.report.metrics_file import read_metrics
 from lucidrl.report.opportunities import Opportunity, StepMeans, opportunities
-from lucidrl.utils.nsys import DRIVER, GENERATION, POLICY
+from lucidrl.utils.nsys import DRIVER, GENERATION, POLICY, TEACHER
 from lucidrl.utils.run_folder import BREAKDOWN_NAME, METRICS_NAME
 
 _log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ _ROLES_OF_PHASES: dict[str, Sequence[str]] = {
     "generation": (GENERATION, POLICY),
     "validation": (GENERATION, POLICY),
     "reward": (_ENV,),
+    "teacher": (TEACHER,),
     **dict.fromkeys(
         (
             "logprobs",

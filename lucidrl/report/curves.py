@@ -32,6 +32,7 @@ GROUPS = {
         "train/policy_loss",
         "train/loss_*",
         "train/kl",
+        "train/teacher_*",
         "train/approx_kl",
         "train/entropy*",
         "train/grad_norm",

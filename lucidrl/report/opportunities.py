@@ -23,6 +23,7 @@ _AVOIDED = {
     "logprobs": "Make one optimizer step per training step (policy.train_global_batch_size), which needs no separate "
     "log-probabilities,",
     "reference": "Train without a KL penalty (grpo.loss.kl_coefficient=0, grpo.advantages.kl_coefficient=0)",
+    "teacher": "Score on more ranks (teacher.placement=separate, teacher.num_workers)",
     "communication": "Use fewer ranks, or larger micro-batches (policy.sequence_packing.train_mb_tokens),",
     "refit": "Generate on the ranks (policy.generation.placement=policy)",
     "logging": "Turn off trackers and slow callbacks",

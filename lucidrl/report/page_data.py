@@ -29,6 +29,7 @@ _RESTARTS = {
 MOST_WARNINGS = 500
 _NO_SAMPLES = {
     "grpo": "No samples are recorded yet.",
+    "distill": "No samples are recorded yet.",
     "sft": "SFT runs learn written examples and record samples only when they validate completions.",
     "ppo": "Runs of control policies record no samples; `lucidrl play RUN` shows episodes.",
 }

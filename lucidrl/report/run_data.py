@@ -84,7 +84,7 @@ class RunData:
 
     @property
     def algorithm(self) -> str | None:
-        """`grpo`, `sft` or `ppo`; None without settings."""
+        """`grpo`, `distill`, `sft` or `ppo`; None without settings."""
         return next((name for name in ALGORITHM_NAMES if isinstance(self.config.get(name), dict)), None)
 
     @property

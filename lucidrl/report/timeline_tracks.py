@@ -9,11 +9,11 @@ from typing import Any
 
 from lucidrl.profiling.clock import ClockOffset
 from lucidrl.report.trace_reading import Event, TraceHeader
-from lucidrl.utils.nsys import COLLECTOR, DRIVER, ENV, GENERATION, POLICY
+from lucidrl.utils.nsys import COLLECTOR, DRIVER, ENV, GENERATION, POLICY, TEACHER
 
 _FIRST_OWN_PID = 1 << 23
 """Ids of tracks that are no processes, or whose process id another track has; above all process ids of Linux."""
-_ORDER = (DRIVER, POLICY, GENERATION, ENV, COLLECTOR)
+_ORDER = (DRIVER, POLICY, TEACHER, GENERATION, ENV, COLLECTOR)
 
 
 class Tracks:

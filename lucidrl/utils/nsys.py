@@ -30,7 +30,8 @@ NRL_NSYS_WORKER_PATTERNS = os.environ.get("NRL_NSYS_WORKER_PATTERNS", "")
 NRL_NSYS_PROFILE_STEP_RANGE = os.environ.get("NRL_NSYS_PROFILE_STEP_RANGE", "")
 """`start:stop`: the first step to record, and the first step after the recording."""
 
-POLICY, GENERATION, ENV, COLLECTOR, DRIVER = "policy", "generation", "env", "collector_worker", "driver"
+POLICY, TEACHER, GENERATION = "policy", "teacher", "generation"
+ENV, COLLECTOR, DRIVER = "env", "collector_worker", "driver"
 """Kinds of workers. The driver is the process that runs the loop."""
 
 _RANGE = re.compile(r"\s*(\d{1,18})\s*:\s*(\d{1,18})\s*")

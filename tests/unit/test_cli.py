@@ -177,6 +177,23 @@ MISTAKES = {
     "negative learning rate": (["grpo", "policy.optimizer.kwargs.lr=-1"], ["lr=-1", "positive number"]),
     "no equals sign": (["grpo", "fast"], ["'fast'", "key=value"]),
     "missing model": (["grpo", "policy.model_name=nowhere"], ["'nowhere'", "does not exist", "Hugging Face"]),
+    "distillation without a teacher": (["distill"], ["teacher.model_name is not set", "run folder"]),
+    "missing teacher": (
+        ["distill", "teacher.model_name=nowhere"],
+        ["teacher.model_name='nowhere'", "does not exist", "Hugging Face"],
+    ),
+    "more candidates than tokens": (
+        ["distill", "teacher.model_name=embedded", "distill.top_k=1000"],
+        ["distill.top_k=1000", "102 tokens of the vocabulary", "at most distill.top_k=102"],
+    ),
+    "distillation of nothing": (
+        ["distill", "teacher.model_name=embedded", "distill.teacher_coefficient=0"],
+        ["teacher_coefficient=0 and reward_coefficient=0", "nothing to learn"],
+    ),
+    "a teacher of two ranks in one process": (
+        ["distill", "teacher.model_name=embedded", "teacher.num_workers=2"],
+        ["num_workers=2", "placement=separate"],
+    ),
     "model without weights": (["grpo", "policy.model_name=model_without_weights"], ["model_without_weights"]),
     "tokenizer without pad or eos": (["grpo", "policy.model_name=bare_model"], ["bare_model", "set policy.pad_token"]),
     "empty dataset": (["grpo", "data.file=empty.jsonl"], ["empty.jsonl has no rows", "one JSON object"]),
@@ -250,7 +267,7 @@ MISTAKES = {
     "run without a checkpoint": (["grpo", "policy.model_name=taken/run"], ["taken/run has no valid checkpoint yet"]),
     "run with an unknown checkpoint": (["grpo", "policy.model_name=taken/run@last"], ["taken/run@best or taken/run@n"]),
     "generate before a checkpoint": (["generate", "taken/run", "1+1="], ["taken/run has no valid checkpoint yet"]),
-    "check of an unknown algorithm": (["check", "--algorithm", "ppp"], ["--algorithm=ppp", "grpo, sft, ppo"]),
+    "check of an unknown algorithm": (["check", "--algorithm", "ppp"], ["--algorithm=ppp", "grpo, distill, sft, ppo"]),
     "unknown control env": (["ppo", "env.name=CartPol-v1"], ["'CartPol-v1'", "CartPole"]),
     "argument of the control env": (["ppo", "env.kwargs.gravity=1"], ["'CartPole-v1'", "gravity"]),
     "frames that do not split into minibatches": (
@@ -284,7 +301,9 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(lucidrl, workplace,
     assert not left or "model_without_weights" in str(arguments)
 
 
-@pytest.mark.parametrize("command", ["grpo", "sft", "ppo", "generate", "play", "check", "clean", "runs", "compare"])
+@pytest.mark.parametrize(
+    "command", ["grpo", "distill", "sft", "ppo", "generate", "play", "check", "clean", "runs", "compare"]
+)
 def test_help_shows_an_example(lucidrl, command):
     code, output, _ = lucidrl(command, "--help")
     assert code == 0

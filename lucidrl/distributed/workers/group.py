@@ -38,6 +38,7 @@ class WorkerGroup:
         log_dir: folder for `rank_N.log`; by default a temporary one, kept only after a failure.
         own_processes: run even a single worker in a separate process, which can be killed.
         name: first part of the workers' names in profiles, as in `worker-0`; see `lucidrl.utils.nsys`.
+        role: noun for a worker in errors and log names, as in `rank 0` and `rank_0.log`.
 
     Raises:
         WorkerError: here and in calls, if one of several ranks raises, exits or times out. A `LucidError` of a worker
@@ -54,6 +55,7 @@ class WorkerGroup:
         log_dir: Path | None = None,
         own_processes: bool = False,
         name: str = "worker",
+        role: str = "rank",
     ):
         cluster = cluster or ClusterConfig()
         self.size = cluster.num_workers
@@ -64,7 +66,7 @@ class WorkerGroup:
             warn_of_no_report(worker_name(name, 0))
             self._worker = worker_class(*args, **(kwargs or {}))
         else:
-            hosting = Hosting(name=name, log_dir=log_dir)
+            hosting = Hosting(role, name, log_dir=log_dir, log_name=role.replace(" ", "_"))
             self._processes = ProcessGroup(worker_class, Arguments(args, kwargs or {}), cluster, hosting)
             self._processes.make_workers()
 

@@ -7,6 +7,8 @@ from typing import TypedDict
 
 import torch
 
+from lucidrl.utils.nsys import POLICY
+
 
 class LogprobOutputSpec(TypedDict):
     """Log-probabilities of a batch."""
@@ -30,6 +32,8 @@ class WorkerOptions:
     """Seed for the weights of an untrained model, and for sampling."""
     timeout_s: float = 600.0
     """Timeout of one collective between ranks."""
+    name: str = POLICY
+    """First part of the worker's name in profiles."""
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ class Policy:
     Args:
         cluster: number and placement of workers; by default one worker, in this process.
         log_dir: folder for the logs of several workers.
+        name: first part of the workers' names in profiles; errors name the workers of a teacher with it too.
+        own_processes: run even a single worker in a separate process.
 
     Other arguments are those of `PolicyWorker`.
     """
@@ -85,6 +87,8 @@ class Policy:
         init_optimizer: bool = True,
         init_reference_model: bool = True,
         seed: int = 0,
+        name: str = POLICY,
+        own_processes: bool = False,
     ):
         profile_request()  # raises now if invalid, not in the first step
         config = validate(PolicyConfig, config)
@@ -103,11 +107,19 @@ class Policy:
             "init_optimizer": init_optimizer,
             "init_reference_model": init_reference_model,
             "seed": seed,
+            "name": name,
             # Collectives run during the start too; the group enforces the two timeouts themselves.
             "timeout_s": max(cluster.start_timeout_s, cluster.call_timeout_s),
         }
         self.group = WorkerGroup(
-            worker_class, (config, tokenizer), options, cluster=cluster, log_dir=log_dir, name=POLICY
+            worker_class,
+            (config, tokenizer),
+            options,
+            cluster=cluster,
+            log_dir=log_dir,
+            own_processes=own_processes,
+            name=name,
+            role="rank" if name == POLICY else f"{name} rank",
         )
         self.places: list[Place] = self.group.run_all("report_place")
         device = "GPU" if self.places[0].device.startswith("GPU") else "CPU"  # the workers': the driver may have none
@@ -156,6 +168,20 @@ class Policy:
                     results = self.group.run_each("scorer.logprobs", [(shard, None, of_reference) for shard in shards])
                     data[name] = torch.cat([part["logprobs"] for part in self._by_data_rank(results)])
         return data
+
+    def get_logprobs(self, data: BatchedDataDict[Any]) -> torch.Tensor:
+        """Return the log-probability of every token, [B, T]; see `LogprobOutputSpec`."""
+        shards = self._shards(BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")}), None)
+        results = self.group.run_each("scorer.logprobs", [(shard,) for shard in shards])
+        return torch.cat([part["logprobs"] for part in self._by_data_rank(results)])
+
+    def top_logprobs(self, data: BatchedDataDict[Any], top_k: int, num_ids: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the likeliest tokens in place of each sampled token; see `Scorer.top_logprobs`."""
+        names = ("input_ids", "input_lengths", "token_mask", "sample_mask")
+        shards = self._shards(BatchedDataDict({name: data[name] for name in names}), None)
+        results = self.group.run_each("scorer.top_logprobs", [(shard, top_k, num_ids) for shard in shards])
+        ids, logprobs = zip(*self._by_data_rank(results), strict=True)
+        return torch.cat(ids), torch.cat(logprobs)
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False

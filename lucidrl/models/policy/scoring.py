@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.batching import round_up
+from lucidrl.distributed.batching import inverse_permutation, round_up
 from lucidrl.errors import ConfigError
-from lucidrl.losses.interfaces import Need
+from lucidrl.losses.interfaces import Need, sampled_token_mask
 from lucidrl.models.generation.mismatch import Sampling, logprobs_under, mean_difference, num_excluded
 from lucidrl.models.lora import adapted_layers, adapters_at, merged_in_forward
 from lucidrl.models.policy.interfaces import LogprobOutputSpec
@@ -61,6 +61,39 @@ class Scorer:
                     missing = unscored.shape[1] - outputs.logprobs.shape[1]
                     scored.append(torch.nn.functional.pad(outputs.logprobs.float().cpu(), (0, missing)))
             return BatchedDataDict({"logprobs": torch.cat(scored)[order] if scored else unscored})
+
+    @torch.no_grad()
+    def top_logprobs(self, data: BatchedDataDict[Any], top_k: int, num_ids: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids of the likeliest tokens in place of each sampled token, and their log-probabilities.
+
+        The ids are [B, T, K] int32, the log-probabilities [B, T, K + 1] float32, with all other tokens together last;
+        both are 0 where `sampled_token_mask` is.
+
+        Args:
+            num_ids: only these first ids are returned; a model may have more ids than its tokenizer has tokens.
+        """
+        with span("logprobs"):
+            self._offload.check_weights("top_logprobs")
+            plan, order = self._row_plans.for_scoring(data, None)
+            ids = torch.zeros(*data["input_ids"].shape, top_k, dtype=torch.int32)
+            logprobs = torch.zeros(*data["input_ids"].shape, top_k + 1)
+            rows = inverse_permutation(order)
+            for micro in self._row_plans.micro_batches(data, plan):
+                batch = micro.rows.to(self._sharding.mesh.device)
+                outputs = self._sharding.root(
+                    batch["input_ids"],
+                    batch["input_lengths"],
+                    frozenset({"candidates"}),
+                    selected=sampled_token_mask(batch),
+                    packed=micro.is_packed,
+                    shared=self._row_plans.share_prefixes,
+                    top=(top_k, num_ids),
+                )
+                if micro.is_real:
+                    own, rows = rows[: micro.rows.size], rows[micro.rows.size :]
+                    ids[own, : outputs.candidates.shape[1]] = outputs.candidate_ids.int().cpu()
+                    logprobs[own, : outputs.candidates.shape[1]] = outputs.candidates.float().cpu()
+            return ids, logprobs
 
     @span("guard")
     @torch.no_grad()

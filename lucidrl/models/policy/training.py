@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.process_group import gather_over, sum_over
 from lucidrl.errors import TrainingError
-from lucidrl.losses.interfaces import LossFunction, TokenOutputs, valid_row_mask, valid_token_mask
+from lucidrl.losses.interfaces import CANDIDATE_IDS, LossFunction, TokenOutputs, valid_row_mask, valid_token_mask
 from lucidrl.losses.reductions import Metric, Metrics, Quantile, Sum, reduce_metrics
 from lucidrl.models.optim import PolicyOptimizer
 from lucidrl.models.policy.row_plans import MicroBatch, RowPlans
@@ -126,6 +126,7 @@ class Training:
             selected=valid_token_mask(micro.rows),
             packed=micro.is_packed,
             shared=self._row_plans.share_prefixes,
+            candidate_ids=micro.rows[CANDIDATE_IDS] if "candidates" in loss_fn.needs else None,
         )
         if not micro.is_real:
             return _zero_loss(outputs)

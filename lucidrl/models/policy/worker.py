@@ -48,7 +48,7 @@ from lucidrl.profiling.recording import Recording
 from lucidrl.profiling.spans import span
 from lucidrl.utils.config import validate
 from lucidrl.utils.device import default_device
-from lucidrl.utils.nsys import POLICY, worker_name
+from lucidrl.utils.nsys import worker_name
 from lucidrl.utils.random_state import random_state, seed_everything, set_random_state
 from lucidrl.utils.recorded import Recorded
 
@@ -113,7 +113,7 @@ class PolicyWorker(Recorded, ABC):
         self.checkpoints = PolicyCheckpoints(sharding, self.offload, tokenizer, self.config, options.seed)
         self.export = WeightExport(sharding, self.offload, self.config, world.local_rank)
         self.memory = CudaMemory(self.device) if self.device.type == "cuda" else ProcessMemory()
-        self._recording = Recording(worker_name(POLICY, self.rank))
+        self._recording = Recording(worker_name(options.name, self.rank))
         if weights_path is not None:
             self.load_checkpoint(weights_path, optimizer_path)
 

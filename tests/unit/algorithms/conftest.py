@@ -27,6 +27,12 @@ SMALL_GRPO = {
     "grpo": {"max_steps": 4, "loss": {"entropy_coefficient": 0.01}},
     "collector": {"prompts_per_step": 4, "samples_per_prompt": 4},
 }
+SMALL_DISTILL = {
+    "distill": {"max_steps": 4, "reward_coefficient": 0.5},
+    "policy": {"model_name": "embedded-untrained"},
+    "teacher": {"model_name": "embedded"},
+    "collector": {"prompts_per_step": 4, "samples_per_prompt": 4},
+}
 SMALL_SFT = {"sft": {"max_steps": 4, "examples_per_step": 8}}
 
 
@@ -88,7 +94,7 @@ def run(tmp_path):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         watcher = Watcher(interrupt_at, die_at)
-        small = SMALL_GRPO if algorithm == "grpo" else SMALL_SFT
+        small = {"grpo": SMALL_GRPO, "distill": SMALL_DISTILL, "sft": SMALL_SFT}[algorithm]
         config = load_config(ALGORITHMS[algorithm], SMALL, small, overrides=overrides)
         return RunFolder(folder, watcher), train(config, folder, watcher, resume)
 

@@ -64,7 +64,7 @@ def test_settings_of_rows_are_refused_if_the_environment_has_the_prompts(schema,
     [
         (GRPORunConfig, ["data.answer=a"], r"data\.answer=a would have no effect.*; set data\.file"),
         (SFTRunConfig, ["data.completion=c"], r"data\.completion=c would have no effect.*; set data\.file"),
-        (GRPORunConfig, ["data.file=a.csv", "data.completion=c"], "because GRPO samples its completions"),
+        (GRPORunConfig, ["data.file=a.csv", "data.completion=c"], "because the policy samples its completions"),
         (SFTRunConfig, ["data.file=a.csv", "data.answer=c"], r"name the column to learn with data\.completion"),
         (
             SFTRunConfig,

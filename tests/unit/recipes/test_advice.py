@@ -14,7 +14,7 @@ def messages(algorithm, *overrides, **options):
     return [warning.message for warning in advice(new_settings(algorithm, overrides=overrides, **options))]
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "sft", "ppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", "distill", "sft", "ppo"])
 def test_default_runs_need_no_advice(algorithm):
     assert messages(algorithm) == []
 
@@ -72,6 +72,13 @@ def test_presets_need_no_advice(preset):
             ["data.validation_fraction=0.2 has no effect: the validation rows are separate"],
         ),
         ("grpo", ["env.max_restarts=5"], ["env.max_restarts=5 has no effect: the environment runs in the driver"]),
+        ("distill", ["distill.divergence=sampled", "distill.top_k=5"], ["distill.divergence is sampled"]),
+        ("distill", ["distill.advantages.estimator=plain"], ["distill.reward_coefficient is 0"]),
+        (
+            "distill",
+            ["num_generations=1", "distill.reward_coefficient=1"],
+            ["cannot learn from rewards", "distill.advantages.estimator=plain"],
+        ),
         ("ppo", ["ppo.clip=0.1", "ppo.num_epochs=1", "ppo.minibatch_frames=2048"], ["ppo.clip=0.1 has no effect"]),
         ("ppo", ["tracking.monitor=false", "tracking.monitor_interval_s=3"], ["tracking.monitor is false"]),
     ],
