@@ -168,7 +168,7 @@ def test_an_error_that_a_generator_raises_is_raised_without_a_restart(generator)
     generator.generate(rows())  # replaces what the test before has lost
     restarts, processes = generator.num_restarts, pids(generator)
     too_long = BatchedDataDict({"input_ids": torch.full((2, 600), 6), "input_lengths": torch.full((2,), 600)})
-    with pytest.raises(DataError, match="prompt in row 0 has 600 tokens"):
+    with pytest.raises(DataError, match="prompt of row 0 has 600 tokens"):
         generator.generate(too_long)
     assert generator.num_restarts == restarts
     wait_until_gone(processes)
