@@ -27,16 +27,18 @@ from lucidrl.models.generation.refit_guard import RefitGuard
 from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.policy import Policy
 from lucidrl.models.sources import with_resolved_names
-from lucidrl.recipes.configs import DistillRunConfig, GRPORunConfig, RolloutRunConfig, SFTRunConfig
+from lucidrl.recipes.configs import DistillRunConfig, ExampleRunConfig, GRPORunConfig, RolloutRunConfig, SFTRunConfig
 from lucidrl.recipes.generation_check import GenerationFindings, check_generation
 from lucidrl.recipes.inputs import PythonInputs
-from lucidrl.recipes.preflight import TextInputs, check_placement, preflight
+from lucidrl.recipes.preflight import check_placement, preflight
+from lucidrl.recipes.text_inputs import TextInputs
 from lucidrl.recipes.training_run import RunParts, TrainingRun
 from lucidrl.rewards.verifiers.answers import answer_reader
 from lucidrl.utils.nsys import ProfilablePolicy
 from lucidrl.utils.run_folder import LOGS_NAME
 
-C = TypeVar("C", bound=RolloutRunConfig | SFTRunConfig)
+C = TypeVar("C", bound=RolloutRunConfig | ExampleRunConfig)
+E = TypeVar("E", bound=ExampleRunConfig)
 R = TypeVar("R", bound=RolloutRunConfig)
 
 
@@ -190,16 +192,20 @@ def _health_settings(config: RolloutRunConfig) -> HealthSettings:
     )
 
 
-class SFTRun(TextRun[SFTRunConfig]):
-    """`lucidrl sft`"""
+class ExampleRun(TextRun[E]):
+    """A run that trains on written rows."""
 
-    def resolve(self) -> SFTRunConfig:
-        if self.config.sft.epochs is not None:
+    def resolve(self) -> E:
+        if self.config.steps.epochs is not None:
             survey, limit = self._inputs.survey, self.config.data.limit
             num_examples = round(survey.num_train * survey.num_rows / survey.num_checked)  # exact if all were checked
-            sft = self.config.sft.for_examples(num_examples if limit is None else min(num_examples, limit))
-            self.config = self.config.model_copy(update={"sft": sft})
+            steps = self.config.steps.for_examples(num_examples if limit is None else min(num_examples, limit))
+            self.config = self.config.model_copy(update={self.config.algorithm: steps})
         return self.config
+
+
+class SFTRun(ExampleRun[SFTRunConfig]):
+    """`lucidrl sft`"""
 
     def _build(self, parts: RunParts) -> SFT:
         config, inputs = self.config, self._inputs

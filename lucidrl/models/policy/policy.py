@@ -15,7 +15,8 @@ from lucidrl.distributed.batching import shard_plan
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.distributed.workers.place import Place
-from lucidrl.losses.interfaces import LossFunction
+from lucidrl.errors import DataError
+from lucidrl.losses.interfaces import PAIR_IDS, LossFunction
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.sampling import with_draw_keys
 from lucidrl.models.loading import DTYPES, empty_model
@@ -26,6 +27,7 @@ from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
 from lucidrl.models.policy.interfaces import TrainResult
+from lucidrl.models.policy.row_plans import paired_rows
 from lucidrl.models.policy.worker import PolicyWorker
 from lucidrl.models.sources import WEIGHTS
 from lucidrl.profiling.spans import span
@@ -270,7 +272,17 @@ class Policy:
         """Return the rows of each rank; data parallel ranks split every global batch."""
         if self.layout.dp == 1:
             return [data] * self.layout.size
-        plan = shard_plan(data.size, self.layout.dp, gbs, allow_uneven=True)
+        if PAIR_IDS in data:
+            if gbs not in (None, data.size):
+                raise DataError(
+                    f"{data.size} rows of pairs do not split into global batches of {gbs} rows; train on all pairs of "
+                    "a batch in one optimizer step"
+                )
+            pairs = paired_rows(data)
+            [parts] = shard_plan(len(pairs), self.layout.dp, allow_uneven=True)
+            plan = [[[row for pair in part for row in pairs[pair]] for part in parts]]
+        else:
+            plan = shard_plan(data.size, self.layout.dp, gbs, allow_uneven=True)
         shares = [data.select_indices([row for batch in plan for row in batch[rank]]) for rank in range(self.layout.dp)]
         return [shares[self.layout.data_rank(rank)] for rank in range(self.layout.size)]
 
