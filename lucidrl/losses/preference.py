@@ -66,8 +66,8 @@ class PreferenceLoss:
         if config.loss == "kto":
             signed_B = config.beta * (ratio_B - _column(data, KL_BASELINE).to(ratio_B.dtype))
             signed_B = torch.where(is_chosen_B, signed_B, -signed_B)
-            weights = (signed_B.new_tensor(w) for w in (config.desirable_weight, config.undesirable_weight))
-            weight_B = torch.where(is_chosen_B, *weights)
+            desirable, undesirable = map(signed_B.new_tensor, (config.desirable_weight, config.undesirable_weight))
+            weight_B = torch.where(is_chosen_B, desirable, undesirable)
             loss = (weight_B * (1 - signed_B.sigmoid())).sum() / global_valid_seqs.clamp(min=1)
         else:
             chosen_P, rejected_P = pairs_of(data)

@@ -76,3 +76,19 @@ class RewardModelRunConfig(PreferenceRunConfig):
     trainer = "RewardModelTrainer"
     reward_model: RewardModelConfig = RewardModelConfig()
     """The algorithm."""
+
+    @model_validator(mode="after")
+    def _can_hold_a_score_head(self) -> Self:
+        parallel = self.policy.dtensor_cfg
+        for key in ("tensor_parallel_size", "context_parallel_size"):
+            if (size := getattr(parallel, key)) > 1:
+                raise ValueError(
+                    f"policy.dtensor_cfg.{key}={size} does not apply to a reward model, which is data parallel only; "
+                    "remove it, and set cluster.num_workers=..."
+                )
+        if self.policy.lora is not None:
+            raise ValueError(
+                "policy.lora does not apply to a reward model, whose new score head needs all its weights trained; "
+                "set policy.lora=null"
+            )
+        return self

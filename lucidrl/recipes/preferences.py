@@ -1,9 +1,11 @@
-"""Runs on preferences: DPO and its relatives."""
+"""Runs on preferences: DPO and its relatives, and reward models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
 
 from lucidrl.algorithms.preferences import (
     DPO,
@@ -15,26 +17,41 @@ from lucidrl.algorithms.preferences import (
     completion_sums,
 )
 from lucidrl.algorithms.reference_cache import FILE_NAME, CachedReference
+from lucidrl.algorithms.reward_model import RewardModel, RewardModelValidator
 from lucidrl.data.datasets import Preference
 from lucidrl.data.stream import Dataset
 from lucidrl.models.policy.policy import Policy
 from lucidrl.recipes.language import ExampleRun
-from lucidrl.recipes.preference_configs import DPORunConfig
+from lucidrl.recipes.preference_configs import DPORunConfig, PreferenceRunConfig, RewardModelRunConfig
 from lucidrl.recipes.training_run import RunParts
 
+P = TypeVar("P", bound=PreferenceRunConfig)
 
-class DPORun(ExampleRun[DPORunConfig]):
+
+class PreferenceRun(ExampleRun[P]):
+    """A run on preferences."""
+
+    @property
+    def _rows(self) -> PreferenceRows:
+        pad_id: int = self._inputs.tokenizer.pad_token_id
+        return PreferenceRows(self._inputs.tokenize_preference, pad_id)
+
+    @property
+    def _is_validated(self) -> bool:
+        return self.config.validation.num_prompts > 0 and self._inputs.preferences.holds_out
+
+
+class DPORun(PreferenceRun[DPORunConfig]):
     """`lucidrl dpo`"""
 
     def _build(self, parts: RunParts) -> DPO:
         config, preferences = self.config, self._inputs.preferences
         policy = self._policy(parts, init_reference=config.dpo.reference == "swap")
-        rows = PreferenceRows(self._inputs.tokenize_preference, self._inputs.tokenizer.pad_token_id)
-        batches = PreferenceBatches(config.dpo, policy, rows, SwappedReference(policy))
+        batches = PreferenceBatches(config.dpo, policy, self._rows, SwappedReference(policy))
         if config.dpo.reference == "cached":
             batches = replace(batches, reference=self._cached_reference(parts, policy, batches))
         validator = None
-        if config.validation.num_prompts and preferences.holds_out:
+        if self._is_validated:
             validator = PreferenceValidator(policy, preferences, config.validation.num_prompts, batches)
         loop = self._loop(parts, policy, validator)
         return DPO(config=config.dpo, loop=loop, policy=policy, preferences=preferences, batches=batches)
@@ -53,9 +70,27 @@ class DPORun(ExampleRun[DPORunConfig]):
     def _used(self) -> Iterator[Sequence[Preference]]:
         """Yield the preferences of each batch of the run: those of the steps, and those of the validation."""
         config, dataset = self.config, self._inputs.preferences
-        if config.validation.num_prompts and dataset.holds_out:
+        if self._is_validated:
             yield dataset.held_out(config.validation.num_prompts)
         yield from _batches_to_come(dataset, config.max_steps, config.dpo.examples_per_step)
+
+
+class RewardModelRun(PreferenceRun[RewardModelRunConfig]):
+    """`lucidrl reward-model`"""
+
+    def next_commands(self, folder: Path) -> list[list[str]]:
+        prompts = ["data.file=PROMPTS", f"reward=model:{folder}"]
+        return [["lucidrl", "grpo", f"policy.model_name={self.config.policy.model_name}", *prompts]]
+
+    def _build(self, parts: RunParts) -> RewardModel:
+        config, preferences, rows = self.config, self._inputs.preferences, self._rows
+        policy = self._policy(parts, role="reward")
+        validator = None
+        if self._is_validated:
+            num_examples = config.validation.num_prompts
+            validator = RewardModelValidator(policy, preferences, num_examples, rows, parts.logger)
+        loop = self._loop(parts, policy, validator)
+        return RewardModel(config=config.reward_model, loop=loop, policy=policy, preferences=preferences, rows=rows)
 
 
 def _batches_to_come(

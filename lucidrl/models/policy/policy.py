@@ -26,7 +26,7 @@ from lucidrl.models.parameter_groups import WeightInfo
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
-from lucidrl.models.policy.interfaces import TrainResult
+from lucidrl.models.policy.interfaces import Role, TrainResult
 from lucidrl.models.policy.row_plans import paired_rows
 from lucidrl.models.policy.worker import PolicyWorker
 from lucidrl.models.sources import WEIGHTS
@@ -89,6 +89,7 @@ class Policy:
         init_optimizer: bool = True,
         init_reference_model: bool = True,
         seed: int = 0,
+        role: Role = "policy",
         name: str = POLICY,
         own_processes: bool = False,
     ):
@@ -109,6 +110,7 @@ class Policy:
             "init_optimizer": init_optimizer,
             "init_reference_model": init_reference_model,
             "seed": seed,
+            "role": role,
             "name": name,
             # Collectives run during the start too; the group enforces the two timeouts themselves.
             "timeout_s": max(cluster.start_timeout_s, cluster.call_timeout_s),
@@ -176,6 +178,14 @@ class Policy:
         shards = self._shards(BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")}), None)
         results = self.group.run_each("scorer.logprobs", [(shard,) for shard in shards])
         return torch.cat([part["logprobs"] for part in self._by_data_rank(results)])
+
+    def values(self, data: BatchedDataDict[Any]) -> torch.Tensor:
+        """Return the scores of a reward model, [B]; see `Scorer.values`."""
+        names = ("input_ids", "input_lengths", "token_mask")
+        with span("score"):
+            shards = self._shards(BatchedDataDict({name: data[name] for name in names}), None)
+            results = self.group.run_each("scorer.values", [(shard,) for shard in shards])
+            return torch.cat(list(self._by_data_rank(results)))
 
     def top_logprobs(self, data: BatchedDataDict[Any], top_k: int, num_ids: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the likeliest tokens in place of each sampled token; see `Scorer.top_logprobs`."""

@@ -91,7 +91,7 @@ def test_the_first_step_compares_equal_policies(run):
         assert folder.train_metric("reward_margin")[0] == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.parametrize("loss", slow_except(["dpo", "kto"], "kto"))
+@pytest.mark.parametrize("loss", slow_except(["dpo", "kto"]))
 def test_a_cached_reference_trains_as_a_swapped_one(run, loss):
     settings = (f"dpo.loss={loss}", "policy.precision=float64", "dpo.max_steps=3")
     swapped, _ = run("dpo", "swapped", *settings)
