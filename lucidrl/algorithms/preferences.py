@@ -5,6 +5,7 @@ Shapes: B rows, T tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,8 +20,9 @@ from lucidrl.data.interfaces import LLMMessageLogType
 from lucidrl.data.messages import collate
 from lucidrl.data.stream import Dataset
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.losses.interfaces import PAIR_IDS, sampled_token_mask
+from lucidrl.losses.interfaces import PAIR_IDS, TokenOutputs, sampled_token_mask
 from lucidrl.losses.preference import KL_BASELINE, PREFERENCE, REFERENCE_SUMS, PreferenceLoss
+from lucidrl.losses.reductions import reduce_metrics
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import span
 
@@ -178,10 +180,16 @@ class PreferenceValidator:
     batches: PreferenceBatches
 
     def validate(self, step: int, is_stopped: Callable[[], bool]) -> Validation:
-        """Return the loss, and the metrics of `PreferenceLoss` that describe pairs."""
+        """Return the loss, and the metrics of `PreferenceLoss` that describe pairs.
+
+        The log-probabilities come from scoring, as those of the reference policy do: equal policies are exactly equal.
+        """
         batch = self.batches.of(self.preferences.held_out(self.num_examples))
         if is_stopped():
             return Validation({})
-        result = self.policy.train(batch, PreferenceLoss(self.batches.config), eval_mode=True)
-        found = {name: result.metrics[name] for name in VALIDATED if name in result.metrics}
-        return Validation({**found, "loss": result.loss})
+        outputs = TokenOutputs(logprobs=self.policy.get_logprobs(_tokens_of(batch)).double())
+        counts = torch.tensor(batch.size), batch["token_mask"].sum()
+        loss, metrics = PreferenceLoss(self.batches.config)(outputs, batch, *counts)
+        reduced = reduce_metrics([(metrics, batch.size)])
+        found = {name: reduced[name] for name in VALIDATED if not math.isnan(reduced.get(name, math.nan))}
+        return Validation({**found, "loss": float(loss)})

@@ -18,7 +18,6 @@ from lucidrl.losses.interfaces import sampled_token_mask
 
 FILE_NAME = "reference_logprobs.safetensors"
 _KEY_BYTES = 32
-_ROWS_PER_CALL = 512
 
 Score = Callable[[BatchedDataDict[Any]], torch.Tensor]
 """Returns the log-probability of each row's completion, [B] float64."""
@@ -46,7 +45,7 @@ class CachedReference:
     def add(self, batches: Iterable[BatchedDataDict[Any]], score: Score) -> int:
         """Score the rows that the file lacks and write the file; return how many there were."""
         num_added = 0
-        for rows in _in_calls(self._missing(batches)):
+        for rows in self._missing(batches):
             keys = _keys(rows)
             self._sums.update(zip(keys, score(rows).tolist(), strict=True))
             num_added += len(keys)
@@ -93,15 +92,3 @@ def _keys(batch: BatchedDataDict[Any]) -> list[bytes]:
         hashlib.sha256(ids[:length].numpy().tobytes() + mask[:length].numpy().tobytes()).digest()
         for ids, mask, length in zip(batch["input_ids"], mask_BT, batch["input_lengths"].tolist(), strict=True)
     ]
-
-
-def _in_calls(batches: Iterable[BatchedDataDict[Any]]) -> Iterator[BatchedDataDict[Any]]:
-    """Join batches, so that a call scores many rows."""
-    waiting: list[BatchedDataDict[Any]] = []
-    for batch in batches:
-        waiting.append(batch)
-        if sum(part.size for part in waiting) >= _ROWS_PER_CALL:
-            yield BatchedDataDict.from_batches(waiting)
-            waiting = []
-    if waiting:
-        yield BatchedDataDict.from_batches(waiting)

@@ -70,10 +70,37 @@ class SFTOptions(RunOptions, total=False):
     """Functions that the model may call, which the prompts describe: functions, or entries of the setting `tools`."""
 
 
+class PreferenceOptions(RunOptions, total=False):
+    """Arguments of `RewardModelTrainer` and `DPOTrainer`."""
+
+    validation_dataset: Dataset
+    """Validation preferences; default: `data.validation_fraction` of `dataset`."""
+    prompt: str
+    """Column with the prompts (`data.prompt`)."""
+    chosen: str
+    """Column with the better completions (`data.chosen`)."""
+    rejected: str
+    """Column with the worse completions (`data.rejected`)."""
+    tools: Sequence[Tool]
+    """Functions that the model may call, which the prompts describe: functions, or entries of the setting `tools`."""
+
+
+class DPOOptions(PreferenceOptions, total=False):
+    """Arguments of `DPOTrainer`."""
+
+    loss: str
+    """`dpo`, `ipo` or `kto` (`dpo.loss`)."""
+    beta: float
+    """How strongly the policy is tied to the reference policy (`dpo.beta`)."""
+    reference: str
+    """`swap` or `cached` (`dpo.reference`)."""
+
+
 OTHER_NAMES = {
     "args": "config",
     "epochs": "max_steps",
     "eval_dataset": "validation_dataset",
+    "loss_type": "loss",
     "lr": "learning_rate",
     "model_name": "model",
     "output_dir": "output",

@@ -80,7 +80,7 @@ def test_held_out_accuracy_rises(run, separable, options):
     validation = ("validation.every=0", "validation.num_prompts=30", "data.validation_fraction=0.4")
     folder, _ = run("dpo", "run", separable, *settings, *validation)
     accuracies = [line["validation/accuracy"] for line in folder.lines() if "validation/accuracy" in line]
-    assert accuracies[0] == pytest.approx(0.5, abs=0.3)  # the policy is the reference policy; margins are rounding
+    assert accuracies[0] == 0.5  # the policy is the reference policy, bit by bit
     assert accuracies[-1] > 0.9, accuracies
 
 
