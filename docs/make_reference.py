@@ -68,7 +68,7 @@ class Section:
 SECTIONS = (
     Section("Every run", BaseRunConfig),
     Section(
-        "Runs of language models: `lucidrl grpo`, `distill`, `sft`, `dpo` and `reward-model`",
+        "Runs of language models: `grpo`, `distill`, `sft`, `dpo` and `reward-model`",
         TextRunConfig,
         beside=BaseRunConfig,
     ),

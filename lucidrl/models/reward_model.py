@@ -44,7 +44,7 @@ def load_reward_model(
         seed: seed of a new head, and of the weights of an untrained model.
 
     Raises:
-        ConfigError: the model cannot be loaded, or its scores differ from those of its own code.
+        ConfigError: the model cannot be loaded, or its scores differ from those of its original code.
     """
     config = model_config(model_name, trust_remote_code)
     if not is_reward_model(config):
@@ -115,7 +115,7 @@ def _model_of(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> PreTr
 
 @torch.no_grad()
 def _check_against_own_forward(model: PreTrainedModel) -> None:
-    """Refuse a model whose scores in our forward pass differ from those of its own code."""
+    """Refuse a model whose scores in our forward pass differ from those of its original code."""
     device = next(model.parameters()).device
     pad_id = model.config.pad_token_id
     vocabulary = [id_ for id_ in range(min(40, model.config.get_text_config().vocab_size)) if id_ != pad_id]

@@ -125,9 +125,9 @@ class RewardEnv:
             function = import_reward(config.name, config.kwargs)
             return function.name, function
         if config.name == LLM_JUDGE:
-            judge = JudgeScorer(config)
-            self._pools.append(judge)
-            return config.name, judge
+            llm_judge = JudgeScorer(config)
+            self._pools.append(llm_judge)
+            return config.name, llm_judge
         if config.model_folder is not None:
             model = ModelScorer(config)
             self._pools.append(model)
