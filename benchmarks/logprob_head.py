@@ -7,11 +7,12 @@ tokens, a usual micro-batch: with few tokens the head's gradient (108 MiB in flo
 At 2048 tokens float32 training takes more of the full head's memory, because that gradient is a third of it.
 
 Known limit: on one machine without bfloat16 instructions, float32 scoring was 1.05 times as fast as the full head, and
-training 0.94 times, where it was 0.79 times with one product of gradients per chunk. On a second machine float32 scoring
-was 0.90 to 0.96 times as fast. On a third one with bfloat16 instructions, float32 scoring was 1.05 times as fast and
-training 0.88 times, bfloat16 scoring 0.92 and training 1.53 times. Matrix products of a chunk's 170 rows are less
-efficient than one of 2048 rows, and float32 needs no conversion that chunks could save. Training evaluates the head again for every second chunk, which the
-full head does not. Logits of all chunks would take more than a quarter of the full head's memory.
+training 0.94 times, where it was 0.79 times with one product of gradients per chunk. On a second machine float32
+scoring was 0.90 to 0.96 times as fast. On a third one with bfloat16 instructions, float32 scoring was 1.05 times as
+fast and training 0.88 times, bfloat16 scoring 0.92 and training 1.53 times. Matrix products of a chunk's 170 rows are
+less efficient than one of 2048 rows, and float32 needs no conversion that chunks could save. Training evaluates the
+head again for every second chunk, which the full head does not. Logits of all chunks would take more than a quarter of
+the full head's memory.
 """
 
 from __future__ import annotations

@@ -36,12 +36,14 @@ BENCHMARKS = (
     "group_sampling",
     "continuous_batching",
     "grpo_step_vs_trl",
+    "dpo_step_vs_trl",
     "collectors",
     "large_dataset",
     "demo",
     "distillation",
     "verifiers",
     "smollm2_grpo",
+    "dpo_smollm2",
 )
 WITH_MODEL = (
     "train_vs_bare_loop",
@@ -54,7 +56,9 @@ WITH_MODEL = (
     "group_sampling",
     "continuous_batching",
     "grpo_step_vs_trl",
+    "dpo_step_vs_trl",
     "smollm2_grpo",
+    "dpo_smollm2",
 )
 RECORDED_VERSIONS = ("torch", "transformers", "trl", "torchrl", "tensordict", "gymnasium", "stable-baselines3")
 

@@ -31,7 +31,9 @@ from lucidrl.recipes.configs import (
     SFTRunConfig,
     TextRunConfig,
 )
+from lucidrl.recipes.preference_configs import DPORunConfig, RewardModelRunConfig
 from lucidrl.recipes.tracking import WandbTracking
+from lucidrl.rewards.config import ModelRewardConfig
 from lucidrl.tools.config import ToolConfig
 from lucidrl.utils.logger.config import WandbConfig
 
@@ -65,10 +67,17 @@ class Section:
 
 SECTIONS = (
     Section("Every run", BaseRunConfig),
-    Section("Runs of language models: `lucidrl grpo`, `distill` and `sft`", TextRunConfig, beside=BaseRunConfig),
+    Section(
+        "Runs of language models: `grpo`, `distill`, `sft`, `dpo` and `reward-model`",
+        TextRunConfig,
+        beside=BaseRunConfig,
+    ),
     Section("`lucidrl grpo`", GRPORunConfig, beside=TextRunConfig),
     Section("`lucidrl distill`, which has `collector` too", DistillRunConfig, beside=RolloutRunConfig),
     Section("`lucidrl sft`", SFTRunConfig, beside=TextRunConfig),
+    Section("`lucidrl dpo`", DPORunConfig, beside=TextRunConfig),
+    Section("`lucidrl reward-model`", RewardModelRunConfig, beside=TextRunConfig),
+    Section("Options of `reward=model:FOLDER`", ModelRewardConfig, prefix="reward.kwargs."),
     Section("`lucidrl ppo`", PPORunConfig, beside=BaseRunConfig),
     Section("`policy.lora`", LoraConfig, prefix="policy.lora."),
     Section("Each entry of `policy.optimizer.groups`", ParameterGroupConfig),

@@ -12,9 +12,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Callback",
+    "DPOTrainer",
     "DistillTrainer",
     "GRPOTrainer",
     "PPOTrainer",
+    "RewardModelTrainer",
     "SFTTrainer",
     "StopTraining",
     "TrainingResult",
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
     from lucidrl.trainers import (
         Callback,
         DistillTrainer,
+        DPOTrainer,
         GRPOTrainer,
         PPOTrainer,
+        RewardModelTrainer,
         SFTTrainer,
         StopTraining,
         TrainingResult,
@@ -37,9 +41,11 @@ if TYPE_CHECKING:
 else:
     _AT_USE = (
         "Callback",
+        "DPOTrainer",
         "DistillTrainer",
         "GRPOTrainer",
         "PPOTrainer",
+        "RewardModelTrainer",
         "SFTTrainer",
         "StopTraining",
         "TrainingResult",

@@ -1,4 +1,4 @@
-"""The command line: `lucidrl grpo`, `distill`, `sft`, `ppo`, `generate`, `eval`, `play`, `check`, `runs` and more.
+"""The command line: `lucidrl grpo`, `sft`, `dpo`, `ppo`, `generate`, `eval`, `play`, `check`, `runs` and more.
 
 Commands import what they need when they run, so `--help` prints at once.
 """
@@ -16,6 +16,7 @@ from lucidrl.errors import ConfigError, LucidError
 from lucidrl.recipes.clean_command import clean_command
 from lucidrl.recipes.eval_command import eval_command
 from lucidrl.recipes.merge_command import merge_command
+from lucidrl.recipes.training_commands import OVERRIDES_HELP, check, distill, dpo, grpo, ppo, reward_model, sft
 from lucidrl.report.report_command import report_command
 from lucidrl.report.runs_command import compare_command, runs_command
 from lucidrl.report.timeline_command import timeline_command
@@ -38,21 +39,6 @@ app = typer.Typer(
 )
 
 INTERRUPTED = 130  # exit code after Ctrl-C, by shell convention
-OVERRIDES_HELP = (
-    "Settings, such as `seed=3`. docs/configuration-reference.md lists all of them; "
-    "`lucidrl check --algorithm NAME` prints their values."
-)
-Overrides = Annotated[list[str] | None, typer.Argument(help=OVERRIDES_HELP, metavar="KEY=VALUE", show_default=False)]
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="YAML file whose settings override the preset.", show_default=False)
-]
-Preset = Annotated[
-    str | None, typer.Option("--preset", help="Preset to start from, such as demo or task.", show_default=False)
-]
-Resume = Annotated[
-    Path | None, typer.Option("--resume", help="Run folder to continue, with its settings.", show_default=False)
-]
-Explain = Annotated[bool, typer.Option("--explain", help="Print where every setting came from.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -62,103 +48,8 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-@app.command()
-def grpo(
-    overrides: Overrides = None,
-    config: ConfigFile = None,
-    preset: Preset = None,
-    resume: Resume = None,
-    explain: Explain = False,
-) -> None:
-    """Train a language model with GRPO on an environment that scores its completions.
-
-    Examples:
-
-        lucidrl grpo
-        lucidrl grpo policy.model_name=FOLDER data.file=prompts.jsonl reward=my_rewards:exact
-        lucidrl grpo --resume runs/grpo/exp_001 grpo.max_steps=1000
-
-    The first trains the built-in tiny model on two-digit addition (preset `demo`). With another model, the
-    preset is `chat`; with your own environment, dataset or reward, it is `task`, unless you name a preset or a config
-    file. KEY=VALUE overrides --config, which overrides the preset. Ctrl-C finishes the step, saves it and stops.
-    `profile.steps=3:5` records steps 3 and 4 in `traces/`.
-    """
-    _launch("grpo", overrides, config, preset, resume, explain)
-
-
-@app.command()
-def distill(
-    overrides: Overrides = None,
-    config: ConfigFile = None,
-    preset: Preset = None,
-    resume: Resume = None,
-    explain: Explain = False,
-) -> None:
-    """Train a language model on its own samples with the token probabilities of a teacher (on-policy distillation).
-
-    Examples:
-
-        lucidrl distill teacher.model_name=runs/grpo/exp_001
-        lucidrl distill policy.model_name=FOLDER teacher.model_name=FOLDER data.file=prompts.jsonl reward=math
-        lucidrl distill --resume runs/distill/exp_001 distill.max_steps=400
-
-    The teacher is a model folder or a run with the same vocabulary. `distill.reward_coefficient` adds rewards.
-    """
-    _launch("distill", overrides, config, preset, resume, explain)
-
-
-@app.command()
-def sft(
-    overrides: Overrides = None,
-    config: ConfigFile = None,
-    preset: Preset = None,
-    resume: Resume = None,
-    explain: Explain = False,
-) -> None:
-    """Fine-tune a language model on written examples (supervised fine-tuning).
-
-    Examples:
-
-        lucidrl sft policy.model_name=FOLDER data.file=examples.jsonl sft.max_steps=200
-        lucidrl sft --resume runs/sft/exp_001 sft.max_steps=400
-
-    Each line of the file is {"messages": [...]} or {"prompt": "...", "completion": "..."}. Without `data.file` the
-    examples are the environment's prompts with their reference answers.
-    """
-    _launch("sft", overrides, config, preset, resume, explain)
-
-
-@app.command()
-def ppo(
-    overrides: Overrides = None,
-    config: ConfigFile = None,
-    preset: Preset = None,
-    resume: Resume = None,
-    explain: Explain = False,
-) -> None:
-    """Train a control policy with PPO on a gymnasium environment.
-
-    Examples:
-
-        lucidrl ppo
-        lucidrl ppo --preset pendulum
-        lucidrl ppo env.name=Acrobot-v1 collector.frames_per_batch=4096 ppo.max_steps=50
-        lucidrl ppo --resume runs/ppo/exp_001 ppo.max_steps=200
-
-    The first trains on CartPole-v1 (preset `cartpole`). Observations must be one array; actions must be discrete or an
-    array of real numbers. Each step collects `collector.frames_per_batch` frames from `env.num_envs` environments and
-    trains `ppo.num_epochs` epochs on them in minibatches of `ppo.minibatch_frames`. `policy.*` and `critic.*` set the
-    two networks and their optimizers.
-    """
-    _launch("ppo", overrides, config, preset, resume, explain)
-
-
-def _launch(
-    algorithm: str, overrides: Overrides, config: ConfigFile, preset: Preset, resume: Resume, explain: bool
-) -> None:
-    from lucidrl.recipes.run import launch
-
-    launch(algorithm, config, preset, overrides or [], resume, explain)
+for command in (grpo, distill, sft, dpo, reward_model, ppo):
+    app.command()(command)
 
 
 @app.command()
@@ -224,6 +115,7 @@ def generate(
     return None
 
 
+app.command()(check)
 app.command("eval")(eval_command)
 app.command("merge")(merge_command)
 app.command("timeline")(timeline_command)
@@ -261,41 +153,6 @@ def play(
         typer.echo(f"video: {video}")
 
 
-@app.command()
-def check(
-    overrides: Overrides = None,
-    config: ConfigFile = None,
-    preset: Preset = None,
-    algorithm: Annotated[str, typer.Option(help="Command to check: grpo, distill, sft or ppo.")] = "grpo",
-    explain: Explain = False,
-    generate: Annotated[
-        bool,
-        typer.Option("--generate", help="Also load the model, generate, and compare generation with the policy."),
-    ] = False,
-) -> None:
-    """Check the settings of a run without starting it.
-
-    Examples:
-
-        lucidrl check policy.model_name=FOLDER collector.samples_per_prompt=16
-        lucidrl check --generate policy.model_name=FOLDER policy.generation.placement=separate
-        lucidrl check --algorithm ppo env.name=Acrobot-v1
-        lucidrl check --explain policy.model_name=FOLDER lr=1e-5
-
-    Reads the model's config, tokenizer, environment and prompts, but loads no weights and writes nothing. Prints all
-    settings, the batch sizes, and estimates of memory and checkpoint size.
-
-    With --generate, it starts policy and generators of `lucidrl grpo`, refits twice without training in between, and
-    completes 8 prompts, greedily and sampled, with at most 32 tokens. It compares checksums of the weights, versions,
-    log-probabilities and tokens with the policy, prints a table, and names the fault if they differ. The exit status is
-    then 1. Use it before the first run with an engine, a model or a machine that is new to you.
-    """
-    from lucidrl.recipes.run import check_run
-
-    if not check_run(algorithm, config, preset, overrides or [], explain, generate):
-        raise typer.Exit(1)
-
-
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Look at a dataset before training.")
 app.add_typer(data_app, name="data")
 
@@ -306,7 +163,7 @@ def show(
         list[str], typer.Argument(metavar="FILE [KEY=VALUE]...", help=f"Dataset, as in data.file. {OVERRIDES_HELP}")
     ],
     rows: Annotated[int, typer.Option(min=0, help="Rows to print.")] = 3,
-    algorithm: Annotated[str, typer.Option(help="grpo shows prompts, sft shows examples.")] = "grpo",
+    algorithm: Annotated[str, typer.Option(help="grpo shows prompts, sft examples, dpo preferences.")] = "grpo",
 ) -> None:
     """Print the first prompts of a dataset as the model reads them, their lengths, and which rows are dropped.
 

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from lucidrl.algorithms.variants import Variant, with_bundle
-from lucidrl.losses.config import ClippedPGConfig, Coefficient, Divergence
+from lucidrl.losses.config import ClippedPGConfig, Coefficient, Divergence, PreferenceConfig
 from lucidrl.models.policy.config import DTensorConfig, PolicyConfig, Precision
 from lucidrl.utils.config import Config
 
-ALGORITHM_NAMES = ("grpo", "distill", "sft", "ppo")
+ALGORITHM_NAMES = ("grpo", "distill", "sft", "dpo", "reward_model", "ppo")
 """The algorithms; each has a command and a section of settings with its name."""
 
 
@@ -181,7 +181,7 @@ class TeacherConfig(Config):
     """Temperature of the teacher's distribution; by default `policy.generation.temperature`, so that equal logits mean
     no divergence."""
     placement: Literal["driver", "separate"] = "driver"
-    """driver: in the process of the driver, as a policy of one rank; separate: in separate processes."""
+    """driver: in the process of the driver, as a policy of one rank; separate: in other processes."""
     num_workers: PositiveInt = 1
     """Ranks of a separate teacher; they split its weights and the samples."""
 
@@ -210,8 +210,8 @@ class TeacherConfig(Config):
         return student.model_copy(update=update)
 
 
-class SFTConfig(Config):
-    """Supervised fine-tuning."""
+class ExampleStepsConfig(Config):
+    """Steps over written examples."""
 
     max_steps: PositiveInt = 100
     """Steps of the run; see also `epochs`."""
@@ -220,12 +220,42 @@ class SFTConfig(Config):
     examples_per_step: PositiveInt = 64
     """Examples per step."""
 
-    def for_examples(self, num_examples: int) -> SFTConfig:
+    def for_examples(self, num_examples: int) -> Self:
         """Return a copy whose `max_steps` is computed from `epochs`; the config itself if `epochs` is None."""
         if self.epochs is None:
             return self
         steps = math.ceil(self.epochs * num_examples / self.examples_per_step)
         return self.model_copy(update={"max_steps": max(1, steps)})
+
+
+class SFTConfig(ExampleStepsConfig):
+    """Supervised fine-tuning."""
+
+
+class DPOConfig(PreferenceConfig, ExampleStepsConfig):
+    """Preference optimization: DPO, IPO or KTO."""
+
+    examples_per_step: PositiveInt = 32
+    """Preferences per step: pairs, or with loss=kto also single completions."""
+    reference: Literal["swap", "cached"] = "swap"
+    """swap: keep a copy of the initial weights, and score every batch with it; cached: score all rows of the run once
+    before the first step, keep the results in the run folder, and hold no copy of the weights."""
+
+    @model_validator(mode="after")
+    def _has_other_completions(self) -> Self:
+        if self.loss == "kto" and self.examples_per_step == 1:
+            raise ValueError(
+                "loss=kto compares with completions of other prompts, but examples_per_step=1 leaves none; set "
+                "examples_per_step=2 or more"
+            )
+        return self
+
+
+class RewardModelConfig(ExampleStepsConfig):
+    """Training of a reward model on pairs, with the Bradley-Terry loss."""
+
+    examples_per_step: PositiveInt = 32
+    """Pairs per step."""
 
 
 class PPOConfig(Config):

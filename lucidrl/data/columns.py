@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any, cast
 
 from lucidrl.data.config import DataConfig
-from lucidrl.data.datasets import Example, Prompt, key_of
+from lucidrl.data.datasets import Example, Messages, Preference, Prompt, key_of
 from lucidrl.data.interfaces import KEYS_OF_TOKENS, ChatMessage
 from lucidrl.data.template import rendered
 from lucidrl.errors import DataError
@@ -78,7 +78,75 @@ class Columns:
             )
         return Example(f"{self._prefix}{row_id}", messages, key_of(messages), place)
 
-    def _opening(self, row: Mapping[str, Any], place: str) -> tuple[ChatMessage, ...]:
+    def preference(self, row: dict[str, Any], place: str, row_id: str) -> Preference:
+        """Make the preference of a row: a pair, or a completion with a label.
+
+        Raises:
+            DataError: a column is missing, or holds a value of the wrong type.
+        """
+        config = self._config
+        names = config.chosen or "chosen", config.rejected or "rejected", config.label or "label"
+        is_labelled = config.label is not None or row.get(names[2]) is not None
+        if not is_labelled or row.get(names[0]) is not None or row.get(names[1]) is not None:
+            return self.pair(row, place, row_id)
+        example = self.example(row, place, row_id)
+        label = self._value(row, names[2], place, "data.label")
+        if not any(_equals(label, value) for value in (True, False)):
+            raise DataError(f"{place}: column {names[2]!r} holds {_shown(label)}; it must hold true or false")
+        prompt, completion = example.messages[:-1], example.messages[-1:]
+        chosen, rejected = (completion, None) if _equals(label, True) else (None, completion)
+        return Preference(example.example_id, prompt, chosen, rejected, key_of(prompt), place)
+
+    def pair(self, row: dict[str, Any], place: str, row_id: str) -> Preference:
+        """Make the pair of a row: a prompt with two completions, or two conversations with the same beginning.
+
+        Raises:
+            DataError: a column is missing, holds a value of the wrong type, or both completions are equal.
+        """
+        chosen, rejected = (
+            _as_messages(self._value(row, name, place, f"data.{key}"), "assistant", place, name)
+            for key, name in (
+                ("chosen", self._config.chosen or "chosen"),
+                ("rejected", self._config.rejected or "rejected"),
+            )
+        )
+        if chosen == rejected:
+            raise DataError(f"{place}: chosen and rejected are equal, so neither is better; remove the row")
+        if chosen[0]["role"] == "assistant" and rejected[0]["role"] == "assistant":
+            prompt = self._opening(row, place, ("prompt",))
+        else:
+            prompt, chosen, rejected = self._split(chosen, rejected, place)
+        for name, completion in (("chosen", chosen), ("rejected", rejected)):
+            if not completion or completion[0]["role"] != "assistant" or completion[-1]["role"] != "assistant":
+                raise DataError(
+                    f"{place}: {name} must begin with the assistant message after the common prompt and end with an "
+                    "assistant message; correct the roles, or remove the row"
+                )
+        if prompt[-1]["role"] == "assistant":
+            raise DataError(f"{place}: the prompt ends with an assistant message; end it with one that is replied to")
+        return Preference(f"{self._prefix}{row_id}", prompt, chosen, rejected, key_of(prompt), place)
+
+    def _split(self, chosen: Messages, rejected: Messages, place: str) -> tuple[Messages, Messages, Messages]:
+        """Return the common prompt of two conversations, and the rest of each."""
+        config = self._config
+        if config.prompt is not None or config.template is not None:
+            key = "prompt" if config.prompt is not None else "template"
+            raise DataError(
+                f"{place}: data.{key} would have no effect, because chosen and rejected are whole conversations; "
+                "remove the setting"
+            )
+        pairs = enumerate(zip(chosen, rejected, strict=False))
+        length = next((index for index, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+        if not length:
+            raise DataError(
+                f"{place}: chosen and rejected are conversations that begin with different messages; begin both with "
+                "the same prompt"
+            )
+        return self._with_system(chosen[:length]), chosen[length:], rejected[length:]
+
+    def _opening(
+        self, row: Mapping[str, Any], place: str, names: tuple[str, ...] = ("prompt", "messages")
+    ) -> tuple[ChatMessage, ...]:
         """Messages of the prompt, with the system prompt."""
         config = self._config
         if config.template is not None:
@@ -86,11 +154,12 @@ class Columns:
             return self._with_system(({"role": "user", "content": text},))
         column = config.prompt
         if column is None:
-            found = [name for name in ("prompt", "messages") if row.get(name) is not None]
+            found = [name for name in names if row.get(name) is not None]
             if len(found) != 1:
+                either = " or ".join(f'"{name}"' for name in names)
                 raise DataError(
-                    f'{place}: has the columns {_listed(row)}; give either "prompt" or "messages", or name the column '
-                    "of the prompt with data.prompt=..."
+                    f"{place}: has the columns {_listed(row)}; give {'either ' if len(names) > 1 else ''}{either}, or "
+                    "name the column of the prompt with data.prompt=..."
                 )
             column = found[0]
         content = self._value(row, column, place, "data.prompt")

@@ -19,7 +19,12 @@ File = Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
 Scalar = str | int | float | bool | None
 
 
-SETTINGS_OF_ROWS = ("prompt", "answer", "completion", "template", "system_prompt", "max_prompt_tokens", "where")
+PREFERENCE_COLUMNS = ("chosen", "rejected", "label")
+"""Settings of columns that only preferences have."""
+SETTINGS_OF_ROWS = (
+    *("prompt", "answer", "completion", "template", "system_prompt", "max_prompt_tokens", "where"),
+    *PREFERENCE_COLUMNS,
+)
 """Settings that have an effect on rows of a file or a Python program only, not on prompts of an environment."""
 
 
@@ -50,13 +55,20 @@ class DataConfig(Config):
     """Column of the reference answer, which reward functions get as `answer`; default: `answer`, if it exists."""
     completion: str | None = None
     """Column of the completion to learn (SFT): text, or a list of chat messages; default: `completion`."""
+    chosen: str | None = None
+    """Column of the better completion of a preference: text, or a list of chat messages; default: `chosen`."""
+    rejected: str | None = None
+    """Column of the worse completion, as `chosen`; default: `rejected`."""
+    label: str | None = None
+    """Column that says whether the `completion` of a row is desirable, true or false, for `dpo.loss=kto`; default:
+    `label`."""
     template: str | None = Field(default=None, max_length=100_000)
     """Jinja template of the user message, with the columns as variables: "Question: {{ question }}". The template
     runs in a sandbox."""
     system_prompt: str | None = None
     """System message before each prompt; a row that has a system message keeps its own."""
     max_prompt_tokens: PositiveInt | None = None
-    """Skip rows whose prompt (for SFT: prompt and completion together) has more tokens than this."""
+    """Skip rows whose prompt (for SFT and preferences: prompt and completion together) has more tokens than this."""
     where: dict[str, Scalar | tuple[Scalar, ...]] = Field(default_factory=dict)
     """Use only rows whose columns have these values, such as {level: easy, source: [a, b]}; a list allows any of its
     values."""

@@ -1,4 +1,4 @@
-"""Prompts, which the model completes, and examples, which it learns in supervised fine-tuning."""
+"""Prompts, which the model completes, examples, which it learns, and preferences between completions."""
 
 from __future__ import annotations
 
@@ -57,9 +57,36 @@ class Example:
         return f"example {self.messages[0]['content'][:40]!r}" + (f" ({self.place})" if self.place else "")
 
 
+Messages = tuple[ChatMessage, ...]
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A prompt with a chosen and a rejected completion, or with only one of them."""
+
+    example_id: str
+    prompt: Messages
+    chosen: Messages | None
+    rejected: Messages | None
+    key: str
+    """Split key: preferences with equal keys are all in training or all in validation."""
+    place: str | None = None
+    """File and row that the preference was read from, if any."""
+
+    @property
+    def label(self) -> str:
+        """How errors name the preference."""
+        return f"preference {self.prompt[0]['content'][:40]!r}" + (f" ({self.place})" if self.place else "")
+
+    @property
+    def messages(self) -> Messages:
+        """The prompt."""
+        return self.prompt
+
+
 @contextmanager
-def naming(item: Prompt | Example) -> Iterator[None]:
-    """Context manager: prefix the message of a DataError raised inside it with the label of the prompt or example."""
+def naming(item: Prompt | Example | Preference) -> Iterator[None]:
+    """Context manager: prefix the message of a DataError raised inside it with the label of the item."""
     try:
         yield
     except DataError as error:
@@ -75,11 +102,33 @@ def example_of(prompt: Prompt) -> Example:
     """Make an example from a prompt and the `answer` in its `info`."""
     if "answer" not in prompt.info:
         raise DataError(
-            f"prompt {prompt.prompt_id!r} has no answer in its info, so SFT cannot learn from it; set "
-            "data.file=... to a file of examples"
+            f"prompt {prompt.prompt_id!r} has no answer in its info, so there is no completion to learn; set "
+            "data.file=... to a file"
         )
     answer: ChatMessage = {"role": "assistant", "content": str(prompt.info["answer"])}
     return Example(prompt.prompt_id, (*prompt.messages, answer), prompt.key, prompt.place)
+
+
+def preferences_of(prompts: Sequence[Prompt]) -> dict[str, Preference]:
+    """Make a preference of every prompt: its `answer` over the answer of the next prompt that has another one.
+
+    Returns:
+        The preferences by prompt id.
+    """
+    answers = [example_of(prompt).messages[-1] for prompt in prompts]
+    found = {}
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        others = (answers[(number + step) % len(answers)] for step in range(1, len(answers)))
+        other = next((other for other in others if other != answer), None)
+        if other is None:
+            raise DataError(
+                f"all {len(prompts)} prompts have the same answer, so there is none to reject; set data.file=... to a "
+                "file of preferences"
+            )
+        found[prompt.prompt_id] = Preference(
+            prompt.prompt_id, prompt.messages, (answer,), (other,), prompt.key, prompt.place
+        )
+    return found
 
 
 def is_held_out(key: str, fraction: float) -> bool:

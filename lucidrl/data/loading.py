@@ -9,7 +9,7 @@ from typing import Any
 
 from lucidrl.data.columns import Columns
 from lucidrl.data.config import DataConfig
-from lucidrl.data.datasets import Example, Prompt, example_of
+from lucidrl.data.datasets import Example, Preference, Prompt, example_of, preferences_of
 from lucidrl.data.interfaces import Rows
 from lucidrl.data.items import Items, T
 from lucidrl.data.json_rows import JsonLines
@@ -67,6 +67,24 @@ def example_dataset(
     return _dataset(config, Columns.example, seed, rows, validation_rows, length)
 
 
+def preference_dataset(
+    config: DataConfig,
+    *,
+    seed: int,
+    paired: bool = True,
+    rows: Rows | None = None,
+    validation_rows: Rows | None = None,
+    length: Callable[[Preference], int] | None = None,
+) -> Dataset[Preference]:
+    """Make a dataset of preferences from `data.file` or from Python rows; see `prompt_dataset`.
+
+    Args:
+        paired: every row must have a chosen and a rejected completion.
+    """
+    make = Columns.pair if paired else Columns.preference
+    return _dataset(config, make, seed, rows, validation_rows, length)
+
+
 def dataset_of_prompts(
     prompts: Sequence[Prompt],
     config: DataConfig | None = None,
@@ -93,6 +111,18 @@ def dataset_of_answers(
 ) -> Dataset[Example]:
     """Make a dataset of examples from prompts in memory and the `answer` in their `info`; see `dataset_of_prompts`."""
     return _dataset_in_memory(prompts, lambda prompt, place, row_id: example_of(prompt), config, seed, validation)
+
+
+def dataset_of_preferences(
+    prompts: Sequence[Prompt],
+    config: DataConfig | None = None,
+    *,
+    seed: int,
+    validation: Sequence[Prompt] | None = None,
+) -> Dataset[Preference]:
+    """Make a dataset of preferences from prompts in memory with an `answer`; see `preferences_of`."""
+    made = preferences_of(prompts) | preferences_of(validation or ())
+    return _dataset_in_memory(prompts, lambda prompt, place, row_id: made[prompt.prompt_id], config, seed, validation)
 
 
 def _dataset_in_memory(

@@ -215,7 +215,7 @@ def tree_plan(input_ids_RT: torch.Tensor, lengths_R: torch.Tensor, max_tokens: i
     groups[0] += [row for row, length in enumerate(lengths) if not length]
     # Merge groups as if they were rows; a group of many tokens counts as more than it stores.
     sizes = [
-        max(_num_stored(group, input_ids_RT, lengths_R), -(-sum(lengths[row] for row in group) // MOST_COPIES))
+        max(num_stored_tokens(group, input_ids_RT, lengths_R), -(-sum(lengths[row] for row in group) // MOST_COPIES))
         for group in groups
     ]
     plan = packed_plan(sizes, max_tokens)
@@ -248,12 +248,13 @@ def _consecutive_groups(root: Segment, lengths: Sequence[int], max_tokens: int) 
 
 def _fitting(rows: list[int], input_ids_RT: torch.Tensor, lengths_R: torch.Tensor, max_tokens: int) -> Plan:
     """Halve a group until it fits: with fewer rows, a segment can fall below `MIN_SAVED_TOKENS`."""
-    if len(rows) == 1 or _num_stored(rows, input_ids_RT, lengths_R) <= max_tokens:
+    if len(rows) == 1 or num_stored_tokens(rows, input_ids_RT, lengths_R) <= max_tokens:
         return [rows]
     middle = len(rows) // 2
     halves = rows[:middle], rows[middle:]
     return [part for half in halves for part in _fitting(half, input_ids_RT, lengths_R, max_tokens)]
 
 
-def _num_stored(rows: list[int], input_ids_RT: torch.Tensor, lengths_R: torch.Tensor) -> int:
+def num_stored_tokens(rows: list[int], input_ids_RT: torch.Tensor, lengths_R: torch.Tensor) -> int:
+    """Return how many tokens a micro-batch of these rows stores."""
     return sum(root.num_tokens for root in find_segments(input_ids_RT[rows], lengths_R[rows]))

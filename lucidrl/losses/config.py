@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lucidrl.utils.config import Config
 
@@ -81,5 +81,28 @@ class ClippedPGConfig(Config):
             raise ValueError(
                 f"importance_floor={self.importance_floor:g} is above importance_cap={self.importance_cap:g}; set a "
                 "floor below 1 and a cap above 1"
+            )
+        return self
+
+
+class PreferenceConfig(Config):
+    """A loss on preferences; see `lucidrl.losses.preference` for the formulas."""
+
+    loss: Literal["dpo", "ipo", "kto"] = "dpo"
+    """dpo: logistic loss of each pair; ipo: squared distance of each pair's margin from 1 / (2 beta), with mean
+    log-probabilities per token; kto: every completion by itself, desirable or undesirable, without pairs."""
+    beta: PositiveFloat = 0.1
+    """How strongly the policy is tied to the reference policy: a small value lets it move further away."""
+    desirable_weight: Coefficient = 1.0
+    """Weight of chosen or desirable completions, with loss=kto."""
+    undesirable_weight: Coefficient = 1.0
+    """Weight of rejected or undesirable completions, with loss=kto."""
+
+    @model_validator(mode="after")
+    def _learns_something(self) -> Self:
+        if self.desirable_weight == 0 and self.undesirable_weight == 0:
+            raise ValueError(
+                "desirable_weight=0 and undesirable_weight=0 leave nothing to learn; raise one of them, such as "
+                "desirable_weight=1"
             )
         return self

@@ -35,7 +35,7 @@ class TokenOutputs:
     entropy: torch.Tensor | None = None
     """[B, T] entropy of the distribution that each token was sampled from."""
     values: torch.Tensor | None = None
-    """[B, T] value estimates (models with the critic role)."""
+    """[B, T] scores of the row up to and including each token (models with the reward role)."""
     logits: torch.Tensor | None = None
     """[B, T, V] next-token logits: position i predicts token i + 1."""
     candidates: torch.Tensor | None = None
@@ -68,6 +68,8 @@ class LossFunction(Protocol):
 
 CANDIDATE_IDS = "candidate_ids"
 """Column of losses that need `candidates`: [B, T, K], different token ids for every token that counts."""
+PAIR_IDS = "pair_ids"
+"""Optional column, [B]: neighbouring rows with equal ids are trained together, in one micro-batch on one rank."""
 IMPORTANCE_MASK = "importance_mask"
 """Optional column, [B, T]: 0 for tokens that the importance correction excludes; see `lucidrl.losses.importance`."""
 

@@ -157,6 +157,11 @@ def load_with_adapter(
 def _load_folder(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     verify_part(folder)
     config = model_config(str(folder), trust_remote_code)
+    if is_reward_model(config):
+        raise ConfigError(
+            f"{folder} is a reward model, which scores rows and has no head for tokens; choose a language model, or "
+            f"score completions with reward=model:{folder}"
+        )
     empty = _meta_model(config, dtype, trust_remote_code)
     check_architecture(empty)
     check_weight_files(folder, empty)
@@ -243,6 +248,11 @@ def model_config(model_name: str, trust_remote_code: bool) -> Any:
             "decoder-only model such as Llama, Qwen3 or Gemma"
         )
     return config
+
+
+def is_reward_model(config: Any) -> bool:
+    """Whether a config describes a model with a score head."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
 def _meta_model(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

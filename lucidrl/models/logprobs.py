@@ -28,7 +28,8 @@ from lucidrl.models.candidates import candidate_logprobs, top_logprobs
 from lucidrl.models.context_parallel import ContextParallel
 from lucidrl.models.head import LogitTransform, gathered_logits, token_logprobs
 
-SUPPORTED_NEEDS = frozenset({"logprobs", "entropy", "logits", "candidates"})
+OF_LANGUAGE_MODELS: frozenset[Need] = frozenset({"logprobs", "entropy", "logits", "candidates"})
+"""Outputs of a language model; a reward model returns `values` alone."""
 
 
 class LogprobModel(nn.Module):
@@ -59,13 +60,16 @@ class LogprobModel(nn.Module):
         self.length_multiple = length_multiple * (context.multiple if context is not None else 1)
         self.num_computed_tokens = 0
         """Tokens of all forward passes so far, padding included; of all ranks that split the rows."""
+        is_reward_model = model.get_output_embeddings() is None
+        self.supported_needs: frozenset[Need] = frozenset({"values"}) if is_reward_model else OF_LANGUAGE_MODELS
+        self._default_needs: frozenset[Need] = frozenset({"values" if is_reward_model else "logprobs"})
         self.train(model.training)  # a new module is in training mode
 
     def forward(
         self,
         input_ids: torch.Tensor,
         input_lengths: torch.Tensor,
-        needs: Set[Need] = frozenset({"logprobs"}),
+        needs: Set[Need] | None = None,
         selected: torch.Tensor | None = None,
         packed: bool = False,
         shared: bool = False,
@@ -77,7 +81,7 @@ class LogprobModel(nn.Module):
         Args:
             input_ids: [B, T].
             input_lengths: [B] on the same device.
-            needs: which outputs to compute.
+            needs: which outputs to compute; by default the log-probabilities, or the values of a reward model.
             selected: [B, T] bool, the tokens to score; all by default. Log-probabilities and entropies of other tokens
                 are 0.
             packed: run the model on packed rows, without padding; outputs are padded rows nevertheless.
@@ -87,16 +91,23 @@ class LogprobModel(nn.Module):
             top: (K, number of ids); without `candidate_ids`, the K likeliest of these ids are the candidates, and
                 outputs have no gradient.
         """
-        if not needs <= SUPPORTED_NEEDS:
+        needs = self._default_needs if needs is None else needs
+        if not needs <= self.supported_needs:
+            kind = "reward" if self.supported_needs == {"values"} else "language"
             raise ConfigError(
-                f"the loss needs {sorted(needs - SUPPORTED_NEEDS)}, but a language model only returns "
-                f"{sorted(SUPPORTED_NEEDS)}; change the loss's `needs`"
+                f"the loss needs {sorted(needs - self.supported_needs)}, but a {kind} model only returns "
+                f"{sorted(self.supported_needs)}; change the loss's `needs`"
             )
         rows: PackedRows | PrefixTree | None = share_prefixes(input_ids, input_lengths) if shared else None
         if rows is None and packed:
             rows = pack_rows(input_ids, input_lengths)
         hidden = self._hidden(input_ids, rows)
-        logits = self._logits_of_rows(hidden, rows, input_ids.shape) if "logits" in needs else None
+        if "values" in needs:
+            scores = self._score_head(hidden).to(torch.promote_types(hidden.dtype, torch.float32))
+            return TokenOutputs(values=self._of_positions(scores, rows, input_ids.shape)[..., 0])
+        logits = None
+        if "logits" in needs:
+            logits = self._of_positions(self.next_token_logits(hidden), rows, input_ids.shape)
         if not needs & {"logprobs", "entropy", "candidates"}:
             return TokenOutputs(logits=logits)
         chosen = self._choose(hidden, input_ids, input_lengths, rows, selected)
@@ -174,6 +185,10 @@ class LogprobModel(nn.Module):
         return TokenOutputs(candidates=candidates_NK, candidate_ids=ids_NK)
 
     @property
+    def _score_head(self) -> nn.Module:
+        return self.model.get_submodule("score")
+
+    @property
     def head(self) -> nn.Linear:
         return self.model.get_output_embeddings()
 
@@ -217,19 +232,18 @@ class LogprobModel(nn.Module):
         slots[own] = torch.arange(len(own), device=device)
         return slots[:length]
 
-    def _logits_of_rows(
-        self, hidden: torch.Tensor, rows: PackedRows | PrefixTree | None, shape: torch.Size
+    def _of_positions(
+        self, values: torch.Tensor, rows: PackedRows | PrefixTree | None, shape: torch.Size
     ) -> torch.Tensor:
-        """[B, T, V]"""
-        logits = self.next_token_logits(hidden)
+        """Lay out values of this rank's hidden states, such as logits, as [B, T, ...]."""
         if rows is not None:
-            return rows.unpack(logits)
-        logits = logits.unflatten(0, (shape[0], -1))
+            return rows.unpack(values)
+        values = values.unflatten(0, (shape[0], -1))
         if self.context is None:
-            return logits[:, : shape[1]]
-        whole = logits.new_zeros(shape[0], round_up(shape[1], self.length_multiple), logits.shape[-1])
+            return values[:, : shape[1]]
+        whole = values.new_zeros(shape[0], round_up(shape[1], self.length_multiple), values.shape[-1])
         own = self._own_positions(whole.shape[1], whole.device)
-        return self.context.sum(whole.index_copy(1, own, logits))[:, : shape[1]]
+        return self.context.sum(whole.index_copy(1, own, values))[:, : shape[1]]
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def check_against_own_forward(model: PreTrainedModel) -> None:
         ConfigError: the logits differ; the message names the forward pass and the difference.
     """
     check_architecture(model)
-    with _in_float32(model):
+    with in_float32(model):
         try:
             differences = _differences(model)
         except ConfigError as error:
@@ -254,7 +254,7 @@ def _perturbed_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Ten
 
 
 @contextmanager
-def _in_float32(model: PreTrainedModel) -> Iterator[None]:
+def in_float32(model: PreTrainedModel) -> Iterator[None]:
     """Context manager: inside it, half-precision tensors of the model are float32. The exit restores every bit."""
     halves = [
         (tensor, tensor.dtype)

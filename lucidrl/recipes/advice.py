@@ -11,12 +11,14 @@ from lucidrl.algorithms.variants import VARIANTS
 from lucidrl.recipes.base_config import BaseRunConfig
 from lucidrl.recipes.configs import (
     DistillRunConfig,
+    ExampleRunConfig,
     GRPORunConfig,
     PPORunConfig,
     RolloutRunConfig,
     SFTRunConfig,
     TextRunConfig,
 )
+from lucidrl.recipes.preference_configs import DPORunConfig, PreferenceRunConfig, RewardModelRunConfig
 
 CANNOT_LEARN, NO_EFFECT = "cannot_learn", "no_effect"
 
@@ -57,7 +59,7 @@ def _cannot_learn(config: BaseRunConfig) -> Iterator[str]:
                 "set policy.generation.top_k=0"
             )
     roles = ("policy", "critic") if isinstance(config, PPORunConfig) else ("policy",)
-    has_known_length = not (isinstance(config, SFTRunConfig) and config.sft.epochs is not None)
+    has_known_length = not (isinstance(config, ExampleRunConfig) and config.steps.epochs is not None)
     for role in roles:
         warmup_steps = getattr(config, role).warmup_steps
         if has_known_length and warmup_steps >= config.max_steps:
@@ -233,7 +235,7 @@ _UNUSED: list[tuple[tuple[str, ...], Reason]] = [
     (
         ("env.*",),
         _if(
-            SFTRunConfig,
+            ExampleRunConfig,
             lambda config: config.has_rows,
             "the run learns the examples in its rows and uses no environment; remove it",
         ),
@@ -249,6 +251,26 @@ _UNUSED: list[tuple[tuple[str, ...], Reason]] = [
     (
         ("sft.max_steps",),
         _if(SFTRunConfig, lambda config: config.sft.epochs is not None, "sft.epochs sets the length; remove one"),
+    ),
+    (
+        ("dpo.max_steps",),
+        _if(DPORunConfig, lambda config: config.dpo.epochs is not None, "dpo.epochs sets the length; remove one"),
+    ),
+    (
+        ("reward_model.max_steps",),
+        _if(
+            RewardModelRunConfig,
+            lambda config: config.reward_model.epochs is not None,
+            "reward_model.epochs sets the length; remove one",
+        ),
+    ),
+    (
+        ("dpo.desirable_weight", "dpo.undesirable_weight"),
+        _if(DPORunConfig, lambda config: config.dpo.loss != "kto", "dpo.loss is not kto; set dpo.loss=kto"),
+    ),
+    (
+        ("validation.samples_per_prompt", "validation.solved_at", "validation.prompts_per_batch"),
+        _if(PreferenceRunConfig, lambda config: True, "the run compares written completions and samples none"),
     ),
 ]
 """(Keys, function that returns the reason why these keys have no effect, or None if they have an effect); `section.*`

@@ -6,7 +6,11 @@ from lucidrl.utils.suggestions import OtherNames
 
 _RATE = ("policy.optimizer.kwargs.lr", "critic.optimizer.kwargs.lr")
 _TOKENS = ("policy.generation.max_new_tokens",)
-_STEPS = ("grpo.max_steps", "distill.max_steps", "sft.max_steps", "ppo.max_steps")
+_STEPS = (
+    *("grpo.max_steps", "distill.max_steps", "sft.max_steps", "dpo.max_steps", "reward_model.max_steps"),
+    "ppo.max_steps",
+)
+_EPOCHS_OF_EXAMPLES = ("sft.epochs", "dpo.epochs", "reward_model.epochs")
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "lr": _RATE,
@@ -20,10 +24,13 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "model_name": ("policy.model_name",),
     "dataset": ("data.file",),
     "max_steps": _STEPS,
-    "epochs": ("sft.epochs",),
-    "num_train_epochs": ("sft.epochs",),
+    "epochs": _EPOCHS_OF_EXAMPLES,
+    "num_train_epochs": _EPOCHS_OF_EXAMPLES,
     "num_iterations": ("grpo.num_epochs", "distill.num_epochs"),
-    "beta": ("grpo.loss.kl_coefficient",),
+    "beta": ("grpo.loss.kl_coefficient", "dpo.beta"),
+    "loss_type": ("dpo.loss",),
+    "desirable_weight": ("dpo.desirable_weight",),
+    "undesirable_weight": ("dpo.undesirable_weight",),
     "kl_coefficient": ("grpo.loss.kl_coefficient",),
     "epsilon": ("grpo.loss.clip_low", "grpo.loss.clip_high", "ppo.clip"),
     "epsilon_high": ("grpo.loss.clip_high",),
@@ -45,6 +52,8 @@ the policy and, in a control run, of the critic. An alias is written without a s
 _BATCH = {
     "collector.prompts_per_step": "prompts per step",
     "sft.examples_per_step": "examples per step",
+    "dpo.examples_per_step": "preferences per step",
+    "reward_model.examples_per_step": "pairs per step",
     "collector.frames_per_batch": "frames per step",
     "policy.train_global_batch_size": "rows per optimizer step",
     "ppo.minibatch_frames": "frames per optimizer step",
@@ -66,7 +75,7 @@ CANDIDATES: dict[str, dict[str, str]] = {
     "mini_batch_size": _BATCH,
     "n": {"collector.samples_per_prompt": "completions per prompt"},
     "epochs": _EPOCHS,
-    "num_epochs": _EPOCHS | {"sft.epochs": "passes over the examples"},
+    "num_epochs": _EPOCHS | dict.fromkeys(_EPOCHS_OF_EXAMPLES, "passes over the examples"),
     "num_train_epochs": _EPOCHS,
     "total_timesteps": {"ppo.max_steps": "training steps of the run, each with collector.frames_per_batch frames"},
     "n_steps": {"collector.frames_per_batch": "frames per step, over all environments"},

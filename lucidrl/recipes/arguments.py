@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -13,7 +12,6 @@ from pydantic import BaseModel
 
 from lucidrl.data.interfaces import Rows
 from lucidrl.errors import ConfigError, DataError
-from lucidrl.recipes.callbacks import Callback
 from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.utils.config import merged_settings
@@ -27,16 +25,6 @@ Tool = str | Mapping[str, Any] | Callable[..., Any]
 """A function, or an entry of the setting `tools`: a name such as "calculator" or "my_tools:search", or a mapping."""
 Settings = BaseRunConfig | str | Path | Mapping[str, Any]
 """A config object, the path of a YAML file, or a nested mapping of settings."""
-
-
-@dataclass(frozen=True)
-class CommonArguments:
-    """Arguments of every trainer that do not stand for one setting each."""
-
-    config: Settings | None
-    preset: str | None
-    callbacks: Sequence[Callback]
-    display: bool
 
 
 class RunOptions(TypedDict, total=False):
@@ -82,10 +70,37 @@ class SFTOptions(RunOptions, total=False):
     """Functions that the model may call, which the prompts describe: functions, or entries of the setting `tools`."""
 
 
+class PreferenceOptions(RunOptions, total=False):
+    """Arguments of `RewardModelTrainer` and `DPOTrainer`."""
+
+    validation_dataset: Dataset
+    """Validation preferences; default: `data.validation_fraction` of `dataset`."""
+    prompt: str
+    """Column with the prompts (`data.prompt`)."""
+    chosen: str
+    """Column with the better completions (`data.chosen`)."""
+    rejected: str
+    """Column with the worse completions (`data.rejected`)."""
+    tools: Sequence[Tool]
+    """Functions that the model may call, which the prompts describe: functions, or entries of the setting `tools`."""
+
+
+class DPOOptions(PreferenceOptions, total=False):
+    """Arguments of `DPOTrainer`."""
+
+    loss: str
+    """`dpo`, `ipo` or `kto` (`dpo.loss`)."""
+    beta: float
+    """How strongly the policy is tied to the reference policy (`dpo.beta`)."""
+    reference: str
+    """`swap` or `cached` (`dpo.reference`)."""
+
+
 OTHER_NAMES = {
     "args": "config",
     "epochs": "max_steps",
     "eval_dataset": "validation_dataset",
+    "loss_type": "loss",
     "lr": "learning_rate",
     "model_name": "model",
     "output_dir": "output",

@@ -35,11 +35,16 @@ Arithmetic = list[tuple[str, Any, str]]
 """Rows of (quantity, value, settings that determine the value)."""
 
 
+def command_of(algorithm: str) -> str:
+    """Return the name of an algorithm's command."""
+    return algorithm.replace("_", "-")
+
+
 class BaseRunConfig(Config, ABC):
     """Settings of every run, and the facts about its algorithm that the command line uses."""
 
     algorithm: ClassVar[str]
-    """Name of the command and of the algorithm's section of settings."""
+    """Name of the algorithm's section of settings; see `command_of`."""
     run_class: ClassVar[str]
     """Dotted path of its `TrainingRun`; imported at use, because the imports take seconds."""
     trainer: ClassVar[str]

@@ -11,6 +11,7 @@ from pydantic import Field, PositiveInt, model_validator
 from lucidrl.algorithms.config import (
     ControlValidationConfig,
     DistillConfig,
+    ExampleStepsConfig,
     GRPOConfig,
     PPOConfig,
     SFTConfig,
@@ -18,8 +19,9 @@ from lucidrl.algorithms.config import (
 )
 from lucidrl.checkpoint.config import SFTCheckpointConfig
 from lucidrl.collectors.config import TextCollectorConfig
+from lucidrl.data.config import PREFERENCE_COLUMNS
 from lucidrl.models.control.config import ControlPolicyConfig, CriticConfig
-from lucidrl.recipes.base_config import Arithmetic, BaseRunConfig, NumThreads
+from lucidrl.recipes.base_config import Arithmetic, BaseRunConfig, NumThreads, command_of
 from lucidrl.recipes.text_config import TextRunConfig
 from lucidrl.tools.config import DEFAULT_MAX_TURNS, ToolUseConfig
 from lucidrl.utils.config import Config
@@ -29,6 +31,7 @@ __all__ = [
     "BaseRunConfig",
     "DistillRunConfig",
     "EvaluatedSFTConfig",
+    "ExampleRunConfig",
     "GRPORunConfig",
     "PPORunConfig",
     "RolloutRunConfig",
@@ -96,10 +99,10 @@ class RolloutRunConfig(TextRunConfig, ABC):
 
     @model_validator(mode="after")
     def _reads_no_completions(self) -> Self:
-        if unused := self._set_in_data("completion"):
+        if unused := self._set_in_data("completion", *PREFERENCE_COLUMNS):
             raise ValueError(
                 f"{unused} would have no effect, because the policy samples its completions; remove the setting, or "
-                "train on the column with `lucidrl sft`"
+                "train on the column with `lucidrl sft` or `lucidrl dpo`"
             )
         return self
 
@@ -145,56 +148,84 @@ class DistillRunConfig(RolloutRunConfig):
         return [*super().worker_names, *(worker_name(TEACHER, rank) for rank in range(separate))]
 
 
-class SFTRunConfig(TextRunConfig):
+class ExampleRunConfig(TextRunConfig, ABC):
+    """Settings of runs that train on written rows."""
+
+    checkpoint: SFTCheckpointConfig = SFTCheckpointConfig()
+    """When checkpoints are written and which are kept."""
+    scores_completions: ClassVar[bool] = False
+    """Whether settings that only scoring reads are allowed."""
+
+    @property
+    def steps(self) -> ExampleStepsConfig:
+        """The algorithm's section."""
+        section: ExampleStepsConfig = getattr(self, self.algorithm)
+        return section
+
+    @model_validator(mode="after")
+    def _scores_no_completions(self) -> Self:
+        if self.scores_completions:
+            return self
+        command = f"`lucidrl {command_of(self.algorithm)}` learns written completions"
+        if self.reward:
+            names = ", ".join(reward.name for reward in self.reward)
+            raise ValueError(
+                f"reward={names} would have no effect, because {command} and scores nothing; remove the setting, or "
+                "train with `lucidrl grpo`"
+            )
+        if self.tool_use != ToolUseConfig():
+            raise ValueError(
+                f"tool_use would have no effect, because {command} and executes no calls; remove the setting"
+            )
+        if unused := self._set_in_data("answer"):
+            raise ValueError(
+                f"{unused} would have no effect, because only rewards read it; remove the setting, or name the column "
+                f"to learn with data.{self.learned_column}=..."
+            )
+        return self
+
+    learned_column: ClassVar[str] = "completion"
+    """The setting that names the column to learn."""
+
+    def _workers_without_use(self) -> str:
+        """Name settings that would start workers to generate or score completions; empty if there are none."""
+        generation, num_workers = self.policy.generation, self.env.num_workers
+        unused = [f"env.num_workers={num_workers}"] if num_workers > 1 else []
+        if generation.placement == "separate":
+            unused.append("policy.generation.placement=separate")
+        return " and ".join(unused)
+
+    def _row_factors(self) -> Arithmetic:
+        return [("examples per step", self.steps.examples_per_step, f"{self.algorithm}.examples_per_step")]
+
+
+class SFTRunConfig(ExampleRunConfig):
     """`lucidrl sft`"""
 
     algorithm = "sft"
     run_class = "lucidrl.recipes.language.SFTRun"
     trainer = "SFTTrainer"
-    checkpoint: SFTCheckpointConfig = SFTCheckpointConfig()
-    """When checkpoints are written and which are kept."""
     sft: SFTConfig = SFTConfig()
     """The algorithm."""
-    scores_completions: ClassVar[bool] = False
-    """Whether settings that only scoring reads are allowed."""
 
     @model_validator(mode="after")
-    def _scores_no_completions(self) -> SFTRunConfig:
-        if self.scores_completions:
-            return self
-        if self.reward:
-            names = ", ".join(reward.name for reward in self.reward)
-            raise ValueError(
-                f"reward={names} would have no effect, because SFT learns written examples and scores nothing; remove "
-                "the setting, or train with `lucidrl grpo`"
-            )
-        if self.tool_use != ToolUseConfig():
-            raise ValueError(
-                "tool_use would have no effect, because SFT learns written calls and executes none; remove the setting"
-            )
-        if unused := self._set_in_data("answer"):
-            raise ValueError(
-                f"{unused} would have no effect, because only rewards read it; remove the setting, or name the column "
-                "to learn with data.completion=..."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _file_needs_no_generation(self) -> SFTRunConfig:
-        generation, num_workers = self.policy.generation, self.env.num_workers
-        unused = [f"env.num_workers={num_workers}"] if num_workers > 1 else []
-        if generation.placement == "separate":
-            unused.append("policy.generation.placement=separate")
-        if self.has_rows and unused and not self.scores_completions:
+    def _file_needs_no_generation(self) -> Self:
+        if self.has_rows and (unused := self._workers_without_use()) and not self.scores_completions:
             source, title = ("data.file", f"={self.data.title}") if self.data.file is not None else ("dataset", "")
             raise ValueError(
-                f"{' and '.join(unused)} would start workers that generate or score completions, but a run on "
-                f"{source}{title} needs none; remove the setting, or {source}"
+                f"{unused} would start workers that generate or score completions, but a run on {source}{title} needs "
+                f"none; remove the setting, or {source}"
             )
         return self
 
-    def _row_factors(self) -> Arithmetic:
-        return [("examples per step", self.sft.examples_per_step, "sft.examples_per_step")]
+    @model_validator(mode="after")
+    def _reads_no_preferences(self) -> Self:
+        if unused := self._set_in_data(*PREFERENCE_COLUMNS):
+            raise ValueError(
+                f"{unused} would have no effect, because SFT learns one completion per row; name its column with "
+                "data.completion=..., or train with `lucidrl dpo`"
+            )
+        return self
 
 
 class EvaluatedSFTConfig(SFTRunConfig):

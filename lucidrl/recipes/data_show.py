@@ -15,8 +15,9 @@ from rich.text import Text
 from lucidrl.data.items import Skip
 from lucidrl.data.stream import MOST_SURVEYED, Dataset
 from lucidrl.errors import ConfigError
-from lucidrl.recipes.configs import GRPORunConfig, RolloutRunConfig, SFTRunConfig
-from lucidrl.recipes.preflight import TextInputs
+from lucidrl.recipes.configs import ExampleRunConfig, GRPORunConfig, RolloutRunConfig, SFTRunConfig
+from lucidrl.recipes.preference_configs import DPORunConfig
+from lucidrl.recipes.text_inputs import TextInputs
 from lucidrl.utils.config import load_config
 
 _NUM_BINS = 10
@@ -31,14 +32,14 @@ def show_data(file: str | None, overrides: Sequence[str], *, num_rows: int = 3, 
     Args:
         file: `data.file`; None if the overrides set it.
         num_rows: number of rendered rows to print.
-        algorithm: `grpo` shows prompts, `sft` examples.
+        algorithm: `grpo` shows prompts, `sft` examples, `dpo` preferences.
 
     Raises:
         LucidError: settings, file or rows are invalid; names the first problem.
     """
-    schemas: dict[str, Any] = {"grpo": GRPORunConfig, "sft": SFTRunConfig}
+    schemas: dict[str, Any] = {"grpo": GRPORunConfig, "sft": SFTRunConfig, "dpo": DPORunConfig}
     if algorithm not in schemas:
-        raise ConfigError(f"--algorithm={algorithm} has no dataset; choose grpo or sft")
+        raise ConfigError(f"--algorithm={algorithm} has no dataset; choose grpo, sft or dpo")
     config = load_config(schemas[algorithm], {"data": {"file": file}} if file else {}, overrides=overrides)
     if config.data.file is None:
         raise ConfigError("no file is named; give its path, such as `lucidrl data show train.parquet`")
@@ -70,7 +71,7 @@ def _printable(text: str, longest: int = _LONGEST_SHOWN) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in cut)
 
 
-def _rows_table(inputs: TextInputs, config: RolloutRunConfig | SFTRunConfig) -> Table:
+def _rows_table(inputs: TextInputs, config: RolloutRunConfig | ExampleRunConfig) -> Table:
     """Table: how many rows are used, held out and dropped, and which setting causes each number."""
     survey = inputs.survey
     table = Table("rows", "", "", box=None, pad_edge=False)
@@ -91,7 +92,7 @@ def _rows_table(inputs: TextInputs, config: RolloutRunConfig | SFTRunConfig) -> 
     return table
 
 
-def _reason_of_split(config: RolloutRunConfig | SFTRunConfig) -> str:
+def _reason_of_split(config: RolloutRunConfig | ExampleRunConfig) -> str:
     if config.data.validation_file is not None:
         return f"data.validation_file={config.data.validation_file}"
     return f"data.validation_fraction={config.data.validation_fraction:g}"

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from lucidrl.data.interfaces import LLMMessageLogType
+from lucidrl.recipes.base_config import command_of
 from lucidrl.recipes.configs import BaseRunConfig, TextRunConfig
 from lucidrl.report.breakdown import Breakdown
 from lucidrl.report.folder_parts import read_warnings
@@ -67,6 +68,7 @@ class RunDisplay:
             self.console = Console(force_jupyter=False, force_terminal=False)
         self._is_from_python = isinstance(config, TextRunConfig) and bool(config.python_inputs)
         self._algorithm, self._max_steps, self._validated_on = config.algorithm, config.max_steps, config.validated_on
+        self._trainer = config.trainer
         self._folder = folder
         self._validations: dict[int, dict[str, float]] = {}
         self._step_s = 0.0
@@ -161,7 +163,7 @@ class RunDisplay:
         for command in [*suggested, *self._next_commands(last_step)]:
             self.announce(f"  {shlex.join(command)}")
         if self._is_from_python:
-            self.announce(f"  {self._algorithm.upper()}Trainer(...).train(resume={str(self._folder)!r})")
+            self.announce(f"  {self._trainer}(...).train(resume={str(self._folder)!r})")
 
     def _show_validations(self) -> None:
         if len(self._validations) < 2:
@@ -216,7 +218,7 @@ class RunDisplay:
 
     def _next_commands(self, last_step: int) -> list[list[str]]:
         folder, algorithm = str(self._folder), self._algorithm
-        resume = ["lucidrl", algorithm, "--resume", folder]
+        resume = ["lucidrl", command_of(algorithm), "--resume", folder]
         if last_step >= self._max_steps:
             resume.append(f"{algorithm}.max_steps={2 * last_step}")
         show = [["tensorboard", "--logdir", folder]] if (self._folder / "tensorboard").is_dir() else []

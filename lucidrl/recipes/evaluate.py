@@ -36,7 +36,7 @@ from lucidrl.recipes.eval_folder import (
     write_json,
 )
 from lucidrl.recipes.eval_plan import ALL, Candidate, EvalOptions, EvalPlan, TextConfig, chosen_prompts, plan_of_sources
-from lucidrl.recipes.preflight import TextInputs
+from lucidrl.recipes.text_inputs import TextInputs
 from lucidrl.rewards.verifiers.answers import answer_reader
 from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.random_state import seed_everything

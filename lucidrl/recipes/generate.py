@@ -26,7 +26,7 @@ from lucidrl.models.generation.interfaces import GenerationDatumSpec
 from lucidrl.models.loading import load_model, load_tokenizer
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.sources import resolved_name
-from lucidrl.recipes.preflight import silence_progress_bars
+from lucidrl.recipes.text_inputs import silence_progress_bars
 from lucidrl.utils.device import default_device
 
 PROMPTS_AT_ONCE = 64

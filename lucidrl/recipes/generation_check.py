@@ -21,7 +21,7 @@ from lucidrl.models.generation.separate import SeparateGenerator
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
 from lucidrl.recipes.configs import RolloutRunConfig
-from lucidrl.recipes.preflight import TextInputs
+from lucidrl.recipes.text_inputs import TextInputs
 from lucidrl.utils.random_state import seed_everything
 
 NUM_PROMPTS, SAMPLES_PER_PROMPT, MOST_NEW_TOKENS = 8, 4, 32

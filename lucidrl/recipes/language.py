@@ -25,18 +25,24 @@ from lucidrl.losses.nll import NLLLoss
 from lucidrl.models.generation.interfaces import GenerationInterface
 from lucidrl.models.generation.refit_guard import RefitGuard
 from lucidrl.models.generation.separate import SeparateGenerator
+from lucidrl.models.policy.interfaces import Role
 from lucidrl.models.policy.policy import Policy
+from lucidrl.models.reward_scorer import named_model
 from lucidrl.models.sources import with_resolved_names
-from lucidrl.recipes.configs import DistillRunConfig, GRPORunConfig, RolloutRunConfig, SFTRunConfig
+from lucidrl.recipes.configs import DistillRunConfig, ExampleRunConfig, GRPORunConfig, RolloutRunConfig, SFTRunConfig
 from lucidrl.recipes.generation_check import GenerationFindings, check_generation
 from lucidrl.recipes.inputs import PythonInputs
-from lucidrl.recipes.preflight import TextInputs, check_placement, preflight
+from lucidrl.recipes.preflight import check_placement, preflight
+from lucidrl.recipes.text_inputs import TextInputs
 from lucidrl.recipes.training_run import RunParts, TrainingRun
+from lucidrl.rewards.config import RewardConfig
+from lucidrl.rewards.interfaces import REWARD_MODEL
 from lucidrl.rewards.verifiers.answers import answer_reader
 from lucidrl.utils.nsys import ProfilablePolicy
 from lucidrl.utils.run_folder import LOGS_NAME
 
-C = TypeVar("C", bound=RolloutRunConfig | SFTRunConfig)
+C = TypeVar("C", bound=RolloutRunConfig | ExampleRunConfig)
+E = TypeVar("E", bound=ExampleRunConfig)
 R = TypeVar("R", bound=RolloutRunConfig)
 
 
@@ -44,7 +50,12 @@ class TextRun(TrainingRun[C]):
     """A run of a language model."""
 
     def __init__(self, config: C, python: PythonInputs | None = None) -> None:
-        names = {"policy": with_resolved_names(config.policy), "data": with_pinned_names(config.data)}
+        rewards = tuple(map(_with_resolved_model, config.reward))
+        names = {
+            "policy": with_resolved_names(config.policy),
+            "data": with_pinned_names(config.data),
+            "reward": rewards,
+        }
         resolved: Any = config.model_copy(update=names)
         super().__init__(resolved)
         self._inputs = TextInputs(self.config, python)
@@ -74,7 +85,7 @@ class TextRun(TrainingRun[C]):
             # The preflight could not check a cluster that was just started, and a resume has no preflight.
             check_placement(self.config.policy.generation, self.config.env, cluster)
 
-    def _policy(self, parts: RunParts, *, init_reference: bool = False) -> Policy:
+    def _policy(self, parts: RunParts, *, init_reference: bool = False, role: Role = "policy") -> Policy:
         config = self.config
         policy = parts.stack.enter_context(
             Policy(
@@ -84,6 +95,7 @@ class TextRun(TrainingRun[C]):
                 log_dir=parts.folder / LOGS_NAME,
                 init_reference_model=init_reference,
                 seed=config.seed,
+                role=role,
             )
         )
         if blind := policy.group.blind_nodes:  # the first checkpoint would lack the shards of their ranks
@@ -145,6 +157,12 @@ class TextRun(TrainingRun[C]):
         return parts.loop(policy, validator, self._profiled, self.config.tracking.print_samples_every, health)
 
 
+def _with_resolved_model(reward: RewardConfig) -> RewardConfig:
+    if (folder := reward.model_folder) is None:
+        return reward
+    return reward.model_copy(update={"name": f"{REWARD_MODEL}{named_model(folder)}"})
+
+
 class RolloutRun(TextRun[R]):
     """A run that trains on samples of the policy."""
 
@@ -190,16 +208,20 @@ def _health_settings(config: RolloutRunConfig) -> HealthSettings:
     )
 
 
-class SFTRun(TextRun[SFTRunConfig]):
-    """`lucidrl sft`"""
+class ExampleRun(TextRun[E]):
+    """A run that trains on written rows."""
 
-    def resolve(self) -> SFTRunConfig:
-        if self.config.sft.epochs is not None:
+    def resolve(self) -> E:
+        if self.config.steps.epochs is not None:
             survey, limit = self._inputs.survey, self.config.data.limit
             num_examples = round(survey.num_train * survey.num_rows / survey.num_checked)  # exact if all were checked
-            sft = self.config.sft.for_examples(num_examples if limit is None else min(num_examples, limit))
-            self.config = self.config.model_copy(update={"sft": sft})
+            steps = self.config.steps.for_examples(num_examples if limit is None else min(num_examples, limit))
+            self.config = self.config.model_copy(update={self.config.algorithm: steps})
         return self.config
+
+
+class SFTRun(ExampleRun[SFTRunConfig]):
+    """`lucidrl sft`"""
 
     def _build(self, parts: RunParts) -> SFT:
         config, inputs = self.config, self._inputs

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from lucidrl.models.loading import DTYPES, ModelFacts
 from lucidrl.models.policy.config import MUON
-from lucidrl.recipes.configs import RolloutRunConfig, SFTRunConfig
+from lucidrl.recipes.configs import ExampleRunConfig, RolloutRunConfig
+from lucidrl.recipes.preference_configs import DPORunConfig
 
 GIB = 2**30
 
 
 def estimate_memory_gib(
-    config: RolloutRunConfig | SFTRunConfig, facts: ModelFacts, longest: int, num_trained: int | None = None
+    config: RolloutRunConfig | ExampleRunConfig, facts: ModelFacts, longest: int, num_trained: int | None = None
 ) -> dict[str, float]:
     """Estimate the memory of the main tensors; activations are a rule of thumb.
 
@@ -21,7 +22,7 @@ def estimate_memory_gib(
     width = DTYPES[policy.precision].itemsize
     parameters, adapters = facts.num_parameters, num_trained or 0
     trained = parameters if num_trained is None else num_trained
-    num_sampled = config.max_turns * policy.generation.max_new_tokens
+    num_sampled = config.max_turns * policy.generation.max_new_tokens if isinstance(config, RolloutRunConfig) else 0
     tokens = policy.train_micro_batch_size * (longest + num_sampled)
     if config.token_batching is not None:
         tokens = config.token_batching[1].train_mb_tokens
@@ -36,6 +37,8 @@ def estimate_memory_gib(
         # About 16 activations of the hidden size per layer, and the logits kept for the backward pass.
         "activations": tokens * (facts.num_layers * 16 * facts.hidden_size * width + 2 * facts.vocabulary),
     }
+    if isinstance(config, DPORunConfig) and config.dpo.reference == "swap" and num_trained is None:
+        size_bytes["reference weights"] = parameters * width
     if isinstance(config, RolloutRunConfig):
         rows = min(config.rows_per_step, policy.generation.max_concurrent_rows)
         cached = rows * num_sampled + config.collector.prompts_per_step * longest

@@ -19,7 +19,7 @@ from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.lora import merge_adapters
 from lucidrl.models.policy.config import EMBEDDED_MODELS
 from lucidrl.models.sources import model_folder
-from lucidrl.recipes.preflight import silence_progress_bars
+from lucidrl.recipes.text_inputs import silence_progress_bars
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ from typing import Any
 from lucidrl.algorithms.variants import Variant, bundle
 from lucidrl.errors import ConfigError
 from lucidrl.models.policy.config import EMBEDDED_MODELS
+from lucidrl.recipes.base_config import command_of
 from lucidrl.recipes.configs import BaseRunConfig, DistillRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig
 from lucidrl.recipes.folder import run_config_path
+from lucidrl.recipes.preference_configs import DPORunConfig, RewardModelRunConfig
 from lucidrl.utils.config import aliases_of, load_config
 from lucidrl.utils.layers import Merged, Source, merge_layers
 from lucidrl.utils.logger.redact import secret_like_keys
@@ -24,7 +26,8 @@ from lucidrl.utils.logger.redact import secret_like_keys
 log = logging.getLogger(__name__)
 
 ALGORITHMS: dict[str, type[BaseRunConfig]] = {
-    schema.algorithm: schema for schema in (GRPORunConfig, DistillRunConfig, SFTRunConfig, PPORunConfig)
+    schema.algorithm: schema
+    for schema in (GRPORunConfig, DistillRunConfig, SFTRunConfig, DPORunConfig, RewardModelRunConfig, PPORunConfig)
 }
 PRESETS = Path(__file__).with_name("presets")
 OWN_TASK = ("data", "reward", "python_inputs")
@@ -44,8 +47,10 @@ def new_settings(
     Raises:
         ConfigError: a file is unreadable, an override malformed or a value invalid; the message lists all problems.
     """
+    algorithm = algorithm.replace("-", "_")
     if algorithm not in ALGORITHMS:
-        raise ConfigError(f"--algorithm={algorithm} is unknown; choose one of {', '.join(ALGORITHMS)}")
+        known = ", ".join(map(command_of, ALGORITHMS))
+        raise ConfigError(f"--algorithm={algorithm} is unknown; choose one of {known}")
     schema = ALGORITHMS[algorithm]
     aliases = aliases_of(schema)
     if preset is None and config_file is None:
@@ -82,7 +87,7 @@ def resumed_settings(
     if found and algorithm not in found:
         raise ConfigError(
             f"{folder} holds a run of {found[0]}, not of {algorithm}; resume it with "
-            f"`lucidrl {found[0]} --resume {folder}`"
+            f"`lucidrl {command_of(found[0])} --resume {folder}`"
         )
     schema = schema or ALGORITHMS[algorithm]
     for section, _, key in (name.rpartition(".") for name in without):
@@ -125,13 +130,15 @@ def default_preset(algorithm: str, given: Mapping[str, Any]) -> str | None:
     name = given.get("env.name")
     if algorithm == "ppo":
         return "cartpole" if name in (None, "CartPole-v1") else None
-    if algorithm not in ("grpo", "distill"):
+    if algorithm in ("sft", "ppo"):
         return None
     has_own_data = any(key == "env.prompts_file" or key.split(".")[0] in OWN_TASK for key in given)
     is_arithmetic = name in (None, "arithmetic") and not has_own_data
     is_embedded = given.get("policy.model_name", "embedded") in EMBEDDED_MODELS
     if algorithm == "distill":
         return "distill-demo" if is_embedded and is_arithmetic else "distill"
+    if algorithm in ("dpo", "reward_model"):
+        return f"{command_of(algorithm)}{'-demo' if is_embedded and is_arithmetic else ''}"
     if is_embedded:
         return "demo" if is_arithmetic else "task-embedded"
     return "chat" if is_arithmetic else "task"

@@ -25,6 +25,8 @@ GROUPS = {
         "train/nll",
         "validation/*",
         "train/reward*",
+        "train/chosen_*",
+        "train/rejected_*",
         "train/groups_with_signal_fraction",
     ),
     "Optimization": (

@@ -22,7 +22,8 @@ _HALVED = {
 _AVOIDED = {
     "logprobs": "Make one optimizer step per training step (policy.train_global_batch_size), which needs no separate "
     "log-probabilities,",
-    "reference": "Train without a KL penalty (grpo.loss.kl_coefficient=0, grpo.advantages.kl_coefficient=0)",
+    "reference": "Train without a KL penalty (grpo.loss.kl_coefficient=0, grpo.advantages.kl_coefficient=0), or "
+    "compute them once (dpo.reference=cached),",
     "teacher": "Score on more ranks (teacher.placement=separate, teacher.num_workers)",
     "communication": "Use fewer ranks, or larger micro-batches (policy.sequence_packing.train_mb_tokens),",
     "refit": "Generate on the ranks (policy.generation.placement=policy)",

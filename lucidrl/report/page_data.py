@@ -30,6 +30,8 @@ MOST_WARNINGS = 500
 _NO_SAMPLES = {
     "grpo": "No samples are recorded yet.",
     "distill": "No samples are recorded yet.",
+    "dpo": "DPO runs learn written completions and record no samples.",
+    "reward_model": "Runs of reward models score written completions and record no samples.",
     "sft": "SFT runs learn written examples and record samples only when they validate completions.",
     "ppo": "Runs of control policies record no samples; `lucidrl play RUN` shows episodes.",
 }
@@ -107,7 +109,7 @@ def _run(run: RunData, name: str, curves: Curves, samples: ShownSamples) -> dict
 
 
 def _title(run: RunData) -> str:
-    algorithm = (run.algorithm or "run").upper()
+    algorithm = (run.algorithm or "run").upper().replace("_", " ")
     if run.algorithm == "ppo":
         return f"{algorithm}: policy and critic on {run.setting('env', 'name')}"
     rewards = run.setting("reward")

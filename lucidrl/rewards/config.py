@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, FiniteFloat, PositiveInt, model_validator
 
 from lucidrl.errors import ConfigError
-from lucidrl.rewards.interfaces import LLM_JUDGE, MEMORY_LIMIT_MB, TIMEOUT_S, Limits, SampleTime
+from lucidrl.rewards.interfaces import LLM_JUDGE, MEMORY_LIMIT_MB, REWARD_MODEL, TIMEOUT_S, Limits, SampleTime
 from lucidrl.rewards.verifiers import VERIFIERS
 from lucidrl.utils.config import Config, validate
 
@@ -17,10 +17,14 @@ REWARD_ENV = "lucidrl.rewards.env:RewardEnv"
 TOOL_ENV = "lucidrl.tools.env:ToolEnv"
 """The environment of a run with `reward` and `tools`."""
 _OF_VERIFIERS = ("memory_limit_mb", "num_workers", "on_crash", "on_parse_failure", "on_timeout", "timeout_s")
+_NOT_OF_MODELS = ("memory_limit_mb", "num_workers", "on_parse_failure", "on_timeout")
 _OF_POOLS = ("memory_limit_mb", "num_workers", "on_timeout", "timeout_s")
 JUDGE_TIMEOUT_S = 120.0
 JUDGE_OUTCOMES = {"on_timeout": "drop", "on_crash": "fail", "on_parse_failure": "drop"}
 """Defaults of the LLM judge: its failures say nothing about the completion, so they do not become scores."""
+MODEL_TIMEOUT_S = 600.0
+MODEL_OUTCOMES = {"on_crash": "drop"}
+"""Defaults of a reward model: a score of 0 would mean something else for every model."""
 
 OutcomeReward = FiniteFloat | Literal["fail", "drop"]
 """What a verification without a score counts as: a number is the score, `fail` stops the run, `drop` leaves the
@@ -31,7 +35,7 @@ class RewardConfig(Config):
     """A reward function or verifier, with its weight in the reward."""
 
     name: str
-    """Name of a verifier, such as `math`, or import path of your function, `module:function`."""
+    """Name of a verifier, such as `math`, import path of your function, `module:function`, or `model:FOLDER`."""
     weight: FiniteFloat = 1.0
     """Factor of the score in the reward, which is the sum of weight times score."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -39,7 +43,7 @@ class RewardConfig(Config):
     timeout_s: float | None = Field(default=None, gt=0, le=86_400)
     """Timeout per completion of a verifier that runs in a pool, from the start of that verification; default: 5. Code
     that the verifier `code` runs gets 80 % of it. Of the LLM judge: timeout of all requests for one completion;
-    default: 120. For a function, set `env.timeout_s`."""
+    default: 120. Of a reward model: timeout per batch; default: 600. For a function, set `env.timeout_s`."""
     num_workers: PositiveInt | None = None
     """Completions that the pool of the verifier verifies at the same time; default: the number of cores."""
     memory_limit_mb: Annotated[int, Field(ge=16)] | None = None
@@ -56,8 +60,13 @@ class RewardConfig(Config):
 
     @property
     def is_function(self) -> bool:
-        """Whether `name` is the import path of a function, not a verifier."""
-        return ":" in self.name
+        """Whether `name` is the import path of a function, not a verifier or a reward model."""
+        return ":" in self.name and self.model_folder is None
+
+    @property
+    def model_folder(self) -> str | None:
+        """The folder of a reward model; None for other rewards."""
+        return self.name.removeprefix(REWARD_MODEL) if self.name.startswith(REWARD_MODEL) else None
 
     @property
     def limits(self) -> Limits:
@@ -66,9 +75,11 @@ class RewardConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_of_llm_judge(cls, content: Any) -> Any:
-        is_judge = isinstance(content, Mapping) and content.get("name") == LLM_JUDGE
-        return {**JUDGE_OUTCOMES, **content} if is_judge else content
+    def _defaults_of_models(cls, content: Any) -> Any:
+        name = content.get("name") if isinstance(content, Mapping) else None
+        if isinstance(name, str) and name.startswith(REWARD_MODEL):
+            return {**MODEL_OUTCOMES, **content}
+        return {**JUDGE_OUTCOMES, **content} if name == LLM_JUDGE else content
 
     @model_validator(mode="after")
     def _only_settings_with_effect(self) -> Self:
@@ -77,6 +88,11 @@ class RewardConfig(Config):
             raise ValueError(
                 "the LLM judge runs no processes, so num_workers and memory_limit_mb would have no effect; "
                 "set kwargs.max_concurrency instead"
+            )
+        if self.model_folder is not None and (names := self._changed(_NOT_OF_MODELS)):
+            raise ValueError(
+                f"reward {self.name} is a reward model, so {names} would have no effect, as only verifiers use it; "
+                "remove it"
             )
         if self.is_function and (names := self._changed(_OF_VERIFIERS)):
             raise ValueError(
@@ -99,6 +115,19 @@ class RewardConfig(Config):
         changed = {name: getattr(self, name) for name in names}
         defaults = type(self).model_fields
         return ", ".join(f"{name}={value}" for name, value in changed.items() if value != defaults[name].get_default())
+
+
+class ModelRewardConfig(Config):
+    """Options of a reward model, `reward=model:FOLDER`."""
+
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the model's computations."""
+    tokens_per_batch: PositiveInt = 8192
+    """Most tokens per forward pass; a sample with more tokens is not scored."""
+
+
+_ALL_AT_ONCE = 1_000_000
+"""Samples that a reward model scores within its timeout: those of one call."""
 
 
 def as_named_list(value: Any) -> Any:
@@ -185,6 +214,8 @@ def _num_at_once(reward: RewardConfig) -> int:
         from lucidrl.rewards.judge.config import JudgeConfig
 
         return validate(JudgeConfig, dict(reward.kwargs), at="reward.kwargs").max_concurrency
+    if reward.model_folder is not None:
+        return _ALL_AT_ONCE
     entry = VERIFIERS.get(reward.name)
     if entry is None or not entry.runs_in_pool:
         return 1
@@ -194,7 +225,9 @@ def _num_at_once(reward: RewardConfig) -> int:
 
 
 def verifier_timeout_s(reward: RewardConfig) -> float:
-    """Timeout per completion of a verifier or LLM judge."""
+    """Timeout per completion of a verifier or LLM judge, or per batch of a reward model."""
+    if reward.model_folder is not None:
+        return reward.timeout_s or MODEL_TIMEOUT_S
     return reward.timeout_s or (JUDGE_TIMEOUT_S if reward.name == LLM_JUDGE else TIMEOUT_S)
 
 

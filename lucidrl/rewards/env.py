@@ -16,6 +16,7 @@ from lucidrl.rewards.config import RewardConfig, rewards_of, unique_names
 from lucidrl.rewards.functions import RewardFunction, import_reward, num_tokens
 from lucidrl.rewards.interfaces import LLM_JUDGE, Completion, Verifier
 from lucidrl.rewards.judge.scorer import JudgeScorer
+from lucidrl.rewards.model_scorer import ModelScorer
 from lucidrl.rewards.outcome import Verified, verified
 from lucidrl.rewards.pool import VerifierPool
 from lucidrl.rewards.verifiers import verifier_entry
@@ -34,7 +35,7 @@ class _VerifierScorer(Protocol):
         """Verify one completion and wait for the outcome."""
 
 
-_Scorer = RewardFunction | _VerifierScorer | JudgeScorer
+_Scorer = RewardFunction | _VerifierScorer | JudgeScorer | ModelScorer
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class RewardEnv:
     """
 
     def __init__(self, rewards: Any = (), functions: Sequence[Callable[..., Any]] = ()) -> None:
-        self._pools: list[VerifierPool | JudgeScorer] = []
+        self._pools: list[VerifierPool | JudgeScorer | ModelScorer] = []
         parts: list[tuple[str, RewardConfig, _Scorer]] = []
         try:
             for config in rewards_of(rewards):
@@ -93,7 +94,7 @@ class RewardEnv:
         for part in self._parts:
             if isinstance(part.scorer, RewardFunction):
                 part.scorer.check(prompt.info)
-            elif isinstance(part.scorer, JudgeScorer):
+            elif isinstance(part.scorer, JudgeScorer | ModelScorer):
                 part.scorer.check(prompt)
             elif (found := part.scorer.verify(Completion("", 0), prompt.info)).is_bad_row:
                 problem = f"verifier {part.name} cannot use the row of prompt {prompt.prompt_id!r}"
@@ -115,7 +116,7 @@ class RewardEnv:
         ]
 
     def close(self) -> None:
-        """Shut down the processes of verifiers and the requests to LLM judges; may be called twice."""
+        """Shut down processes of verifiers and reward models, and requests to LLM judges; may be called twice."""
         for pool in self._pools:
             pool.shutdown()
 
@@ -124,9 +125,13 @@ class RewardEnv:
             function = import_reward(config.name, config.kwargs)
             return function.name, function
         if config.name == LLM_JUDGE:
-            scorer = JudgeScorer(config)
-            self._pools.append(scorer)
-            return config.name, scorer
+            llm_judge = JudgeScorer(config)
+            self._pools.append(llm_judge)
+            return config.name, llm_judge
+        if config.model_folder is not None:
+            model = ModelScorer(config)
+            self._pools.append(model)
+            return "model", model
         entry = verifier_entry(config.name)
         make = partial(entry.make, config.kwargs, config.limits)
         if not entry.runs_in_pool:

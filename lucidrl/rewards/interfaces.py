@@ -13,6 +13,8 @@ __all__ = ["Completion", "Limits", "ParseFailure", "PoolJob", "SampleTime", "Tex
 
 TIMEOUT_S = 5.0
 MEMORY_LIMIT_MB = 1024
+REWARD_MODEL = "model:"
+"""Beginning of the name of a reward model, which is followed by its folder."""
 LLM_JUDGE = "judge"
 """Name of the LLM judge, which is a reward beside the verifiers."""
 

@@ -123,6 +123,9 @@ def workplace(tmp_path, monkeypatch):
     embedded_config().save_pretrained("model_without_weights")
     embedded_tokenizer().save_pretrained("model_without_weights")
     Path("empty.jsonl").touch()
+    Path("no_chosen.jsonl").write_text('{"prompt": "1+1=", "rejected": "3"}')
+    pair = '{"prompt": "1+1=", "chosen": "2", "rejected": "%s"}'
+    Path("equal.jsonl").write_text(f"{pair % 3}\n{pair % 2}")
     rows = [*({"id": f"p{n}", "prompt": f"{n}+1="} for n in range(30)), {"id": "tale", "prompt": "x" * 600}]
     Path("long.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
     Path("short.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows[:-1])))
@@ -193,6 +196,34 @@ MISTAKES = {
     "a teacher of two ranks in one process": (
         ["distill", "teacher.model_name=embedded", "teacher.num_workers=2"],
         ["num_workers=2", "placement=separate"],
+    ),
+    "preferences without chosen": (
+        ["dpo", "data.file=no_chosen.jsonl"],
+        ["no_chosen.jsonl:1", "has no column 'chosen' (data.chosen)", "it has prompt, rejected"],
+    ),
+    "preferences that are equal": (
+        ["reward-model", "data.file=equal.jsonl"],
+        ["equal.jsonl:2", "chosen and rejected are equal", "remove the row"],
+    ),
+    "a reward model without a head": (
+        ["grpo", "data.file=prompts.jsonl", "reward=model:model_without_weights"],
+        ["model_without_weights has no score head", "lucidrl reward-model"],
+    ),
+    "a reward model that does not exist": (
+        ["grpo", "data.file=prompts.jsonl", "reward=model:nowhere"],
+        ["reward='nowhere'", "does not exist"],
+    ),
+    "pairs in several optimizer steps": (
+        ["dpo", "policy.train_global_batch_size=8"],
+        ["policy.train_global_batch_size=8 does not apply", "dpo.examples_per_step"],
+    ),
+    "a tensor parallel reward model": (
+        ["reward-model", "cluster.num_workers=2", "policy.dtensor_cfg.tensor_parallel_size=2"],
+        ["tensor_parallel_size=2 does not apply to a reward model"],
+    ),
+    "a column of preferences for samples": (
+        ["grpo", "data.file=prompts.jsonl", "data.chosen=good"],
+        ["data.chosen=good would have no effect", "lucidrl dpo"],
     ),
     "model without weights": (["grpo", "policy.model_name=model_without_weights"], ["model_without_weights"]),
     "tokenizer without pad or eos": (["grpo", "policy.model_name=bare_model"], ["bare_model", "set policy.pad_token"]),
@@ -267,7 +298,10 @@ MISTAKES = {
     "run without a checkpoint": (["grpo", "policy.model_name=taken/run"], ["taken/run has no valid checkpoint yet"]),
     "run with an unknown checkpoint": (["grpo", "policy.model_name=taken/run@last"], ["taken/run@best or taken/run@n"]),
     "generate before a checkpoint": (["generate", "taken/run", "1+1="], ["taken/run has no valid checkpoint yet"]),
-    "check of an unknown algorithm": (["check", "--algorithm", "ppp"], ["--algorithm=ppp", "grpo, distill, sft, ppo"]),
+    "check of an unknown algorithm": (
+        ["check", "--algorithm", "ppp"],
+        ["--algorithm=ppp", "grpo, distill, sft, dpo, reward-model, ppo"],
+    ),
     "unknown control env": (["ppo", "env.name=CartPol-v1"], ["'CartPol-v1'", "CartPole"]),
     "argument of the control env": (["ppo", "env.kwargs.gravity=1"], ["'CartPole-v1'", "gravity"]),
     "frames that do not split into minibatches": (
@@ -302,7 +336,8 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(lucidrl, workplace,
 
 
 @pytest.mark.parametrize(
-    "command", ["grpo", "distill", "sft", "ppo", "generate", "play", "check", "clean", "runs", "compare"]
+    "command",
+    ["grpo", "distill", "sft", "dpo", "reward-model", "ppo", "generate", "play", "check", "clean", "runs", "compare"],
 )
 def test_help_shows_an_example(lucidrl, command):
     code, output, _ = lucidrl(command, "--help")

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from lucidrl.cli import app
+from lucidrl.data.columns import Columns
+from lucidrl.data.config import DataConfig
 from lucidrl.data.loading import load_prompts
 from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.losses.interfaces import TokenOutputs
@@ -85,6 +87,14 @@ def test_grpo_in_python_trains_and_saves(capsys, tmp_path):
 
 
 @pytest.mark.slow
+def test_preference_pairs_are_distinct_and_readable(tmp_path):
+    rows = runpy.run_path(str(EXAMPLES / "preference_pairs.py"))["preferences"]()
+    assert len({row["prompt"] for row in rows}) == len(rows) == 400
+    columns = Columns(DataConfig(file="preferences.jsonl"))
+    pairs = [columns.pair(row, "here", str(number)) for number, row in enumerate(rows)]
+    assert all(len(one.chosen[0]["content"]) < len(one.rejected[0]["content"]) for one in pairs)
+
+
 def test_llm_judge_grades_with_its_stand_in(capsys, monkeypatch):
     main = runpy.run_path(str(EXAMPLES / "llm_judge.py"))["main"]
     main(["--steps", "2"])

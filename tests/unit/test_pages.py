@@ -21,13 +21,21 @@ import yaml
 
 from lucidrl.cli import app
 from lucidrl.recipes.configs import DistillRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig
+from lucidrl.recipes.preference_configs import DPORunConfig, RewardModelRunConfig
 from lucidrl.recipes.settings import preset_path
 from lucidrl.utils.config import load_config
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("**/*.md"))]
-SCHEMAS = {"grpo": GRPORunConfig, "distill": DistillRunConfig, "sft": SFTRunConfig, "ppo": PPORunConfig}
+SCHEMAS = {
+    "grpo": GRPORunConfig,
+    "distill": DistillRunConfig,
+    "sft": SFTRunConfig,
+    "dpo": DPORunConfig,
+    "reward-model": RewardModelRunConfig,
+    "ppo": PPORunConfig,
+}
 COMMANDS = typer.main.get_command(app).commands
 page_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 

@@ -393,8 +393,8 @@ def test_importing_the_package_and_a_trainer_loads_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "True []"
     assert all(getattr(lucidrl, name) is not None for name in lucidrl.__all__)
-    with pytest.raises(AttributeError, match="has no attribute 'DPOTrainer'"):
-        _ = lucidrl.DPOTrainer
+    with pytest.raises(AttributeError, match="has no attribute 'ORPOTrainer'"):
+        _ = lucidrl.ORPOTrainer
 
 
 @pytest.mark.slow

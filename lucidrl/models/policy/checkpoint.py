@@ -28,7 +28,7 @@ from lucidrl.distributed.process_group import gather_over
 from lucidrl.errors import CheckpointError
 from lucidrl.models.adapter_folder import STEM as ADAPTER_STEM
 from lucidrl.models.adapter_folder import Base, adapter_files, base_of, check_adapter, open_adapter, peft_name
-from lucidrl.models.loading import DTYPES
+from lucidrl.models.loading import DTYPES, is_reward_model
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.offload import Offload
 from lucidrl.models.policy.optimizer_state import (
@@ -161,7 +161,8 @@ class PolicyCheckpoints:
     @cached_property
     def _config_files(self) -> dict[str, bytes]:
         model = self._sharding.model.model
-        files = _files_saved_by(lambda folder: _save_config(model, self._precision, folder))
+        pad_id: Any = self._tokenizer.pad_token_id
+        files = _files_saved_by(lambda folder: _save_config(model, self._precision, pad_id, folder))
         if self._lora is not None and self._base is not None:
             files |= adapter_files(model, self._lora, self._base)
         return files
@@ -195,11 +196,13 @@ class PolicyCheckpoints:
         return saved
 
 
-def _save_config(model: PreTrainedModel, precision: str, folder: str) -> None:
+def _save_config(model: PreTrainedModel, precision: str, pad_id: int | None, folder: str) -> None:
     """Save a model's config, generation config and, if it has any, remote code."""
     config: Any = copy.deepcopy(model.config)
     config.dtype = precision
     config.architectures = [type(model).__name__]
+    if is_reward_model(config):  # it finds the scored token of a row with the padding token
+        config.get_text_config().pad_token_id = pad_id
     if model.is_remote_code():
         custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 
 from lucidrl.utils.nsys import POLICY
+
+Role = Literal["policy", "reward"]
+"""policy: a language model, which returns log-probabilities; reward: a reward model, which scores rows."""
 
 
 class LogprobOutputSpec(TypedDict):
@@ -32,6 +35,8 @@ class WorkerOptions:
     """Seed for the weights of an untrained model, and for sampling."""
     timeout_s: float = 600.0
     """Timeout of one collective between ranks."""
+    role: Role = "policy"
+    """What the model returns; see `Role`."""
     name: str = POLICY
     """First part of the worker's name in profiles."""
 

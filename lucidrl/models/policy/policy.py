@@ -15,7 +15,8 @@ from lucidrl.distributed.batching import shard_plan
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.distributed.workers.place import Place
-from lucidrl.losses.interfaces import LossFunction
+from lucidrl.errors import DataError
+from lucidrl.losses.interfaces import PAIR_IDS, LossFunction
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.sampling import with_draw_keys
 from lucidrl.models.loading import DTYPES, empty_model
@@ -25,7 +26,8 @@ from lucidrl.models.parameter_groups import WeightInfo
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.fsdp1_policy_worker import FSDP1PolicyWorker
-from lucidrl.models.policy.interfaces import TrainResult
+from lucidrl.models.policy.interfaces import Role, TrainResult
+from lucidrl.models.policy.row_plans import paired_rows
 from lucidrl.models.policy.worker import PolicyWorker
 from lucidrl.models.sources import WEIGHTS
 from lucidrl.profiling.spans import span
@@ -87,6 +89,7 @@ class Policy:
         init_optimizer: bool = True,
         init_reference_model: bool = True,
         seed: int = 0,
+        role: Role = "policy",
         name: str = POLICY,
         own_processes: bool = False,
     ):
@@ -107,6 +110,7 @@ class Policy:
             "init_optimizer": init_optimizer,
             "init_reference_model": init_reference_model,
             "seed": seed,
+            "role": role,
             "name": name,
             # Collectives run during the start too; the group enforces the two timeouts themselves.
             "timeout_s": max(cluster.start_timeout_s, cluster.call_timeout_s),
@@ -174,6 +178,14 @@ class Policy:
         shards = self._shards(BatchedDataDict({name: data[name] for name in ("input_ids", "input_lengths")}), None)
         results = self.group.run_each("scorer.logprobs", [(shard,) for shard in shards])
         return torch.cat([part["logprobs"] for part in self._by_data_rank(results)])
+
+    def values(self, data: BatchedDataDict[Any]) -> torch.Tensor:
+        """Return the scores of a reward model, [B]; see `Scorer.values`."""
+        names = ("input_ids", "input_lengths", "token_mask")
+        with span("score"):
+            shards = self._shards(BatchedDataDict({name: data[name] for name in names}), None)
+            results = self.group.run_each("scorer.values", [(shard,) for shard in shards])
+            return torch.cat(list(self._by_data_rank(results)))
 
     def top_logprobs(self, data: BatchedDataDict[Any], top_k: int, num_ids: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the likeliest tokens in place of each sampled token; see `Scorer.top_logprobs`."""
@@ -270,7 +282,17 @@ class Policy:
         """Return the rows of each rank; data parallel ranks split every global batch."""
         if self.layout.dp == 1:
             return [data] * self.layout.size
-        plan = shard_plan(data.size, self.layout.dp, gbs, allow_uneven=True)
+        if PAIR_IDS in data:
+            if gbs not in (None, data.size):
+                raise DataError(
+                    f"{data.size} rows of pairs do not split into global batches of {gbs} rows; train on all pairs of "
+                    "a batch in one optimizer step"
+                )
+            pairs = paired_rows(data)
+            [parts] = shard_plan(len(pairs), self.layout.dp, allow_uneven=True)
+            plan = [[[row for pair in part for row in pairs[pair]] for part in parts]]
+        else:
+            plan = shard_plan(data.size, self.layout.dp, gbs, allow_uneven=True)
         shares = [data.select_indices([row for batch in plan for row in batch[rank]]) for rank in range(self.layout.dp)]
         return [shares[self.layout.data_rank(rank)] for rank in range(self.layout.size)]
 

@@ -5,16 +5,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.distributed.batching import Plan, dynamic_plan, fixed_plan, inverse_permutation, packed_plan
+from lucidrl.distributed.batching import (
+    Plan,
+    dynamic_plan,
+    fixed_plan,
+    inverse_permutation,
+    packed_plan,
+    round_up,
+)
 from lucidrl.distributed.columns import ColumnKind
-from lucidrl.distributed.prefix_tree import tree_plan
+from lucidrl.distributed.prefix_tree import num_stored_tokens, tree_plan
 from lucidrl.distributed.process_group import RankMesh, gather_over, largest_over
 from lucidrl.errors import DataError
+from lucidrl.losses.interfaces import PAIR_IDS
 from lucidrl.models.policy.config import PolicyConfig
 
 _logger = logging.getLogger(__name__)
@@ -115,6 +124,8 @@ class RowPlans:
             yield MicroBatch(_empty_row(data), plan.are_packed, is_real=False, is_last=missing == rounds)
 
     def _plan(self, data: BatchedDataDict[Any], mbs: int | None, num_rows: int, num_tokens: int) -> RowPlan:
+        if PAIR_IDS in data:
+            return self._plan_of_pairs(data, num_rows if mbs is None else mbs, None if mbs is not None else num_tokens)
         if mbs is not None or not self._budget.enabled:
             return RowPlan(fixed_plan(data.size, num_rows if mbs is None else mbs), self._packs)
         if self.share_prefixes:
@@ -125,6 +136,48 @@ class RowPlans:
         if self._packs:
             return RowPlan(packed_plan(lengths, num_tokens), are_packed=True)
         return RowPlan(dynamic_plan(lengths, num_tokens, length_multiple=self._length_multiple), are_packed=False)
+
+    def _plan_of_pairs(self, data: BatchedDataDict[Any], num_rows: int, num_tokens: int | None) -> RowPlan:
+        """Plan micro-batches that contain both rows of every pair.
+
+        Args:
+            num_rows: most rows per micro-batch, if there is no token budget; a pair is never split.
+        """
+        pairs = paired_rows(data)
+        most, lengths = max(map(len, pairs), default=1), data["input_lengths"].tolist()
+        are_packed = self._packs
+        if num_tokens is None or not self._budget.enabled:
+            plan = fixed_plan(len(pairs), max(1, num_rows // most))
+        else:
+            sizes = [sum(lengths[row] for row in pair) for pair in pairs]
+            stored = sizes
+            if self.share_prefixes:
+                stored = [num_stored_tokens(pair, data["input_ids"], data["input_lengths"]) for pair in pairs]
+            if self._packs or stored != sizes:
+                are_packed = True
+                _check_pairs(stored, num_tokens)
+                plan = packed_plan(stored, num_tokens)
+            else:
+                longest = [max(lengths[row] for row in pair) for pair in pairs]
+                padded = [most * round_up(length, self._length_multiple) for length in longest]
+                _check_pairs(padded, num_tokens)
+                plan = dynamic_plan(longest, num_tokens // most, length_multiple=self._length_multiple)
+        return RowPlan([[row for index in group for row in pairs[index]] for group in plan], are_packed)
+
+
+def paired_rows(data: BatchedDataDict[Any]) -> Plan:
+    """Return the rows of each pair, the neighbouring rows with equal `PAIR_IDS`."""
+    ids = enumerate(data[PAIR_IDS].tolist())
+    return [[row for row, _ in pair] for _, pair in groupby(ids, key=lambda row_and_id: row_and_id[1])]
+
+
+def _check_pairs(sizes: Sequence[int], num_tokens: int) -> None:
+    for number, size in enumerate(sizes):
+        if size > num_tokens:
+            raise DataError(
+                f"pair {number} has {size} tokens, more than the budget of {num_tokens} tokens per micro-batch, which "
+                f"must hold both rows of a pair; raise the budget to at least {max(sizes)}, or shorten the pair"
+            )
 
 
 def _check_rows(data: BatchedDataDict[Any], needed: Sequence[str], method: str) -> None:

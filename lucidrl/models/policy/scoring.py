@@ -63,6 +63,24 @@ class Scorer:
             return BatchedDataDict({"logprobs": torch.cat(scored)[order] if scored else unscored})
 
     @torch.no_grad()
+    def values(self, data: BatchedDataDict[Any]) -> torch.Tensor:
+        """Return the scores of a reward model, [B] float32; `token_mask` marks the scored token of each row."""
+        with span("logprobs"):
+            self._offload.check_weights("values")
+            plan, order = self._row_plans.for_scoring(data, None)
+            scored = [torch.zeros(0)]
+            for micro in self._row_plans.micro_batches(data, plan):
+                batch, shared = micro.rows.to(self._sharding.mesh.device), self._row_plans.share_prefixes
+                needs: frozenset[Need] = frozenset({"values"})
+                outputs = self._sharding.root(
+                    batch["input_ids"], batch["input_lengths"], needs, packed=micro.is_packed, shared=shared
+                )
+                if micro.is_real:
+                    values_B = outputs.values.masked_fill(~batch["token_mask"].bool(), 0).sum(dim=1)
+                    scored.append(values_B.float().cpu())
+            return torch.cat(scored)[order]
+
+    @torch.no_grad()
     def top_logprobs(self, data: BatchedDataDict[Any], top_k: int, num_ids: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the ids of the likeliest tokens in place of each sampled token, and their log-probabilities.
 

@@ -23,6 +23,8 @@ from lucidrl.models.muon import matrix_names
 from lucidrl.models.optim import plain_norm
 from lucidrl.models.parameter_groups import WeightInfo
 from lucidrl.models.policy.config import HALF_PRECISIONS, PolicyConfig
+from lucidrl.models.policy.interfaces import Role
+from lucidrl.models.reward_model import empty_reward_model, load_reward_model
 
 FullTensors = Callable[[str], torch.Tensor]
 """Returns a full tensor, given its Hugging Face name."""
@@ -227,8 +229,14 @@ class Unsharded(Sharding):
         return full(unit.names[0])
 
 
+_LOADERS: dict[Role, tuple[Callable[..., PreTrainedModel], Callable[..., PreTrainedModel]]] = {
+    "policy": (load_model, empty_model),
+    "reward": (load_reward_model, empty_reward_model),
+}
+
+
 def load_sharded(
-    config: PolicyConfig, mesh: RankMesh, seed: int, shard: Callable[[PreTrainedModel], Sharding]
+    config: PolicyConfig, mesh: RankMesh, seed: int, shard: Callable[[PreTrainedModel], Sharding], role: Role = "policy"
 ) -> Sharding:
     """Load the model and shard it; a single rank is not wrapped.
 
@@ -237,8 +245,9 @@ def load_sharded(
         shard: shards a model that is on the meta device.
     """
     name, trust = config.model_name, config.trust_remote_code
+    load, make_empty = _LOADERS[role]
     if mesh.layout.size == 1:
-        model = load_model(name, DTYPES[config.precision], seed=seed, trust_remote_code=trust)
+        model = load(name, DTYPES[config.precision], seed=seed, trust_remote_code=trust)
         if config.lora is not None:
             add_adapters(model, config.lora, seed)
         return Unsharded(with_logprobs(config, model).to(mesh.device), mesh)
@@ -246,10 +255,10 @@ def load_sharded(
         check_exchanges_cpu_tensors("policy.dtensor_cfg.cpu_offload=true")
     # Sharded parameters are the optimizer's float32 weights; layers compute with a half-precision copy.
     dtype = torch.float32 if config.precision in HALF_PRECISIONS else DTYPES[config.precision]
-    source = load_model(name, dtype, seed=seed, trust_remote_code=trust) if mesh.rank == 0 else None
+    source = load(name, dtype, seed=seed, trust_remote_code=trust) if mesh.rank == 0 else None
     if source is not None and config.lora is not None:
         add_adapters(source, config.lora, seed)
-    sharding = shard(empty_model(name, dtype, trust))
+    sharding = shard(make_empty(name, dtype, trust))
     _broadcast_from_rank_0(sharding, source)
     return sharding
 

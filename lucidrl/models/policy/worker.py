@@ -93,7 +93,7 @@ class PolicyWorker(Recorded, ABC):
         self.mesh = RankMesh(self.layout_of(self.config, world.world_size), self.device)
         if self.mesh.layout.size > 1:  # ranks with the same rows use the same seed
             seed_everything(options.seed, stream=1 + self.mesh.layout.data_rank(self.rank))
-        self.sharding = sharding = load_sharded(self.config, self.mesh, options.seed, self._shard)
+        self.sharding = sharding = load_sharded(self.config, self.mesh, options.seed, self._shard, options.role)
         self.model = sharding.model
         self.optimizer: PolicyOptimizer | None = None
         if init_optimizer:

@@ -34,6 +34,15 @@ SMALL_DISTILL = {
     "collector": {"prompts_per_step": 4, "samples_per_prompt": 4},
 }
 SMALL_SFT = {"sft": {"max_steps": 4, "examples_per_step": 8}}
+SMALL_DPO = {"dpo": {"max_steps": 4, "examples_per_step": 8}}
+SMALL_REWARD_MODEL = {"reward_model": {"max_steps": 4, "examples_per_step": 8}}
+SMALL_BY_ALGORITHM = {
+    "grpo": SMALL_GRPO,
+    "distill": SMALL_DISTILL,
+    "sft": SMALL_SFT,
+    "dpo": SMALL_DPO,
+    "reward_model": SMALL_REWARD_MODEL,
+}
 
 
 @dataclass
@@ -94,8 +103,7 @@ def run(tmp_path):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         watcher = Watcher(interrupt_at, die_at)
-        small = {"grpo": SMALL_GRPO, "distill": SMALL_DISTILL, "sft": SMALL_SFT}[algorithm]
-        config = load_config(ALGORITHMS[algorithm], SMALL, small, overrides=overrides)
+        config = load_config(ALGORITHMS[algorithm], SMALL, SMALL_BY_ALGORITHM[algorithm], overrides=overrides)
         return RunFolder(folder, watcher), train(config, folder, watcher, resume)
 
     return start

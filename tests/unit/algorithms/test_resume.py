@@ -57,7 +57,7 @@ def orders(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("algorithm", slow_except(["grpo", "distill", "sft"], "grpo"))
+@pytest.mark.parametrize("algorithm", slow_except(["grpo", "distill", "sft", "dpo", "reward_model"], "grpo"))
 @pytest.mark.parametrize("precision", slow_except(["float32", "bfloat16"], "bfloat16"))
 def test_a_stopped_and_resumed_run_is_bit_identical_to_an_uninterrupted_run(run, algorithm, precision):
     setting = f"policy.precision={precision}"

@@ -14,7 +14,7 @@ def messages(algorithm, *overrides, **options):
     return [warning.message for warning in advice(new_settings(algorithm, overrides=overrides, **options))]
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "distill", "sft", "ppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", "distill", "sft", "dpo", "reward-model", "ppo"])
 def test_default_runs_need_no_advice(algorithm):
     assert messages(algorithm) == []
 
@@ -79,6 +79,8 @@ def test_presets_need_no_advice(preset):
             ["num_generations=1", "distill.reward_coefficient=1"],
             ["cannot learn from rewards", "distill.advantages.estimator=plain"],
         ),
+        ("dpo", ["dpo.desirable_weight=2"], ["dpo.desirable_weight=2.0 has no effect: dpo.loss is not kto"]),
+        ("reward-model", ["validation.samples_per_prompt=4"], ["the run compares written completions"]),
         ("ppo", ["ppo.clip=0.1", "ppo.num_epochs=1", "ppo.minibatch_frames=2048"], ["ppo.clip=0.1 has no effect"]),
         ("ppo", ["tracking.monitor=false", "tracking.monitor_interval_s=3"], ["tracking.monitor is false"]),
     ],

@@ -7,6 +7,7 @@ import pytest
 import lucidrl.envs.text.registry
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import DistillRunConfig, GRPORunConfig, PPORunConfig, SFTRunConfig
+from lucidrl.recipes.preference_configs import DPORunConfig, RewardModelRunConfig
 from lucidrl.recipes.settings import PRESETS, new_settings, preset_path
 from lucidrl.utils.config import Config, dump_yaml, load_config
 
@@ -14,6 +15,10 @@ SCHEMAS = {
     "calculator-warm-start": SFTRunConfig,
     "distill": DistillRunConfig,
     "distill-demo": DistillRunConfig,
+    "dpo": DPORunConfig,
+    "dpo-demo": DPORunConfig,
+    "reward-model": RewardModelRunConfig,
+    "reward-model-demo": RewardModelRunConfig,
     "embedded-warm-start": SFTRunConfig,
     "word-problems-sft": SFTRunConfig,
     "cartpole": PPORunConfig,
@@ -120,7 +125,7 @@ def test_an_unusable_config_file_is_named(tmp_path, content, said):
 
 
 def test_an_unknown_preset_lists_those_there_are():
-    with pytest.raises(ConfigError, match=r"no preset 'demon'.*chat, demo, distill-demo, distill, embedded-warm-start"):
+    with pytest.raises(ConfigError, match=r"no preset 'demon'.*chat, demo, distill-demo, distill, dpo-demo, dpo, em"):
         preset_path("demon")
 
 

@@ -13,9 +13,9 @@ from lucidrl.distributed.workers.process import num_cores
 from lucidrl.errors import ConfigError
 from lucidrl.recipes.configs import GRPORunConfig
 from lucidrl.recipes.inputs import PythonInputs
-from lucidrl.recipes.preflight import TextInputs
 from lucidrl.recipes.run import train
 from lucidrl.recipes.settings import new_settings
+from lucidrl.recipes.text_inputs import TextInputs
 from lucidrl.rewards.config import REWARD_ENV, RewardConfig, rewards_of, seconds_per_sample
 from lucidrl.rewards.interfaces import SampleTime
 from lucidrl.utils.config import load_config, merged_settings

@@ -1,46 +1,39 @@
-"""Training from Python: `GRPOTrainer`, `DistillTrainer`, `SFTTrainer` and `PPOTrainer`.
-
-A trainer starts the same run as its command: the same settings, checks, run folder, display and checkpoints.
-"""
+"""What all trainers share: settings, runs, resume; and what those of language models share."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lucidrl.checkpoint.config import CHECKPOINTS_NAME
 from lucidrl.errors import CheckpointError, ConfigError
 from lucidrl.recipes.arguments import (
-    CommonArguments,
-    Dataset,
-    GRPOOptions,
-    Reward,
-    RunOptions,
     Settings,
-    SFTOptions,
     config_layer,
     settings_of,
     split_inputs,
     unknown_argument,
 )
-from lucidrl.recipes.callbacks import Callback, Callbacks, StopTraining, TrainingResult
-from lucidrl.recipes.configs import (
-    BaseRunConfig,
-    DistillRunConfig,
-    GRPORunConfig,
-    PPORunConfig,
-    SFTRunConfig,
-    TextRunConfig,
-)
+from lucidrl.recipes.callbacks import Callback, Callbacks, TrainingResult
+from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.run import start
 from lucidrl.recipes.settings import new_settings, resumed_settings
 
 if TYPE_CHECKING:
     from lucidrl.recipes.evaluate import EvalReport
 
-__all__ = ["Callback", "DistillTrainer", "GRPOTrainer", "PPOTrainer", "SFTTrainer", "StopTraining", "TrainingResult"]
+
+@dataclass(frozen=True)
+class CommonArguments:
+    """Arguments of every trainer that do not stand for one setting each."""
+
+    config: Settings | None
+    preset: str | None
+    callbacks: Sequence[Callback]
+    display: bool
 
 
 RUN_SETTINGS = {"seed": ["seed"], "run_name": ["run.name"], "output": ["run.root"]}
@@ -218,128 +211,6 @@ class TextTrainer(Trainer):
         found: Any = self.config  # a text trainer has a `TextRunConfig`
         own = () if sources or self.run_folder is None else (self.run_folder,)
         return evaluate_in_program(sources or own, changes, found, self._python, self._common.display, options)
-
-
-class GRPOTrainer(TextTrainer):
-    """Trains a language model with GRPO; the same as `lucidrl grpo`.
-
-    Args:
-        model: a Hugging Face folder, or `embedded`.
-        rewards: functions that score completions, names of rewards, or a list of both; default: the environment
-            `env.name` scores them.
-        dataset: prompts as a file or as rows; default: the prompts of the environment.
-        config: other settings, as a nested mapping, a `GRPORunConfig` or the path of a YAML file. A mapping changes
-            single settings; a config object or file replaces the default preset.
-        preset: name of the preset to start from. `config` overrides the preset; other arguments override both.
-        callbacks: called during the run.
-        display: show the run on the terminal or in the notebook; with False it is only logged.
-        options: see `GRPOOptions`.
-
-    Raises:
-        ConfigError: an argument or a setting is wrong; the message lists all errors.
-
-    Example:
-        >>> trainer = GRPOTrainer("path/to/model", rewards=[exact], dataset="train.parquet", prompt="question")
-        >>> trainer.train()
-        >>> trainer.save("out")
-    """
-
-    _schema: ClassVar[type[TextRunConfig]] = GRPORunConfig
-    _settings: ClassVar = {
-        **TEXT_SETTINGS,
-        "rewards": ["reward"],
-        "answer": ["data.answer"],
-        "max_steps": ["grpo.max_steps"],
-    }
-
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        rewards: Reward | Sequence[Reward] | None = None,
-        dataset: Dataset | None = None,
-        *,
-        config: Settings | None = None,
-        preset: str | None = None,
-        callbacks: Sequence[Callback] = (),
-        display: bool = True,
-        **options: Unpack[GRPOOptions],
-    ) -> None:
-        arguments = {"model": model, "rewards": rewards, "dataset": dataset, **options}
-        super().__init__(arguments, CommonArguments(config, preset, callbacks, display))
-
-
-class DistillTrainer(GRPOTrainer):
-    """`lucidrl distill`: trains a model on its samples with a `teacher`; other arguments are those of `GRPOTrainer`."""
-
-    _schema = DistillRunConfig
-    _settings: ClassVar = GRPOTrainer._settings | {
-        "teacher": ["teacher.model_name"],
-        "max_steps": ["distill.max_steps"],
-    }
-
-
-class SFTTrainer(TextTrainer):
-    """Fine-tunes a language model on written examples; the same as `lucidrl sft`.
-
-    Args:
-        model: a Hugging Face folder, or `embedded`.
-        dataset: examples as a file or as rows; default: the prompts of the environment with their answers.
-        config: see `GRPOTrainer`, with `SFTRunConfig`.
-        preset: see `GRPOTrainer`.
-        callbacks: see `GRPOTrainer`.
-        display: see `GRPOTrainer`.
-        options: see `SFTOptions`.
-    """
-
-    _schema = SFTRunConfig
-    _settings: ClassVar = {**TEXT_SETTINGS, "completion": ["data.completion"], "max_steps": ["sft.max_steps"]}
-
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        dataset: Dataset | None = None,
-        *,
-        config: Settings | None = None,
-        preset: str | None = None,
-        callbacks: Sequence[Callback] = (),
-        display: bool = True,
-        **options: Unpack[SFTOptions],
-    ) -> None:
-        arguments = {"model": model, "dataset": dataset, **options}
-        super().__init__(arguments, CommonArguments(config, preset, callbacks, display))
-
-
-class PPOTrainer(Trainer):
-    """Trains a control policy with PPO; the same as `lucidrl ppo`. `learning_rate` sets that of policy and critic.
-
-    Args:
-        env: id of a gymnasium environment; `module:Id` imports the module that registers it.
-        config: see `GRPOTrainer`, with `PPORunConfig`.
-        preset: see `GRPOTrainer`.
-        callbacks: see `GRPOTrainer`.
-        display: see `GRPOTrainer`.
-        options: see `RunOptions`.
-    """
-
-    _schema = PPORunConfig
-    _settings: ClassVar = {
-        **RUN_SETTINGS,
-        "env": ["env.name"],
-        "learning_rate": ["policy.optimizer.kwargs.lr", "critic.optimizer.kwargs.lr"],
-        "max_steps": ["ppo.max_steps"],
-    }
-
-    def __init__(
-        self,
-        env: str | None = None,
-        *,
-        config: Settings | None = None,
-        preset: str | None = None,
-        callbacks: Sequence[Callback] = (),
-        display: bool = True,
-        **options: Unpack[RunOptions],
-    ) -> None:
-        super().__init__({"env": env, **options}, CommonArguments(config, preset, callbacks, display))
 
 
 def _is_model(folder: Path) -> bool:
