@@ -11,7 +11,15 @@ from lucidrl.algorithms.health import FIRST_SILENCE_STEPS, RunWarning
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import TrainingError
 from lucidrl.losses.interfaces import sampled_token_mask
-from lucidrl.models.generation.mismatch import Diagnosis, Evidence, Fault, Sampling, candidate_samplings, diagnose
+from lucidrl.models.generation.mismatch import (
+    EXPLAINS_BELOW,
+    Diagnosis,
+    Evidence,
+    Fault,
+    Sampling,
+    candidate_samplings,
+    diagnose,
+)
 from lucidrl.models.generation.refit_guard import RefitGuard, adapter_explanations
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.policy import Policy
@@ -26,6 +34,8 @@ EXCLUSION_FACTOR = 4.0
 multiple of the warning limit: rounding moves tokens at the edge to the other side."""
 MOST_TOKENS = 2048
 """Tokens of a row that are scored under other samplings."""
+VAGUE = (Fault.PRECISION, Fault.UNEXPLAINED)
+"""Faults that name no cause."""
 
 
 class StepGuard:
@@ -103,11 +113,18 @@ class StepGuard:
         )
 
     def diagnosis(self, evidence: Evidence, rows: BatchedDataDict[Any]) -> Diagnosis:
-        """Name the fault of rows whose evidence is not clean."""
+        """Name the fault of rows whose evidence is not clean.
+
+        A fault that the refit guard named explains the rows too, if the probe differed about as much as they do: the
+        probe has more tokens than two short rows, to which a wrong sampling may fit by chance.
+        """
         found = diagnose(self._explained(evidence, rows))
         assert found is not None, "evidence that is not clean has a diagnosis"
         of_refit = self._refit_guard.diagnosis if self._refit_guard is not None else None
-        if of_refit is not None and found.fault in (Fault.PRECISION, Fault.UNEXPLAINED):
+        if of_refit is None or self._refit_guard is None:
+            return found
+        is_enough = self._refit_guard.difference >= EXPLAINS_BELOW * evidence.difference
+        if found.fault in VAGUE or (is_enough and of_refit.fault not in VAGUE):
             return replace(of_refit, is_gross=found.is_gross)
         return found
 

@@ -13,7 +13,7 @@ from lucidrl.envs.text.config import EnvConfig
 from lucidrl.errors import ConfigError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.separate import check_nodes, generator_hostings, generator_nodes
-from lucidrl.models.generation.vllm import check_vllm, is_installed
+from lucidrl.models.generation.vllm_settings import check_vllm, is_installed
 from lucidrl.models.loading import DTYPES, ModelFacts, empty_model
 from lucidrl.models.policy.policy import check_optimizer, trained_shapes, worker_class_of
 from lucidrl.models.tensor_parallel import check_tensor_parallel

@@ -86,7 +86,7 @@ class MortalVllm(Mortal, VllmWorker):
         plan = _plan("load", self._number)
         if plan.exists():
             plan.unlink()
-            self._engine.load = _fail  # type: ignore[method-assign]
+            self.engine.load = _fail  # type: ignore[method-assign]
         super()._load(weights)
 
 

@@ -19,7 +19,7 @@ RETIRED = {
     r"hears? of": "heartbeat",
     r"tells? of": "log, warn, report",
     r"(is|are|was|were) told": "raise, log, warn, report",
-    r"weight[ _](version|age)s?": "policy_version, staleness",
+    r"(?<!found\.)weight[ _](version|age)s?": "policy_version, staleness",  # but: an attribute of vLLM
     r"of (its|their) own": "its own, separate",
     r"in company": "with others",
     r"to the bit": "bit-identical",

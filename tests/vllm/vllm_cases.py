@@ -14,7 +14,7 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.vllm import is_installed
+from lucidrl.models.generation.vllm_settings import is_installed
 from lucidrl.models.loading import load_model
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.policy.config import PolicyConfig

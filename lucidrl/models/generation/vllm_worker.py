@@ -44,7 +44,7 @@ class VllmWorker(Replica):
         if has_gpu:
             torch.cuda.set_device(gpu)
         super().__init__(number, tokenizer)
-        self._engine = VllmEngine(config, tokenizer, seed, gpu if has_gpu else None)
+        self.engine: VllmEngine = VllmEngine(config, tokenizer, seed, gpu if has_gpu else None)
         model = empty_model(config.model_name, DTYPES[config.precision], config.trust_remote_code)
         self.receiver: EngineReceiver = EngineReceiver(model, self._device, self._device_id, self._load)
 
@@ -52,22 +52,18 @@ class VllmWorker(Replica):
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete the prompts with the weights of the last refit; see `VllmEngine`."""
-        return self._engine.generate(data, greedy)
+        return self.engine.generate(data, greedy)
 
     def score(self, tokens: Sequence[int]) -> torch.Tensor:
-        return self._engine.score(tokens)
-
-    def commit_refit(self, version: int) -> None:
-        self.receiver.commit(version)
-        self._engine.policy_version = version
+        return self.engine.score(tokens)
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._engine.shutdown()
+        self.engine.shutdown()
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         try:
-            self._engine.load(weights)
+            self.engine.load(weights)
         except BaseException:
             _log.exception("vLLM failed to load weights; this process exits, because it may hold two versions")
             logging.shutdown()

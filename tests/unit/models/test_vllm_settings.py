@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from lucidrl.errors import ConfigError
-from lucidrl.models.generation import vllm
+from lucidrl.models.generation import vllm_settings
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.vllm import check_vllm
+from lucidrl.models.generation.vllm_settings import check_vllm
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.utils.config import validate
 
@@ -49,7 +49,7 @@ def installed(tmp_path, monkeypatch):
     (package / "engine" / "arg_utils.py").write_text(f"class EngineArgs:\n{fields}")
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(vllm, "_installed_version", lambda: "0.32.1")
+    monkeypatch.setattr(vllm_settings, "_installed_version", lambda: "0.32.1")
 
 
 def config_with(**arguments: object) -> PolicyConfig:
@@ -68,12 +68,12 @@ def test_known_arguments_are_accepted_and_others_get_a_suggestion(installed):
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.320.1", "1.0"])
 def test_another_version_is_one_sentence(installed, monkeypatch, version):
-    monkeypatch.setattr(vllm, "_installed_version", lambda: version)
+    monkeypatch.setattr(vllm_settings, "_installed_version", lambda: version)
     with pytest.raises(ConfigError, match=f"needs vLLM 0.32, but {version} is installed; pip install"):
         check_vllm(config_with())
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(vllm, "is_installed", lambda: False)
+    monkeypatch.setattr(vllm_settings, "is_installed", lambda: False)
     with pytest.raises(ConfigError, match=r"needs vLLM, which is not installed; pip install .*lucidrl\[vllm\].*"):
         check_vllm(config_with())

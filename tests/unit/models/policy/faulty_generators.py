@@ -10,10 +10,14 @@ import torch
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.models.generation.generation_worker import GenerationWorker
+from lucidrl.models.lora import adapted_layers
+from lucidrl.models.policy.config import PolicyConfig
 
 SKIPPED, PERMUTED, NOT_SENT, STALE_HEAD = "skipped refit", "permuted tensor", "tensor not sent", "stale head"
 TEMPERATURE, REPORTED_TRUNCATED, TOP_P_FORGOTTEN = "temperature lost", "reported truncated", "top-p forgotten"
 FAULTS = (SKIPPED, PERMUTED, NOT_SENT, STALE_HEAD, TEMPERATURE, REPORTED_TRUNCATED, TOP_P_FORGOTTEN)
+"""Those of a policy without adapters."""
+ADAPTER_SCALE = "wrong scale of an adapter"
 VICTIM = "model.layers.1.mlp.up_proj.weight"
 HEAD = "model.embed_tokens.weight"
 
@@ -28,16 +32,20 @@ class FaultyGenerator(GenerationWorker):
         self.fault = fault
         self.receiver.weights = self._true_weights
         config = self._config_of_generator
-        self._generator.config = config.model_copy(update={"top_p": 1.0}) if fault == TOP_P_FORGOTTEN else config
+        self.engine.config = config.model_copy(update={"top_p": 1.0}) if fault == TOP_P_FORGOTTEN else config
+        for layer in adapted_layers(self.engine.model).values():
+            assert self._lora is not None
+            layer.scaling = self._lora.alpha if fault == ADAPTER_SCALE else self._lora.scaling
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._config_of_generator = self._generator.config
+    def __init__(self, config: PolicyConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._lora = config.lora
+        self._config_of_generator = self.engine.config
         self._true_weights = self.receiver.weights
 
     def commit_refit(self, version: int) -> None:
         if self.fault == SKIPPED:
-            self.receiver.version = self._generator.policy_version = version
+            self.receiver.version = self.engine.policy_version = version
             return
         live = self.receiver._live
         before = {name: parameter.data.clone() for name, parameter in live.items()}
@@ -63,19 +71,19 @@ class FaultyGenerator(GenerationWorker):
         return output
 
     def _faulty_temperature(self) -> Any:
-        return _Temperature(self._generator.model, self.fault == TEMPERATURE)
+        return _Temperature(self.engine.model, self.fault == TEMPERATURE)
 
     @torch.no_grad()
     def _renormalised(self, output: BatchedDataDict[Any]) -> torch.Tensor:
         """Divide the probability of each sampled token by the probability of all tokens that top-p keeps."""
         ids, lengths = output["output_ids"], output["unpadded_sequence_lengths"]
-        logits = self._generator.model(ids, lengths, frozenset({"logits"})).logits.double()
+        logits = self.engine.model(ids, lengths, frozenset({"logits"})).logits.double()
         result = output["logprobs"].clone()
         for row, position in self._sampled(output):
             probabilities = logits[row, position - 1].softmax(-1).sort(descending=True).values.tolist()
             mass = 0.0
             for probability in probabilities:
-                if mass >= self._generator.config.top_p:
+                if mass >= self.engine.config.top_p:
                     break
                 mass += probability
             result[row, position] -= torch.tensor(mass).log()

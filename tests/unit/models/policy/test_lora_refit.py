@@ -20,7 +20,7 @@ from lucidrl.models.lora import merge_adapters
 from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from lucidrl.models.policy.policy import Policy
-from tests.unit.models.policy.faulty_adapters import WronglyScaledGenerator
+from tests.unit.models.policy.faulty_generators import ADAPTER_SCALE, FaultyGenerator
 
 SETTINGS: dict[str, Any] = {
     "model_name": "embedded",
@@ -75,7 +75,7 @@ def test_a_wrong_scale_of_an_adapter_is_named(rows, scaling, named):
 @pytest.mark.slow
 @pytest.mark.parametrize("refit", ["ipc", "collective"])
 def test_replicas_take_adapters_alone_and_a_wrong_scale_stops_the_run(rows, monkeypatch, refit):
-    monkeypatch.setitem(separate.ENGINES, "builtin", WronglyScaledGenerator)
+    monkeypatch.setitem(separate.ENGINES, "builtin", FaultyGenerator)
     generation = {"placement": "separate", "max_new_tokens": 8, "refit": refit, "mismatch": {"stop": 0.5}}
     config = PolicyConfig(**SETTINGS, generation=generation)
     prompts: BatchedDataDict[Any] = BatchedDataDict({"input_ids": rows["input_ids"][:2, :6]})
@@ -94,7 +94,7 @@ def test_replicas_take_adapters_alone_and_a_wrong_scale_stops_the_run(rows, monk
         assert torch.equal(replies["output_ids"], own["output_ids"])
         [worker] = generator.pool.workers
         assert len(policy.group.run_all("export.sent_checksums")[0]) == 2 * 28
-        worker.run("rescale", 16.0)
+        worker.run("inject", ADAPTER_SCALE)
         for _ in range(3):
             policy.train(rows, NLLLoss())
         with pytest.raises(RefitError, match=r"adapter scale .*alpha = 16, not divided by the rank"):
