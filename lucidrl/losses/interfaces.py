@@ -68,6 +68,8 @@ class LossFunction(Protocol):
 
 CANDIDATE_IDS = "candidate_ids"
 """Column of losses that need `candidates`: [B, T, K], different token ids for every token that counts."""
+STALENESS = "staleness"
+"""Column of asynchronous training: how many policy versions each sampled token is behind the policy."""
 IMPORTANCE_MASK = "importance_mask"
 """Optional column, [B, T]: 0 for tokens that the importance correction excludes; see `lucidrl.losses.importance`."""
 
