@@ -40,6 +40,9 @@ BENCHMARKS = (
     "large_dataset",
     "demo",
     "distillation",
+    "async_overlap",
+    "async_kills",
+    "async_learning",
     "verifiers",
     "smollm2_grpo",
 )

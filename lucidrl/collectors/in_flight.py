@@ -34,6 +34,7 @@ from lucidrl.models.generation.continuous import ContinuousGenerator
 from lucidrl.models.generation.interfaces import Completion, GenerationRequest
 from lucidrl.models.generation.sampling import draw_key
 from lucidrl.profiling.spans import recorder, span
+from lucidrl.profiling.worker_times import worker_clock
 
 _log = logging.getLogger(__name__)
 
@@ -98,10 +99,12 @@ class GroupsInFlight:
             LucidError: a thread failed, a generator exceeded its restarts, or nothing happens any more.
         """
         self._start()
-        started = time.monotonic()
+        started = checked = time.monotonic()
         with span("idle"):
             while (taken := self._try_take()) is None:
-                self._generator.recover()
+                if time.monotonic() - checked >= _CHECK_S:
+                    self._generator.recover()
+                    checked = time.monotonic()
         groups, lengths = taken
         return groups, {**lengths, **self._metrics(time.monotonic() - started)}
 
@@ -183,7 +186,8 @@ class GroupsInFlight:
             lengths = self._lengths()
             taken = self.scheduler.take()
             if taken is None:
-                self._changed.wait(_CHECK_S)
+                with worker_clock.waiting():
+                    self._changed.wait(_CHECK_S)
                 return None
             groups, changes = taken
             self._act_on(changes)

@@ -96,6 +96,7 @@ class TextCollector:
         with self._profiler, span("rollout"):
             self._batches += 1
             groups, extra = self._sample() if self._in_flight is None else self._in_flight.take()
+            extra |= {"groups_with_signal_fraction": mean(_has_signal(group) for group in groups)}
             return self._rollouts(
                 groups, {**extra, **self._newly_replaced(), **self._newly_filtered(), **self._refit_rate()}
             )
@@ -113,10 +114,7 @@ class TextCollector:
             if len(kept) == wanted:
                 break
         groups = (kept + silent)[:wanted]
-        extra = {
-            "groups_with_signal_fraction": mean(_has_signal(group) for group in groups),
-            "groups_without_signal_replaced": float(len(kept) + len(silent) - wanted),
-        }
+        extra = {"groups_without_signal_replaced": float(len(kept) + len(silent) - wanted)}
         if all(sample.is_dropped for group in groups for sample in group):
             raise EnvironmentFailure(
                 f"the environment scored none of the step's {wanted * self._config.samples_per_prompt} samples "
