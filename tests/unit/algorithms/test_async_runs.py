@@ -81,6 +81,12 @@ def test_no_token_is_older_than_the_bound_whatever_is_slow(run, tokens, monkeypa
     rows = [orjson.loads(line) for line in (folder.path / "samples/step_8.jsonl").read_bytes().splitlines()]
     assert all(row["policy_version"] - row["oldest_policy_version"] in (0, 1, 2) for row in rows)
     assert max(folder.train_metric("ratio/max")) == min(folder.train_metric("ratio/min")) == 1.0
+    late = folder.train_metric("importance/mean_weight_late")
+    assert len(late) == sum(staleness > 0 for staleness in folder.train_metric("staleness"))
+    assert all(0 < weight <= 2 for weight in late)
+    # The policy has moved since these tokens were sampled, but that is no mismatch of the generator.
+    warnings = folder.path / "warnings.jsonl"
+    assert not warnings.exists() or "mismatch" not in warnings.read_text()
 
 
 def test_prepare_refuses_what_the_bound_does_not_allow(run, monkeypatch):
