@@ -116,7 +116,7 @@ def test_a_stopped_run_goes_on_with_its_samples_under_another_number_of_generato
     assert last_step == 5
     state = orjson.loads((folder.path / "checkpoints/step_5/state.json").read_bytes())["state"]["collector"]
     saved = state["in_flight"]
-    assert len(saved["groups"]) == 8
+    assert len(saved["groups"]) == 12
     with pytest.raises(CheckpointError, match="a synchronous run would skip these prompts"):
         run("grpo", "run", "grpo.max_steps=12", "data.validation_fraction=0", resume=True)
     folder, last_step = run("grpo", "run", *settings, "policy.generation.num_workers=2", resume=True)
@@ -166,8 +166,8 @@ def test_saved_samples_are_trained_on_as_they_were(run, monkeypatch):
     taken.clear()
     run("grpo", "run", *settings, resume=True)
     complete = saved["in_flight"]["samples"]
-    assert len(complete) == 4
-    assert taken[0] == complete
+    assert len(complete) == 8
+    assert taken[0] == complete[:4]
 
 
 @pytest.mark.slow
