@@ -151,8 +151,8 @@ def _rows(schema: type[BaseModel], prefix: str) -> list[str]:
 
 def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Dotted names of all settings; a nested config is replaced by its own settings."""
-    for name, field in schema.model_fields.items():
-        annotation = field.annotation
+    for attribute, field in schema.model_fields.items():
+        name, annotation = field.alias or attribute, field.annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             yield from _keys(annotation, f"{prefix}{name}.")
         else:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from lucidrl.algorithms.variants import Variant, with_bundle
+from lucidrl.collectors.config import AsyncConfig
 from lucidrl.losses.config import ClippedPGConfig, Coefficient, Divergence, PreferenceConfig
 from lucidrl.models.policy.config import DTensorConfig, PolicyConfig, Precision
 from lucidrl.utils.config import Config
@@ -81,6 +82,14 @@ class EntropyControlConfig(Config):
     """Largest coefficient."""
 
 
+def _as_mappings(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with configs as mappings of the settings that are set."""
+    return {
+        name: value.model_dump(exclude_unset=True) if isinstance(value, Config) else value
+        for name, value in content.items()
+    }
+
+
 class GRPOConfig(Config):
     """Group-relative policy optimization."""
 
@@ -103,6 +112,9 @@ class GRPOConfig(Config):
     """Exclude completions that were truncated at the token limit from the loss."""
     entropy_control: EntropyControlConfig = EntropyControlConfig()
     """Adapts the coefficient of the entropy bonus."""
+    async_: AsyncConfig = Field(default=AsyncConfig(), alias="async")
+    """Asynchronous training: completions are sampled and scored while the policy trains. With async.max_staleness above
+    0, the default of loss.importance_correction is truncate."""
 
     @model_validator(mode="before")
     @classmethod
@@ -110,11 +122,21 @@ class GRPOConfig(Config):
         """Add the settings of the variant, except those that are set."""
         if not isinstance(content, Mapping) or content.get("variant") not in list(Variant):
             return content
-        as_mappings = {
-            name: value.model_dump(exclude_unset=True) if isinstance(value, Config) else value
-            for name, value in content.items()
-        }
-        return with_bundle(as_mappings, Variant(content["variant"]))
+        return with_bundle(_as_mappings(content), Variant(content["variant"]))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _corrects_stale_samples(cls, content: Any) -> Any:
+        """Turn the importance correction on in asynchronous training, unless it is set."""
+        if not isinstance(content, Mapping):
+            return content
+        settings = _as_mappings(content)
+        asynchronous, loss = settings.get("async", settings.get("async_", {})), settings.get("loss", {})
+        if not isinstance(asynchronous, Mapping) or not isinstance(loss, Mapping):
+            return content
+        if asynchronous.get("max_staleness", 0) in (0, "0"):
+            return content
+        return {**settings, "loss": {"importance_correction": "truncate", **loss}}
 
     @model_validator(mode="after")
     def _penalises_once(self) -> Self:

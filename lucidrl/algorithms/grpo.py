@@ -20,7 +20,7 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import RefitError
 from lucidrl.losses.config import ClippedPGConfig
 from lucidrl.losses.importance import importance_mask
-from lucidrl.losses.interfaces import IMPORTANCE_MASK, LossFunction
+from lucidrl.losses.interfaces import IMPORTANCE_MASK, STALENESS, LossFunction, sampled_token_mask
 from lucidrl.losses.policy_gradient import ClippedPGLoss
 from lucidrl.models.policy.interfaces import TrainResult
 from lucidrl.models.policy.policy import Policy
@@ -85,13 +85,9 @@ class GRPO:
         """Return the training batch with advantages, and with the log-probabilities that the loss and the plot need.
 
         Raises:
-            RefitError: the policy version of the samples is not the version of the policy.
+            RefitError: a token was sampled by another policy version than `async.max_staleness` allows.
         """
-        if rollouts.policy_version != self.policy.policy_version:
-            raise RefitError(
-                f"the samples come from policy version {rollouts.policy_version}, but the policy has version "
-                f"{self.policy.policy_version}; call update_policy_weights_ of the collector after every step"
-            )
+        check_staleness(rollouts, self.policy.policy_version, self.config.async_.max_staleness)
         batch = rollouts.to_batch(self.pad_id, row_multiple=self.updates_per_epoch)
         rows = rollouts.row_samples
         samples = torch.cat([rows, rows[-1:].expand(batch.size - len(rows))])  # rows that fill up the last global batch
@@ -159,7 +155,7 @@ class GRPO:
             **(self.guard.metrics if self.guard is not None else {}),
             **self._penalties(batch),
             "policy_version": float(rollouts.policy_version),
-            "staleness": float(step - 1 - rollouts.policy_version),
+            **staleness_metrics(batch, self.config.async_.max_staleness),
         }
         self.loop.record(step, metrics, tokens=metrics["sampled_tokens"])
         logger = self.loop.logger
@@ -195,3 +191,32 @@ def entropy_estimate(batch: BatchedDataDict[Any]) -> float:
     """Return the mean negative log-probability of the sampled tokens, an estimate of the entropy per token in nats."""
     sampled = batch["generation_logprobs"][batch["token_mask"].bool()]
     return float(-sampled.double().mean()) if len(sampled) else math.nan
+
+
+def check_staleness(rollouts: Rollouts, version: int, most: int) -> None:
+    """Raise RefitError if a token is more than `most` versions older than the policy, or newer."""
+    if rollouts.policy_version != version:
+        raise RefitError(
+            f"the samples come from policy version {rollouts.policy_version}, but the policy has version {version}; "
+            "call update_policy_weights_ of the collector after every step"
+        )
+    for sample in rollouts.samples:
+        oldest, newest = sample.version_range or (version, version)
+        if not sample.is_dropped and (oldest < version - most or newest > version):
+            raise RefitError(
+                f"sample {sample.name} has tokens of the policy versions {oldest} to {newest}, but a step of policy "
+                f"version {version} with max_staleness={most} trains on versions {version - most} to {version} only; "
+                "this is a fault of the collector"
+            )
+
+
+def staleness_metrics(batch: BatchedDataDict[Any], most: int) -> dict[str, float]:
+    """Return the mean staleness of the sampled tokens and, if `most` > 0, the fraction of tokens of each staleness."""
+    sampled = sampled_token_mask(batch)
+    staleness = batch[STALENESS][sampled] if STALENESS in batch else torch.zeros(int(sampled.sum()))
+    mean = float(staleness.double().mean()) if len(staleness) else 0.0
+    counts = staleness.long().bincount(minlength=most + 1)
+    fractions = {
+        f"async/staleness_{number}": int(count) / max(1, len(staleness)) for number, count in enumerate(counts)
+    }
+    return {"staleness": mean, **(fractions if most else {})}

@@ -10,7 +10,7 @@ import torch
 from lucidrl.algorithms.health import FIRST_SILENCE_STEPS, RunWarning
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import TrainingError
-from lucidrl.losses.interfaces import sampled_token_mask
+from lucidrl.losses.interfaces import STALENESS, sampled_token_mask
 from lucidrl.models.generation.mismatch import (
     EXPLAINS_BELOW,
     Diagnosis,
@@ -87,8 +87,14 @@ class StepGuard:
         return RunWarning("mismatch", diagnosis.message)
 
     def _rows(self, step: int, batch: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Return some rows with sampled tokens, without the padding that they share."""
-        chosen = sampled_token_mask(batch).any(dim=1).nonzero()[:, 0]
+        """Return some rows with sampled tokens, without the padding that they share.
+
+        The policy has no log-probabilities of earlier versions, so rows with tokens of earlier versions are left out.
+        """
+        is_chosen = sampled_token_mask(batch).any(dim=1)
+        if STALENESS in batch:
+            is_chosen &= ~(batch[STALENESS] > 0).any(dim=1)
+        chosen = is_chosen.nonzero()[:, 0]
         number = min(len(chosen), NUM_ROWS_TRUNCATED if self._setting.is_truncated else NUM_ROWS)
         picked = (step + torch.arange(number) * len(chosen) // max(1, number)) % max(1, len(chosen))
         names = ("input_ids", "input_lengths", "token_mask", "sample_mask", "generation_logprobs")

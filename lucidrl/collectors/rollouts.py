@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from lucidrl.data.datasets import Prompt
 from lucidrl.data.interfaces import LLMMessageLogType
@@ -18,6 +19,7 @@ from lucidrl.data.messages import collate
 from lucidrl.data.token_texts import TokenTexts
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.envs.text.interfaces import RewardComponent
+from lucidrl.losses.interfaces import STALENESS
 
 MOST_SAMPLES_WITH_TOKENS, MOST_TOKENS = 64, 65_536
 """Samples whose tokens are written to samples/: the first ones, while both limits hold."""
@@ -71,6 +73,14 @@ class Sample:
         return sum(len(message["token_ids"]) for message in messages if message["role"] == "assistant")
 
     @property
+    def version_range(self) -> tuple[int, ...]:
+        """Policy versions of the oldest and the newest token; () without sampled tokens."""
+        messages = [message for log in (*self.earlier_logs, self.log) for message in log]
+        found = [message["policy_versions"] for message in messages if "policy_versions" in message]
+        versions = torch.cat(found) if found else torch.zeros(0)
+        return (int(versions.min()), int(versions.max())) if len(versions) else ()
+
+    @property
     def completion(self) -> str:
         """Text of the last completion."""
         return next((message["content"] for message in reversed(self.log) if message["role"] == "assistant"), "")
@@ -98,7 +108,8 @@ class Rollouts:
     group_ids: torch.Tensor
     """[B] int64, equal for the samples of a group."""
     policy_version: int
-    """Version of the weights that sampled all completions."""
+    """Version of the generator's weights. In synchronous training they sampled all completions; else some tokens have
+    earlier versions."""
     metrics: dict[str, float]
     token_texts: TokenTexts | None = None
     """Decodes single tokens; None leaves tokens out of `to_samples`."""
@@ -157,7 +168,18 @@ class Rollouts:
         missing = -len(logs) % row_multiple
         batch = collate(logs + logs[-1:] * missing, pad_id, loss_multipliers=multipliers + [0.0] * missing)
         batch["idx"] = names + names[-1:] * missing
+        if any(version != self.policy_version for sample in self.samples for version in sample.version_range):
+            batch[STALENESS] = self._staleness_of(logs + logs[-1:] * missing)
         return batch
+
+    def _staleness_of(self, logs: Sequence[LLMMessageLogType]) -> torch.Tensor:
+        """[R, T] int64: how many versions each sampled token is behind `policy_version`; 0 on other tokens."""
+        rows = []
+        for log in logs:
+            now = [torch.full_like(message["token_ids"], self.policy_version) for message in log]
+            versions = [message.get("policy_versions", no) for message, no in zip(log, now, strict=True)]
+            rows.append(self.policy_version - torch.cat(versions))
+        return pad_sequence(rows, batch_first=True)
 
     @cached_property
     def num_with_tokens(self) -> int:
@@ -186,7 +208,8 @@ class Rollouts:
                 for row, sample in enumerate(self.samples)
             ],
             "reward": self.rewards.tolist(),
-            "policy_version": [self.policy_version] * len(self.samples),
+            "policy_version": [max(one.version_range, default=self.policy_version) for one in self.samples],
+            "oldest_policy_version": [min(one.version_range, default=self.policy_version) for one in self.samples],
             "truncated": self.is_truncated.tolist(),
             "dropped": (~self.is_valid).tolist(),
         }

@@ -11,20 +11,24 @@ from transformers import PreTrainedTokenizerBase
 
 from lucidrl.collectors.base import check_calls, method_of
 from lucidrl.collectors.config import TextCollectorConfig
+from lucidrl.collectors.in_flight import IN_FLIGHT, GroupsInFlight
 from lucidrl.collectors.profile import RolloutProfiler
 from lucidrl.collectors.rollouts import Rollouts, Sample, mean, sample_metrics
-from lucidrl.data.datasets import Prompt, naming
-from lucidrl.data.interfaces import KEYS_OF_TOKENS
+from lucidrl.collectors.turns import Turns
+from lucidrl.data.datasets import Prompt
 from lucidrl.data.items import Skip
 from lucidrl.data.loading import dataset_of_prompts
-from lucidrl.data.messages import render_next_turn, render_prompt, rewrites_history, sampled_message, with_tokens
 from lucidrl.data.stream import Dataset
 from lucidrl.data.token_texts import TokenTexts
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
-from lucidrl.envs.text.interfaces import EnvRequest
 from lucidrl.envs.text.runner import EnvRunner
-from lucidrl.errors import DataError, EnvironmentFailure, RefitError
-from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationInterface, GenerationOutputSpec
+from lucidrl.errors import CheckpointError, EnvironmentFailure, RefitError
+from lucidrl.models.generation.interfaces import (
+    Completion,
+    GenerationDatumSpec,
+    GenerationInterface,
+    GenerationOutputSpec,
+)
 from lucidrl.models.generation.sampling import draw_key
 from lucidrl.profiling import gate
 from lucidrl.profiling.hook import ProfileOptions, ProfileSettings
@@ -43,6 +47,7 @@ class TextCollector:
         runner: scores completions; the collector closes it at `shutdown`.
         prompts: a dataset, or a list of prompts, which is shuffled with `seed`.
         context_length: context length of the model; prompts must be shorter by at least one token.
+        in_flight: makes the samples of training while the policy trains; None samples when `collect` is called.
     """
 
     num_workers = 1
@@ -57,15 +62,17 @@ class TextCollector:
         *,
         context_length: int,
         seed: int = 0,
+        in_flight: GroupsInFlight | None = None,
     ):
         self._generator = generator
         self.runner = runner
+        self.turns = Turns(tokenizer, context_length, config.max_turns)
         self._tokenizer = tokenizer
         self._token_texts = TokenTexts(tokenizer)
         self._prompts = prompts if isinstance(prompts, Dataset) else dataset_of_prompts(prompts, seed=seed)
         self._config = config
-        self._context_length = context_length
         self._seed = seed
+        self._in_flight = in_flight
         self._batches = 0
         self._num_restarts: Counter[str] = Counter()  # restarts up to the last batch, by metric
         self._num_filtered = 0  # rows skipped by filters up to the last batch
@@ -82,15 +89,20 @@ class TextCollector:
             DataError: a prompt does not fit; the message names the prompt and its length.
         """
         for prompt in prompts:
-            self._prompt_ids(prompt)
+            self.turns.prompt_ids(prompt)
 
     def collect(self) -> Rollouts:
         """Return the samples of the next step."""
         with self._profiler, span("rollout"):
-            return self._collect()
+            self._batches += 1
+            groups, extra = self._sample() if self._in_flight is None else self._in_flight.take()
+            extra |= {"groups_with_signal_fraction": mean(_has_signal(group) for group in groups)}
+            return self._rollouts(
+                groups, {**extra, **self._newly_replaced(), **self._newly_filtered(), **self._refit_rate()}
+            )
 
-    def _collect(self) -> Rollouts:
-        self._batches += 1
+    def _sample(self) -> tuple[list[list[Sample]], dict[str, float]]:
+        """Sample and score the groups of a step now; return them with metrics."""
         wanted = self._config.prompts_per_step
         num_used: Counter[str] = Counter()
         kept: list[list[Sample]] = []
@@ -102,19 +114,14 @@ class TextCollector:
             if len(kept) == wanted:
                 break
         groups = (kept + silent)[:wanted]
-        extra = {
-            "groups_with_signal_fraction": mean(_has_signal(group) for group in groups),
-            "groups_without_signal_replaced": float(len(kept) + len(silent) - wanted),
-            **self._newly_replaced(),
-            **self._newly_filtered(),
-            **self._refit_rate(),
-        }
+        extra = {"groups_without_signal_replaced": float(len(kept) + len(silent) - wanted)}
         if all(sample.is_dropped for group in groups for sample in group):
             raise EnvironmentFailure(
                 f"the environment scored none of the step's {wanted * self._config.samples_per_prompt} samples "
                 f"(dropped so far: {dict(self.runner.counts)}); fix the environment, or raise env.timeout_s"
             )
-        return self._rollouts(groups, extra)
+        self._check_versions([sample for group in groups for sample in group])
+        return groups, extra
 
     def evaluate(
         self,
@@ -140,11 +147,14 @@ class TextCollector:
             if is_stopped():
                 break
             groups += self._run_groups(prompts[start : start + size], samples_per_prompt, num_used, EVALUATION, greedy)
+        self._check_versions([sample for group in groups for sample in group])
         return self._rollouts(groups, extra={})
 
     @profiled("TextCollector.update_policy_weights_")
     def update_policy_weights_(self, version: int) -> None:
         self._generator.update_weights(version)
+        if self._in_flight is not None:
+            self._in_flight.set_version(version)
 
     def enable_profile(self, **options: Unpack[ProfileOptions]) -> None:
         """Record some of the next calls of `collect` with torch's profiler; see `ProfileSettings` for the options.
@@ -171,17 +181,29 @@ class TextCollector:
         return [method_of(self, name)(*list_of_args[0])]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the prompts and the state of the environment; call this between two batches."""
-        return {**self._prompts.state_dict(), "batches": self._batches, **self.runner.state_dict()}
+        """Return the position in the prompts, the state of the environment and, in asynchronous training, the samples
+        that no step has trained on; call this between two batches."""
+        prompts = self._prompts.state_dict() if self._in_flight is None else self._in_flight.state_dict()
+        return {**prompts, "batches": self._batches, **self.runner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._prompts.load_state_dict(state)
+        if self._in_flight is not None:
+            self._in_flight.load_state_dict(state)
+        elif groups := state.get(IN_FLIGHT, {}).get("groups"):
+            raise CheckpointError(
+                f"the checkpoint has {len(groups)} groups of prompts that are not trained yet, and a synchronous run "
+                "would skip these prompts; resume with the async.max_staleness of the saved run, or another one above 0"
+            )
+        else:
+            self._prompts.load_state_dict(state)
         self._batches = state["batches"]
         self.runner.load_state_dict(state)
 
     def shutdown(self) -> None:
         """Write an open trace and close the runner; may be called twice."""
         self._profiler.disable()
+        if self._in_flight is not None:
+            self._in_flight.close()
         self.runner.close()
 
     def _run_groups(
@@ -199,10 +221,9 @@ class TextCollector:
                 the end of an epoch, its second group continues the sample indices and so gets other completions.
             batch: number of the batch; seeds the random numbers of its samples.
         """
-        groups = []
+        groups: list[list[Sample]] = []
         for prompt in prompts:
-            first, ids = num_used[prompt.prompt_id], self._prompt_ids(prompt)
-            groups.append([_new_sample(prompt, first + number, ids) for number in range(samples_per_prompt)])
+            groups.append(self.turns.new_samples(prompt, num_used[prompt.prompt_id], samples_per_prompt))
             num_used[prompt.prompt_id] += samples_per_prompt
         samples = [sample for group in groups for sample in group]
         for turn in range(1, self._config.max_turns + 1):
@@ -215,19 +236,6 @@ class TextCollector:
             if not samples:
                 break
         return groups
-
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        with naming(prompt):
-            ids = render_prompt(self._tokenizer, prompt.messages)
-        if len(ids) >= self._context_length:
-            remedy = "shorten it or remove it"
-            if prompt.place:
-                remedy = f"set data.max_prompt_tokens={self._context_length - 1} or less to skip such rows"
-            raise DataError(
-                f"{prompt.label} has {len(ids)} tokens, which leaves no space for a completion in the model's context "
-                f"of {self._context_length} tokens; {remedy}"
-            )
-        return ids
 
     def _generation_batch(self, samples: list[Sample], turn: int, batch: int) -> BatchedDataDict[GenerationDatumSpec]:
         """Return the messages so far as prompts of the generator."""
@@ -254,44 +262,21 @@ class TextCollector:
         texts = self._tokenizer.batch_decode(completions, skip_special_tokens=True)
         for row, sample in enumerate(samples):
             logprobs = output["logprobs"][row, starts[row] : ends[row]]
-            version = int(output["policy_versions"][row])
-            sample.log.append(sampled_message(texts[row], completions[row], logprobs, version))
-            sample.is_truncated |= bool(output["truncated"][row])
-            sample.turns = turn
+            completion = Completion(
+                request_id=sample.name,
+                token_ids=completions[row],
+                logprobs=logprobs,
+                policy_versions=output["policy_versions"][row].repeat(len(logprobs)),
+                truncated=bool(output["truncated"][row]),
+            )
+            self.turns.append_completion(sample, turn, completion, texts[row])
 
     def _score(self, samples: list[Sample], turn: int) -> None:
         """Score each completion; append the environment's messages to samples that are not done."""
-        requests = [EnvRequest(sample.name, sample.log, sample.info, turn) for sample in samples]
         with span("reward"):
-            results = self.runner.step(requests)
+            results = self.runner.step([self.turns.request(sample, turn) for sample in samples])
         for sample, result in zip(samples, results, strict=True):
-            if result is None or result.is_dropped:
-                sample.is_dropped = sample.is_done = True
-                sample.reward, sample.components = 0.0, {}
-                sample.metrics = {} if result is None else result.metrics
-                continue
-            sample.add_reward(result.reward, result.components)
-            sample.metrics, sample.answer = result.metrics, result.answer
-            sample.info = sample.info if result.info is None else result.info
-            sample.is_done = result.done or turn == self._config.max_turns
-            if not sample.is_done:
-                self._append_observation(sample, result.messages)
-
-    def _append_observation(self, sample: Sample, messages: Sequence[Mapping[str, Any]]) -> None:
-        with naming(sample.prompt):
-            is_rewritten = rewrites_history(self._tokenizer, sample.log, messages)
-            if is_rewritten:
-                ids, num_before = render_prompt(self._tokenizer, [*sample.log, *messages]), 0
-            else:
-                ids, num_before = render_next_turn(self._tokenizer, sample.log, messages), sample.num_tokens
-        if num_before + len(ids) >= self._context_length:
-            sample.is_done = sample.is_truncated = True
-        elif is_rewritten:
-            sample.earlier_logs.append(sample.log)
-            texts = [{key: message[key] for key in message if key not in KEYS_OF_TOKENS} for message in sample.log]
-            sample.log = with_tokens([*texts, *messages], ids)
-        else:
-            sample.log.extend(with_tokens(messages, ids))
+            self.turns.apply(sample, turn, result)
 
     def _newly_replaced(self) -> dict[str, float]:
         """Return the restarts of generators and environment workers since the last training batch, as metrics."""
@@ -320,28 +305,17 @@ class TextCollector:
         if self._config.max_turns > 1:
             metrics["forked_rows"] = float(sum(len(sample.earlier_logs) for sample in samples))
         group_ids = torch.tensor([number for number, group in enumerate(groups) for _ in group], dtype=torch.int64)
-        return Rollouts(samples, group_ids, self._version_of(samples), metrics, self._token_texts)
+        return Rollouts(samples, group_ids, self._generator.policy_version, metrics, self._token_texts)
 
-    def _version_of(self, samples: Sequence[Sample]) -> int:
-        """Return the policy version of all completions.
-
-        Raises:
-            RefitError: a completion has another policy version than the generator.
-        """
+    def _check_versions(self, samples: Sequence[Sample]) -> None:
+        """Raise RefitError if a token has another policy version than the generator."""
         expected = self._generator.policy_version
-        logs = [log for sample in samples for log in (*sample.earlier_logs, sample.log)]
-        messages = [message for log in logs for message in log]
-        versions = {message["policy_version"] for message in messages if "policy_version" in message}
+        versions = {version for sample in samples for version in sample.version_range}
         if others := sorted(versions - {expected}):
             raise RefitError(
                 f"completions were sampled by policy version {others[0]}, but the collector expects version "
                 f"{expected}; update the weights of all generators, and only between batches"
             )
-        return expected
-
-
-def _new_sample(prompt: Prompt, index: int, ids: Sequence[int]) -> Sample:
-    return Sample(prompt, index, with_tokens(prompt.messages, ids), dict(prompt.info))
 
 
 def _has_signal(group: Sequence[Sample]) -> bool:

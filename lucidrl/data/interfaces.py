@@ -19,14 +19,14 @@ class ChatMessage(TypedDict):
     tool_call_id: NotRequired[str]
 
 
-KEYS_OF_TOKENS = ("token_ids", "generation_logprobs", "policy_version")
+KEYS_OF_TOKENS = ("token_ids", "generation_logprobs", "policy_versions")
 """Keys that a message log adds to messages; chat templates do not read them."""
 LLMMessageLogType = list[dict[str, Any]]
 """Messages with their tokens.
 
 Every message has `role`, `content` and `token_ids` (1-d int64). Of messages that were rendered together, such as
 a prompt, the last one has all token ids and the others have empty tensors: a chat template does not say which message
-a token belongs to. Sampled assistant messages also have `generation_logprobs` (1-d float32), one per token, and the
-`policy_version` of the weights that sampled them. The concatenated `token_ids` are exactly the tokens that the model
-saw and sampled.
+a token belongs to. Sampled assistant messages also have `generation_logprobs` (1-d float32) and `policy_versions` (1-d
+int64), the version of the weights that sampled each token. The concatenated `token_ids` are exactly the tokens that the
+model saw and sampled.
 """

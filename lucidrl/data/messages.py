@@ -80,7 +80,7 @@ def with_tokens(messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int])
 
 
 def sampled_message(
-    content: str, token_ids: torch.Tensor, generation_logprobs: torch.Tensor, policy_version: int
+    content: str, token_ids: torch.Tensor, generation_logprobs: torch.Tensor, policy_versions: torch.Tensor
 ) -> dict[str, Any]:
     """Make the message-log entry of a sampled completion."""
     return {
@@ -88,7 +88,7 @@ def sampled_message(
         "content": content,
         "token_ids": token_ids,
         "generation_logprobs": generation_logprobs,
-        "policy_version": policy_version,
+        "policy_versions": policy_versions,
     }
 
 

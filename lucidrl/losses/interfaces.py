@@ -70,6 +70,8 @@ CANDIDATE_IDS = "candidate_ids"
 """Column of losses that need `candidates`: [B, T, K], different token ids for every token that counts."""
 PAIR_IDS = "pair_ids"
 """Optional column, [B]: neighbouring rows with equal ids are trained together, in one micro-batch on one rank."""
+STALENESS = "staleness"
+"""Column of asynchronous training: how many policy versions each sampled token is behind the policy."""
 IMPORTANCE_MASK = "importance_mask"
 """Optional column, [B, T]: 0 for tokens that the importance correction excludes; see `lucidrl.losses.importance`."""
 

@@ -17,6 +17,7 @@ from lucidrl.losses.config import ClippedPGConfig
 from lucidrl.losses.importance import MAX_LOG_RATIO, ImportanceWeights, bounded_exp, mismatch_metrics
 from lucidrl.losses.interfaces import (
     IMPORTANCE_MASK,
+    STALENESS,
     FrameLosses,
     FrameOutputs,
     Frames,
@@ -181,7 +182,11 @@ class ClippedPGLoss:
         if correction == "none":
             return None, metrics
         weights = ImportanceWeights.of(self.config, difference_BT, sampled_BT)
-        return weights.log_weight_BT.exp(), metrics | weights.metrics(sampled_BT, valid_BT)
+        metrics |= weights.metrics(sampled_BT, valid_BT)
+        weight_BT = weights.log_weight_BT.exp()
+        if STALENESS in data:
+            metrics["importance/mean_weight_late"] = token_mean(weight_BT, valid_BT & (data[STALENESS] > 0))
+        return weight_BT, metrics
 
 
 class ClippedFrameLoss:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -146,6 +147,22 @@ _UNUSED: list[tuple[tuple[str, ...], Reason]] = [
             GRPORunConfig,
             lambda config: config.grpo.loss.importance_correction == "none",
             "grpo.loss.importance_correction is none; set it to truncate or mask",
+        ),
+    ),
+    (
+        ("collector.max_concurrent_samples",),
+        _if(
+            RolloutRunConfig,
+            lambda config: config.update.async_.max_staleness == 0,
+            "the run is synchronous; set grpo.async.max_staleness=1",
+        ),
+    ),
+    (
+        ("grpo.async.stale_samples", "grpo.async.group_fraction"),
+        _if(
+            GRPORunConfig,
+            lambda config: config.grpo.async_.max_staleness == 0,
+            "grpo.async.max_staleness is 0; raise it to train asynchronously",
         ),
     ),
     (
@@ -304,5 +321,6 @@ def _shown(config: BaseRunConfig, key: str) -> str:
 def value_at(config: Any, key: str) -> Any:
     """Return the value of a dotted key."""
     for part in key.split("."):
-        config = config.get(part) if isinstance(config, dict) else getattr(config, part, None)
+        name = f"{part}_" if keyword.iskeyword(part) else part
+        config = config.get(part) if isinstance(config, dict) else getattr(config, name, None)
     return config

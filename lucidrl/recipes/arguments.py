@@ -134,7 +134,8 @@ def _nested(path: Sequence[str]) -> str:
 
 
 def _setting_paths(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for name, field in schema.model_fields.items():
+    for attribute, field in schema.model_fields.items():
+        name = field.alias or attribute
         yield (*above, name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _setting_paths(field.annotation, (*above, name))

@@ -98,6 +98,31 @@ class RolloutRunConfig(TextRunConfig, ABC):
         return self
 
     @model_validator(mode="after")
+    def _can_overlap(self) -> Self:
+        staleness, generation = self.update.async_.max_staleness, self.policy.generation
+        asked = f"{self.algorithm}.async.max_staleness={staleness}"
+        if staleness == 0:
+            return self
+        if generation.placement == "policy":
+            raise ValueError(
+                f"{asked} samples while the policy trains, but with policy.generation.placement=policy the same "
+                "processes do both; set policy.generation.placement=separate"
+            )
+        if generation.engine == "vllm":
+            raise ValueError(
+                f"{asked} needs an engine that takes new weights while it generates, and "
+                "policy.generation.engine=vllm does not do this yet; set policy.generation.engine=builtin, or "
+                "max_staleness=0"
+            )
+        if self.collector.refill_rounds > 0:
+            raise ValueError(
+                f"{asked} and collector.refill_rounds={self.collector.refill_rounds} exclude each other, because the "
+                "groups of a step are drawn long before their rewards are known; set refill_rounds=0, and "
+                f"{self.algorithm}.drop_groups_without_signal=true"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _reads_no_completions(self) -> Self:
         if unused := self._set_in_data("completion", *PREFERENCE_COLUMNS):
             raise ValueError(

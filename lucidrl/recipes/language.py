@@ -16,12 +16,16 @@ from lucidrl.algorithms.mismatch import StepGuard
 from lucidrl.algorithms.sft import SFT
 from lucidrl.algorithms.validation import ExampleValidator, PromptValidator, Validator
 from lucidrl.collectors.config import TextCollectorConfig
+from lucidrl.collectors.groups import Rules
+from lucidrl.collectors.in_flight import GroupsInFlight
 from lucidrl.collectors.text import TextCollector
+from lucidrl.collectors.turns import Turns
 from lucidrl.data.sources import with_pinned_names
 from lucidrl.distributed.workers.ray_cluster import connected
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import ConfigError
 from lucidrl.losses.nll import NLLLoss
+from lucidrl.models.generation.continuous import ContinuousGenerator
 from lucidrl.models.generation.interfaces import GenerationInterface
 from lucidrl.models.generation.refit_guard import RefitGuard
 from lucidrl.models.generation.separate import SeparateGenerator
@@ -112,9 +116,22 @@ class TextRun(TrainingRun[C]):
         self._profiled.append(host)
         self._inputs.check_rewards(host)
         spare_s = self._inputs.seconds_per_sample
-        runner = EnvRunner(host, env.timeout_s, env.max_concurrency, env.on_error, policy.check, spare_s)
+        # Only this thread may use the policy, but other threads wait for the environment of an asynchronous run.
+        watch = (lambda: None) if isinstance(generator, ContinuousGenerator) else policy.check
+        runner = EnvRunner(
+            host,
+            env.timeout_s,
+            env.max_concurrency,
+            env.on_error,
+            watch,
+            spare_s,
+            is_concurrent=isinstance(generator, ContinuousGenerator),
+        )
         parts.stack.callback(runner.close)
         runner.state_dict()  # if the state cannot be saved, raise now and not at the first checkpoint
+        in_flight = None
+        if isinstance(generator, ContinuousGenerator):
+            in_flight = self._in_flight(generator, runner, config)
         collector = TextCollector(
             generator,
             runner,
@@ -123,9 +140,35 @@ class TextRun(TrainingRun[C]):
             config,
             context_length=self._inputs.context_length,
             seed=self.config.seed,
+            in_flight=in_flight,
         )
         parts.stack.callback(collector.shutdown)
         return collector
+
+    def _in_flight(
+        self, generator: ContinuousGenerator, runner: EnvRunner, config: TextCollectorConfig
+    ) -> GroupsInFlight:
+        assert isinstance(self.config, RolloutRunConfig)
+        generation, env, cluster = self.config.policy.generation, self.config.env, self.config.cluster
+        rules = Rules(
+            self.config.update.async_,
+            prompts_per_step=config.prompts_per_step,
+            samples_per_prompt=config.samples_per_prompt,
+            max_steps=self.config.max_steps,
+            rows_per_generator=generation.max_concurrent_rows,
+            max_open=config.max_concurrent_samples,
+            restarts_in_flight=generation.in_flight == "abort",
+        )
+        return GroupsInFlight(
+            generator,
+            runner,
+            self._inputs.prompts,
+            Turns(self._inputs.chat_tokenizer, self._inputs.context_length, config.max_turns),
+            rules,
+            num_env_calls=env.max_concurrency,
+            stall_timeout_s=cluster.call_timeout_s + cluster.start_timeout_s + env.timeout_s,
+            seed=self.config.seed,
+        )
 
     def _prompt_validator(self, collector: TextCollector) -> PromptValidator | None:
         """Make the validator on held-out prompts; None if there are none."""
@@ -149,6 +192,8 @@ class TextRun(TrainingRun[C]):
         )
         self._profiled.append(parts.stack.enter_context(generator))
         self._refit_guard = generator.guard
+        if isinstance(config, RolloutRunConfig) and config.update.async_.max_staleness > 0:
+            return ContinuousGenerator(generator, self._inputs.tokenizer.pad_token_id, config.seed)
         return generator
 
     def _loop(

@@ -16,9 +16,20 @@ from lucidrl.utils.suggestions import NO_OTHER_NAMES, OtherNames, unknown_key
 
 
 class Config(BaseModel):
-    """Base of all configuration: immutable, refuses unknown keys."""
+    """Base of all configuration: immutable, refuses unknown keys.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    A setting whose name is a keyword of Python has an attribute with an underscore: `async` is `config.async_`.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        validate_by_name=True,
+        validate_by_alias=True,
+        serialize_by_alias=True,
+    )
     other_names: ClassVar[OtherNames] = NO_OTHER_NAMES
     """Aliases of the settings, and unknown names that errors explain."""
 
@@ -133,7 +144,7 @@ def complaint(
 def _all_paths(schema: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Paths of all fields, and of the keys in default mappings such as `kwargs`."""
     for name, field in schema.model_fields.items():
-        path = (*above, name)
+        path = (*above, field.alias or name)
         yield path
         for nested in _models_in(field.annotation):
             if len(above) < _MAX_DEPTH:

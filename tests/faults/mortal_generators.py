@@ -45,6 +45,10 @@ class Mortal(Replica):
         self._meet_fate("generate")
         return super().generate(*args)
 
+    def advance(self, *args: Any) -> Any:
+        self._meet_fate("advance")
+        return super().advance(*args)
+
     def take_weights(self, handles: Mapping[str, Any]) -> str | None:
         self._meet_fate("take_weights")
         return super().take_weights(handles)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from lucidrl.envs.text.worker import Cause, EnvState, Outcome
 from lucidrl.envs.text.workers import EnvWorkers, InProcessEnv
 from lucidrl.errors import CheckpointError, EnvironmentFailure, LostWorkerError, WorkerError
 from lucidrl.rewards.interfaces import SampleTime
+from lucidrl.utils.gate import Gate
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,8 @@ class EnvRunner:
         watch: see `wait_watching`.
         seconds_per_sample: added to the timeout for the samples of all calls that run at the same time, because samples
             wait for free processes of a verifier pool or places of an LLM judge, which have a timeout per sample.
+        is_concurrent: whether several threads call `step` at the same time. A retry then waits until it is alone, so
+            that the error names the right sample.
 
     Attributes:
         counts: dropped samples by cause.
@@ -78,6 +82,7 @@ class EnvRunner:
         on_error: OnError,
         watch: Callable[[], None] = lambda: None,
         seconds_per_sample: Sequence[SampleTime] = (),
+        is_concurrent: bool = False,
     ) -> None:
         self.counts: Counter[Cause] = Counter()
         self._workers = env if isinstance(env, EnvWorkers) else InProcessEnv(env)
@@ -86,6 +91,9 @@ class EnvRunner:
         self._on_error = on_error
         self._watch = watch
         self._seconds_per_sample = seconds_per_sample
+        self._is_concurrent, self._gate = is_concurrent, Gate()
+        self._restarting = threading.Lock()
+        self._num_running = self._num_steps = 0
         self._lost: list[EnvRequest] = []
         """Requests of the workers that were lost in the last `_call`."""
 
@@ -102,7 +110,23 @@ class EnvRunner:
                 cause. With any `on_error`: the environment raised it, or a worker used up its `max_restarts`.
         """
         found: dict[int, EnvReply | _Failed] = {}
-        exited = self._call(requests, _even_chunks(range(len(requests)), self._max_concurrency), found)
+        with self._gate.together():
+            exited = self._call(requests, self._calls_of(requests), found)
+        if exited or _failures(found):
+            with self._gate.alone():
+                self._retry(requests, exited, found)
+        if num_dropped := sum(isinstance(reply, EnvReply) and reply.is_dropped for reply in found.values()):
+            self.counts["dropped"] += num_dropped
+        return [reply if isinstance(reply := found[row], EnvReply) else None for row in range(len(requests))]
+
+    def _calls_of(self, requests: Sequence[EnvRequest]) -> list[Indices]:
+        # Of several threads, each makes one call.
+        return _even_chunks(range(len(requests)), 1 if self._is_concurrent else self._max_concurrency)
+
+    def _retry(
+        self, requests: Sequence[EnvRequest], exited: Sequence[Indices], found: dict[int, EnvReply | _Failed]
+    ) -> None:
+        """Retry what may succeed; raise for the rest, or count it as dropped."""
         # A worker may exit for reasons outside the environment, such as memory: repeat its calls once.
         self._call(requests, exited, found)
         if self._on_error == "drop":
@@ -113,9 +137,6 @@ class EnvRunner:
         self._retry_alone(requests, _spread(suspects), self._workers.num_workers, found)
         for failed in _failures(found).values():
             self._count_dropped(requests, failed)
-        if num_dropped := sum(isinstance(reply, EnvReply) and reply.is_dropped for reply in found.values()):
-            self.counts["dropped"] += num_dropped
-        return [reply if isinstance(reply := found[row], EnvReply) else None for row in range(len(requests))]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the environment as `env`, and the random states of its workers as `env_random`.
@@ -167,20 +188,21 @@ class EnvRunner:
         if not calls:
             return []
         self._restart_lost()
-        shares = {number: calls[number :: self._workers.num_workers] for number in range(self._workers.num_workers)}
+        size, first = self._workers.num_workers, self._next_worker()
+        shares = {(first + number) % size: calls[number::size] for number in range(size)}
         messages = {
             number: [[requests[row] for row in call] for call in share] for number, share in shares.items() if share
         }
         exited: list[Indices] = []
         self._lost = []
-        num_samples = sum(map(len, calls))
-        timeout_s = self._timeout_s + sum(time.of(num_samples) for time in self._seconds_per_sample)
-        for number, outcomes in self._workers.score(messages, timeout_s, self._watch).items():
+        scored, timeout_s = self._scored(messages)
+        for number, outcomes in scored.items():
             if isinstance(outcomes, LostWorkerError):
                 rows = [row for call in shares[number] for row in call]
                 found |= dict.fromkeys(rows, _lost_with(outcomes, rows, timeout_s))
                 self._lost += [requests[row] for row in rows]
-                exited += [] if outcomes.timed_out else shares[number]
+                # Calls of other threads may have blocked the worker.
+                exited += [] if outcomes.timed_out and not self._is_concurrent else shares[number]
                 continue
             for call, of_call in zip(shares[number], outcomes, strict=True):
                 for row, outcome in zip(call, of_call, strict=True):
@@ -195,9 +217,35 @@ class EnvRunner:
             self._call(requests, [[row] for row in rows[start : start + num_concurrent]], found)
             self._raise_first(requests, found)
 
+    def _scored(
+        self, messages: Mapping[int, Sequence[Sequence[EnvRequest]]]
+    ) -> tuple[Mapping[int, list[list[Outcome]] | LostWorkerError], float]:
+        """Return the outcomes by worker, and the timeout of the calls."""
+        num_samples = sum(len(call) for share in messages.values() for call in share)
+        with self._restarting:
+            self._num_running += num_samples
+            most = self._num_running
+        timeout_s = self._timeout_s + sum(time.of(most) for time in self._seconds_per_sample)
+        try:
+            if self._is_concurrent:
+                return self._workers.score_concurrently(messages, timeout_s), timeout_s
+            return self._workers.score(messages, timeout_s, self._watch), timeout_s
+        finally:
+            with self._restarting:
+                self._num_running -= num_samples
+
+    def _next_worker(self) -> int:
+        """The worker of the first call: steps of one call each take turns, others begin with the first worker."""
+        if not self._is_concurrent:
+            return 0
+        with self._restarting:
+            self._num_steps += 1
+            return self._num_steps % self._workers.num_workers
+
     def _restart_lost(self) -> None:
         try:
-            self._workers.restart_lost()
+            with self._restarting:
+                self._workers.restart_lost()
         except (WorkerError, EnvironmentFailure) as error:
             samples = _named(self._lost)
             raise EnvironmentFailure(f"{self._workers.name}.step lost its worker ({samples}): {error}") from error

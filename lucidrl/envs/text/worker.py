@@ -8,14 +8,13 @@ import math
 import numbers
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from lucidrl.data.datasets import Prompt
 from lucidrl.distributed.workers.outcomes import describe_error
+from lucidrl.envs.text.event_loop import new_loop
 from lucidrl.envs.text.interfaces import (
     ClosableEnv,
     EnvReply,
@@ -81,6 +80,22 @@ class Scored:
     state: EnvState
 
 
+class NewCall(NamedTuple):
+    """A call to start."""
+
+    key: int
+    requests: Sequence[EnvRequest]
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """Outcomes of the calls that ended, by key, and the state of the worker."""
+
+    outcomes: dict[int, list[Outcome]]
+    state: EnvState
+
+
 class EnvWorker:
     """An environment and its event loop.
 
@@ -101,7 +116,9 @@ class EnvWorker:
 
             seed_everything(seed, _RANDOM_STREAM + number)
         self._env = make()
-        self.loop = asyncio.Runner(loop_factory=_new_loop)
+        self.loop = asyncio.Runner(loop_factory=new_loop)
+        self._open: dict[int, asyncio.Task[list[Outcome]]] = {}
+        """Calls of `advance` that have not ended."""
 
     def start_gpu_profiling(self) -> None:
         """Start a recording of this process, if it is selected for profiling; see `lucidrl.utils.nsys`."""
@@ -160,6 +177,20 @@ class EnvWorker:
         with span("environment"):
             outcomes = self.loop.run(self.score_calls(calls, timeout_s))
         return Scored([_sendable(of_call) for of_call in outcomes], self.state())
+
+    def advance(self, new: Sequence[NewCall], seconds: float) -> Advanced:
+        """Start calls, and run all open calls until one ends or the time is over."""
+        from lucidrl.profiling.spans import span  # imports torch
+
+        with span("environment"):
+            ended = self.loop.run(self._advance(new, seconds))
+        return Advanced({key: _sendable(outcomes) for key, outcomes in ended.items()}, self.state())
+
+    async def _advance(self, new: Sequence[NewCall], seconds: float) -> dict[int, list[Outcome]]:
+        for call in new:
+            self._open[call.key] = asyncio.create_task(self._call(call.requests, call.timeout_s))
+        await asyncio.wait(self._open.values(), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        return {key: self._open.pop(key).result() for key, task in list(self._open.items()) if task.done()}
 
     async def score_calls(self, calls: Sequence[Sequence[EnvRequest]], timeout_s: float) -> list[list[Outcome]]:
         """Make all calls concurrently. The timeout cancels a call that awaits, not one that blocks.
@@ -306,28 +337,3 @@ def _sendable(outcomes: list[Outcome]) -> list[Outcome]:
         what = f"returned a reply that cannot be sent to the driver ({type(error).__name__}: {error})"
         return [Failure("bad_reply", what)]
     return outcomes
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    loop.set_default_executor(_DaemonThreads())
-    return loop
-
-
-class _DaemonThreads(ThreadPoolExecutor):
-    """Runs functions of `asyncio.to_thread` in daemon threads. The interpreter joins the threads of the base class at
-    exit, even a thread whose call timed out and never returns."""
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        return future

@@ -19,6 +19,7 @@ from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
 from lucidrl.envs.text.config import EnvConfig
 from lucidrl.envs.text.interfaces import EnvRequest, TextEnv
 from lucidrl.envs.text.registry import make_env
+from lucidrl.envs.text.slices import SlicedCalls
 from lucidrl.envs.text.worker import EnvState, EnvWorker, Outcome, Scored
 from lucidrl.errors import ConfigError, EnvironmentFailure, LostWorkerError
 from lucidrl.profiling.worker_times import worker_clock
@@ -82,6 +83,7 @@ class EnvWorkerPool:
                 setting="env.",
                 on_start=self._restore_state,
             )
+            self._sliced = SlicedCalls(self._pool, _GRACE_S, self._states.__setitem__)
         except LostWorkerError as error:
             raise ConfigError(f"{self.name} cannot be made: {error}") from error
         except ConfigError as error:  # one sentence, without notes about the worker
@@ -120,7 +122,7 @@ class EnvWorkerPool:
     def score(
         self, calls: Mapping[int, Calls], timeout_s: float, watch: Callable[[], None]
     ) -> dict[int, list[list[Outcome]] | LostWorkerError]:
-        """Score the calls of all workers at the same time.
+        """Score the calls of all workers at the same time; for one thread at a time.
 
         Args:
             calls: calls by index of the worker.
@@ -141,6 +143,22 @@ class EnvWorkerPool:
         except BaseException:  # such as Ctrl-C: the workers are busy
             self._pool.kill()
             raise
+
+    def score_concurrently(
+        self, calls: Mapping[int, Calls], timeout_s: float
+    ) -> dict[int, list[list[Outcome]] | LostWorkerError]:
+        """As `score`, for several threads at a time; a worker runs the calls of all of them together."""
+        futures = {
+            number: [self._sliced.start(number, call, timeout_s) for call in of_worker]
+            for number, of_worker in calls.items()
+        }
+        found: dict[int, list[list[Outcome]] | LostWorkerError] = {}
+        for number, of_worker in futures.items():
+            try:
+                found[number] = [future.result() for future in of_worker]
+            except LostWorkerError as loss:
+                found[number] = loss
+        return found
 
     def restart_lost(self) -> None:
         """Restart lost workers; each continues from the state that it had after its last successful `score`.
@@ -243,6 +261,11 @@ class InProcessEnv:
             loss.timed_out = True
             return {0: loss}
         return {0: future.result()}
+
+    def score_concurrently(
+        self, calls: Mapping[int, Calls], timeout_s: float
+    ) -> dict[int, list[list[Outcome]] | LostWorkerError]:
+        return self.score(calls, timeout_s, watch=lambda: None)
 
     def restart_lost(self) -> None:
         if self._is_blocked:

@@ -63,6 +63,7 @@ class Replica(Recorded, ABC):
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """Complete the prompts with the weights of the last refit."""
 
+    @span("generate")
     def advance(
         self, requests: Sequence[GenerationRequest], aborted: Sequence[str], seconds: float
     ) -> list[Completion]:

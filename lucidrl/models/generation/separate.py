@@ -171,6 +171,16 @@ class SeparateGenerator:
         self._policy.update_weights(version)
         self.policy_version = self._refitted = version
 
+    def recover(self) -> None:
+        """Restart lost generators and bring them to the version of the last refit.
+
+        Raises:
+            WorkerError: a rank of the policy exited, or a generator exceeded `max_restarts`.
+        """
+        self._policy.check()
+        if self.pool.lost or self._behind:
+            self._ensure_current()
+
     def start_gpu_profiling(self) -> None:
         """Start recording on the requested generators; see `lucidrl.utils.nsys`."""
         self.pool.start_gpu_profiling()
@@ -189,10 +199,24 @@ class SeparateGenerator:
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
+    @property
+    def ready(self) -> list[int]:
+        """Numbers of the generators that run and have weights of a refit; before the first refit, of all that run."""
+        return [
+            worker.number
+            for worker in self.pool.workers
+            if worker.loss is None and (self._refitted is None or self._states[worker.number].version is not None)
+        ]
+
+    @property
+    def _behind(self) -> list[PoolWorker]:
+        """Generators without the version of the last refit."""
+        return [worker for worker in self.pool.workers if self._states[worker.number].version != self._refitted]
+
     def _ensure_current(self) -> None:
         """Restart lost generators, and bring all generators to the version of the last refit."""
         self._restart_lost()
-        behind = [worker for worker in self.pool.workers if self._states[worker.number].version != self._refitted]
+        behind = self._behind
         if not behind:
             return
         if self._policy.is_ahead:
