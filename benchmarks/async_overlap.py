@@ -14,7 +14,7 @@ from statistics import median
 from harness import Claim, arguments, print_table, read_metrics, report, run_grpo
 
 ROWS = 128
-EPOCHS = (2, 16, 40)
+EPOCHS = "2,16,40"
 """Optimizer epochs per step: training that takes less, about as much, and more time than generation."""
 WARM_UP = 3
 """First steps that do not count."""
@@ -42,10 +42,15 @@ def settings(epochs: int, steps: int) -> list[str]:
 
 
 def main() -> None:
-    options = arguments(__doc__, steps=(int, 20, "steps of each run"), staleness=(int, 1, "async.max_staleness"))
+    options = arguments(
+        __doc__,
+        steps=(int, 20, "steps of each run"),
+        staleness=(int, 1, "async.max_staleness"),
+        epochs=(str, EPOCHS, "optimizer epochs per step, separated by commas"),
+    )
     os.environ["PYTHONPATH"] = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
     claims, rows = [], []
-    for epochs in EPOCHS:
+    for epochs in map(int, options.epochs.split(",")):
         common = settings(epochs, options.steps)
         with tempfile.TemporaryDirectory() as name:
             alone = run_grpo(Path(name) / "sync", common)

@@ -4,7 +4,7 @@ Record a run of `lucidrl grpo` with `profile.steps`, then
 
     python tools/async_timeline.py RUN_FOLDER docs/images/async-timeline.svg
 
-The rows are those of all runs that are named; the picture shows the same number of seconds of each.
+Several runs are drawn one below the other.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ def spans_of(folder: Path) -> dict[str, Spans]:
 def row_of(event: dict[str, Any], process: str) -> str | None:
     if event["name"] == "generate" and process.startswith("generation"):
         return "generation"
-    if event["name"] in ("environment", "train", "refit") and process.startswith("driver"):
+    # Policy and driver are one process if the policy has one rank.
+    if event["name"] in ("environment", "train", "refit") and process.startswith(("driver", "policy")):
         return str(event["name"])
-    if event["name"] == "train" and process.startswith("policy"):
-        return "train"
     return None
 
 
@@ -81,7 +80,7 @@ def main() -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("seconds")
     figure.tight_layout()
-    figure.savefig(picture, metadata={"Date": None, "Title": "Timeline of a synchronous and an asynchronous run"})
+    figure.savefig(picture, metadata={"Date": None, "Title": "Timeline of a run"})
 
 
 if __name__ == "__main__":
