@@ -18,6 +18,7 @@ from lucidrl.models.policy.config import PolicyConfig
 from lucidrl.models.sources import BEST, NEWEST, WEIGHTS, find_checkpoint, resolved_name
 from lucidrl.recipes.configs import EvaluatedSFTConfig, GRPORunConfig, RolloutRunConfig, SFTRunConfig
 from lucidrl.recipes.inputs import PythonInputs
+from lucidrl.recipes.preference_configs import PreferenceRunConfig
 from lucidrl.recipes.settings import ALGORITHMS, new_settings, resumed_settings
 from lucidrl.utils.config import aliases_of
 from lucidrl.utils.layers import Origins, merge_layers
@@ -212,6 +213,12 @@ def settings_of_run(run: Path, settings: Sequence[str] = ()) -> TextConfig:
         without = [*without, "data.validation_file"]
     schema = EvaluatedSFTConfig if algorithm == SFTRunConfig.algorithm else None
     config = resumed_settings(algorithm, run, settings, without, schema)
+    if isinstance(config, PreferenceRunConfig):
+        weights = f"{run}/checkpoints/step_{config.max_steps}/policy"
+        raise ConfigError(
+            f"{run} learned from preferences, so nothing says how its completions are scored; evaluate the weights of "
+            f"a checkpoint, such as `lucidrl eval {weights} reward=... data.file=...`"
+        )
     if not isinstance(config, RolloutRunConfig | SFTRunConfig):
         raise ConfigError(f"{run} is a run of {algorithm}, not of a language model; try `lucidrl play {run}`")
     return config

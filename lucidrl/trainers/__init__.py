@@ -5,7 +5,7 @@ A trainer starts the same run as its command: the same settings, checks, run fol
 
 from lucidrl.recipes.arguments import DPOOptions, GRPOOptions, PreferenceOptions, RunOptions, SFTOptions
 from lucidrl.recipes.callbacks import Callback, StopTraining, TrainingResult
-from lucidrl.trainers.base import TextTrainer, Trainer
+from lucidrl.trainers.base import LanguageTrainer, TextTrainer, Trainer
 from lucidrl.trainers.control import PPOTrainer
 from lucidrl.trainers.language import DistillTrainer, DPOTrainer, GRPOTrainer, RewardModelTrainer, SFTTrainer
 
@@ -16,6 +16,7 @@ __all__ = [
     "DistillTrainer",
     "GRPOOptions",
     "GRPOTrainer",
+    "LanguageTrainer",
     "PPOTrainer",
     "PreferenceOptions",
     "RewardModelTrainer",

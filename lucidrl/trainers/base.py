@@ -166,7 +166,7 @@ class Trainer:
         return resumed_settings(self._schema.algorithm, folder, [*changes, *self._overrides])
 
 
-class TextTrainer(Trainer):
+class LanguageTrainer(Trainer):
     """Base class of the trainers of language models."""
 
     def generate(
@@ -192,6 +192,10 @@ class TextTrainer(Trainer):
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         sampling = Sampling(samples, temperature, max_new_tokens, seed)
         return list(completions(self._trained_folder("generate"), texts, sampling))
+
+
+class TextTrainer(LanguageTrainer):
+    """Base class of the trainers of language models whose data can be scored."""
 
     def evaluate(self, *sources: str | Path, settings: Mapping[str, Any] | None = None, **options: Any) -> EvalReport:
         """Evaluate as `lucidrl eval` does, with the data and reward functions of this trainer.

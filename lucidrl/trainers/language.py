@@ -18,7 +18,7 @@ from lucidrl.recipes.arguments import (
 from lucidrl.recipes.callbacks import Callback
 from lucidrl.recipes.configs import DistillRunConfig, GRPORunConfig, SFTRunConfig, TextRunConfig
 from lucidrl.recipes.preference_configs import DPORunConfig, RewardModelRunConfig
-from lucidrl.trainers.base import TEXT_SETTINGS, CommonArguments, TextTrainer, Trainer
+from lucidrl.trainers.base import TEXT_SETTINGS, CommonArguments, LanguageTrainer, TextTrainer, Trainer
 
 
 class GRPOTrainer(TextTrainer):
@@ -113,7 +113,7 @@ class SFTTrainer(TextTrainer):
 PREFERENCE_SETTINGS = {**TEXT_SETTINGS, "chosen": ["data.chosen"], "rejected": ["data.rejected"]}
 
 
-class DPOTrainer(TextTrainer):
+class DPOTrainer(LanguageTrainer):
     """Trains a language model on preferences with DPO, IPO or KTO; the same as `lucidrl dpo`.
 
     Args:

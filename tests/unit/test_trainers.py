@@ -16,11 +16,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 import lucidrl
-from lucidrl import Callback, GRPOTrainer, PPOTrainer, SFTTrainer, StopTraining
+from lucidrl import (
+    Callback,
+    DPOTrainer,
+    GRPOTrainer,
+    PPOTrainer,
+    RewardModelTrainer,
+    SFTTrainer,
+    StopTraining,
+)
 from lucidrl.algorithms.config import GRPOConfig
 from lucidrl.cli import app
 from lucidrl.errors import ConfigError, DataError, LucidError, TrainingError
@@ -454,6 +462,37 @@ def test_sft_trains_on_rows(tmp_path):
     columns = {"prompt": "question", "completion": "answer"}
     options = {"config": config, "max_steps": 1, "output": tmp_path, "display": False}
     assert SFTTrainer("embedded", ROWS, **columns, **options).train().metrics["nll"] > 0
+
+
+PAIRS = [{"q": f"{n}+1=", "good": str(n + 1), "bad": f"{n + 1}, dear"} for n in range(10, 40)]
+PAIR_COLUMNS = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+
+
+@pytest.mark.slow
+def test_preferences_train_from_rows_and_a_resumed_run_continues(tmp_path):
+    config = QUIET | {"dpo": {"examples_per_step": 4}, "data": {"validation_fraction": 0.3}}
+    options = {"config": config, "output": tmp_path, "display": False, "learning_rate": 1e-3, "beta": 0.2}
+    trainer = DPOTrainer("embedded", PAIRS, **PAIR_COLUMNS, **options, max_steps=1, reference="cached")
+    first = trainer.train()
+    assert trainer.config.dpo.beta == 0.2
+    again = DPOTrainer("embedded", PAIRS, **PAIR_COLUMNS, **options, max_steps=2)
+    result = again.train(resume=first.run_folder)
+    assert result.last_step == 2
+    assert result.metrics["loss"] < first.metrics["loss"]
+    assert len(again.generate("10+1=")) == 1
+    report = CliRunner().invoke(app, ["eval", str(first.run_folder)])
+    assert "learned from preferences, so nothing says how its completions are scored" in str(report.exception)
+
+
+@pytest.mark.slow
+def test_a_reward_model_trains_from_rows_and_is_saved_for_transformers(tmp_path):
+    config = QUIET | {"reward_model": {"examples_per_step": 4}, "data": {"validation_fraction": 0.3}}
+    trainer = RewardModelTrainer(
+        "embedded", PAIRS, **PAIR_COLUMNS, config=config, output=tmp_path, display=False, max_steps=1
+    )
+    assert trainer.train().metrics["loss"] > 0
+    trainer.save(tmp_path / "saved")
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").config.num_labels == 1
 
 
 @pytest.mark.slow

@@ -77,6 +77,7 @@ def token_rows() -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_it_separates_separable_pairs_and_reports_its_calibration(trained):
     found = [line for line in trained.lines() if "validation/accuracy" in line]
     assert found[0]["validation/accuracy"] < 0.8
@@ -145,6 +146,7 @@ def test_the_calibration_error_is_that_of_its_definition():
     assert perfect.expected_error < 1e-3
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_refused_as_a_language_model(trained):
     with pytest.raises(ConfigError, match="is a reward model, which scores rows and has no head for tokens"):
         load_model(weights_of(trained), torch.float32)
@@ -190,6 +192,7 @@ def ends_with_an_even_digit(completion: str) -> float:
     return float(completion[-1:] in tuple("02468"))
 
 
+@pytest.mark.slow
 def test_bad_folders_are_refused_in_one_sentence(trained, embedded_folder, tmp_path):
     with pytest.raises(ConfigError, match="has no score head, so it cannot score completions; train a reward model"):
         RewardEnv(f"model:{embedded_folder}")
