@@ -56,6 +56,16 @@ class OptimizerConfig(Config):
     groups: tuple[ParameterGroupConfig, ...] = ()
     """Weights with their own learning rate or weight decay. A weight belongs to the first group that matches it."""
 
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if "." not in name and name != MUON:
+            raise ValueError(
+                f"{name!r} is not an optimizer; set {MUON}, or the import path of an optimizer such as "
+                "torch.optim.AdamW"
+            )
+        return name
+
     @field_validator("kwargs")
     @classmethod
     def _has_usable_learning_rate(cls, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -114,6 +115,12 @@ def test_wrong_arguments_are_refused(kwargs, message):
     config = PolicyConfig(optimizer={"name": "muon", "kwargs": kwargs})
     with pytest.raises(ConfigError, match=message):
         PolicyOptimizer([nn.Parameter(torch.ones(2, 2))], config, weights=[WeightInfo("w", apply)])
+
+
+@pytest.mark.parametrize("name", ["muno", "AdamW"])
+def test_a_name_without_a_path_is_muon_or_refused(name):
+    with pytest.raises(ValidationError, match=f"'{name}' is not an optimizer; set muon, or the import path of an opt"):
+        PolicyConfig(optimizer={"name": name, "kwargs": {"lr": 0.1}})
 
 
 def test_fsdp1_is_refused_on_several_ranks():
