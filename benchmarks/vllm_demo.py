@@ -1,7 +1,7 @@
 """The demo trained with vLLM and with the built-in engine: held-out accuracy, each with the same seeds.
 
-vLLM is not in the environment of `make bench`: run this with the environment of `make vllm`. The engines draw other random
-numbers, so runs of a seed differ by chance.
+vLLM is not in the environment of `make bench`: run this with the environment of `make vllm`. The engines draw other
+random numbers, so runs of a seed differ by chance.
 """
 
 from __future__ import annotations
