@@ -47,8 +47,7 @@ ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file whose settings override the preset.", show_default=False)
 ]
 Preset = Annotated[
-    str | None,
-    typer.Option("--preset", help="Preset to start from, such as demo, task, distill or pendulum.", show_default=False),
+    str | None, typer.Option("--preset", help="Preset to start from, such as demo or task.", show_default=False)
 ]
 Resume = Annotated[
     Path | None, typer.Option("--resume", help="Run folder to continue, with its settings.", show_default=False)
@@ -103,7 +102,7 @@ def distill(
         lucidrl distill policy.model_name=FOLDER teacher.model_name=FOLDER data.file=prompts.jsonl reward=math
         lucidrl distill --resume runs/distill/exp_001 distill.max_steps=400
 
-    The teacher is a model folder or a run with the same vocabulary; `distill.reward_coefficient` adds rewards.
+    The teacher is a model folder or a run with the same vocabulary. `distill.reward_coefficient` adds rewards.
     """
     _launch("distill", overrides, config, preset, resume, explain)
 

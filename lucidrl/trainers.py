@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from lucidrl.checkpoint.config import CHECKPOINTS_NAME
 from lucidrl.errors import CheckpointError, ConfigError
 from lucidrl.recipes.arguments import (
+    CommonArguments,
     Dataset,
     GRPOOptions,
     Reward,
@@ -43,16 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["Callback", "DistillTrainer", "GRPOTrainer", "PPOTrainer", "SFTTrainer", "StopTraining", "TrainingResult"]
 
 
-@dataclass(frozen=True)
-class _Common:
-    """Arguments of every trainer that do not stand for one setting each."""
-
-    config: Settings | None
-    preset: str | None
-    callbacks: Sequence[Callback]
-    display: bool
-
-
 RUN_SETTINGS = {"seed": ["seed"], "run_name": ["run.name"], "output": ["run.root"]}
 TEXT_SETTINGS = {
     **RUN_SETTINGS,
@@ -76,9 +66,9 @@ class Trainer:
     _settings: ClassVar[Mapping[str, Sequence[str]]]
     """The settings that each argument sets."""
 
-    def __init__(self, arguments: Mapping[str, Any], common: _Common) -> None:
+    def __init__(self, arguments: Mapping[str, Any], common: CommonArguments) -> None:
         if unknown := [name for name in arguments if name not in self._settings]:
-            known, trainer = [*self._settings, *_Common.__annotations__], type(self).__name__
+            known, trainer = [*self._settings, *CommonArguments.__annotations__], type(self).__name__
             raise ConfigError("\n".join(unknown_argument(name, trainer, known, self._schema) for name in unknown))
         self._common = common
         self._python, arguments = split_inputs(arguments)
@@ -275,7 +265,7 @@ class GRPOTrainer(TextTrainer):
         **options: Unpack[GRPOOptions],
     ) -> None:
         arguments = {"model": model, "rewards": rewards, "dataset": dataset, **options}
-        super().__init__(arguments, _Common(config, preset, callbacks, display))
+        super().__init__(arguments, CommonArguments(config, preset, callbacks, display))
 
 
 class DistillTrainer(GRPOTrainer):
@@ -316,7 +306,7 @@ class SFTTrainer(TextTrainer):
         **options: Unpack[SFTOptions],
     ) -> None:
         arguments = {"model": model, "dataset": dataset, **options}
-        super().__init__(arguments, _Common(config, preset, callbacks, display))
+        super().__init__(arguments, CommonArguments(config, preset, callbacks, display))
 
 
 class PPOTrainer(Trainer):
@@ -349,7 +339,7 @@ class PPOTrainer(Trainer):
         display: bool = True,
         **options: Unpack[RunOptions],
     ) -> None:
-        super().__init__({"env": env, **options}, _Common(config, preset, callbacks, display))
+        super().__init__({"env": env, **options}, CommonArguments(config, preset, callbacks, display))
 
 
 def _is_model(folder: Path) -> bool:

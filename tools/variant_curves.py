@@ -75,10 +75,10 @@ def results_table(found: dict[Variant, dict[str, Any]]) -> str:
 def page_with_tables(text: str, found: dict[Variant, dict[str, Any]]) -> str:
     """The page with its tables between `<!-- settings -->` or `<!-- results -->` and `<!-- end -->`."""
     for name, table in (("settings", settings_table()), ("results", results_table(found))):
-        start, end = f"<!-- {name} -->\n\n", "\n\n<!-- end -->"
+        start, end = f"<!-- {name} -->", "<!-- end -->"
         before, _, rest = text.partition(start)
         _, _, after = rest.partition(end)
-        text = f"{before}{start}{table}{end}{after}"
+        text = f"{before}{start}\n\n{table}\n\n{end}{after}"
     return text
 
 

@@ -203,7 +203,7 @@ class TeacherConfig(Config):
     """Temperature of the teacher's distribution; by default `policy.generation.temperature`, so that equal logits mean
     no divergence."""
     placement: Literal["driver", "separate"] = "driver"
-    """driver: in the process of the driver, as a policy of one rank; separate: in processes of its own."""
+    """driver: in the process of the driver, as a policy of one rank; separate: in separate processes."""
     num_workers: PositiveInt = 1
     """Ranks of a separate teacher; they split its weights and the samples."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 
 from lucidrl.data.interfaces import Rows
 from lucidrl.errors import ConfigError, DataError
+from lucidrl.recipes.callbacks import Callback
 from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.inputs import PythonInputs
 from lucidrl.utils.config import merged_settings
@@ -25,6 +27,16 @@ Tool = str | Mapping[str, Any] | Callable[..., Any]
 """A function, or an entry of the setting `tools`: a name such as "calculator" or "my_tools:search", or a mapping."""
 Settings = BaseRunConfig | str | Path | Mapping[str, Any]
 """A config object, the path of a YAML file, or a nested mapping of settings."""
+
+
+@dataclass(frozen=True)
+class CommonArguments:
+    """Arguments of every trainer that do not stand for one setting each."""
+
+    config: Settings | None
+    preset: str | None
+    callbacks: Sequence[Callback]
+    display: bool
 
 
 class RunOptions(TypedDict, total=False):

@@ -38,13 +38,19 @@ def teacher(**options) -> Policy:
     return Policy(config, embedded_tokenizer(), init_optimizer=False, init_reference_model=False, **options)
 
 
-@pytest.mark.parametrize("divergence", ["sampled", "top_k"])
+STEPS = {"top_k": 16, "sampled": 40}
+
+
+@pytest.mark.parametrize("divergence", slow_except(STEPS, "top_k"))
 def test_a_student_approaches_its_teacher(run, divergence):
-    settings = (f"distill.divergence={divergence}", "distill.max_steps=12", "distill.reward_coefficient=0")
+    steps = f"distill.max_steps={STEPS[divergence]}"
+    settings = (f"distill.divergence={divergence}", steps, "distill.reward_coefficient=0")
     sharper = ("policy.model_name=embedded", "teacher.temperature=0.5", "validation.num_prompts=0")
-    folder, _ = run("distill", "run", *settings, *sharper)
+    # Single tokens that the teacher finds very unlikely dominate the divergence: it takes many samples and small steps.
+    careful = ("collector.prompts_per_step=64", "collector.samples_per_prompt=8", "policy.optimizer.kwargs.lr=2e-5")
+    folder, _ = run("distill", "run", *settings, *sharper, *careful, "policy.optimizer.kwargs.betas=[0.9,0.99]")
     divergences = folder.train_metric("teacher_kl")
-    assert sum(divergences[-3:]) < 0.7 * sum(divergences[:3]), divergences
+    assert sum(divergences[-4:]) < 0.7 * sum(divergences[:4]), divergences
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -147,8 +149,12 @@ def test_every_sampled_token_is_trained_once_with_its_logprob(forked):
 def test_rows_of_a_fork_share_the_advantage_and_fill_whole_global_batches(forked):
     _, rollouts, _ = forked
     rollouts.samples[0].reward = 5.0
-    grpo = GRPO(GRPOConfig(), loop=None, policy=None, collector=None, pad_id=PAD, updates_per_epoch=3)
-    batch = grpo._with_advantages(rollouts)
+    policy = SimpleNamespace(
+        policy_version=rollouts.policy_version,
+        with_scores=lambda batch, previous, reference: {"prev_logprobs": torch.zeros(batch["input_ids"].shape)},
+    )
+    grpo = GRPO(GRPOConfig(), loop=None, policy=policy, collector=None, pad_id=PAD, updates_per_epoch=3)
+    batch = grpo.prepare(rollouts)
     assert batch.size == 6  # four rows, and two that fill up the last of three global batches
     assert batch["sample_mask"].tolist() == [1.0] * 4 + [0.0] * 2
     advantages = batch["advantages"].tolist()
