@@ -1,7 +1,7 @@
 """DPO on a pretrained chat model: the held-out preference accuracy before and after 20 steps.
 
 SmolLM2-135M-Instruct with the preset `dpo`, on the 400 pairs of examples/preference_pairs.py: brief answers over
-long-winded ones. 40 pairs are held out by their question; each step has 8 pairs. Before the first step, policy and
+long-winded ones. 36 pairs are held out by their question; each step has 8 pairs. Before the first step, policy and
 reference policy are equal, so the accuracy is 0.5.
 """
 
