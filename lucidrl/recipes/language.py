@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -182,14 +183,14 @@ class TextRun(TrainingRun[C]):
         config = self.config
         if config.policy.generation.placement == "policy":
             return policy
+        generation, log_dir = config.policy.generation, parts.folder / LOGS_NAME
+        replicas = f"{generation.num_workers} {generation.engine} replica{'s' if generation.num_workers > 1 else ''}"
+        parts.watcher.announce(f"starting {replicas}; logs: {log_dir / 'generation'}")
+        started = time.perf_counter()
         generator = SeparateGenerator(
-            policy,
-            config.policy,
-            self._inputs.tokenizer,
-            cluster=config.cluster,
-            log_dir=parts.folder / LOGS_NAME,
-            seed=config.seed,
+            policy, config.policy, self._inputs.tokenizer, cluster=config.cluster, log_dir=log_dir, seed=config.seed
         )
+        parts.watcher.announce(f"started {replicas} in {time.perf_counter() - started:.0f} s")
         self._profiled.append(parts.stack.enter_context(generator))
         self._refit_guard = generator.guard
         if isinstance(config, RolloutRunConfig) and config.update.async_.max_staleness > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,9 @@ def test_a_run_trains_and_logs_its_refits(tmp_path):
     steps = [record for record in records if "train/policy_version" in record]
     assert [record["train/policy_version"] for record in steps] == [0, 1, 2]
     assert all(record["time/refit_s"] > 0 for record in steps)
+    words = " ".join(done.stdout.split())
+    assert "starting 1 vllm replica; logs: " in words
+    assert re.search(r"started 1 vllm replica in \d+ s", words)
     log = (folder / "logs" / "generation" / "rank_0.log").read_text()
     assert "LLM engine" in log
 

@@ -60,6 +60,8 @@ class VllmEngine:
     def __init__(self, config: PolicyConfig, tokenizer: PreTrainedTokenizerBase, seed: int, gpu: int | None):
         check_vllm(config)
         os.environ.update(_ENVIRONMENT)
+        # Without this variable, vLLM lowers the threads of torch in this process to 1.
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 

@@ -36,6 +36,10 @@ def test_a_separate_generator_changes_nothing_even_after_a_resume(run):
 def test_nor_does_one_that_is_reached_over_a_process_group(run):
     alone, _ = run("grpo", "alone", *ONE_THREAD, "grpo.max_steps=2")
     separate, _ = run("grpo", "separate", *SEPARATE, "policy.generation.refit=collective", "grpo.max_steps=2")
+    starting, started, *_ = separate.watcher.messages
+    assert starting == f"starting 1 builtin replica; logs: {separate.path / 'logs' / 'generation'}"
+    assert started.startswith("started 1 builtin replica in ")
+    assert (separate.path / "logs" / "generation").is_dir()
     assert separate.lines() == alone.lines()
     assert digests(separate.path) == digests(alone.path)
 
