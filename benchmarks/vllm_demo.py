@@ -33,7 +33,7 @@ def accuracies(engine: str, seed: int, steps: int, threads: int) -> list[float]:
 
 
 def main() -> None:
-    options = arguments(__doc__, steps=(int, 100, "training steps"), seeds=(str, "1,2,3", "separated by commas"))
+    options = arguments(__doc__, steps=(int, 100, "training steps"), seeds=(str, "1,2,3,4,5", "separated by commas"))
     last: dict[str, list[float]] = {engine: [] for engine in ENGINES}
     table = []
     for seed in map(int, options.seeds.split(",")):
