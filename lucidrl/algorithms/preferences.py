@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 
 from lucidrl.algorithms.config import DPOConfig
-from lucidrl.algorithms.loop import TrainingLoop
 from lucidrl.algorithms.validation import Validation
 from lucidrl.data.datasets import Messages, Preference
 from lucidrl.data.interfaces import LLMMessageLogType
@@ -139,35 +138,6 @@ class PreferenceBatches:
         scored = self.policy.with_scores(_tokens_of(batch), previous=True, reference=False)
         ratio_B = completion_sums(scored["prev_logprobs"], batch) - self.reference.sums(batch)
         return max(0.0, float(ratio_B.mean()))
-
-
-@dataclass
-class DPO:
-    """Preference optimization with the components of its run."""
-
-    config: DPOConfig
-    loop: TrainingLoop
-    policy: Policy
-    preferences: Dataset[Preference]
-    batches: PreferenceBatches
-
-    def run(self) -> int:
-        """Train until `max_steps` or a stop request; return the last completed step."""
-        loss_fn = PreferenceLoss(self.config)
-        with self.loop.steps(self.state_dict) as steps:
-            for step in steps:
-                batch = self.batches.of(self.preferences.take(self.config.examples_per_step))
-                result = self.policy.train(batch, loss_fn)
-                self.loop.record(step, result.logged, tokens=float(batch["input_lengths"].sum()))
-        return self.loop.step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the run, except weights and optimizer, as plain values."""
-        return {**self.preferences.state_dict(), **self.loop.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.preferences.load_state_dict(state)
-        self.loop.load_state_dict(state)
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import softplus
 
-from lucidrl.algorithms.config import RewardModelConfig
-from lucidrl.algorithms.loop import TrainingLoop
 from lucidrl.algorithms.preferences import PreferenceRows
 from lucidrl.algorithms.validation import Validation
 from lucidrl.data.datasets import Preference
 from lucidrl.data.stream import Dataset
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import ConfigError
-from lucidrl.losses.preference import BradleyTerryLoss, pairs_of
+from lucidrl.losses.preference import pairs_of
 from lucidrl.models.policy.policy import Policy
 from lucidrl.models.reward_model import scored_tokens
 from lucidrl.profiling.spans import span
@@ -33,41 +31,12 @@ if TYPE_CHECKING:
 NUM_BINS = 10
 
 
+@span("data")
 def scored_pairs(rows: PreferenceRows, preferences: Sequence[Preference]) -> BatchedDataDict[Any]:
     """Return the rows of the preferences; `token_mask` marks the token at which each row is scored."""
     batch = rows.batch(preferences)
     batch["token_mask"] = scored_tokens(batch["input_ids"], batch["input_lengths"], rows.pad_id).float()
     return batch
-
-
-@dataclass
-class RewardModel:
-    """Training of a reward model with the components of its run."""
-
-    config: RewardModelConfig
-    loop: TrainingLoop
-    policy: Policy
-    preferences: Dataset[Preference]
-    rows: PreferenceRows
-
-    def run(self) -> int:
-        """Train until `max_steps` or a stop request; return the last completed step."""
-        loss_fn = BradleyTerryLoss()
-        with self.loop.steps(self.state_dict) as steps:
-            for step in steps:
-                with span("data"):
-                    batch = scored_pairs(self.rows, self.preferences.take(self.config.examples_per_step))
-                result = self.policy.train(batch, loss_fn)
-                self.loop.record(step, result.logged, tokens=float(batch["input_lengths"].sum()))
-        return self.loop.step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the run, except weights and optimizer, as plain values."""
-        return {**self.preferences.state_dict(), **self.loop.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.preferences.load_state_dict(state)
-        self.loop.load_state_dict(state)
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,18 @@ def _load_folder(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> P
     empty = _meta_model(config, dtype, trust_remote_code)
     check_architecture(empty)
     check_weight_files(folder, empty)
-    loader: Any = AutoModelForCausalLM  # its signature lacks the result of `output_loading_info`
+    return weights_of(folder, AutoModelForCausalLM, config, dtype, trust_remote_code)
+
+
+def weights_of(folder: Path, loader: Any, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """Load the model of a folder with its weights.
+
+    Args:
+        loader: an `AutoModel` class of transformers.
+
+    Raises:
+        ConfigError: a tensor is missing, unexpected, of another shape or not finite.
+    """
     with as_config_error(f"the model in {folder} cannot be loaded"):
         model, found = loader.from_pretrained(
             folder,
@@ -183,7 +194,8 @@ def _load_folder(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> P
             f"the weights in {folder} do not match its config.json: {mismatch}; restore the files of the model"
         )
     check_finite(model, folder)
-    return model
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def empty_model(model_name: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:

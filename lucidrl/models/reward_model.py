@@ -17,9 +17,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from lucidrl.checkpoint.manager import verify_part
 from lucidrl.errors import ConfigError
 from lucidrl.models import attention
-from lucidrl.models.loading import is_reward_model, load_model, model_config
+from lucidrl.models.loading import is_reward_model, load_model, model_config, weights_of
 from lucidrl.models.logprobs import LogprobModel
-from lucidrl.models.model_checks import as_config_error, check_finite, describe_mismatch, in_float32
+from lucidrl.models.model_checks import as_config_error, in_float32
 from lucidrl.models.policy.config import EMBEDDED_MODELS
 from lucidrl.models.sources import model_folder
 
@@ -60,27 +60,10 @@ def load_reward_model(
         raise ConfigError(
             f"{folder} has {config.num_labels} labels, but a reward model has one score; use a model with num_labels=1"
         )
-    loader: Any = AutoModelForSequenceClassification
-    with as_config_error(f"the reward model in {folder} cannot be loaded"):
-        model, found = loader.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # reported below, with missing tensors
-            output_loading_info=True,
-        )
-    if mismatch := describe_mismatch(found):
-        raise ConfigError(
-            f"the weights in {folder} do not match its config.json: {mismatch}; restore the files of the model"
-        )
-    check_finite(model, folder)
-    model.generation_config = None
-    _check_against_own_forward(model.eval())
-    return model
+    loaded: Any = weights_of(folder, AutoModelForSequenceClassification, config, dtype, trust_remote_code)
+    loaded.generation_config = None  # it does not generate
+    _check_against_own_forward(loaded.eval())
+    return loaded
 
 
 def empty_reward_model(model_name: str, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:

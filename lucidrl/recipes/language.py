@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.table import Table
 
 from lucidrl.algorithms.config import AdvantageEstimator
+from lucidrl.algorithms.examples import ExampleTraining, supervised_batch
 from lucidrl.algorithms.grpo import GRPO
 from lucidrl.algorithms.health import HealthMonitor, HealthSettings
 from lucidrl.algorithms.loop import TrainingLoop
 from lucidrl.algorithms.mismatch import StepGuard
-from lucidrl.algorithms.sft import SFT
 from lucidrl.algorithms.validation import ExampleValidator, PromptValidator, Validator
 from lucidrl.collectors.config import TextCollectorConfig
 from lucidrl.collectors.groups import Rules
 from lucidrl.collectors.in_flight import GroupsInFlight
 from lucidrl.collectors.text import TextCollector
 from lucidrl.collectors.turns import Turns
+from lucidrl.data.datasets import Example
 from lucidrl.data.sources import with_pinned_names
 from lucidrl.distributed.workers.ray_cluster import connected
 from lucidrl.envs.text.runner import EnvRunner
@@ -269,7 +271,7 @@ class ExampleRun(TextRun[E]):
 class SFTRun(ExampleRun[SFTRunConfig]):
     """`lucidrl sft`"""
 
-    def _build(self, parts: RunParts) -> SFT:
+    def _build(self, parts: RunParts) -> ExampleTraining[Example]:
         config, inputs = self.config, self._inputs
         pad_id: int = inputs.tokenizer.pad_token_id
         policy = self._policy(parts)
@@ -283,11 +285,6 @@ class SFTRun(ExampleRun[SFTRunConfig]):
             validator = ExampleValidator(
                 policy, NLLLoss(), inputs.examples, num_examples, inputs.tokenize, pad_id, by_prompts
             )
-        return SFT(
-            config=config.sft,
-            loop=self._loop(parts, policy, validator),
-            policy=policy,
-            examples=inputs.examples,
-            tokenize=inputs.tokenize,
-            pad_id=pad_id,
-        )
+        loop, batch_of = self._loop(parts, policy, validator), partial(supervised_batch, inputs.tokenize, pad_id)
+        number = config.sft.examples_per_step
+        return ExampleTraining(loop, policy, inputs.examples, number, batch_of, NLLLoss())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from lucidrl.algorithms.examples import ExampleTraining
 from lucidrl.algorithms.preferences import (
-    DPO,
     PreferenceBatches,
     PreferenceRows,
     PreferenceValidator,
@@ -17,9 +18,10 @@ from lucidrl.algorithms.preferences import (
     completion_sums,
 )
 from lucidrl.algorithms.reference_cache import FILE_NAME, CachedReference
-from lucidrl.algorithms.reward_model import RewardModel, RewardModelValidator
+from lucidrl.algorithms.reward_model import RewardModelValidator, scored_pairs
 from lucidrl.data.datasets import Preference
 from lucidrl.data.stream import Dataset
+from lucidrl.losses.preference import BradleyTerryLoss, PreferenceLoss
 from lucidrl.models.policy.policy import Policy
 from lucidrl.recipes.language import ExampleRun
 from lucidrl.recipes.preference_configs import DPORunConfig, PreferenceRunConfig, RewardModelRunConfig
@@ -44,7 +46,7 @@ class PreferenceRun(ExampleRun[P]):
 class DPORun(PreferenceRun[DPORunConfig]):
     """`lucidrl dpo`"""
 
-    def _build(self, parts: RunParts) -> DPO:
+    def _build(self, parts: RunParts) -> ExampleTraining[Preference]:
         config, preferences = self.config, self._inputs.preferences
         policy = self._policy(parts, init_reference=config.dpo.reference == "swap")
         batches = PreferenceBatches(config.dpo, policy, self._rows, SwappedReference(policy))
@@ -54,7 +56,8 @@ class DPORun(PreferenceRun[DPORunConfig]):
         if self._is_validated:
             validator = PreferenceValidator(policy, preferences, config.validation.num_prompts, batches)
         loop = self._loop(parts, policy, validator)
-        return DPO(config=config.dpo, loop=loop, policy=policy, preferences=preferences, batches=batches)
+        loss_fn = PreferenceLoss(config.dpo)
+        return ExampleTraining(loop, policy, preferences, config.dpo.examples_per_step, batches.of, loss_fn)
 
     def _cached_reference(self, parts: RunParts, policy: Policy, batches: PreferenceBatches) -> Reference:
         """Score the rows of the run with the initial weights, which the policy has until a checkpoint is restored."""
@@ -82,7 +85,7 @@ class RewardModelRun(PreferenceRun[RewardModelRunConfig]):
         prompts = ["data.file=PROMPTS", f"reward=model:{folder}"]
         return [["lucidrl", "grpo", f"policy.model_name={self.config.policy.model_name}", *prompts]]
 
-    def _build(self, parts: RunParts) -> RewardModel:
+    def _build(self, parts: RunParts) -> ExampleTraining[Preference]:
         config, preferences, rows = self.config, self._inputs.preferences, self._rows
         policy = self._policy(parts, role="reward")
         validator = None
@@ -90,7 +93,9 @@ class RewardModelRun(PreferenceRun[RewardModelRunConfig]):
             num_examples = config.validation.num_prompts
             validator = RewardModelValidator(policy, preferences, num_examples, rows, parts.logger)
         loop = self._loop(parts, policy, validator)
-        return RewardModel(config=config.reward_model, loop=loop, policy=policy, preferences=preferences, rows=rows)
+        batch_of = partial(scored_pairs, rows)
+        number = config.reward_model.examples_per_step
+        return ExampleTraining(loop, policy, preferences, number, batch_of, BradleyTerryLoss())
 
 
 def _batches_to_come(

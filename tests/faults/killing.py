@@ -64,8 +64,9 @@ class KillingEnv(DrawingEnv):
 def main() -> None:
     """`lucidrl` with these losses."""
     from lucidrl import cli
-    from lucidrl.algorithms import grpo, sft
+    from lucidrl.algorithms import grpo
+    from lucidrl.recipes import language
 
     grpo.ClippedPGLoss = KillingPGLoss  # type: ignore[misc]
-    sft.NLLLoss = KillingNLLLoss  # type: ignore[misc]
+    language.NLLLoss = KillingNLLLoss  # type: ignore[misc]
     cli.main()

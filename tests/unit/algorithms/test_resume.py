@@ -43,17 +43,17 @@ def _shuffle_generators():
 @pytest.fixture
 def orders(monkeypatch):
     """Names of the examples of each training micro-batch of supervised runs."""
-    from lucidrl.algorithms import sft
+    from lucidrl.recipes import language
 
     seen: list[list[str]] = []
 
-    class Recording(sft.NLLLoss):
+    class Recording(language.NLLLoss):
         def __call__(self, outputs, data, *counts):
             if torch.is_grad_enabled():
                 seen.append(list(data["idx"]))
             return super().__call__(outputs, data, *counts)
 
-    monkeypatch.setattr(sft, "NLLLoss", Recording)
+    monkeypatch.setattr(language, "NLLLoss", Recording)
     return seen
 
 
