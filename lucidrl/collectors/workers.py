@@ -40,7 +40,7 @@ _REPEATED = ("set_post_collect_hook", "set_profiling_enabled")
 """Methods that change how a worker collects; a restarted worker repeats the last call of each."""
 _LONGEST_TIMEOUT_S = 30 * 24 * 3600.0
 _SHUTDOWN_TIMEOUT_S = 1.0
-_RAY_SHUTDOWN_TIMEOUT_S = 4.0
+_RAY_SHUTDOWN_TIMEOUT_S = 10.0
 _TRACE_TIMEOUT_S = 10.0
 """Timeout for a recording worker to end its rollout and write its trace."""
 
