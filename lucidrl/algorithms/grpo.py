@@ -88,7 +88,8 @@ class GRPO:
             RefitError: a token was sampled by another policy version than `async.max_staleness` allows.
         """
         check_staleness(rollouts, self.policy.policy_version, self.config.async_.max_staleness)
-        batch = rollouts.to_batch(self.pad_id, row_multiple=self.updates_per_epoch)
+        with span("data"):
+            batch = rollouts.to_batch(self.pad_id, row_multiple=self.updates_per_epoch)
         rows = rollouts.row_samples
         samples = torch.cat([rows, rows[-1:].expand(batch.size - len(rows))])  # rows that fill up the last global batch
         kept = batch["sample_mask"] * kept_samples(self.config, rollouts)[samples]

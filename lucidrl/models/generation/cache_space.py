@@ -11,6 +11,8 @@ from lucidrl.models.generation.rows import HeldRows, Prefix, Row
 PREFIX_PAGE = 64
 OWN_PAGE = 64
 """Tokens per page. Larger pages need fewer operations, but compute more unused columns."""
+SMALLEST_PAGE = 8
+"""Pages of a row are not larger than its longest completion, rounded up to a multiple of this."""
 LARGEST_EXTENT = 5 / 4
 """Move pages together when they extend over more than this multiple of the pages in use."""
 
@@ -24,11 +26,14 @@ class CacheSpace:
 
     Args:
         max_tokens: most tokens of both pools; None = as many as these rows need.
+        max_new_tokens: tokens of the longest completion.
     """
 
-    def __init__(self, max_rows: int, max_tokens: int | None):
+    def __init__(self, max_rows: int, max_tokens: int | None, max_new_tokens: int = OWN_PAGE):
         self.max_rows, self.max_tokens = max_rows, max_tokens
-        self.prefix_pool, self.own_pool = PagePool(PREFIX_PAGE), PagePool(OWN_PAGE)
+        # With a limit, all pages have one size, so that pools can give space to each other.
+        own_page = OWN_PAGE if max_tokens is not None else min(OWN_PAGE, round_up(max_new_tokens, SMALLEST_PAGE))
+        self.prefix_pool, self.own_pool = PagePool(PREFIX_PAGE), PagePool(own_page)
         self.held = HeldRows()
         self._num_reserved = {self.prefix_pool: 0, self.own_pool: 0}
         self._prefixes: dict[bytes, Prefix] = {}
@@ -45,9 +50,8 @@ class CacheSpace:
         """Whether a row fits the empty cache."""
         return self.max_tokens is None or self.needed(prompt_length, limit) <= self.max_tokens
 
-    @staticmethod
-    def needed(prompt_length: int, limit: int) -> int:
-        return round_up(prompt_length, PREFIX_PAGE) + round_up(limit, OWN_PAGE)
+    def needed(self, prompt_length: int, limit: int) -> int:
+        return round_up(prompt_length, PREFIX_PAGE) + round_up(limit, self.own_pool.page_size)
 
     def prefix_of(self, token_ids: np.ndarray) -> Prefix:
         """Return the prompt with these tokens, and count one more row that waits for it."""
@@ -74,7 +78,7 @@ class CacheSpace:
         while self._idle and num_running + len(self.held) + len(self._idle) >= self.max_rows:
             self._drop(next(iter(self._idle)))
         num_prefix = 0 if row.prefix.num_reserved else round_up(len(row.prefix.token_ids), PREFIX_PAGE)
-        num_own = round_up(row.limit, OWN_PAGE)
+        num_own = round_up(row.limit, self.own_pool.page_size)
         if not self._make_space(num_prefix + num_own):
             self._deactivate(row.prefix)
             return False
@@ -85,7 +89,7 @@ class CacheSpace:
 
     def hold(self, row: Row) -> None:
         """Keep the keys and values of a finished row."""
-        unused = row.num_reserved - round_up(row.own.num_cached, OWN_PAGE)
+        unused = row.num_reserved - round_up(row.own.num_cached, self.own_pool.page_size)
         row.num_reserved -= unused
         self._reserve(0, -unused)
         self.held.add(row)
@@ -128,7 +132,7 @@ class CacheSpace:
 
     def _continue(self, row: Row, earlier: Row) -> bool:
         """Give the keys and values of a held row to a row, if there is space for its tokens."""
-        num_own = round_up(row.num_tokens - len(earlier.prefix.token_ids) + row.limit, OWN_PAGE)
+        num_own = round_up(row.num_tokens - len(earlier.prefix.token_ids) + row.limit, self.own_pool.page_size)
         if not self._make_space(num_own - earlier.num_reserved):
             return False
         self._reserve(0, num_own - earlier.num_reserved)

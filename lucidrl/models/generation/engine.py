@@ -146,7 +146,8 @@ class BuiltinEngine:
         return self._prefilling + self._decoding
 
     def _new_space(self) -> CacheSpace:
-        return CacheSpace(self.config.max_concurrent_rows, self.config.cache_tokens)
+        config = self.config
+        return CacheSpace(config.max_concurrent_rows, config.cache_tokens, config.max_new_tokens)
 
     def _limit(self, request: GenerationRequest) -> int:
         limits = (request.max_new_tokens, self.config.max_new_tokens, self._context - len(request.prompt_ids))
