@@ -73,6 +73,8 @@ class Hosting:
     """Name of the setting for the start timeout; errors mention it."""
     call_setting: str = "cluster.call_timeout_s"
     """Name of the setting for the call timeout; errors mention it."""
+    phase_settings: Mapping[str, str] = field(default_factory=dict)
+    """Names of the settings for the timeouts of phases that have another one."""
 
     @property
     def joins_process_group(self) -> bool:

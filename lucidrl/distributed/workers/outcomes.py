@@ -147,7 +147,7 @@ def _raised(outcome: Raised, number: int, late: Sequence[int], workers: Workers,
 def _timed_out(late: Sequence[int], workers: Workers, phase: str, timeout_s: float) -> WorkerError:
     labels = workers.labels
     hosting = labels[0].hosting
-    setting = hosting.start_setting if phase == START else hosting.call_setting
+    setting = hosting.start_setting if phase == START else hosting.phase_settings.get(phase, hosting.call_setting)
     text = (
         f"{_listed([labels[rank] for rank in late])} of {_total(labels)}{_on_nodes(late, workers)} did not finish "
         f"{phase} within {timeout_s:g} s{_and_all_killed(labels)}. If it needs longer, raise {setting}"

@@ -59,8 +59,10 @@ class PoolWorker:
             phase: how errors name the call; by default the method.
 
         Raises:
-            LostWorkerError: if the worker's process exits or times out.
+            LostWorkerError: if the worker's process exits or times out, or was lost before and is not restarted yet.
         """
+        if self.loss is not None:  # a call that was queued meanwhile must not reach the next process either
+            raise self.loss
         (result,) = self.process.run(method, [Arguments(args)], timeout_s, phase)
         return result
 
@@ -163,6 +165,8 @@ class WorkerPool:
         self._ended = False
         self._are_recording = False
         self._noting = threading.Lock()
+        self.on_loss: Callable[[PoolWorker], None] = lambda worker: None
+        """Called when a worker is lost, before it can be restarted; in any thread."""
 
         def start_process(number: int) -> ProcessGroup:
             options = hosting.ray_options if ray_options is None else ray_options[number]
@@ -329,7 +333,7 @@ class WorkerPool:
         self.each(make, started)
 
     def _note(self, worker: PoolWorker, loss: LostWorkerError) -> None:
-        if self._ended:
+        if self._ended or worker.loss is loss:
             return
         with self._noting:
             reported = {other.loss.node for other in self.workers if other.loss is not None}
@@ -338,6 +342,7 @@ class WorkerPool:
             _log.warning(
                 "%s failed: %s", self._name(worker), str(loss)
             )  # text: a log record must not hold the error's frames
+        self.on_loss(worker)
 
     def _name(self, worker: PoolWorker) -> str:
         return f"{self._hosting.role} {worker.number}"

@@ -98,6 +98,18 @@ def test_a_call_that_times_out_loses_its_worker(pool):
     assert [worker.number for worker in pool.lost] == [0]
 
 
+def test_calls_behind_the_one_that_loses_a_worker_are_lost_with_it(pool):
+    losses: list[int] = []
+    pool.on_loss = lambda worker: losses.append(worker.number)
+    calls = [pool.submit(0, "sleep_on", 0, 60, timeout_s=0.2), pool.submit(0, "add", 1), pool.submit(0, "add", 1)]
+    with pytest.raises(LostWorkerError, match="did not finish sleep_on"):
+        calls[2].result(60)
+    assert calls[0].exception() is calls[1].exception() is calls[2].exception()
+    assert losses == [0]
+    pool.restart_lost()
+    assert pool.submit(0, "add", 1).result(60) == 1
+
+
 def test_an_error_ends_the_pool_and_what_others_are_busy_with(pool):
     processes = [psutil.Process(pool.submit(number, "pid").result(60)) for number in (0, 1)]
 
