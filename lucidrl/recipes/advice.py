@@ -150,19 +150,17 @@ _UNUSED: list[tuple[tuple[str, ...], Reason]] = [
         ),
     ),
     (
-        ("collector.max_concurrent_samples",),
+        (
+            "collector.max_concurrent_samples",
+            "policy.generation.in_flight",
+            "policy.generation.step_timeout_s",
+            *(f"{algorithm}.async.stale_samples" for algorithm in ("grpo", "distill")),
+            *(f"{algorithm}.async.group_fraction" for algorithm in ("grpo", "distill")),
+        ),
         _if(
             RolloutRunConfig,
             lambda config: config.update.async_.max_staleness == 0,
-            "the run is synchronous; set grpo.async.max_staleness=1",
-        ),
-    ),
-    (
-        ("grpo.async.stale_samples", "grpo.async.group_fraction"),
-        _if(
-            GRPORunConfig,
-            lambda config: config.grpo.async_.max_staleness == 0,
-            "grpo.async.max_staleness is 0; raise it to train asynchronously",
+            "the run is synchronous; set async.max_staleness of the algorithm to 1",
         ),
     ),
     (

@@ -169,7 +169,9 @@ class TextRun(TrainingRun[C]):
             Turns(self._inputs.chat_tokenizer, self._inputs.context_length, config.max_turns),
             rules,
             num_env_calls=env.max_concurrency,
-            stall_timeout_s=cluster.call_timeout_s + cluster.start_timeout_s + env.timeout_s,
+            stall_timeout_s=max(cluster.call_timeout_s, generation.step_timeout_s)
+            + cluster.start_timeout_s
+            + env.timeout_s,
             seed=self.config.seed,
         )
 
@@ -196,7 +198,13 @@ class TextRun(TrainingRun[C]):
         self._profiled.append(parts.stack.enter_context(generator))
         self._refit_guard = generator.guard
         if isinstance(config, RolloutRunConfig) and config.update.async_.max_staleness > 0:
-            return ContinuousGenerator(generator, self._inputs.tokenizer.pad_token_id, config.seed)
+            return ContinuousGenerator(
+                generator,
+                self._inputs.tokenizer.pad_token_id,
+                config.seed,
+                step_timeout_s=generation.step_timeout_s,
+                first_timeout_s=config.cluster.start_timeout_s,
+            )
         return generator
 
     def _loop(

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from lucidrl.distributed.config import Seconds
 from lucidrl.utils.config import Config
 
 VLLM_ARGUMENTS_SET_HERE = {
@@ -86,6 +87,10 @@ class GenerationConfig(Config):
     max_restarts: NonNegativeInt = 3
     """Most consecutive restarts of one separate process without a completed chunk in between; a process is restarted
     when it exits or times out. One more failure stops the run."""
+    step_timeout_s: Seconds = 120.0
+    """Timeout of a decoding step of a separate process in asynchronous training; a process that exceeds it is
+    restarted. The step may compute the prompts of all rows that start in it. The first step of a process may take
+    cluster.start_timeout_s, because engines compile in it."""
     refit: Literal["auto", "ipc", "collective"] = "auto"
     """How weights reach separate processes: through shared memory on a node (`ipc`), over the network (`collective`),
     or the method that fits each process (`auto`)."""

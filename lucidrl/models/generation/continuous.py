@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.distributed.workers.pool import PoolWorker
 from lucidrl.errors import LostWorkerError
 from lucidrl.models.generation.interfaces import (
     Completion,
@@ -23,11 +24,12 @@ from lucidrl.models.generation.interfaces import (
     GenerationRequest,
 )
 from lucidrl.models.generation.sampling import prompts_of, with_draw_keys
-from lucidrl.models.generation.separate import SeparateGenerator
+from lucidrl.models.generation.separate import FIRST_STEP, STEP, SeparateGenerator
 from lucidrl.models.generation.synchronous import output_of, requests_of
 
 SLICE_S = 0.05
-"""A replica decodes for this long, or until a request is complete, before it takes new requests or weights."""
+"""A replica decodes for this long, or until a request is complete, before it takes new requests or weights. A slice is
+at least one decoding step."""
 _CHECK_S = 1.0
 """Time between two looks for lost replicas."""
 
@@ -45,6 +47,8 @@ class _Replica:
     """Requests that are not complete, by id."""
     is_running: bool = False
     """Whether a slice is queued or runs."""
+    has_stepped: bool = False
+    """Whether a slice of its process has ended."""
     idle_since: float = field(default_factory=time.monotonic)
     idle_s: float = 0.0
     """Time without a request, up to `idle_since` or the last slice."""
@@ -59,21 +63,33 @@ class ContinuousGenerator:
         replicas: the replicas; their owner starts them and shuts them down.
         pad_id: token on the padding of outputs.
         seed: seed of the sampling of rows without `draw_keys`.
+        step_timeout_s: a replica whose slice takes longer is lost.
+        first_timeout_s: the same for the first slice of a process, in which engines compile.
 
     Attributes:
-        on_lost: called with the number of a lost replica, before its requests are reported as lost.
+        on_lost: called with the number of a lost replica, before its requests are reported as lost; perhaps repeatedly.
         on_failure: called with an error other than the loss of a replica.
     """
 
-    def __init__(self, replicas: SeparateGenerator, pad_id: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        replicas: SeparateGenerator,
+        pad_id: int,
+        seed: int = 0,
+        *,
+        step_timeout_s: float,
+        first_timeout_s: float,
+    ) -> None:
         self.on_lost: Callable[[int], None] = lambda number: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self.policy_version = replicas.policy_version
         self._replicas, self._pad_id, self._seed = replicas, pad_id, seed
         self._lock = threading.Lock()
         self._states = [_Replica() for _ in replicas.pool.workers]
+        self._timeouts_s = {STEP: step_timeout_s, FIRST_STEP: max(step_timeout_s, first_timeout_s)}
         self._num_calls = 0
         self._is_closed = False
+        replicas.pool.on_loss = self._note_loss
 
     @property
     def num_restarts(self) -> int:
@@ -126,6 +142,7 @@ class ContinuousGenerator:
 
     def update_weights(self, version: int) -> None:
         """Refit all replicas while they generate; see `SeparateGenerator.update_weights`."""
+        self._check_idle()
         self._replicas.update_weights(version)
         self.policy_version = version
 
@@ -178,22 +195,24 @@ class ContinuousGenerator:
             state.is_running = True
             state.idle_s += time.monotonic() - state.idle_since
             new, aborted, state.new, state.aborted = state.new, state.aborted, [], []
-        call: Future[Any] = self._replicas.pool.submit(number, "advance", new, aborted, SLICE_S)
+            phase = STEP if state.has_stepped else FIRST_STEP
+        call: Future[Any] = self._replicas.pool.submit(
+            number, "advance", new, aborted, SLICE_S, timeout_s=self._timeouts_s[phase], phase=phase
+        )
         call.add_done_callback(partial(self._advanced, number))
 
     def _advanced(self, number: int, call: Future[list[Completion]]) -> None:
         try:
             worker, error = self._replicas.pool.workers[number], call.exception()
-            is_lost = isinstance(error, LostWorkerError) or (error is not None and worker.loss is not None)
-            if is_lost:
-                self._note_loss(number)
+            if isinstance(error, LostWorkerError):
+                self._note_loss(worker)  # again, for requests that came after the loss
                 return
             if error is not None:
                 raise error
             completions = call.result()
             with self._lock:
                 state = self._states[number]
-                state.is_running, state.idle_since = False, time.monotonic()
+                state.is_running, state.has_stepped, state.idle_since = False, True, time.monotonic()
                 done = [(state.open.pop(completion.request_id, None), completion) for completion in completions]
             if completions:
                 worker.succeeded()
@@ -205,11 +224,22 @@ class ContinuousGenerator:
             if not self._is_closed:
                 self.on_failure(error)
 
-    def _note_loss(self, number: int) -> None:
+    def _check_idle(self) -> None:
+        """Notice replicas that hang without a request, before the calls of a refit, whose timeouts are long."""
         with self._lock:
-            lost, self._states[number] = self._states[number].open, _Replica()
+            idle = [w for w in self._replicas.pool.workers if w.loss is None and not self._states[w.number].is_running]
+        timeout_s = self._timeouts_s[STEP]
+        self._replicas.pool.each(lambda worker: worker.run("report_place", timeout_s=timeout_s, phase=STEP), idle)
+
+    def _note_loss(self, worker: PoolWorker) -> None:
+        """Report the requests of a lost replica as lost."""
         if self._is_closed:
             return
-        self.on_lost(number)
-        for done in lost.values():
-            done(None)
+        try:
+            self.on_lost(worker.number)  # no more requests come until the replica is ready again
+            with self._lock:
+                lost, self._states[worker.number] = self._states[worker.number].open, _Replica()
+            for done in lost.values():
+                done(None)
+        except BaseException as error:  # some callers are threads without a caller
+            self.on_failure(error)

@@ -31,6 +31,8 @@ from lucidrl.utils.nsys import GENERATION
 
 ENGINES: dict[str, type[Replica]] = {"builtin": GenerationWorker, "vllm": VllmWorker}
 """`policy.generation.engine` → the worker of a replica."""
+FIRST_STEP, STEP = "its first decoding step", "a decoding step"
+"""How errors name the calls of `ContinuousGenerator`."""
 
 
 class SeparateGenerator:
@@ -80,6 +82,7 @@ class SeparateGenerator:
             name=GENERATION,
             log_dir=log_dir / "generation" if log_dir is not None else None,
             nodes=generator_nodes(generation, [place.node for place in policy.places]),
+            phase_settings={FIRST_STEP: "cluster.start_timeout_s", STEP: "policy.generation.step_timeout_s"},
         )
         self._states: dict[int, GeneratorState] = {}
 
