@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lucidrl.collectors.groups import DONE, Changes, Group, Outcome, Phase, Rules, SampleState, Start, Ticket
+from lucidrl.errors import RefitError
 
 
 class Scheduler:
@@ -124,10 +125,16 @@ class Scheduler:
         return found
 
     def generated(self, ticket: Ticket, oldest: int) -> bool:
-        """Note a completion, whose oldest token has this policy version; return False if its ticket is old."""
+        """Note a completion, whose oldest token has this policy version; return False if its ticket is old. Raise
+        RefitError if the token is older than the weights that the generator had."""
         sample = self._sample(ticket, "generating")
         if sample is None:
             return False
+        if sample.oldest is not None and oldest < sample.oldest:
+            raise RefitError(
+                f"generator {sample.generator} has version {sample.oldest} of the weights, but completed a sample with "
+                f"version {oldest}; this is a fault of the engine"
+            )
         self._move(sample, "scoring")
         known = sample.oldest if sample.turn > 1 else None  # of the first turn it was a lower bound
         sample.oldest = oldest if known is None else min(known, oldest)

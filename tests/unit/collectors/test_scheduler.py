@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lucidrl.collectors.groups import Ticket
 from lucidrl.collectors.scheduler import Scheduler
+from lucidrl.errors import RefitError
 from tests.unit.collectors.simulation import Simulation, rules
 
 
@@ -130,6 +131,18 @@ def test_results_of_aborted_attempts_are_ignored():
     assert made.generated(Ticket(0, 0, 1), oldest=2)
     assert not made.is_scoring(Ticket(0, 0, 0))
     assert made.is_scoring(Ticket(0, 0, 1))
+
+
+def test_a_completion_that_is_older_than_the_weights_of_its_generator_is_an_error():
+    made = scheduler(**BIG)
+    fill(made)
+    finish(made, 0, 1, 2, 3)
+    made.take()
+    made.set_version(1)
+    fill(made)
+    assert made.generated(Ticket(4, 0, 0), oldest=0), "it was requested before the refit"
+    with pytest.raises(RefitError, match="generator 0 has version 1 of the weights, but completed a sample with ver"):
+        made.generated(Ticket(8, 0, 0), oldest=0)
 
 
 def test_a_group_is_trained_without_its_tail_if_the_settings_say_so():
