@@ -99,20 +99,14 @@ class RolloutRunConfig(TextRunConfig, ABC):
 
     @model_validator(mode="after")
     def _can_overlap(self) -> Self:
-        staleness, generation = self.update.async_.max_staleness, self.policy.generation
+        staleness = self.update.async_.max_staleness
         asked = f"{self.algorithm}.async.max_staleness={staleness}"
         if staleness == 0:
             return self
-        if generation.placement == "policy":
+        if self.policy.generation.placement == "policy":
             raise ValueError(
                 f"{asked} samples while the policy trains, but with policy.generation.placement=policy the same "
                 "processes do both; set policy.generation.placement=separate"
-            )
-        if generation.engine == "vllm":
-            raise ValueError(
-                f"{asked} needs an engine that takes new weights while it generates, and "
-                "policy.generation.engine=vllm does not do this yet; set policy.generation.engine=builtin, or "
-                "max_staleness=0"
             )
         if self.collector.refill_rounds > 0:
             raise ValueError(

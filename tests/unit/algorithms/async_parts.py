@@ -9,16 +9,21 @@ from typing import Any
 
 from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
 from lucidrl.models.generation.generation_worker import GenerationWorker
+from lucidrl.models.generation.replica import Replica
 
 MARKER = "LUCIDRL_TEST_MARKER"
 
 
-class SlowGenerator(GenerationWorker):
-    """Decodes one token per slice, slowly."""
+class Slow(Replica):
+    """Decodes one token per slice, slowly; otherwise as the worker class that comes after it."""
 
     def advance(self, requests: Any, aborted: Any, seconds: float) -> Any:
         time.sleep(0.03)
         return super().advance(requests, aborted, 0.0) or self.engine.step()
+
+
+class SlowGenerator(Slow, GenerationWorker):
+    """A replica of the built-in engine."""
 
 
 class BrokenEnv(ArithmeticEnv):

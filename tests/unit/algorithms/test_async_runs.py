@@ -215,7 +215,6 @@ def test_the_importance_correction_is_on_unless_it_is_set():
     ("overrides", "remedy"),
     [
         ((), "set policy.generation.placement=separate"),
-        (("policy.generation.engine=vllm",), "set policy.generation.engine=builtin"),
         (("collector.refill_rounds=1",), "set refill_rounds=0"),
     ],
 )
