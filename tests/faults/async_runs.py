@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +111,17 @@ def wait(condition: Callable[[], bool], process: subprocess.Popen[bytes], timeou
 
 
 def workers_of(process: subprocess.Popen[bytes], role: str) -> list[psutil.Process]:
-    """The processes of a role, `generation` or `env`, found by the log that they write."""
+    """The local processes of a role, `generation` or `env`."""
+    return of_role(role, psutil.Process(process.pid).children(recursive=True))
+
+
+def of_role(role: str, processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """The processes of a role, found by the log that they write."""
     found = []
-    for child in psutil.Process(process.pid).children(recursive=True):
+    for process in processes:
         try:
-            if f"/logs/{role}/" in os.readlink(f"/proc/{child.pid}/fd/1"):
-                found.append(child)
+            if f"/logs/{role}/" in os.readlink(f"/proc/{process.pid}/fd/1"):
+                found.append(process)
         except OSError:  # it has just exited
             continue
     return found
