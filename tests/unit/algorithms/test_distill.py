@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 
+import orjson
 import pytest
 import torch
 
+from lucidrl.algorithms.distill import Distillation
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import ConfigError, WorkerError
 from lucidrl.models.embedded import embedded_tokenizer
@@ -41,16 +43,63 @@ def teacher(**options) -> Policy:
 STEPS = {"top_k": 16, "sampled": 40}
 
 
-@pytest.mark.parametrize("divergence", slow_except(STEPS, "top_k"))
-def test_a_student_approaches_its_teacher(run, divergence):
+ASYNC = ("num_threads=1", "cluster.num_threads=1", "policy.generation.placement=separate")
+
+
+def check_learning(run, divergence, *more):
+    """Return the folder of a run in which the student approaches the teacher."""
     steps = f"distill.max_steps={STEPS[divergence]}"
     settings = (f"distill.divergence={divergence}", steps, "distill.reward_coefficient=0")
     sharper = ("policy.model_name=embedded", "teacher.temperature=0.5", "validation.num_prompts=0")
     # Single tokens that the teacher finds very unlikely dominate the divergence: it takes many samples and small steps.
     careful = ("collector.prompts_per_step=64", "collector.samples_per_prompt=8", "policy.optimizer.kwargs.lr=2e-5")
-    folder, _ = run("distill", "run", *settings, *sharper, *careful, "policy.optimizer.kwargs.betas=[0.9,0.99]")
+    betas = "policy.optimizer.kwargs.betas=[0.9,0.99]"
+    folder, _ = run("distill", "run", *settings, *sharper, *careful, betas, *more)
     divergences = folder.train_metric("teacher_kl")
     assert sum(divergences[-4:]) < 0.7 * sum(divergences[:4]), divergences
+    return folder
+
+
+@pytest.mark.parametrize("divergence", slow_except(STEPS, "top_k"))
+def test_a_student_approaches_its_teacher(run, divergence):
+    check_learning(run, divergence)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divergence", STEPS)
+def test_a_student_learns_from_samples_that_are_made_while_it_trains(run, monkeypatch, divergence):
+    staleness = []
+    prepare = Distillation.prepare
+
+    def noted(self, rollouts, *args, **kwargs):
+        staleness.extend(rollouts.policy_version - version for one in rollouts.samples for version in one.version_range)
+        return prepare(self, rollouts, *args, **kwargs)
+
+    monkeypatch.setattr(Distillation, "prepare", noted)
+    folder = check_learning(run, divergence, *ASYNC, "distill.async.max_staleness=1")
+    assert set(staleness) == {0, 1}
+    assert 0 < max(folder.train_metric("staleness")) <= 1
+    assert all(0 < weight <= 2 for weight in folder.train_metric("importance/mean_weight_late"))
+
+
+@pytest.mark.slow
+def test_a_stopped_asynchronous_distillation_resumes_and_repeats_no_sample(run):
+    settings = (*ASYNC, "distill.async.max_staleness=1", "distill.max_steps=8", "validation.num_prompts=0")
+    _, last_step = run("distill", "run", *settings, interrupt_at=4)
+    assert last_step == 4
+    folder, last_step = run("distill", "run", *settings, resume=True)
+    assert last_step == 8
+    files = [folder.path / f"samples/step_{step}.jsonl" for step in range(1, 9)]
+    samples = [orjson.loads(line)["sample"] for file in files for line in file.read_bytes().splitlines()]
+    assert len(samples) == len(set(samples)) == 8 * 16
+
+
+@pytest.mark.slow
+def test_without_staleness_a_distillation_equals_the_synchronous_one(run):
+    settings = (*ASYNC, "distill.max_steps=2", "checkpoint.metric=null")
+    plain, _ = run("distill", "plain", *settings)
+    folder, _ = run("distill", "run", *settings, "distill.async.max_staleness=0")
+    assert folder.lines() == plain.lines()
 
 
 @pytest.mark.slow
