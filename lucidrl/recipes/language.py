@@ -152,7 +152,7 @@ class TextRun(TrainingRun[C]):
         self, generator: ContinuousGenerator, runner: EnvRunner, config: TextCollectorConfig
     ) -> GroupsInFlight:
         assert isinstance(self.config, RolloutRunConfig)
-        generation, env, cluster = self.config.policy.generation, self.config.env, self.config.cluster
+        generation, env = self.config.policy.generation, self.config.env
         rules = Rules(
             self.config.update.async_,
             prompts_per_step=config.prompts_per_step,
@@ -169,11 +169,15 @@ class TextRun(TrainingRun[C]):
             Turns(self._inputs.chat_tokenizer, self._inputs.context_length, config.max_turns),
             rules,
             num_env_calls=env.max_concurrency,
-            stall_timeout_s=max(cluster.call_timeout_s, generation.step_timeout_s)
-            + cluster.start_timeout_s
-            + env.timeout_s,
+            stall_timeout_s=self._stall_timeout_s + env.timeout_s,
             seed=self.config.seed,
         )
+
+    @property
+    def _stall_timeout_s(self) -> float:
+        """Longest time without a completion, even if a generator is restarted meanwhile."""
+        generation, cluster = self.config.policy.generation, self.config.cluster
+        return max(cluster.call_timeout_s, generation.step_timeout_s) + cluster.start_timeout_s
 
     def _prompt_validator(self, collector: TextCollector) -> PromptValidator | None:
         """Make the validator on held-out prompts; None if there are none."""
@@ -204,6 +208,7 @@ class TextRun(TrainingRun[C]):
                 config.seed,
                 step_timeout_s=generation.step_timeout_s,
                 first_timeout_s=config.cluster.start_timeout_s,
+                stall_timeout_s=self._stall_timeout_s,
             )
         return generator
 

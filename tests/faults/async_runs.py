@@ -111,7 +111,7 @@ def wait(condition: Callable[[], bool], process: subprocess.Popen[bytes], timeou
 
 
 def workers_of(process: subprocess.Popen[bytes], role: str) -> list[psutil.Process]:
-    """The local processes of a role, `generation` or `env`."""
+    """The local processes of a role: `generation`, `env` or `rank`."""
     return of_role(role, psutil.Process(process.pid).children(recursive=True))
 
 
@@ -120,7 +120,7 @@ def of_role(role: str, processes: Iterable[psutil.Process]) -> list[psutil.Proce
     found = []
     for process in processes:
         try:
-            if f"/logs/{role}/" in os.readlink(f"/proc/{process.pid}/fd/1"):
+            if f"/logs/{role}" in os.readlink(f"/proc/{process.pid}/fd/1"):
                 found.append(process)
         except OSError:  # it has just exited
             continue

@@ -50,6 +50,25 @@ def test_a_run_that_is_killed_again_and_again_skips_and_repeats_no_prompt(tmp_pa
     check_epoch(ledger)
 
 
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_run_and_a_resume_skips_and_repeats_no_prompt(tmp_path):
+    folder, ledger = tmp_path / "run", tmp_path / "ledger.jsonl"
+    two_ranks = "cluster.num_workers=2"
+    process = start(folder, ledger, STEPS, two_ranks)
+    try:
+        wait(lambda: len(read(ledger)) >= 8, process)
+        workers_of(process, "rank")[0].send_signal(signal.SIGKILL)
+        assert process.wait(60) == 2
+        assert " of 2 was killed by SIGKILL" in folder.with_suffix(".log").read_text()
+        wait_until_free(folder)
+        process = start(folder, ledger, STEPS, two_ranks, resume=True)
+        assert process.wait(120) == 0, folder.with_suffix(".log").read_text()[-3000:]
+    finally:
+        if process.poll() is None:
+            kill(process)
+    check_epoch(ledger)
+
+
 def wait_until_free(folder: Path) -> None:
     until = time.monotonic() + 30
     while is_occupied(folder):

@@ -26,7 +26,7 @@ def test_a_generator_on_another_node_is_lost_twice_and_every_prompt_is_trained_o
 
     try:
         wait(lambda: len(read(ledger)) >= 3, process)
-        [rank] = [one for one in rank_processes() if (folder / "logs" / "rank_0.log").samefile(f"/proc/{one.pid}/fd/1")]
+        [rank] = of_role("rank", rank_processes())
         assert raylet_of(rank.pid) != raylet_of(generator())
         psutil.Process(generator()).send_signal(signal.SIGKILL)
         wait(lambda: len(read(ledger)) >= 9, process)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from lucidrl.algorithms.grpo import GRPO
+from lucidrl.envs.text.arithmetic import ArithmeticConfig, ArithmeticEnv
+from lucidrl.envs.text.interfaces import EnvReply, EnvRequest
 from lucidrl.models.generation import separate
 from lucidrl.models.policy.policy import Policy
 from lucidrl.recipes.configs import GRPORunConfig
@@ -31,10 +34,10 @@ SETTINGS = (
     "policy.model_name=embedded-untrained",
     "policy.generation.engine=vllm",
     "policy.generation.placement=separate",
-    "policy.generation.max_new_tokens=12",
+    "policy.generation.max_new_tokens=8",
     "policy.generation.max_concurrent_rows=32",
-    "env.name=arithmetic",
-    "env.kwargs={operations: ['+'], max_operand: 9}",
+    f"env.name={__name__}:TwoTurns",
+    "collector.max_turns=2",
     "collector.prompts_per_step=10",
     "collector.samples_per_prompt=2",
     "grpo.async.max_staleness=2",
@@ -49,6 +52,18 @@ SETTINGS = (
     "report.enabled=false",
 )
 """Ten steps train on all 100 prompts."""
+
+
+class TwoTurns(ArithmeticEnv):
+    """Asks again after the first completion."""
+
+    def __init__(self) -> None:
+        super().__init__(ArithmeticConfig(operations=("+",), max_operand=9))
+
+    async def step(self, batch: Sequence[EnvRequest]) -> list[EnvReply]:
+        again = EnvReply(0.0, done=False, messages=({"role": "user", "content": "Again."},))
+        replies = await super().step(batch)
+        return [again if one.turn == 1 else reply for one, reply in zip(batch, replies, strict=True)]
 
 
 class ChangingVllm(Slow, MortalVllm):
@@ -83,7 +98,7 @@ class Recorded:
 
     folder: Path
     tokens: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """Policy version of the step, and versions of the tokens, of every sample."""
+    """Policy version of the step, and versions of the tokens, of every completion."""
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -98,8 +113,8 @@ def run(tmp_path_factory):
 
     def noted(self: GRPO, rollouts: Any, *args: Any, **kwargs: Any) -> Any:
         for sample in rollouts.samples:
-            [versions] = [m["policy_versions"] for m in sample.log if "policy_versions" in m]
-            found.tokens.append((self.policy.policy_version, versions))
+            versions = [message["policy_versions"] for message in sample.log if "policy_versions" in message]
+            found.tokens += [(self.policy.policy_version, one) for one in versions]
         return prepare(self, rollouts, *args, **kwargs)
 
     def killing(self: Policy, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +137,7 @@ def run(tmp_path_factory):
 
 
 def test_every_token_has_its_version_and_none_is_too_old(run):
-    assert len(run.tokens) == 200
+    assert len(run.tokens) == 2 * 200
     num_mixed = dict.fromkeys(MODES, 0)
     for version, versions in run.tokens:
         assert version - 2 <= int(versions.min()) <= int(versions.max()) <= version

@@ -124,7 +124,8 @@ class ValidationPromptSource(Protocol):
 class StatefulEnv(Protocol):
     """An environment whose state, such as the level of a curriculum, is saved in checkpoints.
 
-    Both methods are called between steps, when no sample is in progress. The state must be JSON.
+    Both methods are called between steps, when no sample is in progress except in asynchronous training. The state must
+    be JSON.
     """
 
     def state_dict(self) -> dict[str, Any]: ...

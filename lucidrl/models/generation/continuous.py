@@ -16,7 +16,7 @@ from typing import Any
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.distributed.workers.pool import PoolWorker
-from lucidrl.errors import LostWorkerError
+from lucidrl.errors import LostWorkerError, WorkerError
 from lucidrl.models.generation.interfaces import (
     Completion,
     GenerationDatumSpec,
@@ -65,6 +65,7 @@ class ContinuousGenerator:
         seed: seed of the sampling of rows without `draw_keys`.
         step_timeout_s: a replica whose slice takes longer is lost.
         first_timeout_s: the same for the first slice of a process, in which engines compile.
+        stall_timeout_s: `generate` raises if it waits this long without a completion.
 
     Attributes:
         on_lost: called with the number of a lost replica, before its requests are reported as lost; perhaps repeatedly.
@@ -79,6 +80,7 @@ class ContinuousGenerator:
         *,
         step_timeout_s: float,
         first_timeout_s: float,
+        stall_timeout_s: float,
     ) -> None:
         self.on_lost: Callable[[int], None] = lambda number: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
@@ -87,6 +89,7 @@ class ContinuousGenerator:
         self._lock = threading.Lock()
         self._states = [_Replica() for _ in replicas.pool.workers]
         self._timeouts_s = {STEP: step_timeout_s, FIRST_STEP: max(step_timeout_s, first_timeout_s)}
+        self._stall_timeout_s = stall_timeout_s
         self._num_calls = 0
         self._is_closed = False
         replicas.pool.on_loss = self._note_loss
@@ -149,7 +152,11 @@ class ContinuousGenerator:
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """Complete every prompt, beside the other requests; call this while the weights do not change."""
+        """Complete every prompt, beside the other requests; call this while the weights do not change.
+
+        Raises:
+            WorkerError: a rank of the policy exited, a replica exceeded `max_restarts`, or no completion comes.
+        """
         data = with_draw_keys(data, self._seed, self._num_calls)
         self._num_calls += 1
         requests = [
@@ -161,13 +168,15 @@ class ContinuousGenerator:
         found: dict[str, Completion] = {}
         waiting = threading.Condition()
         lost = list(range(len(requests)))
+        last_progress = time.monotonic()
 
         def note(row: int, completion: Completion | None) -> None:
+            nonlocal last_progress
             with waiting:
                 if completion is None:
                     lost.append(row)
                 else:
-                    found[completion.request_id] = completion
+                    found[completion.request_id], last_progress = completion, time.monotonic()
                 waiting.notify_all()
 
         while len(found) < len(requests):
@@ -180,6 +189,12 @@ class ContinuousGenerator:
                 self.submit(live[places[row] % len(live)], requests[row], partial(note, row))
             with waiting:
                 waiting.wait_for(lambda: lost or len(found) == len(requests), _CHECK_S)
+            num_open, waited_s = len(requests) - len(found), time.monotonic() - last_progress
+            if num_open and waited_s > self._stall_timeout_s:
+                raise WorkerError(
+                    f"the generators have completed no prompt for {waited_s:.0f} s, and {num_open} of {len(requests)} "
+                    "are open; look into logs/generation, or raise cluster.call_timeout_s"
+                )
         return output_of(requests, found, self._pad_id)
 
     def close(self) -> None:

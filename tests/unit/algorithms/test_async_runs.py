@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import orjson
 import pytest
 import torch
 
-from lucidrl.algorithms.grpo import GRPO
+from lucidrl.algorithms.grpo import GRPO, check_staleness
 from lucidrl.errors import CheckpointError, ConfigError, EnvironmentFailure, RefitError
 from lucidrl.models.generation import separate
 from lucidrl.models.generation.refit import Refit
@@ -99,6 +100,18 @@ def test_prepare_refuses_what_the_bound_does_not_allow(run, monkeypatch):
     monkeypatch.setattr(GRPO, "prepare", aged)
     with pytest.raises(RefitError, match=r"policy versions -1 to .* with max_staleness=0 trains on versions 0 to 0"):
         run("grpo", "run")
+
+
+def test_the_bound_on_the_staleness_is_exact():
+    def check(oldest: int, newest: int, *, most: int, is_dropped: bool = False) -> None:
+        sample = SimpleNamespace(name="p#0", version_range=(oldest, newest), is_dropped=is_dropped)
+        check_staleness(SimpleNamespace(policy_version=5, samples=[sample]), 5, most)
+
+    check(3, 5, most=2)
+    check(2, 5, most=2, is_dropped=True)
+    for oldest, newest in ((2, 5), (5, 6)):
+        with pytest.raises(RefitError, match=f"versions {oldest} to {newest}, .* trains on versions 3 to 5 only"):
+            check(oldest, newest, most=2)
 
 
 @pytest.mark.slow

@@ -1,0 +1,46 @@
+"""Requests that separate replicas complete at any time."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.errors import WorkerError
+from lucidrl.models.generation.continuous import ContinuousGenerator
+from lucidrl.models.generation.interfaces import Completion
+
+
+def _sleep_and_complete_nothing() -> list[Completion]:
+    time.sleep(0.001)
+    return []
+
+
+class EndlessReplicas:
+    """One replica, whose slices end without a completion."""
+
+    policy_version, ready = 0, (0,)
+
+    def __init__(self) -> None:
+        self.pool = self
+        self.workers = [SimpleNamespace(number=0, loss=None)]
+        self._thread = ThreadPoolExecutor(1)
+
+    def submit(self, *args: Any, **options: Any) -> Future[Any]:
+        return self._thread.submit(_sleep_and_complete_nothing)
+
+    def recover(self) -> None: ...
+
+
+def test_a_replica_that_completes_nothing_is_an_error():
+    times: dict[str, float] = {"step_timeout_s": 9, "first_timeout_s": 9, "stall_timeout_s": 0.1}
+    generator = ContinuousGenerator(EndlessReplicas(), pad_id=0, **times)  # type: ignore[arg-type]
+    rows = BatchedDataDict({"input_ids": torch.ones(2, 3).long(), "input_lengths": torch.tensor([3, 3])})
+    with pytest.raises(WorkerError, match=r"have completed no prompt for \d+ s, and 2 of 2 are open; look into logs"):
+        generator.generate(rows)
+    generator.close()
