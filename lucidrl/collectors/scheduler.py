@@ -1,6 +1,6 @@
 """The rules of asynchronous collection: what to start, what to train on, what is stale.
 
-Pure: no threads, no processes, no tensors, and the caller passes the clock. `AsyncTextCollector` drives it.
+Pure: no threads, no processes, no tensors, and the caller passes the clock. `GroupsInFlight` drives it.
 
 Groups are numbered in the order in which their prompts are drawn. A step S trains weights of version S - 1 and makes
 version S. It may train on tokens of version S - 1 - max_staleness or newer.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from lucidrl.collectors.groups import DONE, Changes, Group, Outcome, Phase, Rules, SampleState, Start, Ticket
@@ -77,7 +77,7 @@ class Scheduler:
         if len(ready) < number:
             return None
         chosen = {key for _, key in ready[:number]}
-        if self.rules.config.stale_samples == "wait" and not self._fits_without(chosen):
+        if self.rules.config.stale_samples == "wait" and self._has_to_wait(chosen):
             return None
         taken, changes = [self.groups[key] for key in sorted(chosen)], Changes()
         for group in taken:
@@ -102,12 +102,13 @@ class Scheduler:
         oldest = group.oldest
         return (self.version if oldest is None else oldest) + 1 + self.rules.config.max_staleness
 
-    def _fits_without(self, chosen: Iterable[int]) -> bool:
-        """Whether all other groups can be trained before they expire if the next step takes these."""
+    def _has_to_wait(self, chosen: Collection[int]) -> bool:
+        """Whether another group would expire untrained if the next step takes these, and one of these expires later.
+        Without the second condition, a run resumed with a smaller bound may wait for good."""
         rest = sorted(self._expires(group) for key, group in self.groups.items() if key not in chosen)
-        return all(
-            count <= self.rules.prompts_per_step * (expires - self.step) for count, expires in enumerate(rest, start=1)
-        )
+        size = self.rules.prompts_per_step
+        fits = all(count <= size * (expires - self.step) for count, expires in enumerate(rest, start=1))
+        return not fits and rest[0] < max(self._expires(self.groups[key]) for key in chosen)
 
     # Samples.
 

@@ -281,3 +281,19 @@ def size_of(scheduler: Scheduler) -> int:
     """Number of entries in everything that the scheduler holds."""
     held = [scheduler.groups, scheduler._fresh, scheduler._continuing, scheduler._work, scheduler.dropped_prompts]
     return sum(map(len, held)) + sum(map(len, scheduler._work.values()))
+
+
+@pytest.mark.parametrize("stale", ["wait", "drop", "regenerate"])
+def test_a_run_goes_on_under_a_smaller_bound_and_loses_no_prompt(stale):
+    first = Simulation(rules(max_staleness=4, stale_samples=stale, rows_per_generator=2)).run(10)
+    first._note(first.scheduler.set_version(10))
+    state = json.loads(json.dumps(first.scheduler.state_dict()))
+    second = Simulation(rules(max_staleness=1, stale_samples=stale, rows_per_generator=2), seed=1)
+    second.scheduler.load_state_dict(state)
+    second.versions = dict.fromkeys(second.versions, 10)
+    second._note(second.scheduler.set_version(10))
+    second.run(20)
+    assert max(second.staleness) <= 1
+    numbers = [number for step in first.trained + second.trained for number in step] + first.removed + second.removed
+    assert len(numbers) == len(set(numbers))
+    assert set(range(max(numbers))) - set(numbers) <= set(second.scheduler.groups)
